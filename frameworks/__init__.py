@@ -1,0 +1,21 @@
+"""Ringlet: data-parallel training that is cheap to communicate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringlet.ring.launch import run
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "run"]
+
+_LAZY = {"run": "ringlet.ring.launch"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'ringlet' has no attribute {name!r}")

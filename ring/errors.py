@@ -1,0 +1,38 @@
+"""What can go wrong between ranks, as types a caller can tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RingError(RuntimeError):
+    """Base of every error that concerns more than one rank."""
+
+
+class TransportUnavailable(RingError):
+    """A transport was asked for that cannot work here; the message says what to install or set."""
+
+
+class LaunchError(RingError):
+    """The launcher's view of the job and the transport's differ, or the job could not start."""
+
+
+class PeerLost(RingError):
+    """A rank went away. ``ranks`` holds the lost ranks (empty when the transport cannot tell)."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class Mismatch(RingError):
+    """Ranks asked for different things under one name. The text is the same on every rank."""
+
+
+class ProtocolError(RingError):
+    """A control message or payload was malformed: wrong length, unknown kind, failed handshake."""
+
+
+def unavailable(transport: str, why: str, remedy: str) -> TransportUnavailable:
+    """Build the error for a transport that cannot be used, always with a way out."""
+    return TransportUnavailable(f"transport {transport!r} is not available: {why}. {remedy}")

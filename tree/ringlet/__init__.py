@@ -1,0 +1,1 @@
+../../frameworks/__init__.py

@@ -1,0 +1,1 @@
+../../frameworks/__main__.py
