@@ -1,4 +1,58 @@
-"""Gradient compressors."""
+"""Gradient compressors: the contract, the registry, and the built-in ones.
+
+A compressor is a small frozen class; see ``Compressor``. It is chosen by a spec string such as
+``"topk(ratio=0.01) | int8 | ef"``; see ``parse``.
+"""
 
 if __name__ != "ringlet.compressors":  # a bare `import compressors` would be a second registry
     raise ImportError("import this package as ringlet.compressors, not as compressors")
+
+from ringlet.compressors.casts import BF16, FP16
+from ringlet.compressors.chain import Chain
+from ringlet.compressors.context import Context, Workspace
+from ringlet.compressors.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.ef import ErrorFeedback
+from ringlet.compressors.errors import (
+    CompressorError,
+    OptionError,
+    PayloadError,
+    SpecError,
+    UnknownCompressor,
+)
+from ringlet.compressors.int8 import Int8
+from ringlet.compressors.modifier import Modifier
+from ringlet.compressors.none import NoCompression
+from ringlet.compressors.options import option
+from ringlet.compressors.registry import lookup, names, register
+from ringlet.compressors.routes import Router
+from ringlet.compressors.spec import parse, resolve
+from ringlet.compressors.topk import TopK
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "Chain",
+    "Compressor",
+    "CompressorError",
+    "Context",
+    "ErrorFeedback",
+    "Int8",
+    "Modifier",
+    "NoCompression",
+    "OptionError",
+    "Part",
+    "Payload",
+    "PayloadError",
+    "Router",
+    "SpecError",
+    "TopK",
+    "Traits",
+    "UnknownCompressor",
+    "Workspace",
+    "lookup",
+    "names",
+    "option",
+    "parse",
+    "register",
+    "resolve",
+]

@@ -1,0 +1,99 @@
+"""What a compressor may know besides the values: whose they are, when, and what it remembers."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+State = dict[str, Any]
+
+_MASK = (1 << 64) - 1
+
+
+class Workspace:
+    """Scratch arrays that grow to the largest size asked for and are then reused.
+
+    A scratch array is valid until the next call with the same name, on the same thread.
+    """
+
+    def __init__(self, xp: ModuleType = np) -> None:
+        self._xp = xp
+        self._buffers: dict[str, Array] = {}
+
+    def array(self, name: str, n: int, dtype: npt.DTypeLike = np.float32) -> Array:
+        """Return an uninitialised flat array of ``n`` elements of ``dtype``."""
+        nbytes = n * np.dtype(dtype).itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < nbytes:
+            buffer = self._buffers[name] = self._xp.empty(max(nbytes, 64), np.uint8)
+        return buffer[:nbytes].view(dtype)
+
+
+@dataclass
+class Context:
+    """The surroundings of one call of a compressor.
+
+    ``x`` in a call is the piece ``[offset : offset + x.size]`` of the flattened tensor; it is the
+    whole tensor unless the compressor's traits allow cutting. ``state`` belongs to the tensor, not
+    to the piece: what a compressor keeps there it keeps for ``numel`` elements.
+    """
+
+    name: str = "tensor"
+    shape: tuple[int, ...] = ()
+    numel: int = 0
+    state: State = field(default_factory=dict)
+    step: int = 0
+    rank: int = 0
+    size: int = 1
+    seed: int = 0
+    offset: int = 0
+    stage: int = 1
+    xp: ModuleType = np
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def key(self, shared: bool = False) -> int:
+        """Return the 64-bit key of this call's random numbers.
+
+        A function of seed, step, tensor and stage, and of the rank unless ``shared``.
+        """
+        key = _mix(self.seed ^ 0x9E3779B97F4A7C15)
+        for word in (self.step, zlib.crc32(self.name.encode()), self.stage):
+            key = _mix(key ^ _mix(word))
+        if not shared:
+            key = _mix(key ^ _mix(self.rank + 1))
+        return key | 1
+
+    def rng(self, shared: bool = False) -> np.random.Generator:
+        """Return a counter-based generator keyed by ``key``; it knows nothing of ``offset``."""
+        return np.random.Generator(np.random.Philox(key=self.key(shared)))
+
+    def child(self, name: str, numel: int) -> Context:
+        """Return the context for a compressor applied to a part of this one's payload."""
+        state = self.state.setdefault(name, {})
+        return Context(
+            name=f"{self.name}/{name}",
+            shape=(numel,),
+            numel=numel,
+            state=state,
+            step=self.step,
+            rank=self.rank,
+            size=self.size,
+            seed=self.seed,
+            stage=self.stage,
+            xp=self.xp,
+            workspace=self.workspace,
+        )
+
+
+def _mix(word: int) -> int:
+    """Scramble 64 bits (the finaliser of SplitMix64; Steele, Lea and Flood, 2014)."""
+    word = (word + 0x9E3779B97F4A7C15) & _MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)

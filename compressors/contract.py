@@ -1,0 +1,225 @@
+"""The compressor contract.
+
+A compressor is an immutable value: a frozen dataclass whose fields are its hyper-parameters. Two
+methods make one complete, ``compress`` and ``decompress``; everything else has a default and may
+be overridden for speed. What a compressor remembers between steps lives in ``ctx.state``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple, dataclass_transform
+
+import numpy as np
+
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.errors import CompressorError, PayloadError
+from ringlet.compressors.options import bind_options, checked, option, options_of, wrapped
+
+Payload = dict[str, Array]
+
+
+class Part(NamedTuple):
+    """One array of a fixed-size payload: its name, dtype (by name) and number of elements."""
+
+    name: str
+    dtype: str
+    elements: int
+
+
+def storage(dtype: str) -> np.dtype[Any]:
+    """Return the NumPy dtype that holds ``dtype`` in memory: uint16 for bfloat16."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What a compressor promises. The conformance kit tests what is declared here.
+
+    combine
+        "sum": payloads add up on the wire, and decoding the sum is the sum of the decoded.
+        "gather": payloads must be decoded before they are added.
+    fixed_size
+        The payload's arrays depend on the number of elements alone; ``layout`` gives them.
+    granularity
+        Compressing a piece that starts at a multiple of this many elements gives the same as
+        compressing the tensor and cutting the payload there. None: a tensor is never cut.
+    omega
+        Unbiased with E||C(x) - x||^2 <= omega ||x||^2. None: biased, or unbounded.
+    delta
+        Contractive: E||C(x) - x||^2 <= (1 - delta) ||x||^2. None: not claimed.
+    stateful
+        Results depend on what earlier steps left in ``ctx.state``.
+    predivide
+        Averages divide before compressing, so that sums on the wire stay in range.
+    min_size
+        Tensors with fewer elements travel uncompressed.
+    """
+
+    combine: Literal["sum", "gather"] = "gather"
+    fixed_size: bool = False
+    granularity: int | None = None
+    omega: float | None = None
+    delta: float | None = None
+    stateful: bool = False
+    predivide: bool = False
+    min_size: int = 1024
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(option, wrapped))
+class Compressor:
+    """Base class of compressors. Subclasses become frozen dataclasses by themselves."""
+
+    spec_name: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            raise TypeError(f"{cls.__name__}: declare options as attributes, not in __init__")
+        cls.spec_name = ""
+        try:
+            dataclasses.dataclass(frozen=True, repr=False)(cls)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}: {error}") from None
+        for name, field in options_of(cls).items():
+            if field.default is dataclasses.MISSING:
+                raise TypeError(f"{cls.__name__}: option {name!r} needs a default")
+        generated = cls.__init__
+
+        def __init__(self: Compressor, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            inner = {f.name: kwargs.pop(f.name) for f in _wrapped_fields(cls) if f.name in kwargs}
+            generated(self, **bind_options(cls, cls.label(), args, kwargs), **inner)
+
+        cls.__init__ = __init__  # type: ignore[assignment,method-assign]
+
+    def __post_init__(self) -> None:
+        for name, field in options_of(type(self)).items():
+            value = checked(self.label(), field, getattr(self, name))
+            object.__setattr__(self, name, value)
+        self.validate()
+
+    # -- what a compressor must define --------------------------------------------------------
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Return the flat arrays that travel for ``x`` (flat float32; not to be modified)."""
+        raise CompressorError(f"{self.label()} does not define compress(x, ctx)")
+
+    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Overwrite every element of ``out`` (flat float32) with what ``payload`` encodes."""
+        raise CompressorError(f"{self.label()} does not define decompress(payload, out, ctx)")
+
+    # -- what a compressor may define ---------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check options against each other; raise OptionError. Ranges belong in ``option``."""
+
+    def traits(self) -> Traits:
+        """Return what this compressor promises."""
+        return Traits()
+
+    def layout(self, n: int) -> tuple[Part, ...]:
+        """Return the arrays of the payload of ``n`` elements. Only if ``fixed_size``."""
+        raise CompressorError(f"{self.label()} declares fixed_size but no layout(n)")
+
+    def chained_part(self, payload: Payload) -> str:
+        """Return which payload array a compressor chained behind this one compresses."""
+        if "values" not in payload:
+            raise CompressorError(f"nothing can be chained behind {self.label()}")
+        return "values"
+
+    # -- what a compressor may override for speed; results must not change --------------------
+
+    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Compress ``x`` into preallocated arrays, laid out as ``layout(x.size)`` says."""
+        copy_payload(self, self.compress(x, ctx), payload)
+
+    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Add what ``payload`` encodes to ``out`` (flat float32)."""
+        decoded = ctx.workspace.array("accumulate", out.size)
+        self.decompress(payload, decoded, ctx)
+        out += decoded
+
+    def feedback_into(
+        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
+    ) -> None:
+        """Compress p = x + decay * residual into ``payload``, leave p - decoded in ``residual``.
+
+        Where the new residual would not be finite, the old one stays.
+        """
+        target = ctx.workspace.array("feedback", x.size)
+        ctx.xp.multiply(residual, np.float32(decay), out=target)
+        target += x
+        self.encode_into(target, payload, ctx)
+        keep_residual(self, target, payload, residual, ctx)
+
+    # -- a compressor is a value --------------------------------------------------------------
+
+    @classmethod
+    def label(cls) -> str:
+        """Return the name in messages: the registered name, or the class's."""
+        return cls.spec_name or cls.__name__
+
+    def is_bound(self) -> bool:
+        """Whether this can compress: false for a modifier that wraps nothing yet."""
+        return True
+
+    def __or__(self, other: Compressor) -> Compressor:
+        return other.behind(self) if isinstance(other, Compressor) else NotImplemented
+
+    def behind(self, first: Compressor) -> Compressor:
+        """Return ``first | self``."""
+        from ringlet.compressors.chain import Chain
+
+        return Chain(first=first, second=self)
+
+    def __str__(self) -> str:
+        name = self.spec_name or f"{type(self).__module__}:{type(self).__qualname__}"
+        return name + self._arguments()
+
+    def __repr__(self) -> str:
+        return type(self).__name__ + (self._arguments() or "()")
+
+    def _arguments(self) -> str:
+        shown = [
+            f"{name}={getattr(self, name)!r}"
+            for name, field in options_of(type(self)).items()
+            if getattr(self, name) != field.default
+        ]
+        return f"({', '.join(shown)})" if shown else ""
+
+
+def _wrapped_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(cls) if "wrapped" in f.metadata]
+
+
+def copy_payload(compressor: Compressor, source: Payload, target: Payload) -> None:
+    """Copy a compressed dict into preallocated arrays; PayloadError where it does not fit."""
+    if source.keys() != target.keys():
+        raise PayloadError(
+            f"{compressor.label()} returned arrays {sorted(source)}, its layout says "
+            f"{sorted(target)}"
+        )
+    for name, array in target.items():
+        given = np.asarray(source[name]) if isinstance(source[name], list) else source[name]
+        if given.dtype != array.dtype or given.shape != array.shape:
+            raise PayloadError(
+                f"{compressor.label()} returned {name!r} as {given.dtype}{list(given.shape)}, its "
+                f"layout says {array.dtype}{list(array.shape)}"
+            )
+        array[...] = given
+
+
+def keep_residual(
+    compressor: Compressor, target: Array, payload: Payload, residual: Array, ctx: Context
+) -> None:
+    """Set ``residual`` to ``target`` minus what ``payload`` decodes to, where that is finite."""
+    decoded = ctx.workspace.array("decoded", target.size)
+    compressor.decompress(payload, decoded, ctx)
+    # NaN - NaN and Inf - Inf are no surprise here: such elements are not kept.
+    with np.errstate(invalid="ignore", over="ignore"):
+        ctx.xp.subtract(target, decoded, out=decoded)
+    finite = ctx.xp.isfinite(decoded)
+    if finite.all():
+        residual[...] = decoded
+    else:
+        ctx.xp.copyto(residual, decoded, where=finite)

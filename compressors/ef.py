@@ -1,0 +1,52 @@
+"""Error feedback: what compression dropped is added to the next gradient.
+
+Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error
+feedback fixes SignSGD", ICML 2019.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.contract import Payload, Traits, keep_residual
+from ringlet.compressors.modifier import Modifier
+from ringlet.compressors.options import option
+from ringlet.compressors.registry import register
+
+
+@register("ef")
+class ErrorFeedback(Modifier):
+    """Keep a residual e per tensor: send C(x + decay * e), keep what that lost.
+
+    With decay 1, over any number of steps the sum of what was sent plus the last residual equals
+    the sum of the gradients. Costs one float32 per element of memory on every rank. Elements whose
+    new residual would not be finite keep the old one, so that one overflow cannot poison a run.
+    """
+
+    decay: float = option(1.0, gt=0, le=1, doc="how much of the residual is carried over")
+
+    def traits(self) -> Traits:
+        """Return the wrapped traits; feedback makes them stateful and breaks unbiasedness."""
+        inner = self.wrapped_compressor.traits()
+        return dataclasses.replace(inner, stateful=True, omega=None, delta=None)
+
+    def residual(self, x: Array, ctx: Context) -> Array:
+        """Return the residual of the piece that ``x`` is, creating zeros at the first step."""
+        whole = ctx.state.get("residual")
+        if whole is None:
+            whole = ctx.state["residual"] = ctx.xp.zeros(max(ctx.numel, x.size), "float32")
+        piece: Array = whole[ctx.offset : ctx.offset + x.size]
+        return piece
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Compress x plus the residual; keep what was lost."""
+        inner, residual = self.wrapped_compressor, self.residual(x, ctx)
+        target = x + ctx.xp.float32(self.decay) * residual
+        payload = inner.compress(target, ctx)
+        keep_residual(inner, target, payload, residual, ctx)
+        return payload
+
+    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Do the same in the wrapped compressor's fused kernel, if it has one."""
+        self.wrapped_compressor.feedback_into(x, self.residual(x, ctx), self.decay, payload, ctx)

@@ -1,0 +1,78 @@
+"""Conversions that Numba lacks on the CPU: float16 by hardware, bfloat16 and bit casts.
+
+Half-precision values are handled as uint16, because Numba cannot read float16 arrays on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+
+@intrinsic
+def f32_to_f16(typingctx: Any, value: Any) -> Any:
+    """Round a float32 to float16, to nearest even; return its bits as uint16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        half = builder.fptrunc(args[0], ir.HalfType())
+        return builder.bitcast(half, ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def f16_to_f32(typingctx: Any, bits: Any) -> Any:
+    """Widen float16 bits (uint16) to float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        half = builder.bitcast(args[0], ir.HalfType())
+        return builder.fpext(half, ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def f32_bits(typingctx: Any, value: Any) -> Any:
+    """Return the bits of a float32 as uint32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def bits_f32(typingctx: Any, bits: Any) -> Any:
+    """Return the float32 with the given uint32 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@njit(inline="always")
+def f32_to_bf16(value: Any) -> Any:
+    """Round a float32 to bfloat16, to nearest even, NaN to a quiet NaN; bits as uint16."""
+    bits = f32_bits(value)
+    rounded = (bits + types.uint32(0x7FFF) + ((bits >> types.uint32(16)) & types.uint32(1))) >> (
+        types.uint32(16)
+    )
+    quiet = (bits >> types.uint32(16)) | types.uint32(0x40)
+    is_nan = (bits & types.uint32(0x7FFFFFFF)) > types.uint32(0x7F800000)
+    return types.uint16(quiet if is_nan else rounded)
+
+
+@njit(inline="always")
+def bf16_to_f32(bits: Any) -> Any:
+    """Widen bfloat16 bits (uint16) to float32."""
+    return bits_f32(types.uint32(bits) << types.uint32(16))
+
+
+@njit(inline="always")
+def is_finite(value: Any) -> Any:
+    """Whether a float32 is neither NaN nor infinite, in integer arithmetic."""
+    return (f32_bits(value) & types.uint32(0x7F800000)) != types.uint32(0x7F800000)

@@ -1,0 +1,74 @@
+"""Modifiers: compressors that change how the compressor to their left works."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.options import wrapped
+
+
+class Modifier(Compressor):
+    """Base of modifiers: wraps the compressor in ``inner`` and passes everything on to it.
+
+    ``Int8() | ErrorFeedback()`` is ``ErrorFeedback(inner=Int8())``.
+    """
+
+    inner: Compressor | None = wrapped()
+
+    @property
+    def wrapped_compressor(self) -> Compressor:
+        """The compressor to the left; CompressorError when there is none."""
+        if self.inner is None:
+            raise CompressorError(
+                f"{self.label()!r} modifies the compressor to its left, and there is none; "
+                f"write for example 'int8 | {self.label()}'"
+            )
+        return self.inner
+
+    def is_bound(self) -> bool:
+        """Whether there is a compressor to the left, all the way down."""
+        return self.inner is not None and self.inner.is_bound()
+
+    def behind(self, first: Compressor) -> Compressor:
+        """Return ``first | self``: wrap ``first``, below whatever is wrapped already."""
+        inner = first if self.inner is None else first | self.inner
+        return dataclasses.replace(self, inner=inner)
+
+    def traits(self) -> Traits:
+        """Return the wrapped compressor's traits."""
+        return self.wrapped_compressor.traits()
+
+    def layout(self, n: int) -> tuple[Part, ...]:
+        """Return the wrapped compressor's layout."""
+        return self.wrapped_compressor.layout(n)
+
+    def chained_part(self, payload: Payload) -> str:
+        """Return the wrapped compressor's part."""
+        return self.wrapped_compressor.chained_part(payload)
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Compress with the wrapped compressor."""
+        return self.wrapped_compressor.compress(x, ctx)
+
+    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Encode with the wrapped compressor."""
+        self.wrapped_compressor.encode_into(x, payload, ctx)
+
+    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Decode with the wrapped compressor."""
+        self.wrapped_compressor.decompress(payload, out, ctx)
+
+    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Accumulate with the wrapped compressor."""
+        self.wrapped_compressor.accumulate(payload, out, ctx)
+
+    def __str__(self) -> str:
+        own = super().__str__()
+        return own if self.inner is None else f"{self.inner} | {own}"
+
+    def __repr__(self) -> str:
+        own = super().__repr__()
+        return own if self.inner is None else f"{self.inner!r} | {own}"

@@ -1,0 +1,43 @@
+"""Per-layer routes: which compressor a parameter gets, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from ringlet.compressors.contract import Compressor
+from ringlet.compressors.errors import SpecError
+from ringlet.compressors.spec import resolve
+
+Spec = str | Compressor | None
+Routes = Mapping[str, Spec]
+
+
+class Router:
+    """Maps parameter names to compressors.
+
+    ``spec`` is one spec for all, or a mapping from shell-style patterns to specs in which the
+    first match wins: ``{"*.bias": "none", "embed*": "fp16", "*": "int8 | ef"}``. A name that no
+    pattern matches travels uncompressed.
+    """
+
+    def __init__(self, spec: Spec | Routes) -> None:
+        if isinstance(spec, Mapping):
+            bad = [pattern for pattern in spec if not isinstance(pattern, str)]
+            if bad:
+                raise SpecError(f"a route's pattern is a string, not {bad[0]!r}")
+            self._routes = [(pattern, resolve(target)) for pattern, target in spec.items()]
+        else:
+            self._routes = [("*", resolve(spec))]
+
+    def __call__(self, name: str) -> Compressor:
+        """Return the compressor for the parameter ``name``."""
+        for pattern, compressor in self._routes:
+            if fnmatchcase(name, pattern):
+                return compressor
+        return resolve("none")
+
+    def __str__(self) -> str:
+        if [pattern for pattern, _ in self._routes] == ["*"]:
+            return str(self._routes[0][1])
+        return ", ".join(f"{pattern}: {compressor}" for pattern, compressor in self._routes)

@@ -1,0 +1,111 @@
+"""Spec strings: ``"topk(ratio=0.01) | int8 | ef"`` as a safe subset of Python expressions.
+
+Names, calls with literal arguments, and ``|``. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from ringlet.compressors.contract import Compressor
+from ringlet.compressors.errors import CompressorError, OptionError, SpecError, UnknownCompressor
+from ringlet.compressors.registry import lookup
+
+
+def parse(spec: str | Compressor) -> Compressor:
+    """Return the compressor that ``spec`` describes; a compressor is returned as it is.
+
+    ``parse(str(c)) == c`` for every compressor made of registered ones. Raises SpecError (with a
+    caret at the place), UnknownCompressor or OptionError.
+    """
+    if isinstance(spec, Compressor):
+        return spec
+    if not isinstance(spec, str):
+        raise SpecError(f"a compressor spec is a string, not {type(spec).__name__}: {spec!r}")
+    text = spec.strip()
+    if not text:
+        raise SpecError("an empty compressor spec; write 'none' for no compression")
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError as error:
+        if text.endswith("|"):
+            raise _at(text, len(text) - 1, "a compressor is missing behind this '|'") from None
+        raise _at(text, (error.offset or 1) - 1, error.msg) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SpecError(f"unreadable compressor spec: {error}") from None
+    return _build(tree.body, text)
+
+
+def resolve(spec: str | Compressor | None) -> Compressor:
+    """Return a compressor that can compress: like ``parse``, but refuse a lone modifier."""
+    compressor = parse("none" if spec is None else spec)
+    if not compressor.is_bound():
+        name = compressor.label()
+        raise SpecError(
+            f"{name!r} modifies the compressor to its left, and there is none; "
+            f"write for example 'int8 | {name}'"
+        )
+    return compressor
+
+
+def _build(node: ast.expr, text: str) -> Compressor:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        left, right = _build(node.left, text), _build(node.right, text)
+        try:
+            return left | right
+        except SpecError:
+            raise
+        except CompressorError as error:
+            raise _at(text, _column(node.right, text), str(error)) from None
+    if isinstance(node, ast.Name):
+        return _make(node, [], {}, text)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        arguments = [_literal(argument, text) for argument in node.args]
+        options: dict[str, Any] = {}
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                raise _at(text, _column(keyword.value, text), "** is not possible here")
+            if keyword.arg in options:
+                raise _at(text, _column(keyword, text), f"{keyword.arg!r} is given twice")
+            options[keyword.arg] = _literal(keyword.value, text)
+        return _make(node.func, arguments, options, text)
+    raise _at(
+        text,
+        _column(node, text),
+        "expected a compressor such as 'int8' or 'topk(ratio=0.01)', joined by '|'",
+    )
+
+
+def _make(name: ast.Name, args: list[Any], options: dict[str, Any], text: str) -> Compressor:
+    try:
+        cls = lookup(name.id)
+    except UnknownCompressor as error:
+        raise UnknownCompressor(_pointed(text, _column(name, text), str(error))) from None
+    try:
+        return cls(*args, **options)
+    except OptionError as error:
+        raise OptionError(_pointed(text, _column(name, text), str(error))) from None
+
+
+def _literal(node: ast.expr, text: str) -> Any:
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        reason = "an option's value is a number, a string, True, False or None"
+        raise _at(text, _column(node, text), reason) from None
+    return value
+
+
+def _column(node: ast.expr | ast.keyword, text: str) -> int:
+    # ast counts bytes of UTF-8, a caret counts characters.
+    line = text.splitlines()[node.lineno - 1]
+    return len(line.encode()[: node.col_offset].decode(errors="replace"))
+
+
+def _at(text: str, column: int, reason: str) -> SpecError:
+    return SpecError(_pointed(text, column, f"cannot read the compressor spec: {reason}"))
+
+
+def _pointed(text: str, column: int, message: str) -> str:
+    return f"{message}\n    {text}\n    {' ' * column}^"
