@@ -1,11 +1,58 @@
-"""The command line: ``ringlet run``."""
+"""The command line: ``ringlet run`` and whatever joins it."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
 
-def main() -> int:
-    """Run the command line and return its exit code."""
-    return 0
+from ringlet import __version__
+
+# A sub-command is a line: its name, the module with `add_arguments(parser)` and
+# `main(options) -> int`, and what it does. Only the module that is needed is imported.
+COMMANDS = {
+    "run": ("ringlet.ring.launch.cli", "start a program on several ranks of this machine"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``message`` on the standard error and exit with code 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line ``arguments`` (None: this process's) and return the exit code."""
+    listing = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
+    parser = Parser(
+        prog="ringlet",
+        usage="ringlet [--version] [--help] COMMAND ...",
+        description="Data-parallel training that is cheap to communicate.",
+        epilog=f"commands:\n{listing}\n\n`ringlet COMMAND --help` says more about each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ringlet {__version__}")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # The first word decides; options behind it belong to the sub-command.
+    name = parser.parse_args(given[:1]).command
+    if name is None:
+        parser.error(f"a command is missing; commands: {', '.join(COMMANDS)}")
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" Commands: {', '.join(COMMANDS)}"
+        parser.error(f"unknown command {name!r}.{hint}")
+    module = import_module(COMMANDS[name][0])
+    command = Parser(prog=f"ringlet {name}", allow_abbrev=False)
+    module.add_arguments(command)
+    code: int = module.main(command.parse_args(given[1:]))
+    return code
 
 
 if __name__ == "__main__":

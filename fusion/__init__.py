@@ -2,3 +2,22 @@
 
 if __name__ != "ringlet.fusion":
     raise ImportError("import this package as ringlet.fusion, not as fusion")
+
+from ringlet.fusion.engine import Engine, Limits
+from ringlet.fusion.errors import CompressionFailed, DuplicateName, EngineClosed
+from ringlet.fusion.group import Group
+from ringlet.fusion.request import Request
+from ringlet.fusion.stats import Stats
+from ringlet.fusion.work import Handle
+
+__all__ = [
+    "CompressionFailed",
+    "DuplicateName",
+    "Engine",
+    "EngineClosed",
+    "Group",
+    "Handle",
+    "Limits",
+    "Request",
+    "Stats",
+]

@@ -1,0 +1,137 @@
+"""The runtime: what ``init`` sets up and every adapter shares.
+
+There is one per process, or one per thread for ranks that are threads of one process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from ringlet.fusion import Engine, Limits
+from ringlet.ring.communicator import Communicator, Topology
+from ringlet.ring.connect import connect
+from ringlet.ring.control_open import open_control
+from ringlet.ring.errors import RingError
+from ringlet.ring.local import LocalCommunicator
+
+
+class NotInitialized(RingError, ValueError):
+    """Something was asked for before ``init`` or after ``shutdown``."""
+
+
+class Runtime:
+    """A communicator, its topology, and the fusion engine on top of it."""
+
+    def __init__(self, comm: Communicator, limits: Limits) -> None:
+        self.rank, self.size, self.transport = comm.rank, comm.size, comm.name
+        hosts = [h.decode() for h in comm.allgather_bytes(socket.gethostname().encode())]
+        self.topology = Topology.from_hosts(self.rank, hosts)
+        # Everybody uses rank 0's limits: plans have to be the same on all ranks.
+        agreed = comm.broadcast_bytes(json.dumps(asdict(limits)).encode())
+        self.engine = Engine(comm, open_control, Limits(**json.loads(agreed)))
+        self.pid = os.getpid()
+        self._comm = comm
+        self._counters: dict[str, itertools.count[int]] = {}
+
+    def unnamed(self, operation: str) -> str:
+        """Return a name for an operation without one: ranks must call these in one order."""
+        counter = self._counters.setdefault(operation, itertools.count())
+        return f"{operation}.noname.{next(counter)}"
+
+    def close(self) -> None:
+        """Shut the engine and the transport down. Idempotent."""
+        self.engine.shutdown()
+        if self.pid == os.getpid():
+            self._comm.close()
+
+
+_process: Runtime | None = None
+_thread = threading.local()
+
+
+def limits_from(env: Mapping[str, str]) -> Limits:
+    """Read the engine's limits from RINGLET_* variables, or Horovod's names for them.
+
+    Raises ValueError naming the variable when a value is not a number, or negative.
+    """
+    default = Limits()
+    return Limits(
+        fusion_threshold=int(_number(env, "FUSION_THRESHOLD", default.fusion_threshold)),
+        cycle_time=_number(env, "CYCLE_TIME", default.cycle_time * 1e3) / 1e3,
+        seed=int(_number(env, "SEED", default.seed)),
+    )
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    for variable in (f"RINGLET_{name}", f"HOROVOD_{name}"):
+        if variable in env:
+            try:
+                value = float(env[variable])
+            except ValueError:
+                value = -1.0
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{variable}={env[variable]!r} is not a number of at least 0")
+            return value
+    return default
+
+
+def init(transport: str | None = None) -> Runtime:
+    """Connect with the other ranks and start the engine; a second call changes nothing.
+
+    The environment says how: ``ringlet run``, torchrun, mpiexec and Slurm are understood, and
+    without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides. Raises
+    LaunchError when launcher and transport disagree on the size, TransportUnavailable when
+    something is not installed.
+    """
+    global _process
+    existing = _current()
+    if existing is not None:
+        return existing
+    limits = limits_from(os.environ)
+    comm = connect(transport)
+    runtime = Runtime(comm, limits)
+    if isinstance(comm, LocalCommunicator) and comm.size > 1:
+        _thread.runtime = runtime
+    else:
+        _process = runtime
+        atexit.register(runtime.close)
+    return runtime
+
+
+def shutdown() -> None:
+    """Leave: what is in flight fails on the ranks that wait for it. Idempotent."""
+    global _process
+    runtime = _current()
+    if runtime is None:
+        return
+    runtime.close()
+    if getattr(_thread, "runtime", None) is runtime:
+        _thread.runtime = None
+    else:
+        atexit.unregister(runtime.close)
+        _process = None
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called, and ``shutdown`` was not."""
+    return _current() is not None
+
+
+def current() -> Runtime:
+    """Return the runtime of this thread or process; NotInitialized when there is none."""
+    runtime = _current()
+    if runtime is None:
+        raise NotInitialized("ringlet has not been initialised; call init() first")
+    return runtime
+
+
+def _current() -> Runtime | None:
+    runtime: Runtime | None = getattr(_thread, "runtime", None)
+    return runtime if runtime is not None else _process

@@ -1,0 +1,69 @@
+"""Names for parameters, and the mistakes that people make with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+Named = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+def name_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Named | None
+) -> dict[str, torch.nn.Parameter]:
+    """Return the optimizer's trainable parameters by name, in the order of the names.
+
+    Without ``named_parameters`` names are made from positions in the parameter groups. Names of
+    frozen parameters that the optimizer does not hold are left out. Raises ValueError for
+    repeated names, parameters named twice or not at all, and names of trainable parameters that
+    the optimizer does not hold.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    held = {id(p) for params in groups for p in params}
+    trainable = [p for params in groups for p in params if p.requires_grad]
+    if named_parameters is None:
+        return {
+            f"param.{i}.{j}": p
+            for i, params in enumerate(groups)
+            for j, p in enumerate(params)
+            if p.requires_grad
+        }
+    named = list(named_parameters)
+    if any(not (isinstance(pair, tuple) and len(pair) == 2) for pair in named):
+        raise ValueError(
+            "named_parameters must be (name, parameter) tuples, as model.named_parameters() gives"
+        )
+    _refuse("named_parameters repeats names", _repeated(name for name, _ in named))
+    twice = _repeated(id(p) for _, p in named)
+    _refuse(
+        "named_parameters names one parameter several times",
+        [name for name, p in named if id(p) in set(twice)],
+    )
+    _refuse(
+        "named_parameters names trainable parameters that the optimizer does not hold",
+        [name for name, p in named if id(p) not in held and p.requires_grad],
+    )
+    known = {id(p) for _, p in named}
+    unnamed = [
+        f"group {i}, position {j}, shape {list(p.shape)}"
+        for i, params in enumerate(groups)
+        for j, p in enumerate(params)
+        if p.requires_grad and id(p) not in known
+    ]
+    _refuse("the optimizer holds parameters that named_parameters does not name", unnamed)
+    wanted = {id(p) for p in trainable}
+    return {name: p for name, p in named if id(p) in wanted}
+
+
+def _repeated(items: Iterable[object]) -> list[object]:
+    return [item for item, count in Counter(items).items() if count > 1]
+
+
+def _refuse(what: str, culprits: Iterable[object]) -> None:
+    listed = list(culprits)
+    if listed:
+        shown = ", ".join(str(item) for item in listed[:6])
+        more = f" and {len(listed) - 6} more" if len(listed) > 6 else ""
+        raise ValueError(f"{what}: {shown}{more}")

@@ -1,0 +1,59 @@
+"""Views of torch tensors as the flat NumPy arrays that the engine moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ringlet.ring.dtypes import Array
+
+_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Return the name of the tensor's dtype; TypeError for one that cannot travel."""
+    try:
+        return _NAMES[tensor.dtype]
+    except KeyError:
+        listed = ", ".join(_DTYPES)
+        raise TypeError(f"tensors of {tensor.dtype} cannot be reduced; use {listed}") from None
+
+
+def check(tensor: torch.Tensor, what: str = "tensor") -> None:
+    """Raise TypeError unless the engine can move ``tensor``: dense, on the CPU."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} is sparse; call .to_dense() first")
+    if tensor.device.type != "cpu":
+        raise TypeError(f"{what} is on {tensor.device}; only CPU tensors are supported so far")
+    dtype_of(tensor)
+
+
+def flat(tensor: torch.Tensor) -> Array:
+    """Return a contiguous CPU tensor's memory as a flat array; bfloat16 as uint16."""
+    plain = tensor.detach()
+    if plain.dtype is torch.bfloat16:
+        array: Array = plain.view(torch.int16).numpy().view(np.uint16)
+    else:
+        array = plain.numpy()
+    return array.reshape(-1)
+
+
+def as_tensor(array: Array, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a flat array as a tensor of ``dtype`` (by name) and ``shape``, sharing memory."""
+    if dtype == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).reshape(shape)
+    return torch.from_numpy(array).reshape(shape)

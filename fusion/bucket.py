@@ -1,0 +1,170 @@
+"""A fusion bucket: tensors of one stream that travel in one buffer, in three steps.
+
+``encode`` runs before the ranks agree to go ahead, so that a compressor that fails leaves nobody
+waiting inside a collective; ``exchange`` moves bytes and decodes; ``finish`` counts.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringlet.compressors import NoCompression, Part
+from ringlet.fusion.buffers import BufferPool, Lease
+from ringlet.fusion.codec import BucketCodec
+from ringlet.fusion.convert import from_float32, scale_into
+from ringlet.fusion.member import Member
+from ringlet.fusion.stats import Stats
+from ringlet.ring import compressed
+from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.ring.dtypes import Array, storage
+
+
+class Bucket(ABC):
+    """Members that share a stream. One object serves every step of a plan."""
+
+    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
+        self.members = list(members)
+        self.size = size
+        self.missing = len(self.members)  # members not yet submitted in this step
+        self.done = False  # whether the last step that began was also exchanged
+        self._lease = Lease(pool)
+        self._raw = 2 * (size - 1) / size * sum(member.nbytes for member in self.members)
+
+    def encode(self, stats: Stats) -> int:
+        """Compress this step's values; return the bytes of the payload."""
+        start = time.perf_counter()
+        self._lease.release()
+        self.done = False
+        nbytes = self._encode()
+        stats.compress_s += time.perf_counter() - start
+        return nbytes
+
+    def exchange(self, comm: Communicator, sizes: Sequence[int], stats: Stats) -> None:
+        """Combine with the other ranks, whose payloads take ``sizes`` bytes, and decode."""
+        self._exchange(comm, list(sizes), stats)
+        stats.raw_bytes += self._raw
+        stats.buckets += 1
+        stats.tensors += len(self.members)
+        for member in self.members:
+            member.advance()
+        self.abandon()
+        self.done = True
+
+    def abandon(self) -> None:
+        """Give buffers back and wait for the next step's tensors."""
+        self._lease.release()
+        self.missing = len(self.members)
+
+    @abstractmethod
+    def _encode(self) -> int:
+        """Fill the send buffer; return its bytes."""
+
+    @abstractmethod
+    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
+        """Move bytes, decode into the members' outputs, and count both."""
+
+
+class SumBucket(Bucket):
+    """Payloads that add up on the wire: one allreduce in the wire's dtype."""
+
+    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
+        super().__init__(members, size, pool)
+        first = self.members[0]
+        self._plain = isinstance(first.compressor, NoCompression)
+        parts = [self._part(member) for member in self.members]
+        self._dtype = parts[0].dtype
+        ends = np.cumsum([0, *(part.elements for part in parts)])
+        self._ends = [int(end) for end in ends]
+        self._buffer: Array = np.empty(0, storage(self._dtype))
+
+    def _encode(self) -> int:
+        if self._plain and len(self.members) == 1:
+            member = self.members[0]  # alone, a tensor needs no fusion buffer
+            self._buffer = member.output
+            self._scale(member.input, member.prescale, member)
+        else:
+            nbytes = self._ends[-1] * storage(self._dtype).itemsize
+            self._buffer = self._lease.allocate(nbytes).view(storage(self._dtype))
+            for member, piece in self._pieces():
+                if self._plain:
+                    scale_into(member.input, member.prescale, piece, self._dtype, member.workspace)
+                else:
+                    payload = {self._part(member).name: piece}
+                    encode = member.compressor.encode_into
+                    member.call(encode, member.values(), payload, member.context(0, 1))
+        return int(self._buffer.nbytes)
+
+    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
+        start = time.perf_counter()
+        op = self.members[0].request.op
+        native = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+        comm.allreduce(self._buffer, native, self._dtype)
+        middle = time.perf_counter()
+        for member, piece in self._pieces():
+            self._decode(member, piece)
+        stats.wire_bytes += 2 * (self.size - 1) / self.size * self._buffer.nbytes
+        stats.communicate_s += middle - start
+        stats.decompress_s += time.perf_counter() - middle
+
+    def _decode(self, member: Member, piece: Array) -> None:
+        dtype = member.request.dtype
+        if self._plain:
+            scale_into(piece, member.postscale, member.output, dtype, member.workspace)
+            return
+        direct = dtype == "float32"
+        wide = member.output if direct else member.workspace.array("decoded32", piece.size)
+        payload = {self._part(member).name: piece}
+        member.call(member.compressor.decompress, payload, wide, member.context(0, 1))
+        if member.postscale != 1.0:
+            np.multiply(wide, np.float32(member.postscale), out=wide)
+        from_float32(wide, member.output, dtype)
+
+    def _part(self, member: Member) -> Part:
+        """Return the one array that travels for ``member``."""
+        if self._plain:
+            return Part("values", member.request.dtype, member.request.numel)
+        return member.compressor.layout(member.request.numel)[0]
+
+    def _scale(self, source: Array, factor: float, member: Member) -> None:
+        scale_into(source, factor, member.output, member.request.dtype, member.workspace)
+
+    def _pieces(self) -> list[tuple[Member, Array]]:
+        bounds = zip(self.members, self._ends, self._ends[1:], strict=False)
+        return [(member, self._buffer[start:end]) for member, start, end in bounds]
+
+
+class CompressedBucket(Bucket):
+    """Payloads that must be decoded to be added: gathered whole, or reduced shard by shard."""
+
+    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
+        super().__init__(members, size, pool)
+        self._scattered = self.members[0].strategy == "scatter_reduce"
+        self.codec = BucketCodec(self.members, size if self._scattered else 1)
+        self._encoded = compressed.Encoded(np.empty(0, np.uint8), [])
+
+    def _encode(self) -> int:
+        self.codec.compress_variable()
+        self._encoded = compressed.encode(self.codec, self._lease.allocate)
+        return self._encoded.nbytes
+
+    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
+        start, self.codec.seconds = time.perf_counter(), 0.0
+        allocate = self._lease.allocate
+        if self._scattered:
+            sent = compressed.scatter_reduce(comm, self.codec, self._encoded, allocate)
+        else:
+            sent = compressed.allgather_reduce(comm, self.codec, self._encoded, sizes, allocate)
+        elapsed = time.perf_counter() - start
+        stats.wire_bytes += sent
+        stats.decompress_s += self.codec.seconds
+        stats.communicate_s += elapsed - self.codec.seconds
+
+
+def make_bucket(members: Sequence[Member], size: int, pool: BufferPool) -> Bucket:
+    """Return the bucket that suits its members' common strategy."""
+    kind = SumBucket if members[0].strategy == "sum" else CompressedBucket
+    return kind(members, size, pool)

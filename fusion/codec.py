@@ -1,0 +1,216 @@
+"""Binds the compressors of one bucket to the ring's codec protocol.
+
+Values of a bucket are divided into parts (one, or one per rank); a part holds, tensor after
+tensor, the payload of each tensor's shard. Fixed-size payloads lie side by side without headers
+and compressors write straight into their place; others are serialised behind their length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringlet.compressors import Payload, PayloadError
+from ringlet.compressors.contract import storage
+from ringlet.compressors.payload import (
+    check_payload,
+    deserialise,
+    padded,
+    serialise,
+    serialised_size,
+)
+from ringlet.fusion.convert import from_float32
+from ringlet.fusion.member import Member
+from ringlet.ring.dtypes import Array
+
+_CACHED_VIEWS = 4096
+
+
+class BucketCodec:
+    """The tensors of one bucket on one rank, as a ``ringlet.ring.codec.Codec``."""
+
+    def __init__(self, members: Sequence[Member], parts: int) -> None:
+        self.members = list(members)
+        self._parts = parts
+        self.fixed = all(member.compressor.traits().fixed_size for member in self.members)
+        self.seconds = 0.0  # spent inside compressors, since the caller last reset it
+        self._variable: list[Payload] = []
+        self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
+        self._views: dict[tuple[int, int], list[Payload]] = {}
+
+    @property
+    def parts(self) -> int:
+        """1, or the number of ranks."""
+        return self._parts
+
+    def capacity(self, part: int) -> int:
+        """Return the bytes of ``part``; for variable payloads, those of the step at hand."""
+        if self.fixed:
+            return self._slots[part][-1]
+        return 8 * len(self._variable) + sum(map(serialised_size, self._variable))
+
+    def compress_variable(self) -> None:
+        """Compress this step's values, where only that tells how many bytes they take."""
+        if self.fixed:
+            return
+        self._variable = []
+        with self._timed():
+            for member in self.members:
+                context = member.context(0, 1)
+                values = member.values()
+                payload = member.call(member.compressor.compress, values, context) or {}
+                check_payload(member.compressor.label(), payload)
+                # What is returned travels later: it must not be the input, which changes.
+                self._variable.append(
+                    {
+                        name: array.copy() if np.shares_memory(array, values) else array
+                        for name, array in payload.items()
+                    }
+                )
+
+    def encode_into(self, part: int, out: Array) -> int:
+        """Encode this rank's values of ``part``, residuals included."""
+        with self._timed():
+            if not self.fixed:
+                return self._serialise(out)
+            for member, payload in zip(self.members, self._payloads(part, out), strict=True):
+                start, stop = member.shard(part, self._parts)
+                if stop > start:
+                    context = member.context(part, self._parts)
+                    encode = member.compressor.encode_into
+                    member.call(encode, member.values(start, stop), payload, context)
+        return self.capacity(part)
+
+    def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
+        """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
+        with self._timed():
+            decoded = [self._payloads(part, payload) for payload in payloads]
+            for i, member in enumerate(self.members):
+                total = self._sum(member, part, [payload[i] for payload in decoded])
+                start, stop = member.shard(part, self._parts)
+                from_float32(total, member.output[start:stop], member.request.dtype)
+
+    def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
+        """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
+        with self._timed():
+            decoded = [self._payloads(part, payload) for payload in payloads]
+            for i, member in enumerate(self.members):
+                target = self._payloads(part, out)[i]
+                total = self._sum(member, part, [payload[i] for payload in decoded], fresh=True)
+                if total.size:
+                    context = member.context(part, self._parts, stage=2)
+                    member.call(member.compressor.encode_into, total, target, context)
+        return self.capacity(part)
+
+    def decode_into(self, part: int, payload: Array) -> None:
+        """Overwrite the outputs of a shard."""
+        with self._timed():
+            for member, encoded in zip(self.members, self._payloads(part, payload), strict=True):
+                start, stop = member.shard(part, self._parts)
+                if stop == start:
+                    continue
+                out = member.output[start:stop]
+                direct = member.request.dtype == "float32"
+                target = out if direct else member.workspace.array("decoded32", out.size)
+                context = member.context(part, self._parts, stage=2)
+                member.call(member.compressor.decompress, encoded, target, context)
+                from_float32(target, out, member.request.dtype)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _sum(
+        self, member: Member, part: int, payloads: Sequence[Payload], fresh: bool = False
+    ) -> Array:
+        """Return the scaled sum in float32: in the output where that is float32 and not fresh."""
+        start, stop = member.shard(part, self._parts)
+        n = stop - start
+        if member.request.dtype == "float32" and not fresh:
+            total = member.output[start:stop]
+        else:
+            total = member.workspace.array("sum", n)
+        if n == 0:
+            return total
+        compressor = member.compressor
+        context = member.context(part, self._parts)
+        member.call(compressor.decompress, payloads[0], total, context)
+        for payload in payloads[1:]:
+            member.call(compressor.accumulate, payload, total, context)
+        if member.postscale != 1.0:
+            np.multiply(total, np.float32(member.postscale), out=total)
+        return total
+
+    def _lay_out(self, part: int) -> list[int]:
+        """Return where each member's payload begins, and the end of the last."""
+        starts = [0]
+        for member in self.members:
+            start, stop = member.shard(part, self._parts)
+            layout = member.compressor.layout(stop - start) if stop > start else ()
+            size = sum(padded(storage(p.dtype).itemsize * p.elements) for p in layout)
+            starts.append(starts[-1] + size)
+        return starts
+
+    def _payloads(self, part: int, buffer: Array) -> list[Payload]:
+        """Return the members' payloads as views of ``buffer``."""
+        if not self.fixed:
+            return self._deserialise(buffer)
+        # Pooled buffers come back at the same addresses, so the views can be kept.
+        key = (part, buffer.__array_interface__["data"][0])
+        views = self._views.get(key)
+        if views is None or buffer.size < self._slots[part][-1]:
+            views = [
+                self._view(member, part, buffer, start)
+                for member, start in zip(self.members, self._slots[part], strict=False)
+            ]
+            if len(self._views) * max(len(self.members), 1) > _CACHED_VIEWS:
+                self._views.clear()
+            self._views[key] = views
+        return views
+
+    def _view(self, member: Member, part: int, buffer: Array, start: int) -> Payload:
+        begin, end = member.shard(part, self._parts)
+        payload: Payload = {}
+        for name, dtype, elements in member.compressor.layout(end - begin) if end > begin else ():
+            kind = storage(dtype)
+            size = kind.itemsize * elements
+            if start + size > buffer.size:
+                raise PayloadError(f"a payload of {buffer.size} bytes ends inside {name!r}")
+            payload[name] = buffer[start : start + size].view(kind)
+            start += padded(size)
+        return payload
+
+    def _serialise(self, out: Array) -> int:
+        end = 0
+        for payload in self._variable:
+            length = serialise(payload, out[end + 8 :])
+            out[end : end + 8].view(np.uint64)[0] = length
+            end += 8 + length
+        return end
+
+    def _deserialise(self, buffer: Array) -> list[Payload]:
+        payloads: list[Payload] = []
+        start = 0
+        for _ in self.members:
+            if start + 8 > buffer.size:
+                raise PayloadError(f"a payload of {buffer.size} bytes ends too early")
+            length = int(buffer[start : start + 8].view(np.uint64)[0])
+            payloads.append(deserialise(buffer[start + 8 : start + 8 + length]))
+            start += 8 + length
+        return payloads
+
+    def _timed(self) -> _Stopwatch:
+        return _Stopwatch(self)
+
+
+class _Stopwatch:
+    """Adds the time of a with-block to a codec's ``seconds``."""
+
+    def __init__(self, codec: BucketCodec) -> None:
+        self._codec = codec
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._codec.seconds += time.perf_counter() - self._start

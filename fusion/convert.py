@@ -1,0 +1,54 @@
+"""Between a tensor's own dtype and the float32 that compressors see."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+
+from ringlet.compressors import Workspace
+from ringlet.ring.dtypes import Array
+
+
+def to_float32(array: Array, dtype: str, scratch: Workspace, name: str = "widened") -> Array:
+    """Return ``array`` (of ``dtype`` by name) as float32: itself, or a converted scratch copy."""
+    if dtype == "float32":
+        return array
+    wide = scratch.array(name, array.size)
+    if dtype in ("float16", "bfloat16"):
+        from ringlet.compressors.kernels import casts
+
+        family = casts.f16 if dtype == "float16" else casts.bf16
+        family[2](array.view(np.uint16), wide)
+    else:
+        wide[...] = array
+    return wide
+
+
+def from_float32(source: Array, out: Array, dtype: str) -> None:
+    """Write float32 ``source`` to ``out`` of ``dtype``, rounding to nearest even."""
+    if dtype in ("float16", "bfloat16"):
+        from ringlet.compressors.kernels import casts
+
+        family = casts.f16 if dtype == "float16" else casts.bf16
+        family[0](source, out.view(np.uint16))
+    elif source is not out:
+        out[...] = source
+
+
+def scale_into(source: Array, factor: float, out: Array, dtype: str, scratch: Workspace) -> None:
+    """Write ``source`` times ``factor`` to ``out``, both of ``dtype``; they may be one array.
+
+    Integers are scaled in double precision and truncated toward zero.
+    """
+    if factor == 1.0:
+        if source is not out:
+            out[...] = source
+    elif dtype in ("float32", "float64"):
+        np.multiply(source, cast(np.generic, out.dtype.type(factor)), out=out)
+    elif dtype in ("float16", "bfloat16"):
+        wide = to_float32(source, dtype, scratch, "scaled")
+        wide *= np.float32(factor)
+        from_float32(wide, out, dtype)
+    else:
+        out[...] = np.trunc(source * factor).astype(out.dtype)

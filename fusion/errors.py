@@ -1,0 +1,17 @@
+"""What can be wrong with a submission, beyond what the ring itself reports."""
+
+from __future__ import annotations
+
+from ringlet.ring.errors import RingError
+
+
+class DuplicateName(RingError):
+    """A name was submitted again before its earlier submission had finished."""
+
+
+class EngineClosed(RingError):
+    """The engine was shut down, or broke, or belongs to the parent of a forked process."""
+
+
+class CompressionFailed(RingError):
+    """A compressor raised on some rank; the message names rank, tensor and compressor."""

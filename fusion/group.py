@@ -1,0 +1,125 @@
+"""A declared group: tensors that are reduced together in every step, such as a model's gradients.
+
+Its plan, which tensor travels in which bucket, is a pure function of the order in which rank 0
+declared them, their sizes and the fusion threshold; not of arrival times. So sums are formed in
+the same order in every step and after every restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+
+from ringlet.fusion.bucket import Bucket, make_bucket
+from ringlet.fusion.buffers import BufferPool
+from ringlet.fusion.errors import DuplicateName
+from ringlet.fusion.lookahead import pack
+from ringlet.fusion.member import Member
+from ringlet.fusion.request import dumps
+from ringlet.ring.dtypes import Array
+
+
+def plan(members: Sequence[Member], threshold: int) -> list[list[Member]]:
+    """Divide declared members into buckets, last declared first, as backward produces them."""
+    return pack(list(reversed(members)), threshold)
+
+
+def plan_hash(buckets: Sequence[Sequence[Member]]) -> str:
+    """Return a digest of everything that ranks must have in common to run these buckets."""
+    described = [[member.describe() for member in bucket] for bucket in buckets]
+    return hashlib.blake2b(dumps(described), digest_size=8).hexdigest()
+
+
+class Group:
+    """One step at a time: every member is submitted once, then ``wait`` collects the results."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        members: Sequence[Member],
+        size: int,
+        threshold: int,
+        pool: BufferPool,
+        ready: Callable[[Group, int, int], None],
+    ) -> None:
+        self.name, self.number, self.epoch = name, number, 0
+        self.members = {member.request.name: member for member in members}
+        planned = plan(members, threshold)
+        self.hash = plan_hash(planned)
+        self.buckets: list[Bucket] = [make_bucket(bucket, size, pool) for bucket in planned]
+        self._bucket_of = {
+            member.request.name: i for i, bucket in enumerate(planned) for member in bucket
+        }
+        self._ready = ready
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        self._submitted: set[str] = set()
+        self._unfinished = len(self.buckets)
+        self._error: Exception | None = None
+
+    def submit(self, name: str, values: Array, output: Array | None = None) -> None:
+        """Hand in this step's ``values`` (flat); the result goes to ``output``, or in place.
+
+        Both belong to the engine until ``wait`` returns. Raises DuplicateName when the member was
+        handed in before in this step. After a failure of the step it does nothing: ``wait`` tells.
+        """
+        member = self.members[name]
+        with self._lock:
+            if self._error is not None:
+                return
+            if name in self._submitted:
+                raise DuplicateName(f"{name!r} was submitted twice in one step of {self.name!r}")
+            if values.size != member.request.numel:
+                raise ValueError(
+                    f"{name!r} has {values.size} elements now, {member.request.numel} when declared"
+                )
+            self._submitted.add(name)
+            member.input = values
+            member.output = values if output is None else output
+            index = self._bucket_of[name]
+            bucket = self.buckets[index]
+            bucket.missing -= 1
+            complete, epoch = bucket.missing == 0, self.epoch
+        if complete:
+            self._ready(self, index, epoch)
+
+    def missing(self) -> list[str]:
+        """Return the members not yet submitted in this step, in order of declaration."""
+        with self._lock:
+            return [name for name in self.members if name not in self._submitted]
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every bucket is reduced; then the next step may begin.
+
+        Raises what went wrong, the same on every rank, or TimeoutError after ``timeout`` seconds.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
+        with self._lock:
+            error = self._error
+            self._finished.clear()
+            self._submitted.clear()
+            self._unfinished = len(self.buckets)
+            self._error = None
+        if error is not None:
+            raise error
+
+    # -- called by the engine's thread ----------------------------------------------------------
+
+    def bucket_done(self) -> None:
+        """Count a bucket whose outputs are filled."""
+        with self._lock:
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                self._finished.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the step with ``error``: submissions of this step are dropped."""
+        with self._lock:
+            self.epoch += 1
+            self._error = error
+            for bucket in self.buckets:
+                bucket.abandon()
+            self._finished.set()

@@ -1,0 +1,61 @@
+"""Look-ahead: pack a queue of tensors into fusion buckets, each stream by itself.
+
+Tensors of different wire types cannot share a collective. Breaking a bucket wherever the type
+changes would leave many small ones when FP16 and FP32 gradients interleave; instead the scan
+looks past tensors of other streams, within a budget of bytes, for more of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable
+from typing import Protocol, TypeVar
+
+
+class Packable(Protocol):
+    """What the look-ahead needs to know of a tensor."""
+
+    @property
+    def stream(self) -> Hashable:
+        """What a tensor must share with its neighbours to travel in one buffer."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the byte budgets."""
+
+
+T = TypeVar("T", bound=Packable)
+
+
+def pack(queue: Iterable[T], threshold: int, lookahead: int | None = None) -> list[list[T]]:
+    """Pack ``queue`` into buckets of one stream and at most ``threshold`` bytes each.
+
+    A pure function of its arguments. Nothing is lost or repeated; within a stream the order of the
+    queue is kept, across buckets too; the head of the queue always opens the next bucket, so
+    nothing starves; only a single tensor can be larger than ``threshold``. The scan ends when it
+    has passed ``lookahead`` bytes of other streams (default: ``threshold``; 0 turns the
+    look-ahead off).
+    """
+    budget = threshold if lookahead is None else lookahead
+    waiting = deque(queue)
+    buckets: list[list[T]] = []
+    while waiting:
+        bucket = [waiting.popleft()]
+        size = bucket[0].nbytes
+        passed: list[T] = []
+        passed_bytes = 0
+        while waiting:
+            candidate = waiting[0]
+            if candidate.stream == bucket[0].stream:
+                if size + candidate.nbytes > threshold:
+                    break
+                size += candidate.nbytes
+                bucket.append(waiting.popleft())
+            else:
+                passed_bytes += candidate.nbytes
+                if budget == 0 or passed_bytes > budget:
+                    break
+                passed.append(waiting.popleft())
+        waiting.extendleft(reversed(passed))
+        buckets.append(bucket)
+    return buckets

@@ -1,0 +1,144 @@
+"""A tensor as a member of a fusion bucket: its request, its compressor, what that remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ringlet.compressors import Compressor, CompressorError, Context, NoCompression, Workspace
+from ringlet.compressors.context import State
+from ringlet.fusion.convert import to_float32
+from ringlet.fusion.errors import CompressionFailed
+from ringlet.fusion.request import Request
+from ringlet.fusion.strategy import Strategy
+from ringlet.ring.communicator import ReduceOp, owner_offset
+from ringlet.ring.dtypes import Array
+
+Result = TypeVar("Result")
+
+_NOTHING: Array = np.empty(0, np.float32)
+
+
+@dataclass(eq=False)
+class Member:
+    """One tensor in a plan. ``input`` and ``output`` are flat and set anew for every step."""
+
+    request: Request
+    compressor: Compressor
+    strategy: Strategy
+    rank: int
+    size: int
+    seed: int
+    workspace: Workspace
+    state: State = field(default_factory=dict)
+    input: Array = field(default_factory=lambda: _NOTHING)
+    output: Array = field(default_factory=lambda: _NOTHING)
+    _contexts: dict[tuple[int, int], Context] = field(default_factory=dict)
+
+    @property
+    def stream(self) -> Hashable:
+        """Members of one stream may share a fusion buffer."""
+        uncompressed = isinstance(self.compressor, NoCompression)
+        wire = self.request.dtype if uncompressed else str(self.compressor)
+        return (self.strategy, wire, self.request.op, self.prescale, self.postscale)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes before compression: what counts against the fusion threshold."""
+        return self.request.nbytes
+
+    @property
+    def prescale(self) -> float:
+        """What values are multiplied by before they are compressed."""
+        return self.request.prescale * (1.0 / self.size if self._predivided() else 1.0)
+
+    @property
+    def postscale(self) -> float:
+        """What the sum over ranks is multiplied by."""
+        average = self.request.op is ReduceOp.AVERAGE and not self._predivided()
+        return self.request.postscale * (1.0 / self.size if average else 1.0)
+
+    def _predivided(self) -> bool:
+        if self.request.op is not ReduceOp.AVERAGE:
+            return False
+        if isinstance(self.compressor, NoCompression):
+            return self.request.dtype == "float16"
+        return self.compressor.traits().predivide
+
+    def values(self, start: int = 0, stop: int | None = None) -> Array:
+        """Return a range of the input as float32, prescaled: itself, or a scratch copy."""
+        x = to_float32(self.input[start:stop], self.request.dtype, self.workspace)
+        if self.prescale == 1.0:
+            return x
+        scaled = self.workspace.array("prescaled", x.size)
+        np.multiply(x, np.float32(self.prescale), out=scaled)
+        return scaled
+
+    def shard(self, part: int, parts: int) -> tuple[int, int]:
+        """Return the range of elements that belong to ``part``: whole granules, spread evenly."""
+        n = self.request.numel
+        if parts == 1:
+            return 0, n
+        granule = self.compressor.traits().granularity or 1
+        granules = -(-n // granule)
+        each, extra = divmod(granules, parts)
+        place = (part - owner_offset(self.request.name, parts)) % parts
+        start = place * each + min(place, extra)
+        stop = start + each + (place < extra)
+        return min(start * granule, n), min(stop * granule, n)
+
+    def context(self, part: int, parts: int, stage: int = 1) -> Context:
+        """Return the compressor's surroundings for a part, at this step.
+
+        Stage 1 compresses this rank's gradient; stage 2 compresses again the sum of a shard, and
+        remembers its own residual, for that shard alone.
+        """
+        key = (part, stage)
+        ctx = self._contexts.get(key)
+        if ctx is None:
+            start, stop = self.shard(part, parts)
+            ctx = self._contexts[key] = Context(
+                name=self.request.name,
+                shape=self.request.shape,
+                numel=self.request.numel if stage == 1 else stop - start,
+                state=self.state if stage == 1 else self.state.setdefault(f"stage2.{part}", {}),
+                rank=self.rank,
+                size=self.size,
+                seed=self.seed,
+                offset=start if stage == 1 else 0,
+                stage=stage,
+                workspace=self.workspace,
+            )
+        ctx.step = self.step
+        return ctx
+
+    def call(self, function: Callable[..., Result], *args: object) -> Result:
+        """Call into the compressor; what it raises is told with the tensor's name.
+
+        Raises CompressionFailed.
+        """
+        try:
+            return function(*args)
+        except Exception as error:
+            own = isinstance(error, CompressorError)
+            reason = str(error) if own else f"{type(error).__name__}: {error}"
+            raise CompressionFailed(
+                f"compressor {str(self.compressor)!r} failed in {function.__name__} of tensor "
+                f"{self.request.name!r} {list(self.request.shape)}: {reason}"
+            ) from error
+
+    @property
+    def step(self) -> int:
+        """How many times this tensor has been compressed."""
+        return int(self.state.get("step", 0))
+
+    def advance(self) -> None:
+        """Count a finished step."""
+        self.state["step"] = self.step + 1
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a plan's hash covers."""
+        return {"request": self.request.to_list(), "strategy": self.strategy}

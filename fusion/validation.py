@@ -1,0 +1,80 @@
+"""The sentences that tell ranks what they disagree on; the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ringlet.fusion.request import Request
+
+_COMPARED: tuple[tuple[str, Callable[[Request], Any]], ...] = (
+    ("operations", lambda r: r.kind),
+    ("dtypes", lambda r: r.dtype),
+    ("reduce ops", lambda r: r.op.name.title()),
+    ("compressors", lambda r: r.spec),
+    ("collectives", lambda r: r.collective),
+    ("root ranks", lambda r: r.root),
+    ("prescale factors", lambda r: r.prescale),
+    ("postscale factors", lambda r: r.postscale),
+)
+_LISTED = 6
+
+
+def disagreement(asked: Mapping[int, Request]) -> str:
+    """Return what the ranks that asked for one name disagree on, or an empty string."""
+    first = asked[min(asked)]
+    for what, value in _COMPARED:
+        text = _differing(what, {rank: value(request) for rank, request in asked.items()}, first)
+        if text:
+            return text
+    if first.kind == "allgather":
+        if not all(request.shape for request in asked.values()):
+            return f"{_subject(first)}: a tensor without dimensions cannot be gathered"
+        trailing = {rank: list(request.shape[1:]) for rank, request in asked.items()}
+        return _differing("shapes behind the first dimension", trailing, first)
+    return _differing("shapes", {rank: list(r.shape) for rank, r in asked.items()}, first)
+
+
+def group_disagreement(declared: Mapping[int, list[Request]]) -> str:
+    """Return what ranks that declared one group disagree on, or an empty string."""
+    by_name = {rank: {r.name: r for r in requests} for rank, requests in declared.items()}
+    every = dict.fromkeys(name for names in by_name.values() for name in names)
+    for name in every:
+        having = [rank for rank in by_name if name in by_name[rank]]
+        lacking = [rank for rank in by_name if name not in by_name[rank]]
+        if lacking:
+            missing = [n for n in every if n not in by_name[lacking[0]]]
+            return (
+                f"tensor {_names(missing)} is declared on {_ranks(having)} "
+                f"but not on {_ranks(lacking)}"
+            )
+    for name in every:
+        text = disagreement({rank: requests[name] for rank, requests in by_name.items()})
+        if text:
+            return text
+    return ""
+
+
+def _differing(what: str, values: Mapping[int, Any], request: Request) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks_of.setdefault(str(value), []).append(rank)
+    if len(ranks_of) == 1:
+        return ""
+    told = "; ".join(f"{_ranks(ranks)}: {value}" for value, ranks in ranks_of.items())
+    return f"{_subject(request)}: {what} differ between ranks ({told})"
+
+
+def _subject(request: Request) -> str:
+    return f"{request.kind} of tensor {request.name!r}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:_LISTED])
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_LISTED])
+    return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

@@ -1,0 +1,120 @@
+"""Spec strings: what they mean, and what their errors say."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringlet.compressors import (
+    BF16,
+    FP16,
+    Chain,
+    CompressorError,
+    ErrorFeedback,
+    Int8,
+    NoCompression,
+    OptionError,
+    Router,
+    SpecError,
+    TopK,
+    UnknownCompressor,
+    parse,
+    resolve,
+)
+
+plain = st.one_of(
+    st.just(NoCompression()),
+    st.just(FP16()),
+    st.just(BF16()),
+    st.builds(Int8, st.integers(32, 65536)),
+    st.builds(TopK, st.floats(1e-6, 1.0)),
+)
+feedback = st.builds(ErrorFeedback, st.floats(0.01, 1.0))
+chains = st.builds(lambda k, b: k | b, st.builds(TopK), st.builds(Int8))
+compressors = st.one_of(
+    plain, chains, st.builds(lambda c, f: c | f, st.one_of(plain, chains), feedback)
+)
+
+
+@given(compressors)
+def test_text_and_value_are_the_same_thing(compressor):
+    assert parse(str(compressor)) == compressor
+    assert hash(parse(str(compressor))) == hash(compressor)
+    assert eval(repr(compressor), globals()) == compressor
+
+
+def test_a_spec_equals_the_expression_it_spells():
+    spec = "topk(ratio=0.02) | int8 | ef"
+    assert parse(spec) == TopK(0.02) | Int8() | ErrorFeedback()
+    assert parse("topk(0.02)|int8|ef") == parse(spec)
+    assert parse("topk | (int8 | ef)") == parse("topk | int8 | ef")
+    assert isinstance(parse("topk | int8"), Chain)
+
+
+def test_a_compressor_is_frozen():
+    with pytest.raises(AttributeError):
+        Int8().bucket = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "says"),
+    [
+        ("tpok", UnknownCompressor, "did you mean 'topk'?"),
+        ("int8 | fe", UnknownCompressor, "    int8 | fe\n           ^"),
+        ("topk(ration=0.1)", OptionError, "did you mean 'ratio'? Options: ratio=0.01"),
+        ("topk(ratio=2)", OptionError, "ratio must be > 0 and <= 1, got 2.0"),
+        ("topk(ratio='1')", OptionError, "ratio must be float, got '1' (str)"),
+        ("topk(0.1, 0.2)", OptionError, "topk got 2 options, it has 1: ratio=0.01"),
+        ("int8(bucket=True)", OptionError, "bucket must be int, got True (bool)"),
+        ("int8(31)", OptionError, "bucket must be >= 32 and <= 65536, got 31"),
+        ("ef(decay=0)", OptionError, "decay must be > 0 and <= 1, got 0.0"),
+        ("int8 |", SpecError, "    int8 |\n         ^"),
+        (
+            "topk(ratio=0.1 | ef",
+            SpecError,
+            "'(' was never closed\n    topk(ratio=0.1 | ef\n        ^",
+        ),
+        ("topk(ratio=0.1, ratio=0.2)", SpecError, "'ratio' is given twice"),
+        ("1 + 2", SpecError, "expected a compressor"),
+        ("topk(ratio=open('x'))", SpecError, "an option's value is a number"),
+        ("topk(**{})", SpecError, "** is not possible here"),
+        ("fp16 | int8", SpecError, "summed on the wire"),
+        ("", SpecError, "write 'none'"),
+    ],
+)
+def test_a_bad_spec_says_what_and_where(spec, kind, says):
+    with pytest.raises(kind) as caught:
+        parse(spec)
+    assert says in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_nothing_in_a_spec_is_executed(tmp_path):
+    victim = tmp_path / "touched"
+    with pytest.raises(CompressorError):
+        parse(f"topk(ratio=__import__('pathlib').Path({str(victim)!r}).touch())")
+    assert not victim.exists()
+
+
+@given(st.text(max_size=30))
+def test_any_text_either_parses_or_is_refused_politely(text):
+    with contextlib.suppress(CompressorError):
+        parse(text)
+
+
+def test_a_lone_modifier_cannot_compress():
+    with pytest.raises(SpecError, match=r"write for example 'int8 \| ef'"):
+        resolve("ef")
+    with pytest.raises(CompressorError):
+        resolve("topk | (ef | ef)").validate() or parse("ef").traits()
+
+
+def test_routes_take_the_first_match():
+    route = Router({"*.bias": "none", "embed*": "fp16", "*": "int8 | ef"})
+    assert route("fc.bias") == NoCompression()
+    assert route("embedding.weight") == FP16()
+    assert route("fc.weight") == Int8() | ErrorFeedback()
+    assert Router({"a": "fp16"})("b") == NoCompression()
+    with pytest.raises(UnknownCompressor):
+        Router({"*": "nope"})
