@@ -60,8 +60,8 @@ class BucketCodec:
             for member in self.members:
                 context = member.context(0, 1)
                 values = member.values()
-                payload = member.call(member.compressor.compress, values, context) or {}
-                check_payload(member.compressor.label(), payload)
+                payload = member.call(member.compressor.compress, values, context)
+                member.call(check_payload, member.compressor.label(), payload)
                 # What is returned travels later: it must not be the input, which changes.
                 self._variable.append(
                     {

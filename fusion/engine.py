@@ -168,10 +168,10 @@ class Engine:
                 "this process was forked after init; the engine lives in the parent. "
                 "Call init in the child, or start workers with 'spawn'"
             )
-        if self._error is not None:
-            raise self._error
         if self._closing:
             raise EngineClosed("submitted after shutdown; call init again")
+        if self._error is not None:
+            raise self._error
 
     def _hurry(self) -> None:
         self._hurried = True
@@ -234,9 +234,11 @@ class Engine:
                 continue  # of a step that failed meanwhile
             try:
                 nbytes = group.buckets[index].encode(self.stats)
-            except CompressionFailed as error:
-                log.debug("compression failed", exc_info=True)
-                self._control.send(m.FAILED + dumps([group.number, epoch, str(error)]))
+            except Exception as error:
+                log.debug("a bucket could not be encoded", exc_info=True)
+                known = isinstance(error, CompressionFailed)
+                text = str(error) if known else f"{type(error).__name__}: {error}"
+                self._control.send(m.FAILED + dumps([group.number, epoch, text]))
                 continue
             self._control.send(m.pack_vote(m.Vote(group.number, epoch, index, nbytes)))
 
@@ -370,4 +372,4 @@ class Engine:
         for handle, _ in list(self._declaring.values()):
             handle.finish(error)
         for group in list(self._groups.values()):
-            group.fail(error)
+            group.fail(error, for_good=True)

@@ -62,7 +62,7 @@ class Batch:
             if bucket.done:
                 self._finish(bucket)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, for_good: bool = False) -> None:
         """End what is left of the batch with ``error``."""
         self.epoch += 1
         self._left = 0

@@ -58,6 +58,7 @@ class Group:
         self._submitted: set[str] = set()
         self._unfinished = len(self.buckets)
         self._error: Exception | None = None
+        self._broken: Exception | None = None
 
     def submit(self, name: str, values: Array, output: Array | None = None) -> None:
         """Hand in this step's ``values`` (flat); the result goes to ``output``, or in place.
@@ -98,11 +99,11 @@ class Group:
         if not self._finished.wait(timeout):
             raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
         with self._lock:
-            error = self._error
-            self._finished.clear()
+            error, self._error = self._error, self._broken
             self._submitted.clear()
             self._unfinished = len(self.buckets)
-            self._error = None
+            if self._broken is None:
+                self._finished.clear()
         if error is not None:
             raise error
 
@@ -115,11 +116,17 @@ class Group:
             if self._unfinished == 0:
                 self._finished.set()
 
-    def fail(self, error: Exception) -> None:
-        """End the step with ``error``: submissions of this step are dropped."""
+    def fail(self, error: Exception, for_good: bool = False) -> None:
+        """End the step with ``error``, and all later ones too if ``for_good``.
+
+        Submissions of the failed step are dropped. A step that has finished stays so.
+        """
         with self._lock:
             self.epoch += 1
-            self._error = error
+            if for_good:
+                self._broken = error
+            if self._unfinished > 0:
+                self._error = error
             for bucket in self.buckets:
                 bucket.abandon()
             self._finished.set()

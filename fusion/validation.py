@@ -37,7 +37,7 @@ def disagreement(asked: Mapping[int, Request]) -> str:
 
 def group_disagreement(declared: Mapping[int, list[Request]]) -> str:
     """Return what ranks that declared one group disagree on, or an empty string."""
-    by_name = {rank: {r.name: r for r in requests} for rank, requests in declared.items()}
+    by_name = {rank: {r.name: r for r in declared[rank]} for rank in sorted(declared)}
     every = dict.fromkeys(name for names in by_name.values() for name in names)
     for name in every:
         having = [rank for rank in by_name if name in by_name[rank]]

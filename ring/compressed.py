@@ -20,6 +20,7 @@ import numpy as np
 from ringlet.ring.codec import Codec
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import ProtocolError
 
 Allocate = Callable[[int], Array]
 
@@ -63,6 +64,11 @@ def allgather_reduce(
 
     Returns the bytes this rank sent.
     """
+    if sizes[comm.rank] != encoded.nbytes:
+        said = sizes[comm.rank]
+        raise ProtocolError(
+            f"rank {comm.rank} encoded {encoded.nbytes} bytes, but announced {said}"
+        )
     received = allocate(sum(sizes))
     comm.allgather(encoded.buffer, received, sizes)
     codec.decode_sum_into(0, _split(received, sizes))
@@ -74,15 +80,20 @@ def scatter_reduce(
 ) -> int:
     """Reduce part r on rank r, encode the sum and gather it. Parts are of fixed size.
 
-    Returns the bytes this rank sent.
+    Returns the bytes this rank sent. Raises ProtocolError, before any byte moves if it can, when a
+    part does not fill its capacity: the other ranks count on it.
     """
     rank, size = comm.rank, comm.size
-    mine = codec.capacity(rank)
+    sizes = [codec.capacity(part) for part in range(size)]
+    if encoded.counts != sizes:
+        raise ProtocolError(f"parts have {encoded.counts} bytes, but fixed sizes are {sizes}")
+    mine = sizes[rank]
     received = allocate(mine * size)
     comm.alltoall(encoded.buffer, received, encoded.counts, [mine] * size)
     own = allocate(mine)
-    codec.decode_sum_encode(rank, _split(received, [mine] * size), own)
-    sizes = [codec.capacity(part) for part in range(size)]
+    used = codec.decode_sum_encode(rank, _split(received, [mine] * size), own)
+    if used != mine:
+        raise ProtocolError(f"the sum of part {rank} has {used} bytes, its fixed size is {mine}")
     gathered = allocate(sum(sizes))
     comm.allgather(own, gathered, sizes)
     for part, payload in enumerate(_split(gathered, sizes)):

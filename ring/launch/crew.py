@@ -1,0 +1,137 @@
+"""The ranks of a job as the launcher sees them: what they say, and what they are told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ringlet.ring.errors import ProtocolError
+from ringlet.ring.launch import processes
+from ringlet.ring.launch.output import STDERR, STDOUT, Printer
+from ringlet.ring.launch.wire import Channel, Kind
+
+
+@dataclass
+class Rank:
+    """What the launcher knows of one rank."""
+
+    number: int
+    channel: Channel | None = None
+    group: int | None = None
+    code: int | None = None  # minus the signal that ended it
+    when: int = 0  # monotonic time of its end, ns
+    lost: bool = False  # its wrapper went away without a word
+    done: bool = False
+
+
+class Crew:
+    """All ranks of a job. ``job`` gives what a rank's wrapper is to run, as a JSON object."""
+
+    def __init__(
+        self, size: int, printer: Printer, job: Callable[[int], Mapping[str, Any]]
+    ) -> None:
+        self.ranks = [Rank(number) for number in range(size)]
+        self._printer = printer
+        self._job = job
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left of any rank."""
+        return all(rank.done for rank in self.ranks)
+
+    def missing(self) -> list[int]:
+        """Return the ranks whose wrappers have not reported and are still expected to."""
+        return [rank.number for rank in self.ranks if not rank.channel and not rank.done]
+
+    def channels(self) -> list[Channel]:
+        """Return the connections on which something may still come."""
+        return [rank.channel for rank in self.ranks if rank.channel and not rank.done]
+
+    def first_failed(self) -> Rank | None:
+        """Return the rank that failed first, if one has."""
+        failed = [rank for rank in self.ranks if rank.code]
+        return min(failed, key=lambda rank: rank.when, default=None)
+
+    def engage(self, number: int, channel: Channel, proof: bytes) -> bool:
+        """Have a wrapper that has just reported run its rank; false if it is not wanted."""
+        rank = self.ranks[number]
+        if rank.channel or rank.done:
+            channel.close()
+            return False
+        rank.channel = channel
+        channel.send(Kind.JOB, proof + json.dumps(self._job(number)).encode())
+        return True
+
+    def serve(self, ready: set[int]) -> None:
+        """Take what the ranks whose connections are ``ready`` have sent."""
+        for rank in self.ranks:
+            if rank.channel and not rank.done and rank.channel.fileno() in ready:
+                rank.channel.flush()
+                try:
+                    for kind, body in rank.channel.receive():
+                        self._take(rank, kind, body)
+                except (ProtocolError, ValueError):
+                    self._lose(rank)
+                if rank.channel.closed and not rank.done:
+                    self._lose(rank)
+
+    def _take(self, rank: Rank, kind: Kind, body: bytes) -> None:
+        if kind is Kind.STDOUT:
+            self._printer.feed(rank.number, STDOUT, body)
+        elif kind is Kind.STDERR:
+            self._printer.feed(rank.number, STDERR, body)
+        elif kind is Kind.STARTED:
+            rank.group = int(body)
+        elif kind is Kind.ENDED:
+            code, when = body.split()
+            rank.code, rank.when = int(code), int(when)
+        elif kind is Kind.DONE:
+            self._finish(rank)
+        else:
+            raise ProtocolError(f"a wrapper does not send {kind.name}")
+
+    def _finish(self, rank: Rank) -> None:
+        rank.done = True
+        for stream in (STDOUT, STDERR):
+            self._printer.finish(rank.number, stream)
+
+    def _lose(self, rank: Rank) -> None:
+        """Count ``rank`` as killed: without its wrapper the kernel ends the program."""
+        if rank.group is not None:
+            processes.signal_group(rank.group, signal.SIGKILL)  # and what the program had started
+        if rank.code is None:
+            rank.code, rank.when, rank.lost = -signal.SIGKILL, time.monotonic_ns(), True
+        if rank.channel:
+            rank.channel.close()
+        self._finish(rank)
+
+    def signal(self, number: int, spared: Rank | None = None) -> None:
+        """Pass signal ``number`` on to every rank's process group, except the one ``spared``."""
+        for rank in self.ranks:
+            if rank.channel and not rank.done and rank is not spared:
+                rank.channel.send(Kind.SIGNAL, b"%d" % number)
+
+    def give_up_missing(self) -> None:
+        """Expect no more wrappers: those that report from now on are sent away."""
+        for rank in self.ranks:
+            rank.done = rank.done or rank.channel is None
+
+    def give_up(self) -> None:
+        """Count every rank that is not done as lost."""
+        for rank in self.ranks:
+            if not rank.done:
+                self._lose(rank)
+
+    def release(self) -> None:
+        """Let every wrapper go; one whose rank is not done kills it."""
+        for rank in self.ranks:
+            if rank.channel and not rank.channel.closed:
+                with contextlib.suppress(OSError):
+                    if rank.done:
+                        rank.channel.send(Kind.RELEASE)
+                    rank.channel.close()

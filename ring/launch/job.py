@@ -1,0 +1,280 @@
+"""The launcher: starts the ranks of a job, prints what they say, and ends them together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.launch import processes, start
+from ringlet.ring.launch.crew import Crew, Rank
+from ringlet.ring.launch.door import Door
+from ringlet.ring.launch.output import HIGH, Printer
+from ringlet.ring.launch.signals import Signals
+
+GRACE = 5.0  # seconds between asking the ranks to end and killing them
+STUCK = 5.0  # seconds after that until a rank that cannot be killed is given up
+START = 120.0  # seconds that wrappers have to report
+NOISE = 1 << 14  # bytes kept of what mpiexec and the wrappers say themselves
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: exit code as a shell reports it, and the rank that failed first, if any."""
+
+    code: int
+    rank: int | None = None
+    reason: str = ""
+    interrupted: bool = False
+
+
+def launch(
+    command: Sequence[str],
+    np: int,
+    transport: str | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    prefix: bool = True,
+    verbose: bool = False,
+    grace: float = GRACE,
+) -> int:
+    """Run ``command`` as ``np`` ranks on this machine and return the job's exit code.
+
+    It is 0 when every rank exits with 0, otherwise the code of the rank that failed first (128 +
+    number for a signal). ``transport`` is mpi or gloo; None prefers mpi. ``env`` adds to this
+    process's environment. Output goes to descriptors 1 and 2, whole lines at a time, with
+    ``[rank]<stdout>: `` in front unless ``prefix`` is false. After a failure the other ranks have
+    ``grace`` seconds to end. Raises LaunchError or TransportUnavailable if the job cannot start.
+    """
+    job = Job(command, np, transport, env, prefix=prefix, verbose=verbose, grace=grace)
+    return job.run().code
+
+
+class Job:
+    """One run of ``command`` on ``np`` ranks; the arguments are those of ``launch``."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        np: int,
+        transport: str | None = None,
+        env: Mapping[str, str] | None = None,
+        *,
+        prefix: bool = True,
+        verbose: bool = False,
+        grace: float = GRACE,
+    ) -> None:
+        if np < 1:
+            raise LaunchError(f"a job needs at least one rank, not {np}")
+        if not command:
+            raise LaunchError("a job needs a command")
+        self.size, self.grace, self.command = np, grace, list(command)
+        self.transport, remark = start.choose_transport(transport)
+        self.env = {**os.environ, **(env or {})}
+        self.printer = Printer(np, prefix)
+        if remark:
+            self.printer.note(remark)
+        if verbose:
+            ranks = "1 rank" if np == 1 else f"{np} ranks"
+            self.printer.note(f"{ranks} over {self.transport}: {' '.join(self.command)}")
+        self._crew = Crew(np, self.printer, self._task)
+        self._first: Rank | None = None  # the rank that failed first
+        self._announced = False
+        self._forwarded: list[int] = []
+        self._broken = False  # nobody reads what is printed
+        self._kill_at: float | None = None
+        self._killed = False
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._said = bytearray()  # by mpiexec and the wrappers themselves
+
+    def run(self) -> Outcome:
+        """Start the ranks and serve them until none is left. Raises LaunchError."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()  # what was printed before comes before
+        with contextlib.ExitStack() as stack:
+            self._scratch = tempfile.mkdtemp(prefix="ringlet-")
+            stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            self._door = stack.enter_context(contextlib.closing(Door(self.size)))
+            reader, writer = os.pipe()
+            self._noise = stack.enter_context(os.fdopen(reader, "rb", buffering=0))
+            os.set_blocking(reader, False)
+            self._signals = stack.enter_context(Signals())
+            stack.callback(self._release)
+            self._start_limit = time.monotonic() + START
+            with os.fdopen(writer, "wb"):
+                self._started = start.start_wrappers(
+                    self.size, self.transport, self._door.address, self._door.secret, writer
+                )
+            while self.printer.pending or not self._crew.done or not self._explained():
+                self._step()
+        return self._outcome()
+
+    def _task(self, rank: int) -> dict[str, Any]:
+        env = start.rank_environment(self.env, rank, self.size, self.transport, self._scratch)
+        drop = start.dropped()
+        return {"command": self.command, "env": env, "drop": drop, "scratch": self._scratch}
+
+    # One turn of the loop: wait, take what came, decide, print.
+
+    def _step(self) -> None:
+        ready = self._wait()
+        if self._signals.fileno() in ready:
+            for number in self._signals.arrived():
+                self._forward(number)
+        if not self._noise.closed and self._noise.fileno() in ready:
+            self._listen()
+        for number, channel, proof in self._door.admit(ready):
+            if self._crew.engage(number, channel, proof):
+                for earlier in self._forwarded:
+                    self._crew.signal(earlier)
+        self._crew.serve(ready)
+        self._judge()
+        if missing := self._crew.missing():
+            self._check_start(missing)
+        try:
+            self.printer.write()
+        except BrokenPipeError:
+            self._broken = True
+            self.printer.mute()
+            self._end_others()
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        for source in (self._signals.fileno(), *self._door.sources()):
+            poll.register(source, select.POLLIN)
+        if not self._noise.closed:
+            poll.register(self._noise, select.POLLIN)
+        # While too much waits to be printed, the ranks have to wait as well.
+        reading = select.POLLIN if self.printer.pending < HIGH else 0
+        for channel in self._crew.channels():
+            poll.register(channel, reading | (select.POLLOUT if channel.pending else 0))
+        if (output := self.printer.wants) is not None:
+            poll.register(output, select.POLLOUT)
+        timeout: float | None = None
+        if self._crew.missing() or not self._explained():
+            timeout = 100.0  # look now and then whether they, or mpiexec, still run
+        if self._kill_at is not None:
+            timeout = max(10.0, min(timeout or 1e6, 1000 * (self._kill_at - time.monotonic())))
+        return {descriptor for descriptor, _ in poll.poll(timeout)}
+
+    def _listen(self) -> None:
+        data = self._noise.read(NOISE)
+        if data == b"":
+            self._noise.close()
+        self._said += data or b""
+        del self._said[:-NOISE]
+
+    def _heard(self) -> str:
+        while not self._noise.closed and select.select([self._noise], [], [], 0)[0]:
+            self._listen()
+        return self._said.decode(errors="replace").strip()
+
+    def _check_start(self, missing: list[int]) -> None:
+        """Raise LaunchError when a rank that has not reported never will."""
+        if self.transport == "mpi":
+            who, expected = "mpiexec", self._started
+        else:
+            who, expected = "its process", [self._started[rank] for rank in missing]
+        gone = [process for process in expected if process.poll() is not None]
+        if not gone and time.monotonic() < self._start_limit:
+            return
+        ranks = ", ".join(map(str, missing))
+        why = (
+            f"{who} ended with code {gone[0].returncode}" if gone else f"{START:.0f} s have passed"
+        )
+        said = f"; it said:\n{heard}" if (heard := self._heard()) else ""
+        raise LaunchError(f"rank {ranks} did not start: {why}{said}")
+
+    def _forward(self, number: int) -> None:
+        if number == signal.SIGINT and number in self._forwarded:
+            self.printer.mute()
+            self.printer.note("killing every rank")
+            self._kill()
+            return
+        self._forwarded.append(number)
+        more = "; once more kills them" if number == signal.SIGINT else ""
+        name = signal.Signals(number).name
+        self.printer.note(f"{name} passed on to every rank{more}")
+        self._crew.signal(number)
+
+    def _judge(self) -> None:
+        if not (self._first or self._broken) and (failed := self._crew.first_failed()):
+            self._first = failed
+            self._others = any(rank.code is None for rank in self._crew.ranks)
+            self._end_others()
+        if self._first and self._first.done and not self._announced and self._explained():
+            self._announced = True  # after what the rank had to say itself
+            if not self._forwarded:
+                others = self._others and self._aborted() is None
+                ending = "; ending the other ranks" if others else ""
+                self.printer.note(f"{self._reason(self._first)}{ending}")
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._kill()
+
+    def _explained(self) -> bool:
+        """Whether all is known about why the first rank failed."""
+        if self._first and self._first.lost and self.transport == "mpi":
+            # mpiexec kills all wrappers when one goes or a rank calls MPI_Abort: its code tells.
+            return self._crew.done and (self._killed or self._started[0].poll() is not None)
+        return True
+
+    def _aborted(self) -> int | None:
+        """Return the code of MPI_Abort if that is how the ranks were lost."""
+        if self._first and self._first.lost and self.transport == "mpi":
+            code = self._started[0].poll()
+            return code if code and code > 0 and code != signal.SIGKILL else None
+        return None
+
+    def _reason(self, rank: Rank) -> str:
+        if not rank.lost:
+            return f"rank {rank.number} {processes.describe(rank.code or 0)}"
+        if (code := self._aborted()) is not None:
+            return f"mpiexec ended every rank with code {code}, as after MPI_Abort"
+        return f"rank {rank.number} was killed together with its wrapper"
+
+    def _end_others(self) -> None:
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self.grace
+            self._crew.give_up_missing()
+            if not self._forwarded:  # otherwise they know, and may be saving their work
+                self._crew.signal(signal.SIGTERM, spared=self._first)
+
+    def _kill(self) -> None:
+        if self._killed:
+            self._crew.give_up()  # what SIGKILL does not end, nothing will
+        self._killed = True
+        self._kill_at = time.monotonic() + STUCK
+        self._crew.give_up_missing()
+        self._crew.signal(signal.SIGKILL)
+
+    def _release(self) -> None:
+        """Leave no process behind."""
+        self._door.close()
+        self._crew.release()
+        limit = time.monotonic() + STUCK
+        for process in self._started:
+            try:
+                process.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                processes.signal_group(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _outcome(self) -> Outcome:
+        interrupted = signal.SIGINT in self._forwarded
+        if self._first is not None:
+            code = self._aborted() or processes.shell_code(self._first.code or 0)
+            if interrupted and self._killed:
+                code = 128 + signal.SIGINT
+            return Outcome(code, self._first.number, self._reason(self._first), interrupted)
+        return Outcome(128 + signal.SIGPIPE if self._broken else 0, interrupted=interrupted)

@@ -1,0 +1,56 @@
+"""One rank of ``ringlet.run``: ``python -m ringlet.ring.launch.task DIRECTORY``.
+
+The directory is private to the caller's user; call and results are files in it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+
+def pickler() -> ModuleType:
+    """Return cloudpickle if it is installed, else pickle."""
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        return pickle
+    return cloudpickle  # type: ignore[no-any-return]
+
+
+def result_file(directory: Path, rank: int) -> Path:
+    """Where rank ``rank`` leaves what the function returned, pickled."""
+    return directory / f"result-{rank}"
+
+
+def error_file(directory: Path, rank: int) -> Path:
+    """Where rank ``rank`` leaves the traceback of what the function raised, as text."""
+    return directory / f"error-{rank}"
+
+
+def main(directory: Path, rank: int) -> int:
+    """Call the function, leave its result or its traceback; return the exit code."""
+    try:
+        with (directory / "call").open("rb") as file:
+            sys.path[:] = pickle.load(file)  # before the function's modules are needed
+            fn, args, kwargs = pickle.load(file)
+        data = pickler().dumps(fn(*args, **kwargs))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        error_file(directory, rank).write_text(text, errors="backslashreplace")
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return 1
+    # Renamed when complete: a result is there as a whole or not at all.
+    partial = directory / f"partial-{rank}"
+    partial.write_bytes(data)
+    partial.replace(result_file(directory, rank))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(os.environ["RINGLET_RANK"])))

@@ -1,0 +1,241 @@
+"""The wrapper around one rank's program: ``python -m ringlet.ring.launch.worker``.
+
+It asks the launcher what to run, runs it in a session of its own, sends back what it prints and how
+it ends, and passes signals on. Whatever the program leaves behind is ended before the launcher is
+told that the rank is done; if the launcher goes away, everything is killed at once.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from ringlet.ring.errors import ProtocolError
+from ringlet.ring.launch import processes
+from ringlet.ring.launch.wire import (
+    ADDRESS,
+    CHUNK,
+    HIGH,
+    LARGE,
+    NONCE,
+    SECRET,
+    Channel,
+    Kind,
+    nonce,
+    proof,
+)
+
+LEFTOVERS = 1.0  # seconds that processes outliving the program get to end by themselves
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+RANK_NAMES = ("RINGLET_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+class Wrapper:
+    """Runs one program; ``channel`` leads to the launcher."""
+
+    def __init__(self, channel: Channel, job: dict[str, Any]) -> None:
+        self.channel = channel
+        self.job = job
+        self.streams: dict[int, Kind] = {}
+        self.group = 0
+        self.alone = True  # no child, not even an adopted one
+        self.code: int | None = None
+        self.deadline = 0.0
+        self.done = False
+        self.wake, wake = socket.socketpair()
+        self.wake.setblocking(False)
+        wake.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        self._wake = wake  # keeps the descriptor open
+        for number in (*PASSED_ON, signal.SIGCHLD):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup holds for the program too
+                signal.signal(number, lambda *_: None)
+
+    def start(self) -> None:
+        """Start the program, or report why it cannot be started as a shell would."""
+        environment = self.job["env"] | {
+            name: value
+            for name, value in os.environ.items()
+            if name not in self.job["env"] and name not in self.job["drop"]
+        }
+        me = os.getpid()
+        try:
+            # Descriptors of the process manager (PMI_FD) are inheritable and must reach it.
+            program = subprocess.Popen(
+                self.job["command"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                close_fds=False,
+                start_new_session=True,
+                preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),
+            )
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            text = f"{self.job['command'][0]}: {error.strerror}\n"
+            self.channel.send(Kind.STDERR, text.encode(errors="surrogateescape"))
+            self._ended(127 if missing else 126)
+            return
+        assert program.stdout is not None
+        assert program.stderr is not None
+        self._program = program
+        self.group = program.pid
+        self.alone = False
+        for stream, kind in ((program.stdout, Kind.STDOUT), (program.stderr, Kind.STDERR)):
+            os.set_blocking(stream.fileno(), False)
+            self.streams[stream.fileno()] = kind
+        self.channel.send(Kind.STARTED, b"%d" % program.pid)
+
+    def run(self) -> int:
+        """Serve until the launcher lets go; return this process's exit code."""
+        while True:
+            ready = self._wait()
+            for descriptor in [d for d in ready if d in self.streams]:
+                self._relay(descriptor)
+            if self.wake.fileno() in ready:
+                for number in self.wake.recv(4096):
+                    if number != signal.SIGCHLD:
+                        self._pass_on(number)
+            self._collect()
+            if self.channel.fileno() in ready:
+                self.channel.flush()
+                for kind, body in self.channel.receive():
+                    if kind is Kind.SIGNAL:
+                        self._pass_on(int(body))
+                    elif kind is Kind.RELEASE:
+                        return 0
+                if self.channel.closed:
+                    self.abandon()
+                    return 1
+            if self.code is not None and self.alone and not self.done:
+                if self.channel.pending < HIGH and not any(d in ready for d in self.streams):
+                    self.streams.clear()  # nobody is left who could write
+                if not self.streams:
+                    self.done = True
+                    self.channel.send(Kind.DONE)
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        poll.register(self.wake, select.POLLIN)
+        waiting = select.POLLOUT if self.channel.pending else 0
+        poll.register(self.channel, select.POLLIN | waiting)
+        if self.channel.pending < HIGH:
+            for descriptor in self.streams:
+                poll.register(descriptor, select.POLLIN)
+        timeout: float | None = None
+        if self.code is not None and not self.alone:
+            timeout = max(10.0, 1000 * (self.deadline - time.monotonic()))
+        elif self.code is not None and not self.done and self.channel.pending < HIGH:
+            timeout = 0
+        return {descriptor for descriptor, _ in poll.poll(timeout)}
+
+    def _relay(self, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, CHUNK)
+        except BlockingIOError:
+            return
+        if data:
+            self.channel.send(self.streams[descriptor], data)
+        else:
+            del self.streams[descriptor]
+
+    def _collect(self) -> None:
+        """Reap whatever ended; kill what outlives the program for too long."""
+        if self.alone:
+            return
+        ended = processes.reap()
+        if ended and self.group in ended and self.code is None:
+            self._program.returncode = ended[self.group]
+            self._ended(ended[self.group])
+        if self.code is None:
+            return
+        if ended is None or processes.reap() is None:
+            self.alone = True
+        elif time.monotonic() >= self.deadline:
+            processes.kill_children()
+            if time.monotonic() >= self.deadline + 5:  # stuck in the kernel: nothing helps
+                self.alone = True
+
+    def _ended(self, code: int) -> None:
+        self.code = code
+        self.deadline = time.monotonic() + LEFTOVERS
+        self.channel.send(Kind.ENDED, b"%d %d" % (code, time.monotonic_ns()))
+
+    def _pass_on(self, number: int) -> None:
+        if self.alone:
+            return  # the id of the group may belong to somebody else by now
+        processes.signal_group(self.group, number)
+        if number == signal.SIGKILL:
+            processes.kill_children()
+            self.deadline = min(self.deadline, time.monotonic())
+
+    def abandon(self) -> None:
+        """Kill everything: the launcher is gone."""
+        if not self.alone:
+            processes.signal_group(self.group, signal.SIGKILL)
+        limit = time.monotonic() + 5
+        while not self.alone and processes.reap() is not None and time.monotonic() < limit:
+            processes.kill_children()
+            time.sleep(0.005)
+        shutil.rmtree(self.job["scratch"], ignore_errors=True)
+
+
+def _frame(channel: Channel, wanted: Kind, seconds: float = 60.0) -> bytes:
+    """Wait for the next frame, which has to be of kind ``wanted``."""
+    limit = time.monotonic() + seconds
+    while not channel.closed and (left := limit - time.monotonic()) > 0:
+        poll = select.poll()
+        poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
+        poll.poll(1000 * left)
+        channel.flush()
+        for kind, body in channel.receive():
+            if kind is wanted:
+                return body
+            raise ProtocolError(f"expected {wanted.name} from the launcher, got {kind.name}")
+    raise ProtocolError(f"the launcher did not send {wanted.name}")
+
+
+def join(address: str, secret: bytes, rank: int) -> tuple[Channel, dict[str, Any]]:
+    """Connect to the launcher, prove and have proved the secret; return link and job."""
+    host, _, port = address.rpartition(":")
+    channel = Channel(socket.create_connection((host, int(port)), timeout=60))
+    theirs, mine = _frame(channel, Kind.HELLO), nonce()
+    if len(theirs) != NONCE:
+        raise ProtocolError("the launcher's greeting is malformed")
+    answer = proof(secret, "wrapper", rank, theirs, mine)
+    channel.send(Kind.PROVE, rank.to_bytes(4, "big") + mine + answer)
+    channel.limit = LARGE
+    body = _frame(channel, Kind.JOB)
+    expected = proof(secret, "launcher", rank, theirs, mine)
+    # Compared in constant time: what follows is a command to run.
+    if not hmac.compare_digest(body[: len(expected)], expected):
+        raise ProtocolError("whoever answers at the launcher's address is not the launcher")
+    job: dict[str, Any] = json.loads(body[len(expected) :])
+    return channel, job
+
+
+def main() -> int:
+    """Run this rank's program; the environment says where the launcher is."""
+    parent = os.getppid()
+    processes.die_with_parent(signal.SIGTERM, parent)
+    processes.adopt_orphans()
+    secret = bytes.fromhex(os.environ.pop(SECRET))
+    rank = next(int(os.environ[name]) for name in RANK_NAMES if name in os.environ)
+    channel, job = join(os.environ.pop(ADDRESS), secret, rank)
+    wrapper = Wrapper(channel, job)
+    wrapper.start()
+    return wrapper.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The command line: help, version, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ringlet
+from ringlet.__main__ import COMMANDS, main
+
+SCRIPT = Path(sys.executable).parent / "ringlet"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    """Run the command line, which has to fail with ``code`` and say why in one line."""
+    try:
+        returned = main(arguments)
+    except SystemExit as end:
+        returned = int(end.code or 0)
+    out, err = capsys.readouterr()
+    assert (returned, out) == (code, "")
+    assert err.startswith("ringlet")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "a command is missing; commands: run"),
+        (["rum"], "unknown command 'rum'. Did you mean 'run'?"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["run"], "the following arguments are required: -np"),
+        (["run", "-np"], "expected one argument"),
+        (["run", "-np", "2"], "a command is missing: ringlet run -np 2 python train.py"),
+        (["run", "-np", "2", "--"], "a command is missing"),
+        (["run", "-np", "2", ""], "the command is an empty string"),
+        (["run", "-np", "0", "true"], "-np 0: a job needs at least one rank"),
+        (["run", "--np", "-3", "true"], "-np -3: a job needs at least one rank"),
+        (["run", "--num-proc", "x", "true"], "-np takes a number of ranks, not 'x'"),
+        (["run", "-np", "100000", "true"], "ranks on this machine are refused"),
+        (["run", "-np", "2", "--transport", "glo", "true"], "Did you mean 'gloo'?"),
+        (["run", "-np", "2", "--transport", "nccl", "true"], "'nccl' is not available: it is not"),
+        (["run", "-np", "2", "--transport", "local", "true"], "joins threads of one process"),
+        (["run", "-np", "2", "--env", "A", "true"], "--env takes KEY=VALUE, not 'A'"),
+        (["run", "-np", "2", "--env", "=A", "true"], "--env takes KEY=VALUE, not '=A'"),
+        (["run", "-np", "2", "--verbos", "true"], "unrecognized arguments"),
+    ],
+)
+def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in said(capsys, *arguments)
+
+
+def test_commands_that_cannot_be_started(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = ("run", "-np", "2")
+    assert said(capsys, *run, "no-such-command", code=127).endswith(
+        "command not found: no-such-command\n"
+    )
+    Path("train.py").write_text("print(1)")
+    hint = "train.py is not executable; did you mean: python train.py"
+    assert hint in said(capsys, *run, "train.py", code=126)
+    Path("train.py").chmod(0o755)
+    hint = "train.py is not on PATH; did you mean: python train.py or ./train.py"
+    assert hint in said(capsys, *run, "train.py", code=127)
+    Path("folder").mkdir()
+    assert "is a directory" in said(capsys, *run, "./folder", code=126)
+
+
+def test_a_program_without_an_interpreter_line(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("echo no interpreter\n")
+    program.chmod(0o755)
+    command = [str(SCRIPT), "run", "-np", "1", str(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 126
+    assert f"[0]<stderr>: {program}: Exec format error" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-np", "1", "--no-prefix"],
+        ["--np", "1", "--no-prefix", "--"],
+        ["--no-prefix", "--num-proc=1"],
+    ],
+)
+def test_what_follows_the_command_is_its_own(words: list[str]) -> None:
+    own = ["-np", "5", "--", "--version", "-v", "a b", "*", ":", "--env", "\udcff"]
+    program = [sys.executable, "-c", "import sys; print(ascii(sys.argv[1:]))", *own]
+    for ringlet_command in ([str(SCRIPT)], [sys.executable, "-m", "ringlet"]):
+        ended = subprocess.run(
+            [*ringlet_command, "run", *words, *program],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert (ended.stdout, ended.stderr) == (f"{own!a}\n", "")
+        assert ended.returncode == 0
+
+
+def test_verbose_says_what_is_started() -> None:
+    command = [str(SCRIPT), "run", "-np", "1", "-v", "true"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stderr.startswith("ringlet run: 1 rank over ")
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--version"], [f"ringlet {ringlet.__version__}"]),
+        (["--help"], ["cheap to communicate", *COMMANDS]),
+        (
+            ["run", "--help"],
+            ["-np", "--num-proc", "--transport", "--env", "--no-prefix"],
+        ),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        out, err = capsys.readouterr()
+        assert (end.value.code, err) == (0, "")
+        assert all(word in out for word in words)
+        assert max(map(len, out.splitlines())) <= 100
+
+
+def test_every_command_is_there() -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            main([name, "--help"])
+        assert end.value.code == 0
+
+
+def test_importing_is_quick() -> None:
+    def seconds() -> float:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import ringlet"], check=True, timeout=60)
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(5)) < 0.3

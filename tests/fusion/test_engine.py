@@ -1,0 +1,336 @@
+"""The engine on in-process ranks: results, agreement, and what happens when things go wrong."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringlet.compressors import Compressor, Context, parse, register, registry
+from ringlet.fusion import (
+    CompressionFailed,
+    DuplicateName,
+    Engine,
+    EngineClosed,
+    Limits,
+    Request,
+)
+from ringlet.ring import Mismatch, ReduceOp
+from ringlet.ring.control_open import open_control
+from ringlet.ring.local import run_local
+
+SPECS = [
+    "none", "fp16", "bf16", "int8(bucket=32)", "topk(ratio=0.2)", "int8(bucket=32) | ef",
+    "topk(ratio=0.1) | ef", "topk(ratio=0.3) | int8(bucket=32) | ef", "fp16 | ef",
+]  # fmt: skip
+
+
+def with_engines(size, body, **limits):
+    """Run ``body(engine)`` on ``size`` ranks; return the results by rank."""
+
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits(**limits))
+        try:
+            return body(engine)
+        finally:
+            engine.shutdown()
+
+    return run_local(rank_main, size)
+
+
+def gradient(rank, name, n, step=0):
+    rng = np.random.default_rng([rank, step, *name.encode()])
+    return rng.standard_normal(n).astype(np.float32)
+
+
+def bits(arrays):
+    return [a.tobytes() for a in arrays]
+
+
+@given(
+    size=st.integers(1, 4),
+    spec=st.sampled_from(SPECS),
+    sizes=st.lists(st.integers(1, 2500), min_size=1, max_size=6),
+    op=st.sampled_from([ReduceOp.SUM, ReduceOp.AVERAGE]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40)
+def test_replicas_are_bit_equal_and_near_the_mean(size, spec, sizes, op, seed):
+    names = [f"t{i}" for i in range(len(sizes))]
+
+    def body(engine):
+        handles = []
+        order = np.random.default_rng([engine.rank, seed]).permutation(len(names))
+        for i in order:
+            x = gradient(engine.rank, names[i], sizes[i])
+            request = Request(names[i], shape=(sizes[i],), op=op, spec=spec)
+            handles.append((i, engine.submit(request, x, compressor=parse(spec))))
+        return [handle.wait() for _, handle in sorted(handles, key=lambda pair: pair[0])]
+
+    results = with_engines(size, body)
+    for other in results[1:]:
+        assert bits(other) == bits(results[0])
+    for name, n, got in zip(names, sizes, results[0], strict=True):
+        exact = np.sum([gradient(r, name, n).astype(np.float64) for r in range(size)], axis=0)
+        exact = exact / size if op is ReduceOp.AVERAGE else exact
+        # Two roundings of at most the compressor's own relative error, per rank and for the sum.
+        allowed = {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 0.05, "topk": 1.0}
+        kind = spec.split("(")[0].split(" ")[0]
+        scale = np.sqrt(
+            sum((gradient(r, name, n).astype(np.float64) ** 2).sum() for r in range(size))
+        )
+        assert np.linalg.norm(got - exact) <= allowed[kind] * scale * np.sqrt(size) + 1e-9
+
+
+@given(
+    size=st.integers(2, 4),
+    spec=st.sampled_from(SPECS),
+    sizes=st.lists(st.integers(1, 3000), min_size=2, max_size=8),
+    threshold=st.integers(1, 40_000),
+)
+@settings(max_examples=25)
+def test_results_do_not_depend_on_the_fusion_plan(size, spec, sizes, threshold):
+    """Semantics are per tensor: another threshold, another order of arrival, the same bits."""
+    names = [f"layer{i}" for i in range(len(sizes))]
+
+    def body(engine):
+        requests = [Request(n, shape=(s,), spec=spec) for n, s in zip(names, sizes, strict=True)]
+        states = [{} for _ in names]
+        group = engine.declare("g", requests, [parse(spec)] * len(names), states)
+        collected = []
+        for step in range(3):
+            order = np.random.default_rng([engine.rank, step, threshold]).permutation(len(names))
+            arrays = [gradient(engine.rank, n, s, step) for n, s in zip(names, sizes, strict=True)]
+            for i in order:
+                group.submit(names[i], arrays[i])
+            group.wait()
+            collected += arrays
+        return bits(collected), [s.get("residual", np.empty(0)).tobytes() for s in states]
+
+    fused = with_engines(size, body, fusion_threshold=1 << 30)
+    other = with_engines(size, body, fusion_threshold=threshold)
+    if spec != "none":  # a native sum may add in another order at another place of the buffer
+        assert [r for _, r in fused] == [r for _, r in other]
+    assert fused[0][0] == other[0][0]
+    assert all(r[0] == fused[0][0] for r in fused)
+
+
+def test_scatter_reduce_and_allgather_can_be_forced():
+    n = 5000
+
+    def body(engine):
+        out = []
+        for how in ("allgather", "scatter_reduce"):
+            request = Request(how, shape=(n,), spec="int8", collective=how)
+            x = gradient(engine.rank, "x", n)
+            out.append(engine.submit(request, x, compressor=parse("int8")).wait())
+        return out, engine.stats.wire_bytes
+
+    results = with_engines(4, body)
+    assert all(bits(r[0]) == bits(results[0][0]) for r in results)
+    gathered, scattered = results[0][0]
+    assert not np.array_equal(gathered, scattered)
+    np.testing.assert_allclose(gathered, scattered, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64", "uint8"])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_plain_dtypes_and_ops(dtype, op):
+    def body(engine):
+        x = (np.arange(7) % 3 + engine.rank).astype(dtype)
+        return engine.submit(Request("x", dtype=dtype, shape=(7,), op=op), x).wait()
+
+    results = with_engines(3, body)
+    inputs = np.array([(np.arange(7) % 3 + r).astype(dtype) for r in range(3)])
+    reduce = {"SUM": np.sum, "MIN": np.min, "MAX": np.max, "PRODUCT": np.prod}[op.name]
+    for got in results:
+        assert got.dtype == np.dtype(dtype)
+        assert np.array_equal(got, reduce(inputs, axis=0).astype(dtype))
+
+
+def test_fp16_averages_stay_in_range():
+    def body(engine):
+        x = np.full(10, 60000, np.float16)
+        return engine.submit(Request("x", dtype="float16", shape=(10,)), x).wait()
+
+    assert with_engines(4, body)[0].tolist() == [60000.0] * 10
+
+
+def test_mixed_precision_travels_in_two_streams():
+    def body(engine):
+        requests = []
+        for i in range(20):
+            dtype = "float16" if i % 2 else "float32"
+            requests.append(Request(f"t{i}", dtype=dtype, shape=(100,)))
+        group = engine.declare("g", requests, [parse("none")] * 20, [{} for _ in range(20)])
+        for request in requests:
+            group.submit(request.name, np.ones(100, request.dtype))
+        group.wait()
+        return len(group.buckets), group.hash
+
+    results = with_engines(2, body)
+    assert [count for count, _ in results] == [2, 2]
+    assert len({hash_ for _, hash_ in results}) == 1
+
+
+def test_gather_and_broadcast():
+    def body(engine):
+        rank = engine.rank
+        rows = np.full((rank + 1) * 2, rank, np.int64)
+        gathered = engine.submit(Request("g", "allgather", "int64", (rank + 1, 2)), rows).wait()
+        sent = engine.submit(
+            Request("b", "broadcast", "float64", (3,), root=1), np.full(3, float(rank))
+        ).wait()
+        return gathered.tolist(), sent.tolist()
+
+    for gathered, sent in with_engines(3, body):
+        assert gathered == [0] * 2 + [1] * 4 + [2] * 6
+        assert sent == [1.0] * 3
+
+
+def test_a_mismatch_is_the_same_error_everywhere_and_the_engine_goes_on():
+    def body(engine):
+        n = 4 + (engine.rank == 2)
+        with pytest.raises(Mismatch) as caught:
+            engine.submit(Request("w", shape=(n,)), np.zeros(n, np.float32)).wait()
+        after = engine.submit(Request("w", shape=(4,)), np.ones(4, np.float32)).wait()
+        return str(caught.value), after.tolist()
+
+    results = with_engines(3, body)
+    assert len({text for text, _ in results}) == 1
+    assert "'w'" in results[0][0]
+    assert "rank 2: [5]" in results[0][0]
+    assert results[0][1] == [1.0] * 4
+
+
+def test_a_group_mismatch_is_the_same_error_everywhere():
+    def body(engine):
+        names = ["a", "b"] if engine.rank else ["a", "b", "c"]
+        requests = [Request(name, shape=(2,)) for name in names]
+        compressors = [parse("none")] * len(names)
+        with pytest.raises(Mismatch) as caught:
+            engine.declare("g", requests, compressors, [{} for _ in names])
+        return str(caught.value)
+
+    assert set(with_engines(3, body)) == {"tensor 'c' is declared on rank 0 but not on ranks 1, 2"}
+
+
+def test_a_name_in_flight_cannot_be_used_again():
+    gate = threading.Barrier(2)
+
+    def body(engine):
+        x = np.zeros(4, np.float32)
+        if engine.rank == 0:
+            handle = engine.submit(Request("x", shape=(4,)), x)
+            with pytest.raises(DuplicateName, match="'x' was submitted again"):
+                engine.submit(Request("x", shape=(4,)), x)
+            gate.wait(60)
+            handle.wait()
+        else:
+            gate.wait(60)
+            engine.submit(Request("x", shape=(4,)), x).wait()
+        with pytest.raises(DuplicateName, match="'y'"):
+            engine.declare("g", [Request("y")] * 2, [parse("none")] * 2, [{}, {}])
+        return True
+
+    assert all(with_engines(2, body))
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """A compressor that can be told to fail on one rank, in one method."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    fault: dict = {}
+
+    @register("faulty")
+    class Faulty(Compressor):
+        def compress(self, x, ctx: Context):
+            if fault.get("compress") == ctx.rank:
+                raise KeyError("lost my keys")
+            if fault.get("type") == ctx.rank:
+                return x
+            return {"values": x}
+
+        def decompress(self, payload, out, ctx: Context):
+            if fault.get("decompress") == ctx.rank:
+                raise KeyError("lost my keys")
+            out[:] = payload["values"]
+
+    return fault
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("where", ["compress", "type"])
+def test_a_plugin_that_fails_on_one_rank_is_named_on_all(faulty, where, declared):
+    def body(engine):
+        request = Request("w", shape=(2000,), spec="faulty")
+        x = np.ones(2000, np.float32)
+        compressor = parse("faulty")
+        if declared:
+            group = engine.declare("g", [request], [compressor], [{}])
+
+            def step():
+                group.submit("w", x.copy())
+                group.wait(60)
+        else:
+
+            def step():
+                engine.submit(request, x.copy(), compressor=compressor).wait(60)
+
+        step()
+        engine.submit(Request("sync"), np.zeros(1, np.float32)).wait()
+        faulty[where] = 1
+        with pytest.raises(CompressionFailed) as caught:
+            step()
+        engine.submit(Request("sync"), np.zeros(1, np.float32)).wait()
+        faulty.clear()
+        engine.submit(Request("sync"), np.zeros(1, np.float32)).wait()
+        step()
+        return str(caught.value)
+
+    texts = set(with_engines(3, body))
+    assert len(texts) == 1
+    (text,) = texts
+    assert text.startswith("rank 1: ")
+    assert "faulty" in text
+    assert "'w'" in text or where == "type"
+
+
+def test_a_plugin_that_fails_to_decode_stops_everybody(faulty):
+    faulty["decompress"] = 2
+
+    def body(engine):
+        request = Request("w", shape=(2000,), spec="faulty")
+        x = np.ones(2000, np.float32)
+        try:
+            for _ in range(2):
+                engine.submit(request, x, compressor=parse("faulty")).wait(60)
+        except (EngineClosed, CompressionFailed) as error:
+            return str(error)
+        return ""
+
+    texts = with_engines(3, body)
+    assert all("faulty" in text and "lost my keys" in text for text in texts)
+    assert all("rank 2" in text for text in texts[:2])
+
+
+def test_submitting_after_shutdown_is_an_error():
+    def body(engine):
+        engine.shutdown()
+        with pytest.raises(EngineClosed):
+            engine.submit(Request("x", shape=(1,)), np.zeros(1, np.float32))
+        return True
+
+    assert all(with_engines(2, body))
+
+
+def test_a_rank_that_leaves_fails_those_who_wait_for_it():
+    def body(engine):
+        if engine.rank == 1:
+            return ""
+        with pytest.raises(Mismatch) as caught:
+            engine.submit(Request("x", shape=(1,)), np.zeros(1, np.float32)).wait(60)
+        return str(caught.value)
+
+    assert "rank 1 has shut down" in with_engines(2, body)[0]

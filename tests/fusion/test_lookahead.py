@@ -1,0 +1,73 @@
+"""The look-ahead as a pure function: nothing lost, order kept, budgets kept."""
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringlet.fusion.lookahead import pack
+
+
+@dataclass(frozen=True)
+class Item:
+    number: int
+    stream: str
+    nbytes: int
+
+
+queues = st.lists(
+    st.tuples(st.sampled_from(["fp16", "fp32", "int8"]), st.integers(0, 100)), max_size=60
+).map(lambda pairs: [Item(i, stream, n) for i, (stream, n) in enumerate(pairs)])
+thresholds = st.integers(1, 300)
+budgets = st.one_of(st.none(), st.integers(0, 300))
+
+
+@given(queues, thresholds, budgets)
+def test_nothing_is_lost_or_repeated(queue, threshold, budget):
+    packed = [item for bucket in pack(queue, threshold, budget) for item in bucket]
+    assert sorted(packed, key=lambda item: item.number) == queue
+
+
+@given(queues, thresholds, budgets)
+def test_a_stream_keeps_its_order(queue, threshold, budget):
+    packed = [item for bucket in pack(queue, threshold, budget) for item in bucket]
+    for stream in {item.stream for item in queue}:
+        numbers = [item.number for item in packed if item.stream == stream]
+        assert numbers == sorted(numbers)
+
+
+@given(queues, thresholds, budgets)
+def test_buckets_are_pure_and_within_the_threshold(queue, threshold, budget):
+    for bucket in pack(queue, threshold, budget):
+        assert len({item.stream for item in bucket}) == 1
+        assert len(bucket) == 1 or sum(item.nbytes for item in bucket) <= threshold
+
+
+@given(queues, thresholds, budgets)
+def test_the_head_of_the_queue_never_waits(queue, threshold, budget):
+    left = list(queue)
+    for bucket in pack(queue, threshold, budget):
+        assert bucket[0] == left[0]
+        left = [item for item in left if item not in bucket]
+
+
+@given(queues, thresholds, budgets)
+def test_the_scan_stays_within_its_budget(queue, threshold, budget):
+    left = list(queue)
+    allowed = threshold if budget is None else budget
+    for bucket in pack(queue, threshold, budget):
+        last = left.index(bucket[-1])
+        assert sum(item.nbytes for item in left[:last] if item not in bucket) <= allowed
+        left = [item for item in left if item not in bucket]
+
+
+@given(queues, thresholds)
+def test_without_look_ahead_a_change_of_type_breaks_the_bucket(queue, threshold):
+    in_order = [item for bucket in pack(queue, threshold, 0) for item in bucket]
+    assert in_order == queue
+
+
+def test_it_halves_the_transactions_of_an_interleaved_queue():
+    queue = [Item(i, "fp16" if i % 2 else "fp32", 10) for i in range(100)]
+    assert len(pack(queue, 1000, 0)) == 100
+    assert len(pack(queue, 1000)) == 2

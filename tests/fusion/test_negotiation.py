@@ -1,0 +1,136 @@
+"""The coordinator as a state machine: any order of arrival, the same words for everybody."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringlet.fusion import Request
+from ringlet.fusion import messages as m
+from ringlet.fusion.negotiation import Coordinator
+from ringlet.fusion.request import dumps, loads
+from ringlet.ring import ReduceOp
+
+SIZE = 3
+
+
+def ask(coordinator, rank, *requests):
+    return coordinator.on_message(rank, m.REQUEST + dumps([r.to_list() for r in requests]))
+
+
+def executed(broadcasts):
+    names = []
+    for message in broadcasts:
+        if message[:1] == m.EXECUTE:
+            names += [name for name, _, _ in loads(message[1:])[1]]
+    return names
+
+
+@given(st.integers(1, 5), st.integers(0, 12), st.randoms())
+def test_every_name_runs_once_when_all_ranks_have_asked(size, count, random_):
+    coordinator = Coordinator(size)
+    pending = [(rank, f"t{i}") for rank in range(size) for i in range(count)]
+    random_.shuffle(pending)
+    asked: dict[str, set] = {}
+    ran = []
+    for rank, name in pending:
+        asked.setdefault(name, set()).add(rank)
+        now = executed(ask(coordinator, rank, Request(name, shape=(4,))))
+        assert now == ([name] if len(asked[name]) == size else [])
+        ran += now
+    assert sorted(ran) == sorted(f"t{i}" for i in range(count))
+
+
+def test_a_request_seen_before_takes_one_bit():
+    coordinator = Coordinator(2)
+    requests = [Request(f"t{i}", shape=(4,)) for i in range(1000)]
+    ids = {}
+    for rank in range(2):
+        for message in ask(coordinator, rank, *requests):
+            ids.update({name: number for name, number, _ in loads(message[1:])[1]})
+    hits = m.pack_hits(list(ids.values()))
+    assert len(hits) <= 126
+    assert coordinator.on_message(0, hits) == []
+    (answer,) = coordinator.on_message(1, hits)
+    assert m.unpack_execute_hits(answer)[1] == sorted(ids.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"shape": (5,)}, "shapes differ between ranks (ranks 0, 2: [4]; rank 1: [5])"),
+        ({"dtype": "float64"}, "dtypes differ between ranks"),
+        (
+            {"op": ReduceOp.SUM},
+            "reduce ops differ between ranks (ranks 0, 2: Average; rank 1: Sum)",
+        ),
+        ({"spec": "int8"}, "compressors differ between ranks (ranks 0, 2: none; rank 1: int8)"),
+        ({"kind": "allgather"}, "operations differ between ranks"),
+        ({"prescale": 2.0}, "prescale factors differ between ranks"),
+    ],
+)
+def test_a_disagreement_names_tensor_and_ranks(change, says):
+    from dataclasses import replace
+
+    request = Request("layer.weight", shape=(4,))
+    order = [0, 1, 2]
+    random.Random(1).shuffle(order)
+    coordinator = Coordinator(SIZE)
+    answers = []
+    for rank in order:
+        answers += ask(coordinator, rank, replace(request, **change) if rank == 1 else request)
+    (answer,) = answers
+    assert answer[:1] == m.REFUSED
+    names, text = loads(answer[1:])
+    assert names == ["layer.weight"]
+    assert "'layer.weight'" in text
+    assert says in text
+    # The name is free again afterwards.
+    assert executed([a for rank in order for a in ask(coordinator, rank, request)])
+
+
+def test_groups_must_hold_the_same_tensors():
+    coordinator = Coordinator(2)
+    a, b = Request("a", shape=(2,)), Request("b", shape=(2,))
+    first = m.DECLARE + dumps(["model", [a.to_list(), b.to_list()]])
+    second = m.DECLARE + dumps(["model", [a.to_list()]])
+    assert coordinator.on_message(0, first) == []
+    (answer,) = coordinator.on_message(1, second)
+    assert loads(answer[1:]) == ["model", "tensor 'b' is declared on rank 0 but not on rank 1"]
+
+
+def test_the_order_of_rank_0_is_the_groups_order():
+    coordinator = Coordinator(2)
+    a, b = Request("a", shape=(2,)), Request("b", shape=(2,))
+    coordinator.on_message(1, m.DECLARE + dumps(["model", [b.to_list(), a.to_list()]]))
+    (answer,) = coordinator.on_message(0, m.DECLARE + dumps(["model", [a.to_list(), b.to_list()]]))
+    assert loads(answer[1:]) == ["model", 1, ["a", "b"]]
+
+
+def test_votes_of_a_failed_step_do_not_count_for_the_next():
+    coordinator = Coordinator(2)
+    old = m.pack_vote(m.Vote(7, 0, 0, 10))
+    assert coordinator.on_message(0, old) == []
+    (told,) = coordinator.on_message(1, m.FAILED + dumps([7, 0, "boom"]))
+    assert loads(told[1:]) == [7, 0, "rank 1: boom"]
+    assert coordinator.on_message(1, m.FAILED + dumps([7, 0, "again"])) == []
+    assert coordinator.on_message(1, old) == []
+    new = [m.pack_vote(m.Vote(7, 1, 0, 10 + rank)) for rank in range(2)]
+    assert coordinator.on_message(0, new[0]) == []
+    (verdict,) = coordinator.on_message(1, new[1])
+    assert m.unpack_go(verdict) == m.Verdict(7, 1, 0, (10, 11))
+
+
+def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
+    coordinator = Coordinator(2)
+    ask(coordinator, 0, Request("x", shape=(1,)))
+    (told,) = coordinator.on_message(1, m.GOODBYE)
+    assert loads(told[1:]) == [["x"], "rank 1 has shut down while 'x' was waiting on rank(s) 0"]
+    (later,) = ask(coordinator, 0, Request("y", shape=(1,)))
+    assert "rank 1 has shut down" in loads(later[1:])[1]
+
+
+@given(st.sets(st.integers(0, 5000)))
+def test_hits_round_trip(ids):
+    assert m.unpack_hits(m.pack_hits(list(ids))) == sorted(ids)

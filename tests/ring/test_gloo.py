@@ -1,0 +1,94 @@
+"""The table of cases over real gloo processes, and what a killed peer does to the others."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringlet.ring import RingError, TransportUnavailable
+from ringlet.ring.dtypes import INTEGERS
+from ringlet.ring.gloo import GlooCommunicator
+from ringlet.ring.local import run_local
+
+WORKER = Path(__file__).with_name("worker_collectives.py")
+VICTIM = Path(__file__).with_name("worker_gloo_victim.py")
+
+
+@contextmanager
+def processes(commands):
+    """Start processes; whatever happens, none is left."""
+    started = []
+    try:
+        for command in commands:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            started.append(process)
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_table_of_cases(size, tmp_path):
+    out = tmp_path / "digests.json"
+    commands = [(WORKER, "gloo", out, tmp_path / "store", rank, size) for rank in range(size)]
+    with processes(commands) as ranks:
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0] * size, "\n".join(outputs)
+    digests = json.loads(out.read_text())
+    local = run_local(runpy.run_path(str(WORKER))["play_all"], size)[0]
+    exact = [case for case in local if any(f"dtype='{name}'" in case for name in INTEGERS)]
+    assert len(exact) > 200
+    assert {case: digests[case] for case in exact} == {case: local[case] for case in exact}
+
+
+def test_survivors_of_a_killed_rank_raise_peer_lost(tmp_path):
+    with processes([(VICTIM, tmp_path / "store", rank, 3) for rank in range(3)]) as ranks:
+        for process in ranks:
+            assert process.stdout.readline() == "READY\n"
+        ranks[1].kill()
+        start = time.monotonic()
+        for rank in (0, 2):
+            output = ranks[rank].communicate(timeout=60)[0]
+            assert ranks[rank].returncode == 0, output
+            assert "LOST" in output
+        assert time.monotonic() - start < 20
+
+
+def test_one_rank_alone_needs_no_store():
+    comm = GlooCommunicator(None, 0, 1)
+    buffer, received = np.arange(5.0), np.zeros(5)
+    comm.allreduce(buffer)
+    comm.alltoall(buffer, received)
+    comm.barrier()
+    assert received.tolist() == [0, 1, 2, 3, 4]
+    assert comm.allgather_bytes(b"x") == [b"x"]
+    comm.close()
+    comm.close()
+    with pytest.raises(RingError, match="closed"):
+        comm.allreduce(buffer)
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    with pytest.raises(ValueError, match="rank must be below"):
+        GlooCommunicator(None, 2, 2)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchif0")
+    with pytest.raises(TransportUnavailable, match="GLOO_SOCKET_IFNAME"):
+        GlooCommunicator(None, 0, 2)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(TransportUnavailable, match=r"pip install 'ringlet\[torch\]'"):
+        GlooCommunicator(None, 0, 1)

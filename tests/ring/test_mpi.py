@@ -1,0 +1,56 @@
+"""The table of cases over real MPI processes."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringlet.ring import TransportUnavailable
+from ringlet.ring.dtypes import INTEGERS
+from ringlet.ring.local import run_local
+from ringlet.ring.mpi import MpiCommunicator
+
+WORKER = Path(__file__).with_name("worker_collectives.py")
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec in this virtual environment")
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_table_of_cases(size, tmp_path):
+    out = tmp_path / "digests.json"
+    command = [MPIEXEC, "-n", str(size), sys.executable, WORKER, "mpi", out]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    digests = json.loads(out.read_text())
+    local = run_local(runpy.run_path(str(WORKER))["play_all"], size)[0]
+    exact = [case for case in local if any(f"dtype='{name}'" in case for name in INTEGERS)]
+    assert len(exact) > 200
+    assert {case: digests[case] for case in exact} == {case: local[case] for case in exact}
+
+
+def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(TransportUnavailable, match=r"pip install 'ringlet\[mpi\]'"):
+        MpiCommunicator()
+
+
+@pytest.mark.mpi
+def test_without_an_mpi_library_the_error_says_what_to_install():
+    code = (
+        "from ringlet.ring.mpi import MpiCommunicator\n"
+        "from ringlet.ring import TransportUnavailable\n"
+        "try: MpiCommunicator()\n"
+        "except TransportUnavailable as error: print(error)"
+    )
+    environment = {**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
+    if result.stdout == "" and result.returncode == 0:
+        pytest.skip("this mpi4py has its MPI library linked in")
+    assert "pip install 'ringlet[mpi]'" in result.stdout, result.stderr

@@ -1,0 +1,192 @@
+"""Every collective against an oracle, on whatever communicator: imported, or run one per rank.
+
+As a script: ``worker_collectives.py mpi OUT``, or ``... gloo OUT STORE RANK SIZE``.
+Each rank checks its own results; rank 0 checks that ranks agree bit for bit and writes OUT (JSON).
+"""
+
+import hashlib
+import json
+import sys
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringlet.ring import Communicator, ReduceOp
+from ringlet.ring.dtypes import FLOATS, INTEGERS, NAMES, storage
+
+OPS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective; ``n`` is its size, ``uneven`` bends the counts, ``seed`` makes the values."""
+
+    kind: str
+    dtype: str
+    n: int
+    op: ReduceOp = ReduceOp.SUM
+    uneven: bool = False
+    special: bool = False  # sprinkle NaN, infinities and signed zeros
+    root: int = 0
+    seed: int = 0
+
+    def counts(self, size, salt=0):
+        if not self.uneven:
+            return [self.n] * size
+        return [(self.n + 1) * ((r + salt) * 5 % 4) // 2 for r in range(size)]
+
+
+def cases(size):
+    """Return the table of cases that every transport plays."""
+    table = []
+    for dtype in NAMES:
+        for op in OPS:
+            table += [Case("allreduce", dtype, n, op) for n in (0, 5, 20001)]
+            table += [Case("reduce_scatter", dtype, n, op) for n in (3, 6001)]
+            table += [Case("reduce_scatter", dtype, n, op, uneven=True) for n in (300,)]
+            if dtype in FLOATS:
+                table += [Case("allreduce", dtype, n, op, special=True) for n in (257, 20001)]
+        for kind in ("allgather", "alltoall"):
+            table += [Case(kind, dtype, n) for n in (0, 1, 20001)]
+            table += [Case(kind, dtype, n, uneven=True) for n in (7, 9001)]
+        table += [Case("broadcast", dtype, n, root=n % size) for n in (0, 1, 20001)]
+    table += [Case("bytes", "uint8", n, uneven=u) for n in (0, 9) for u in (False, True)]
+    return [*table, Case("barrier", "uint8", 0)]
+
+
+def to_float64(array, dtype):
+    if dtype == "bfloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return array.astype(np.float64)
+
+
+def values(case, rank, n):
+    """Return the ``n`` elements that ``rank`` brings: any rank can compute them."""
+    rng = np.random.default_rng([zlib.crc32(repr(case).encode()), rank])
+    if case.dtype in INTEGERS:
+        kind = storage(case.dtype)
+        if case.dtype == "bool":
+            return rng.random(n) < 0.7
+        return rng.integers(0, 256, n * kind.itemsize, np.uint8).view(kind)
+    x = rng.normal(size=n) * np.exp2(rng.integers(-6, 7, n))
+    if case.special:
+        odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0])
+        x = np.where(rng.random(n) < 0.3, rng.choice(odd, n), x)
+    if case.dtype == "bfloat16":
+        return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return x.astype(case.dtype)
+
+
+def check(case, got, inputs):
+    """Compare a reduction with the oracle: exact for integers, in float64 for floats."""
+    function = {
+        ReduceOp.SUM: np.add,
+        ReduceOp.MIN: np.minimum,
+        ReduceOp.MAX: np.maximum,
+        ReduceOp.PRODUCT: np.multiply,
+    }[case.op]
+    if case.dtype in INTEGERS:
+        np.testing.assert_array_equal(got, function.reduce(inputs, dtype=got.dtype), repr(case))
+        return
+    wide = np.array([to_float64(x, case.dtype) for x in inputs])
+    with np.errstate(all="ignore"):
+        expected = function.reduce(wide)
+        bound = 0.0
+        if case.op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+            partial = min(EPS[case.dtype], EPS["float32"]) * len(inputs)
+            scale = np.abs(wide).sum(0) if case.op == ReduceOp.SUM else np.abs(expected)
+            smallest = 2.0**-24 if case.dtype == "float16" else 1e-40
+            bound = 2 * EPS[case.dtype] * np.abs(expected) + partial * scale + smallest
+        result = to_float64(got, case.dtype)
+        if case.dtype == "float16":
+            expected = np.where(np.abs(expected) >= 65520, np.sign(expected) * np.inf, expected)
+        close = (np.abs(result - expected) <= bound) | (result == expected)
+    close |= np.isnan(result) & np.isnan(expected)
+    assert close.all(), (case, result[~close][:4], expected[~close][:4])
+
+
+def play(comm: Communicator, case: Case) -> bytes:
+    """Play one case; return the bytes that all ranks must have in common."""
+    size, rank, kind = comm.size, comm.rank, storage(case.dtype)
+    if case.kind == "barrier":
+        comm.barrier()
+        return b""
+    if case.kind == "bytes":
+        said = [bytes(range(n)) for n in case.counts(size)]
+        assert comm.allgather_bytes(said[rank]) == said
+        assert comm.broadcast_bytes(said[rank] if rank == size - 1 else None, size - 1) == said[-1]
+        return b"".join(said)
+    if case.kind == "allreduce":
+        inputs = [values(case, r, case.n) for r in range(size)]
+        buffer = inputs[rank].copy()
+        comm.allreduce(buffer, case.op, case.dtype)
+        check(case, buffer, inputs)
+        return buffer.tobytes()
+    if case.kind == "broadcast":
+        buffer = values(case, rank, case.n)
+        comm.broadcast(buffer, case.root)
+        np.testing.assert_array_equal(buffer, values(case, case.root, case.n))
+        return buffer.tobytes()
+    if case.kind == "alltoall":
+        matrix = [case.counts(size, salt=r) for r in range(size)]
+        sent = [values(case, r, sum(matrix[r])) for r in range(size)]
+        receives = [matrix[r][rank] for r in range(size)]
+        receive = np.full(sum(receives), 1, kind)
+        given = (matrix[rank], receives) if case.uneven else (None, None)
+        comm.alltoall(sent[rank], receive, *given)
+        starts = [sum(row[:rank]) for row in matrix]
+        pieces = [s[a : a + n] for s, a, n in zip(sent, starts, receives, strict=True)]
+        np.testing.assert_array_equal(receive, np.concatenate(pieces))
+        return b""
+    counts = case.counts(size)
+    if case.kind == "allgather":
+        sent = [values(case, r, n) for r, n in enumerate(counts)]
+        receive = np.full(sum(counts), 1, kind)
+        comm.allgather(sent[rank], receive, counts if case.uneven else None)
+        np.testing.assert_array_equal(receive, np.concatenate(sent))
+        return receive.tobytes()
+    inputs = [values(case, r, sum(counts)) for r in range(size)]
+    receive = np.full(counts[rank], 1, kind)
+    comm.reduce_scatter(inputs[rank], receive, counts, case.op, case.dtype)
+    piece = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    check(case, receive, [x[piece] for x in inputs])
+    return b""
+
+
+def play_all(comm: Communicator) -> dict[str, str]:
+    """Play the whole table; return a digest per case, the same on every rank."""
+    digests = {}
+    for case in cases(comm.size):
+        digests[repr(case)] = hashlib.sha256(play(comm, case)).hexdigest()
+    mine = json.dumps(digests).encode()
+    for rank, theirs in enumerate(comm.allgather_bytes(mine)):
+        assert json.loads(theirs) == digests, f"rank {rank} has other bits than rank {comm.rank}"
+    return digests
+
+
+def main():
+    transport, out = sys.argv[1:3]
+    if transport == "mpi":
+        from ringlet.ring.mpi import MpiCommunicator
+
+        comm = MpiCommunicator()
+    else:
+        from torch.distributed import FileStore
+
+        from ringlet.ring.gloo import GlooCommunicator
+
+        rank, size = int(sys.argv[4]), int(sys.argv[5])
+        store = FileStore(sys.argv[3], size)
+        comm = GlooCommunicator(store, rank, size, timeout=60.0, host="127.0.0.1")
+    digests = play_all(comm)
+    if comm.rank == 0:
+        with open(out, "w") as file:
+            json.dump(digests, file)
+    comm.close()
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()
