@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
 from ringlet.compressors.registry import register
 
 
@@ -53,6 +53,10 @@ class Cast(Compressor):
             return super().accumulate(payload, out, ctx)
         self.kernels()[3](payload["values"].view(np.uint16), out)
         return None
+
+    def warm_up(self, ctx: Context) -> None:
+        """Compile the kernels."""
+        exercise(self, ctx)
 
 
 @register("fp16")

@@ -79,6 +79,11 @@ class Chain(Compressor):
         self.second.decompress(inner, values, ctx.child("chain", count))
         self.first.decompress(outer | {"values": values}, out, ctx)
 
+    def warm_up(self, ctx: Context) -> None:
+        """Warm both sides up."""
+        self.first.warm_up(ctx)
+        self.second.warm_up(ctx)
+
     def _count(self, outer: Payload, n: int) -> int:
         if self.first.traits().fixed_size:
             return next(p.elements for p in self.first.layout(n) if p.name == "values")

@@ -152,6 +152,9 @@ class Compressor:
         self.encode_into(target, payload, ctx)
         keep_residual(self, target, payload, residual, ctx)
 
+    def warm_up(self, ctx: Context) -> None:
+        """Compile kernels before the first step; by default there are none."""
+
     # -- a compressor is a value --------------------------------------------------------------
 
     @classmethod
@@ -207,6 +210,19 @@ def copy_payload(compressor: Compressor, source: Payload, target: Payload) -> No
                 f"layout says {array.dtype}{list(array.shape)}"
             )
         array[...] = given
+
+
+def exercise(compressor: Compressor, ctx: Context) -> None:
+    """Run every method once on a few zeros: what ``warm_up`` does where kernels compile."""
+    x, out = ctx.xp.zeros(8, "float32"), ctx.xp.zeros(8, "float32")
+    payload = {
+        part.name: ctx.xp.zeros(part.elements, storage(part.dtype))
+        for part in compressor.layout(x.size)
+    }
+    compressor.encode_into(x, payload, ctx)
+    compressor.feedback_into(x, out, 1.0, payload, ctx)
+    compressor.decompress(payload, out, ctx)
+    compressor.accumulate(payload, out, ctx)
 
 
 def keep_residual(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
 
@@ -46,7 +46,7 @@ class Int8(Compressor):
         top = xp.abs(rows).max(axis=1, initial=np.float32(0))
         usable = xp.isfinite(top) & (top >= _TINY)
         safe = xp.where(usable, top, np.float32(1))
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             levels = xp.rint(rows * (_LEVELS / safe)[:, None])
         codes = xp.where(usable[:, None], levels, np.float32(0)).astype("int8")
         scales = xp.where(usable, safe / _LEVELS, np.float32(0))
@@ -92,3 +92,7 @@ class Int8(Compressor):
 
         quantize.accumulate(payload["codes"], payload["scales"], self.bucket, out)
         return None
+
+    def warm_up(self, ctx: Context) -> None:
+        """Compile the kernels."""
+        exercise(self, ctx)

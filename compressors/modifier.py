@@ -65,6 +65,10 @@ class Modifier(Compressor):
         """Accumulate with the wrapped compressor."""
         self.wrapped_compressor.accumulate(payload, out, ctx)
 
+    def warm_up(self, ctx: Context) -> None:
+        """Warm the wrapped compressor up."""
+        self.wrapped_compressor.warm_up(ctx)
+
     def __str__(self) -> str:
         own = super().__str__()
         return own if self.inner is None else f"{self.inner} | {own}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
 from ringlet.compressors.errors import PayloadError
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
@@ -95,6 +95,10 @@ class TopK(Compressor):
         from ringlet.compressors.kernels import select
 
         _inside(select.scatter_add(payload["indices"], payload["values"], out), out)
+
+    def warm_up(self, ctx: Context) -> None:
+        """Compile the kernels."""
+        exercise(self, ctx)
 
 
 def _inside(ok: bool, out: Array) -> None:

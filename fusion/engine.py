@@ -279,9 +279,9 @@ class Engine:
         by_name = {member.request.name: member for member in members}
         ordered = [by_name[n] for n in order]
         threshold = self.limits.fusion_threshold
-        handle.output = self._groups[number] = Group(
-            name, number, ordered, self.size, threshold, self._pool, self._bucket_ready
-        )
+        group = Group(name, number, ordered, self.size, threshold, self._pool, self._bucket_ready)
+        group.warm_up()
+        handle.output = self._groups[number] = group
         handle.finish()
 
     def _bucket_ready(self, group: Group, index: int, epoch: int) -> None:

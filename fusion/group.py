@@ -11,6 +11,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 
+from ringlet.compressors import Context
 from ringlet.fusion.bucket import Bucket, make_bucket
 from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.errors import DuplicateName
@@ -59,6 +60,15 @@ class Group:
         self._unfinished = len(self.buckets)
         self._error: Exception | None = None
         self._broken: Exception | None = None
+
+    def warm_up(self) -> None:
+        """Compile the compressors' kernels, so that the first step does not have to."""
+        seen: set[str] = set()
+        for member in self.members.values():
+            spec = str(member.compressor)
+            if spec not in seen:
+                seen.add(spec)
+                member.compressor.warm_up(Context(workspace=member.workspace))
 
     def submit(self, name: str, values: Array, output: Array | None = None) -> None:
         """Hand in this step's ``values`` (flat); the result goes to ``output``, or in place.

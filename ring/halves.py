@@ -6,8 +6,8 @@ lacks an operation builds it from ``combine`` and its own all-to-all: every shar
 rank, so all ranks hold the same bits, whatever NaNs and signed zeros went in.
 
 Kernels see float16 as uint16: Numba cannot read float16 arrays on the CPU, LLVM's ``fpext`` and
-``fptrunc`` can. They equal NumPy's casts bit for bit, except that signalling NaNs come out quiet.
-They are compiled on first use and cached on disk.
+``fptrunc`` can. They equal NumPy's casts bit for bit, but narrowing turns every NaN into one and
+the same. They are compiled on first use and cached on disk.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _add_float16(half: Array, single: Array) -> None:
 
 def _narrow_float16(single: Array, half: Array) -> None:
     for i in range(half.size):
-        half[i] = _float_to_half(single[i])
+        x = single[i]
+        half[i] = _float_to_half(x) if x == x else np.uint16(0x7E00)
 
 
 def _widen_bfloat16(half: Array, single: Array) -> None:
@@ -79,7 +80,7 @@ def _narrow_bfloat16(single: Array, half: Array) -> None:
         # Half a unit in the last place, less one where the kept part is even: ties go to even.
         rounded = np.uint32(b + np.uint32(0x7FFF) + (top & np.uint32(1))) >> np.uint32(16)
         is_nan = np.uint32(b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        half[i] = top | np.uint32(0x40) if is_nan else rounded  # a NaN keeps a bit set
+        half[i] = np.uint32(0x7FC0) if is_nan else rounded
 
 
 def _numpy_widen(half: Array, single: Array) -> None:
@@ -91,7 +92,7 @@ def _numpy_add(half: Array, single: Array) -> None:
 
 
 def _numpy_narrow(single: Array, half: Array) -> None:
-    half.view(np.float16)[:] = single
+    half.view(np.float16)[:] = np.where(np.isnan(single), np.float32(np.nan), single)
 
 
 def kernels(name: str) -> Kernels:
@@ -173,7 +174,6 @@ def combine(pieces: Sequence[Array], outs: Sequence[Array], op: ReduceOp, name: 
                     else:
                         half.widen(piece[block], widened[:n])
                         ufunc(sums, widened[:n], out=sums)
-                settle_nans(sums)
                 half.narrow(sums, rounded[:n])
             for out in outs:
                 out[block] = rounded[:n]

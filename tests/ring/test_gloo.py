@@ -47,12 +47,12 @@ def test_the_table_of_cases(size, tmp_path):
     out = tmp_path / "digests.json"
     commands = [(WORKER, "gloo", out, tmp_path / "store", rank, size) for rank in range(size)]
     with processes(commands) as ranks:
-        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+        outputs = [process.communicate(timeout=240)[0] for process in ranks]
         assert [process.returncode for process in ranks] == [0] * size, "\n".join(outputs)
     digests = json.loads(out.read_text())
     local = run_local(runpy.run_path(str(WORKER))["play_all"], size)[0]
     exact = [case for case in local if any(f"dtype='{name}'" in case for name in INTEGERS)]
-    assert len(exact) > 200
+    assert len(exact) > 150
     assert {case: digests[case] for case in exact} == {case: local[case] for case in exact}
 
 

@@ -1,0 +1,86 @@
+"""What is installed: every module, nothing else, and cheap to import."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"frameworks": "ringlet", "compressors": "ringlet/compressors"}
+FOLDERS |= {"fusion": "ringlet/fusion", "ring": "ringlet/ring"}
+
+
+def modules():
+    """Return every module of the source tree as its path in the wheel."""
+    return {
+        f"{target}/{path.relative_to(ROOT / folder)}"
+        for folder, target in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+
+
+def python(*args, **kwargs):
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=240, **kwargs
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    # From a copy: a build leaves files in its tree that the next wheel would pick up.
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    built = python("-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(source))
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_every_module(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {n for n in archive.namelist() if ".dist-info/" not in n}
+    assert names - {"ringlet/py.typed"} == modules()
+    assert "ringlet/py.typed" in names
+
+
+def test_the_wheel_works_by_itself(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = (
+        "import ringlet, ringlet.compressors, ringlet.fusion, ringlet.ring;"
+        "print(ringlet.__file__, ringlet.compressors.parse('topk | int8 | ef'))"
+    )
+    ran = python("-c", code, cwd="/", env={"PYTHONPATH": str(tmp_path)})
+    assert ran.returncode == 0, ran.stderr
+    assert str(tmp_path) in ran.stdout
+    assert "topk | int8 | ef" in ran.stdout
+
+
+def test_extras_are_the_promised_ones():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"torch", "tensorflow", "mpi", "cuda12", "cuda13", "viz", "test"} <= set(
+        project["optional-dependencies"]
+    )
+    assert [d.split(">")[0] for d in project["dependencies"]] == ["numpy", "numba"]
+
+
+@pytest.mark.parametrize("folder", ["compressors", "fusion", "ring"])
+def test_a_second_copy_of_a_package_is_refused(folder):
+    ran = python("-c", f"import {folder}", cwd=ROOT)
+    assert ran.returncode == 1
+    assert f"import this package as ringlet.{folder}" in ran.stderr
+
+
+def test_importing_ringlet_is_cheap_and_loads_no_framework():
+    code = "import sys, ringlet; print(*sys.modules)"
+    loaded = python("-c", code).stdout.split()
+    heavy = {"torch", "tensorflow", "keras", "numba", "mpi4py", "cupy", "jax"}
+    assert not heavy & set(loaded)
+    code = "import sys, ringlet.compressors, ringlet.ring, ringlet.fusion; print(*sys.modules)"
+    assert not heavy & set(python("-c", code).stdout.split())
