@@ -10,7 +10,7 @@ if __name__ != "ringlet.compressors":  # a bare `import compressors` would be a 
 from ringlet.compressors.casts import BF16, FP16
 from ringlet.compressors.chain import Chain
 from ringlet.compressors.context import Context, Workspace
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.contract import Compressor, Exchange, Part, Payload, Round, Traits
 from ringlet.compressors.ef import ErrorFeedback
 from ringlet.compressors.errors import (
     CompressorError,
@@ -19,10 +19,10 @@ from ringlet.compressors.errors import (
     SpecError,
     UnknownCompressor,
 )
-from ringlet.compressors.int8 import Int8
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.none import NoCompression
 from ringlet.compressors.options import option
+from ringlet.compressors.quantize import QSGD, Int4, Int8, MaxNorm, MinMax
 from ringlet.compressors.registry import lookup, names, register
 from ringlet.compressors.routes import Router
 from ringlet.compressors.spec import parse, resolve
@@ -31,18 +31,24 @@ from ringlet.compressors.topk import TopK
 __all__ = [
     "BF16",
     "FP16",
+    "QSGD",
     "Chain",
     "Compressor",
     "CompressorError",
     "Context",
     "ErrorFeedback",
+    "Exchange",
+    "Int4",
     "Int8",
+    "MaxNorm",
+    "MinMax",
     "Modifier",
     "NoCompression",
     "OptionError",
     "Part",
     "Payload",
     "PayloadError",
+    "Round",
     "Router",
     "SpecError",
     "TopK",

@@ -24,6 +24,9 @@ class Chain(Compressor):
         for side in (self.first, self.second):
             if not side.is_bound():
                 raise CompressorError(f"{side.label()!r} modifies what stands to its left: {self}")
+        for side in (self.first, self.second):
+            if side.traits().combine == "rounds":
+                raise CompressorError(f"{side} exchanges in rounds, which cannot be chained")
         if self.first.traits().combine == "sum":
             raise CompressorError(
                 f"{self.first} sends values that are summed on the wire; "
@@ -78,6 +81,12 @@ class Chain(Compressor):
         values = ctx.workspace.array("chain", count)
         self.second.decompress(inner, values, ctx.child("chain", count))
         self.first.decompress(outer | {"values": values}, out, ctx)
+
+    def at(self, step: int) -> Compressor:
+        """Chain what both sides' schedules say."""
+        first, second = self.first.at(step), self.second.at(step)
+        unchanged = first is self.first and second is self.second
+        return self if unchanged else Chain(first=first, second=second)
 
     def warm_up(self, ctx: Context) -> None:
         """Warm both sides up."""

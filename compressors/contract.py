@@ -8,13 +8,14 @@ be overridden for speed. What a compressor remembers between steps lives in ``ct
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Generator
 from typing import Any, ClassVar, Literal, NamedTuple, dataclass_transform
 
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.errors import CompressorError, PayloadError
-from ringlet.compressors.options import bind_options, checked, option, options_of, wrapped
+from ringlet.compressors.options import bind_options, checked, fixed, option, options_of, wrapped
 
 Payload = dict[str, Array]
 
@@ -25,6 +26,16 @@ class Part(NamedTuple):
     name: str
     dtype: str
     elements: int
+
+
+class Round(NamedTuple):
+    """One combination over all ranks: flat ``values`` (float32 or a signed integer), and how."""
+
+    values: Array
+    op: Literal["mean", "sum", "max"] = "mean"
+
+
+Exchange = Generator[Round, Array, None]
 
 
 def storage(dtype: str) -> np.dtype[Any]:
@@ -39,6 +50,7 @@ class Traits:
     combine
         "sum": payloads add up on the wire, and decoding the sum is the sum of the decoded.
         "gather": payloads must be decoded before they are added.
+        "rounds": there are no payloads; ``exchange`` says what ranks combine, round by round.
     fixed_size
         The payload's arrays depend on the number of elements alone; ``layout`` gives them.
     granularity
@@ -56,7 +68,7 @@ class Traits:
         Tensors with fewer elements travel uncompressed.
     """
 
-    combine: Literal["sum", "gather"] = "gather"
+    combine: Literal["sum", "gather", "rounds"] = "gather"
     fixed_size: bool = False
     granularity: int | None = None
     omega: float | None = None
@@ -66,7 +78,9 @@ class Traits:
     min_size: int = 1024
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(option, wrapped))
+@dataclass_transform(
+    frozen_default=True, kw_only_default=False, field_specifiers=(option, wrapped, fixed)
+)
 class Compressor:
     """Base class of compressors. Subclasses become frozen dataclasses by themselves."""
 
@@ -120,6 +134,27 @@ class Compressor:
     def layout(self, n: int) -> tuple[Part, ...]:
         """Return the arrays of the payload of ``n`` elements. Only if ``fixed_size``."""
         raise CompressorError(f"{self.label()} declares fixed_size but no layout(n)")
+
+    def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
+        """Yield ``Round``s; each yield receives the combination over all ranks, the same on all.
+
+        Leave the approximate mean of everybody's ``x`` in ``out`` at the end. What is received is
+        valid until the next yield. Only with ``combine="rounds"``.
+        """
+        raise CompressorError(f"{self.label()} declares combine='rounds' but no exchange")
+
+    def finish(self, out: Array, ctx: Context) -> None:
+        """Change the combined result in place, the same way on every rank; by default not at all.
+
+        For compressors whose receiving side remembers something, such as EF21.
+        """
+
+    def at(self, step: int) -> Compressor:
+        """Return what to use at ``step`` (0, 1, ...): itself, unless it follows a schedule.
+
+        A pure function, so that all ranks change at once.
+        """
+        return self
 
     def chained_part(self, payload: Payload) -> str:
         """Return which payload array a compressor chained behind this one compresses."""

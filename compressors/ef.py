@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Payload, Traits, keep_residual
+from ringlet.compressors.contract import Exchange, Payload, Traits, keep_residual
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
@@ -50,3 +50,11 @@ class ErrorFeedback(Modifier):
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Do the same in the wrapped compressor's fused kernel, if it has one."""
         self.wrapped_compressor.feedback_into(x, self.residual(x, ctx), self.decay, payload, ctx)
+
+    def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
+        """Exchange x plus the residual; keep what the combined result lacks of it."""
+        residual = self.residual(x, ctx)
+        target = x + ctx.xp.float32(self.decay) * residual
+        yield from self.wrapped_compressor.exchange(target, out, ctx)
+        target -= out
+        ctx.xp.copyto(residual, target, where=ctx.xp.isfinite(target))

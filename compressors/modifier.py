@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.contract import Compressor, Exchange, Part, Payload, Traits
 from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.options import wrapped
 
@@ -64,6 +64,19 @@ class Modifier(Compressor):
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Accumulate with the wrapped compressor."""
         self.wrapped_compressor.accumulate(payload, out, ctx)
+
+    def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
+        """Exchange as the wrapped compressor does."""
+        yield from self.wrapped_compressor.exchange(x, out, ctx)
+
+    def finish(self, out: Array, ctx: Context) -> None:
+        """Finish as the wrapped compressor does."""
+        self.wrapped_compressor.finish(out, ctx)
+
+    def at(self, step: int) -> Compressor:
+        """Wrap what the wrapped compressor's schedule says."""
+        now = self.wrapped_compressor.at(step)
+        return self if now is self.inner else dataclasses.replace(self, inner=now)
 
     def warm_up(self, ctx: Context) -> None:
         """Warm the wrapped compressor up."""

@@ -33,10 +33,17 @@ def wrapped() -> Any:
     return dataclasses.field(default=None, metadata={"wrapped": True})
 
 
+def fixed(value: Any) -> Any:
+    """Pin a field that a base class has as an option: it is no option of the spec any more."""
+    return dataclasses.field(default=value, metadata={"fixed": True})
+
+
 def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     """Return the options of a compressor class by name, in order of declaration."""
     return {
-        field.name: field for field in dataclasses.fields(cls) if "wrapped" not in field.metadata
+        field.name: field
+        for field in dataclasses.fields(cls)
+        if not {"wrapped", "fixed"} & field.metadata.keys()
     }
 
 

@@ -92,7 +92,7 @@ def init(transport: str | None = None) -> Runtime:
     """
     global _process
     existing = _current()
-    if existing is not None:
+    if existing is not None and existing.pid == os.getpid():  # a forked child may start afresh
         return existing
     limits = limits_from(os.environ)
     comm = connect(transport)

@@ -11,6 +11,7 @@ gloo ends the process when ranks disagree about a length: agree before you call.
 from __future__ import annotations
 
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -71,7 +72,7 @@ class GlooCommunicator(Communicator):
         self._groups: list[Any] = []
         if size > 1:
             self._groups.append(self._connect(store, timeout, host))
-        # A group that lives until the interpreter is torn down ends the process by an abort.
+        # Runs at exit too, when nobody closed.
         self._finalizer = weakref.finalize(self, self._groups.clear)
 
     def allreduce(
@@ -81,8 +82,8 @@ class GlooCommunicator(Communicator):
         flat(buffer)
         ufunc_of(op)
         name = dtype_name(buffer, dtype)
-        group = self._group()
-        if group is None or buffer.size == 0:
+        self._check()
+        if self.size == 1 or buffer.size == 0:
             return
         if op in BOTH and buffer.nbytes * self.size <= SMALL:
             pieces = self._scratch.take(buffer.size * self.size, buffer.dtype)
@@ -96,7 +97,7 @@ class GlooCommunicator(Communicator):
         options = self._dist.AllreduceOptions()
         options.reduceOp = getattr(self._dist.ReduceOp, op.name)
         values = self._torch.from_numpy(buffer.view(kind))
-        self._wait("allreduce", lambda: group.allreduce([values], options).wait())
+        self._wait("allreduce", lambda group: group.allreduce([values], options).wait())
 
     def reduce_scatter(
         self,
@@ -119,18 +120,18 @@ class GlooCommunicator(Communicator):
         flat(send, receive)
         pieces = divided(counts, self.size, receive.size)
         same(pieces[self.rank], send, "send")
-        group = self._group()
-        if group is not None and receive.nbytes <= SMALL:
+        self._check()
+        if self.size > 1 and receive.nbytes <= SMALL:
             self.alltoall(np.tile(send, self.size), receive, [send.size] * self.size, pieces)
             return
         starts = [0, *accumulate(pieces)]
         receive[starts[self.rank] : starts[self.rank + 1]] = send
-        if group is None:
+        if self.size == 1:
             return
         outgoing, incoming = self._bytes(send), self._bytes(receive)
         ends = [start * receive.itemsize for start in starts]
 
-        def exchange() -> None:
+        def exchange(group: Any) -> None:
             works = []
             for step in range(1, self.size):
                 to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -155,8 +156,8 @@ class GlooCommunicator(Communicator):
         flat(send, receive)
         sends = divided(send_counts, self.size, send.size)
         receives = divided(receive_counts, self.size, receive.size)
-        group = self._group()
-        if group is None:
+        self._check()
+        if self.size == 1:
             receive[:] = send
             return
         outgoing, incoming = self._bytes(send), self._bytes(receive)
@@ -165,7 +166,7 @@ class GlooCommunicator(Communicator):
         options = self._dist.AllToAllOptions()
         self._wait(
             "alltoall",
-            lambda: group.alltoall_base(incoming, outgoing, received, sent, options).wait(),
+            lambda group: group.alltoall_base(incoming, outgoing, received, sent, options).wait(),
         )
 
     def broadcast(self, buffer: Array, root: int = 0) -> None:
@@ -173,13 +174,13 @@ class GlooCommunicator(Communicator):
         flat(buffer)
         if not 0 <= root < self.size:
             raise ValueError(f"root must be a rank below {self.size}, not {root}")
-        group = self._group()
-        if group is None or buffer.size == 0:
+        self._check()
+        if self.size == 1 or buffer.size == 0:
             return
         options = self._dist.BroadcastOptions()
         options.rootRank = root
         values = self._bytes(buffer)
-        self._wait("broadcast", lambda: group.broadcast([values], options).wait())
+        self._wait("broadcast", lambda group: group.broadcast([values], options).wait())
 
     def barrier(self) -> None:
         """Wait for all ranks: an all-to-all of one byte, which is faster than gloo's own."""
@@ -191,18 +192,23 @@ class GlooCommunicator(Communicator):
         self._error = self._error or RingError("this communicator is closed")
         self._finalizer()
 
-    def _group(self) -> Any:
+    def _check(self) -> None:
         if self._error is not None:
             raise type(self._error)(str(self._error))
-        return self._groups[0] if self._groups else None
 
-    def _wait(self, what: str, run: Callable[[], Any]) -> None:
+    def _wait(self, what: str, run: Callable[[Any], Any]) -> None:
+        # gloo's threads must end before the interpreter does: one that then frees a tensor takes
+        # the GIL and aborts the process. So no exception may keep the group alive in its frames.
         try:
-            run()
+            run(self._groups[0])
         except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)
             reason = str(error).strip().split("\n")[0]
             self._error = PeerLost(f"gloo {what} failed on rank {self.rank}: {reason}")
-            raise self._error from error
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+        self._check()
 
     def _bytes(self, array: Array) -> Any:
         if not array.flags.writeable:

@@ -18,7 +18,7 @@ class Compression:
 def as_compressor(compression: Spec) -> Compressor:
     """Return one compressor from a spec string, a compressor, or None.
 
-    Raises SpecError (a ValueError), also for Horovod compressor classes, which cannot be run.
+    Raises SpecError (a ValueError), and TypeError for a class, which Horovod's compressors are.
     """
     _refuse_classes(compression)
     return resolve(compression)

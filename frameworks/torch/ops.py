@@ -16,6 +16,7 @@ from ringlet.fusion import Request
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
 from ringlet.torch.compression import as_compressor
+from ringlet.torch.gradients import differentiable, of_allgather, of_allreduce, of_broadcast
 from ringlet.torch.tensors import as_tensor, check, dtype_of, flat
 
 
@@ -27,6 +28,11 @@ class Handle:
     ) -> None:
         self._operation = operation
         self._result = result
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """First dimension of every rank's part, by rank, once an all-gather has finished."""
+        return self._operation.sizes
 
     def done(self) -> bool:
         """Whether the operation has finished."""
@@ -89,14 +95,21 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return ``tensor`` combined over all ranks: averaged, or by ``op``.
+    """Return ``tensor`` combined over all ranks: averaged, or by ``op``. Differentiable.
 
     ``compression`` is a spec; one that remembers (``ef``) needs a ``name``. Raises Mismatch,
     the same on every rank, when ranks pass different shapes, dtypes or arguments.
     """
-    return allreduce_async(
-        tensor, average, name, op, prescale_factor, postscale_factor, compression
-    ).wait()
+    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
+    name = name or current().unnamed("allreduce")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return allreduce_async(x, None, name, chosen, *factors, compression).wait()
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        return allreduce_async(grad, None, f"{name}.grad", chosen, *factors).wait()
+
+    return differentiable(tensor, forward, of_allreduce(backward, chosen))
 
 
 def allreduce_(
@@ -125,11 +138,21 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Handle:
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-    """Return every rank's ``tensor`` behind one another along the first dimension.
+    """Return every rank's ``tensor`` behind one another along the first dimension. Differentiable.
 
     First dimensions may differ between ranks; the others, and the dtype, may not (Mismatch).
     """
-    return allgather_async(tensor, name).wait()
+    name = name or current().unnamed("allgather")
+    sizes: list[int] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        handle = allgather_async(x, name)
+        gathered = handle.wait()
+        sizes.extend(handle.sizes)
+        return gathered
+
+    backward = of_allgather(lambda grad: _summed(grad, f"{name}.grad"), lambda: sizes)
+    return differentiable(tensor, forward, backward)
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
@@ -157,8 +180,13 @@ def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = Non
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """Return rank ``root_rank``'s ``tensor``; shapes and dtypes must agree (Mismatch)."""
-    return broadcast_async(tensor, root_rank, name).wait()
+    """Return rank ``root_rank``'s ``tensor``; shapes and dtypes must agree (Mismatch).
+
+    Differentiable: the root's gradient is the sum over all ranks, the others' zero.
+    """
+    name = name or current().unnamed("broadcast")
+    backward = of_broadcast(lambda grad: _summed(grad, f"{name}.grad"), root_rank)
+    return differentiable(tensor, lambda x: broadcast_async(x, root_rank, name).wait(), backward)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
@@ -216,6 +244,10 @@ def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     if op is not None:
         return ReduceOp(op)
     return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
+
+
+def _summed(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return allreduce_async(tensor, name=name, op=ReduceOp.SUM).wait()
 
 
 def _unstage(staged: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

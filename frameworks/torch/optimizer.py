@@ -2,145 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ringlet.compressors.context import State
 from ringlet.compressors.routes import Routes, Spec
-from ringlet.fusion import Group, Request
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.dtypes import Array
-from ringlet.runtime import current
-from ringlet.torch.compression import as_router
 from ringlet.torch.naming import Named, name_parameters
-from ringlet.torch.tensors import check, dtype_of, flat
+from ringlet.torch.reducer import Reducer
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
-
-_instances = itertools.count()
-
-
-class Reducer:
-    """Collects gradients from hooks, hands them to the engine, and waits for their reduction."""
-
-    def __init__(
-        self,
-        named: dict[str, torch.nn.Parameter],
-        compression: Spec | Routes,
-        passes: int,
-        op: ReduceOp,
-        predivide: float,
-    ) -> None:
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
-        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
-        if predivide != 1.0 and op is not ReduceOp.AVERAGE:
-            raise ValueError("gradient_predivide_factor needs op=Average")
-        if not (predivide > 0 and math.isfinite(predivide)):
-            raise ValueError(f"gradient_predivide_factor must be above 0, got {predivide}")
-        self.parameters = named
-        self.passes = passes
-        self.states: dict[str, State] = {name: {} for name in named}
-        self.in_flight = False
-        self._left = dict.fromkeys(named, passes)
-        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._hooks: list[Any] = []
-        self._group: Group | None = None
-        runtime, router = current(), as_router(compression)
-        compressors = [router(name) for name in named]
-        requests: list[Request] = []
-        for (name, p), compressor in zip(named.items(), compressors, strict=True):
-            check(p, f"parameter {name!r}")
-            scales = {"prescale": 1.0 / predivide, "postscale": predivide}
-            spec, shape = str(compressor), tuple(p.shape)
-            requests.append(Request(name, "allreduce", dtype_of(p), shape, op, spec, **scales))
-        if runtime.size > 1 and named:
-            label = f"DistributedOptimizer.{next(_instances)}"
-            states = [self.states[name] for name in named]
-            self._group = runtime.engine.declare(label, requests, compressors, states)
-            for name, p in named.items():
-                register: Any = p.register_post_accumulate_grad_hook
-                self._hooks.append(register(self._hook(name)))
-
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        def ready(p: torch.Tensor) -> None:
-            left = self._left[name] = self._left[name] - 1
-            if left < 0:
-                raise RuntimeError(
-                    f"the gradient of {name!r} was computed more than backward_passes_per_step="
-                    f"{self.passes} times before step(); raise backward_passes_per_step to "
-                    "accumulate gradients"
-                )
-            if left == 0:
-                self._submit(name, p)
-
-        return ready
-
-    def _submit(self, name: str, p: torch.Tensor) -> None:
-        grad = p.grad
-        if grad is None:
-            grad = p.grad = torch.zeros_like(p)
-        assert self._group is not None
-        self.in_flight = True
-        self._group.submit(name, self._view(name, grad))
-
-    def _view(self, name: str, grad: torch.Tensor) -> Array:
-        if grad.layout is not torch.strided:
-            raise TypeError(f"the gradient of {name!r} is sparse; use sparse=False in its layer")
-        if grad.is_contiguous():
-            return flat(grad)
-        packed = grad.detach().contiguous()  # other strides, such as channels_last
-        self._staged.append((packed, grad))
-        return flat(packed)
-
-    def synchronize(self) -> None:
-        """Reduce what no hook handed in (as zeros if there is no gradient), and wait for all."""
-        if self._group is None:
-            return
-        for name in self._group.missing():
-            self._submit(name, self.parameters[name])
-        try:
-            self._group.wait()
-        finally:
-            self.in_flight = False
-            self._left = dict.fromkeys(self.parameters, self.passes)
-            staged, self._staged = self._staged, []
-        with torch.no_grad():
-            for packed, grad in staged:
-                grad.copy_(packed)
-
-    def residual_norm(self) -> float:
-        """Return the Euclidean norm of what this rank's compressors hold back."""
-        return math.sqrt(sum(_energy(state) for state in self.states.values()))
-
-
-def _energy(state: State) -> float:
-    total = 0.0
-    for key, value in state.items():
-        if isinstance(value, dict):
-            total += _energy(value)
-        elif key == "residual":
-            wide = value.astype("float64")
-            total += float(wide @ wide)
-    return total
 
 
 class _Distributed:
     """What DistributedOptimizer adds to the class of the optimizer that it wraps."""
 
+    param_groups: list[dict[str, Any]]
+    state: Any
     _ringlet: Reducer
+    _ringlet_original: Any
     _ringlet_synchronized: bool
     _ringlet_skip: bool
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for example to clip them before ``step``."""
+        self._ringlet.refuse_strays(self.param_groups)
         self._ringlet.synchronize()
         self._ringlet_synchronized = True
 
@@ -156,18 +45,24 @@ class _Distributed:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronise, then take the wrapped optimizer's step.
 
-        With a ``closure``, every evaluation of it is followed by a synchronisation.
+        With a ``closure``, every evaluation of it is followed by a synchronisation, and the loss
+        that it returns is reduced like the gradients.
         """
         inner: Any = super()
+        # A scheduler that was made for the original asks whether that has stepped.
+        self._ringlet_original._opt_called = True
         if closure is not None:
 
             def synchronized() -> Any:
                 with torch.enable_grad():
                     loss = closure()
-                self._ringlet.synchronize()
-                return loss
+                self.synchronize()
+                return self._ringlet.agreed(loss)
 
-            return inner.step(synchronized)
+            try:
+                return inner.step(synchronized)
+            finally:
+                self._ringlet_synchronized = False
         if not self._ringlet_skip:
             if self._ringlet_synchronized:
                 warnings.warn(
@@ -175,9 +70,12 @@ class _Distributed:
                     "'with optimizer.skip_synchronize(): optimizer.step()'",
                     stacklevel=2,
                 )
-            self._ringlet.synchronize()
+            self.synchronize()
         self._ringlet_synchronized = False
         return inner.step()
+
+    # torch wraps `step` for profiling and step hooks; the step inside is wrapped already.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; RuntimeError while they are being reduced."""
@@ -189,18 +87,27 @@ class _Distributed:
         inner: Any = super()
         inner.zero_grad(set_to_none=set_to_none)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state and hyper-parameters, of this rank's compressors nothing."""
+        inner: Any = super()
+        inner.load_state_dict(state_dict)
+        # Loading replaces both; a scheduler made for the original goes on setting its groups.
+        self._ringlet_original.param_groups = self.param_groups
+        self._ringlet_original.state = self.state
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes add up before gradients are reduced."""
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
-        if self._ringlet.in_flight:
-            raise RuntimeError("set_backward_passes_per_step between backward() and step()")
-        self._ringlet.passes = passes
-        self._ringlet._left = dict.fromkeys(self._ringlet.parameters, passes)
+        self._ringlet.set_passes(passes)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
         return self._ringlet.residual_norm()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: it is tied to this process's "
+            "parameters and peers. Copy or save optimizer.state_dict()"
+        )
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -214,7 +121,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Return ``optimizer`` with gradients reduced over all ranks before every step. Collective.
 
     The result is an instance of a subclass of the optimizer's class that shares its parameter
-    groups and state; use it instead of the original.
+    groups and state; use it instead of the original. Wrapping the original again replaces it.
 
     - ``named_parameters``: ``model.named_parameters()``.
     - ``compression``: a spec such as ``"topk(ratio=0.01) | ef"``, a Compressor, or a mapping from
@@ -226,6 +133,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises Mismatch, the same on every rank, when ranks hold different parameters or arguments;
     ValueError for names that do not fit the parameters; SpecError for a bad ``compression``.
     """
+    if isinstance(optimizer, _Distributed):
+        raise ValueError(
+            "this optimizer is a DistributedOptimizer already; wrap the original optimizer"
+        )
     named = name_parameters(optimizer, named_parameters)
     reducer = Reducer(
         named, compression, backward_passes_per_step, ReduceOp(op), gradient_predivide_factor
@@ -237,6 +148,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     # A scheduler made for the original has wrapped its step on the instance; ours must be found.
     distributed.__dict__.pop("step", None)
     distributed._ringlet = reducer
+    distributed._ringlet_original = optimizer
     distributed._ringlet_synchronized = False
     distributed._ringlet_skip = False
     result: Opt = distributed

@@ -27,7 +27,7 @@ plain = st.one_of(
     st.just(NoCompression()),
     st.just(FP16()),
     st.just(BF16()),
-    st.builds(Int8, st.integers(32, 65536)),
+    st.builds(Int8, st.integers(4, 8192).map(lambda n: 8 * n), st.booleans()),
     st.builds(TopK, st.floats(1e-6, 1.0)),
 )
 feedback = st.builds(ErrorFeedback, st.floats(0.01, 1.0))

@@ -1,0 +1,66 @@
+"""Threads for kernels: a kernel that releases the GIL runs over ranges of a tensor at once.
+
+Every kernel gives the same bits for any division into ranges, so the number of threads changes
+nothing but the time. The pool is ours because Numba's default one aborts the process when two
+threads enter it at once, which several in-process ranks would do.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+# Handing a range to another thread costs tens of microseconds: what a kernel does with this many.
+MIN_ELEMENTS = 1 << 18
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+_threads = 0
+_pid = 0
+
+
+def threads() -> int:
+    """Return how many threads a kernel uses: RINGLET_NUM_THREADS, else a rank's share of cores."""
+    named = os.environ.get("RINGLET_NUM_THREADS", "")
+    if named:
+        if not named.isdigit() or int(named) < 1:
+            raise ValueError(f"RINGLET_NUM_THREADS={named!r} is not a number of at least 1")
+        return int(named)
+    ranks = max(1, int(os.environ.get("RINGLET_LOCAL_SIZE", "1") or "1"))
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def run_ranges(n: int, granule: int, kernel: Callable[[int, int], None]) -> None:
+    """Call ``kernel(start, stop)`` on ranges that cover 0 .. n and start at multiples of granule.
+
+    Small tensors run as one range on the calling thread. The first exception is raised.
+    """
+    count = min(_size(), n // MIN_ELEMENTS)
+    if count < 2:
+        kernel(0, n)
+        return
+    each = -(-n // (count * granule)) * granule
+    ranges = [(start, min(start + each, n)) for start in range(0, n, each)]
+    pool = _pool
+    assert pool is not None
+    futures = [pool.submit(kernel, start, stop) for start, stop in ranges[1:]]
+    try:
+        kernel(*ranges[0])
+    finally:
+        wait(futures)
+    for future in futures:
+        future.result()
+
+
+def _size() -> int:
+    """Return the pool's size, starting it on first use and anew in a forked child."""
+    global _pool, _threads, _pid
+    if _pid != os.getpid():
+        with _lock:
+            if _pid != os.getpid():
+                _threads = threads()
+                _pool = ThreadPoolExecutor(max(1, _threads - 1), "ringlet-kernel")
+                _pid = os.getpid()
+    return _threads

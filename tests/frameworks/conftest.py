@@ -1,0 +1,67 @@
+"""Jobs of real processes: many cases in one job, told apart afterwards."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+
+import cloudpickle
+import pytest
+
+import ringlet
+
+Case = Callable[[], None]
+RunCase = Callable[[Case, str, int], None]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def outcomes(cases: list[Case]) -> dict[str, str]:
+    """Run every case on this rank; return the traceback of each, empty where it passed."""
+    import torch
+
+    import ringlet.torch as hvd
+
+    faulthandler.dump_traceback_later(50, exit=True)  # a hang fails the job, with a stack
+    torch.set_num_threads(1)
+    hvd.init()
+    told: dict[str, str] = {}
+    for case in cases:
+        torch.manual_seed(hvd.rank())
+        try:
+            case()
+            told[case.__name__] = ""
+        except Exception:
+            told[case.__name__] = traceback.format_exc()
+        hvd.barrier()
+    hvd.shutdown()
+    return told
+
+
+@pytest.fixture(scope="module")
+def run_case(request: pytest.FixtureRequest) -> RunCase:
+    """Return a function that fails unless a case passed on every rank of a job.
+
+    All functions named ``case_*`` of the test's module run in one job per transport and size.
+    """
+    cloudpickle.register_pickle_by_value(request.module)
+    cases = [value for name, value in vars(request.module).items() if name.startswith("case_")]
+
+    @cache
+    def job(transport: str, size: int) -> list[dict[str, str]] | Exception:
+        try:
+            return ringlet.run(outcomes, (cases,), np=size, transport=transport)
+        except Exception as error:
+            return error
+
+    def check(case: Case, transport: str, size: int) -> None:
+        told = job(transport, size)
+        if isinstance(told, Exception):
+            raise told
+        failed = [f"rank {r}: {t[case.__name__]}" for r, t in enumerate(told) if t[case.__name__]]
+        assert not failed, "\n".join(failed)
+
+    return check
