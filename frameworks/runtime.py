@@ -19,7 +19,7 @@ from ringlet.ring.communicator import Communicator, Topology
 from ringlet.ring.connect import connect
 from ringlet.ring.control_open import open_control
 from ringlet.ring.errors import RingError
-from ringlet.ring.local import LocalCommunicator
+from ringlet.ring.local import LocalCommunicator, this_thread
 
 
 class NotInitialized(RingError, ValueError):
@@ -97,8 +97,9 @@ def init(transport: str | None = None) -> Runtime:
     limits = limits_from(os.environ)
     comm = connect(transport)
     runtime = Runtime(comm, limits)
-    if isinstance(comm, LocalCommunicator) and comm.size > 1:
+    if isinstance(comm, LocalCommunicator) and comm is this_thread():
         _thread.runtime = runtime
+        comm.before_close = runtime.engine.shutdown
     else:
         _process = runtime
         atexit.register(runtime.close)

@@ -31,13 +31,14 @@ class Bucket(ABC):
         self.size = size
         self.missing = len(self.members)  # members not yet submitted in this step
         self.done = False  # whether the last step that began was also exchanged
+        self.more = False  # whether another round has to be voted on
+        self._pool = pool
         self._lease = Lease(pool)
         self._raw = 2 * (size - 1) / size * sum(member.nbytes for member in self.members)
 
     def encode(self, stats: Stats) -> int:
         """Compress this step's values; return the bytes of the payload."""
         start = time.perf_counter()
-        self._lease.release()
         self.done = False
         nbytes = self._encode()
         stats.compress_s += time.perf_counter() - start
@@ -46,11 +47,13 @@ class Bucket(ABC):
     def exchange(self, comm: Communicator, sizes: Sequence[int], stats: Stats) -> None:
         """Combine with the other ranks, whose payloads take ``sizes`` bytes, and decode."""
         self._exchange(comm, list(sizes), stats)
+        if self.more:
+            return
         stats.raw_bytes += self._raw
         stats.buckets += 1
         stats.tensors += len(self.members)
         for member in self.members:
-            member.advance()
+            member.finish()
         self.abandon()
         self.done = True
 
@@ -58,6 +61,7 @@ class Bucket(ABC):
         """Give buffers back and wait for the next step's tensors."""
         self._lease.release()
         self.missing = len(self.members)
+        self.more = False
 
     @abstractmethod
     def _encode(self) -> int:
@@ -166,5 +170,9 @@ class CompressedBucket(Bucket):
 
 def make_bucket(members: Sequence[Member], size: int, pool: BufferPool) -> Bucket:
     """Return the bucket that suits its members' common strategy."""
-    kind = SumBucket if members[0].strategy == "sum" else CompressedBucket
-    return kind(members, size, pool)
+    strategy = members[0].strategy
+    if strategy == "rounds":
+        from ringlet.fusion.rounds import RoundsBucket
+
+        return RoundsBucket(members, size, pool)
+    return (SumBucket if strategy == "sum" else CompressedBucket)(members, size, pool)

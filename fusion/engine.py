@@ -178,11 +178,9 @@ class Engine:
         self._control.wake()
 
     def _member(self, request: Request, compressor: Compressor, state: State) -> Member:
-        check_op(compressor, request.op)
-        used = effective(compressor, request.dtype, request.numel)
-        strategy = choose(used, self.size, "auto" if used != compressor else request.collective)
+        limits = self.limits
         return Member(
-            request, used, strategy, self.rank, self.size, self.limits.seed, self._workspace, state
+            request, compressor, self.rank, self.size, limits.seed, self._workspace, state
         )
 
     # -- the engine's thread ----------------------------------------------------------------------
@@ -270,7 +268,11 @@ class Engine:
 
     def _go(self, verdict: m.Verdict) -> None:
         group = self._groups[verdict.group]
-        group.buckets[verdict.bucket].exchange(self.comm, verdict.sizes, self.stats)
+        bucket = group.buckets[verdict.bucket]
+        bucket.exchange(self.comm, verdict.sizes, self.stats)
+        if bucket.more:
+            self._complete.append((group, verdict.bucket, verdict.epoch))
+            return
         group.bucket_done()
         self._forget_batch(group)
 

@@ -45,14 +45,11 @@ class Group:
         pool: BufferPool,
         ready: Callable[[Group, int, int], None],
     ) -> None:
-        self.name, self.number, self.epoch = name, number, 0
-        self.members = {member.request.name: member for member in members}
-        planned = plan(members, threshold)
-        self.hash = plan_hash(planned)
-        self.buckets: list[Bucket] = [make_bucket(bucket, size, pool) for bucket in planned]
-        self._bucket_of = {
-            member.request.name: i for i, bucket in enumerate(planned) for member in bucket
-        }
+        self.name, self.number, self.epoch, self.step = name, number, 0, 0
+        self._size, self._threshold, self._pool = size, threshold, pool
+        self._declared = list(members)
+        self._scheduled = any(member.scheduled for member in members)
+        self._plan([member.at(0) for member in members])
         self._ready = ready
         self._lock = threading.Lock()
         self._finished = threading.Event()
@@ -60,6 +57,21 @@ class Group:
         self._unfinished = len(self.buckets)
         self._error: Exception | None = None
         self._broken: Exception | None = None
+
+    def _plan(self, members: list[Member]) -> None:
+        self.members = {member.request.name: member for member in members}
+        planned = plan(members, self._threshold)
+        self.hash = plan_hash(planned)
+        self.buckets: list[Bucket] = [make_bucket(b, self._size, self._pool) for b in planned]
+        self._bucket_of = {
+            member.request.name: i for i, bucket in enumerate(planned) for member in bucket
+        }
+
+    def _follow_schedules(self) -> None:
+        """Plan anew when a compressor's schedule says so: at the same step on every rank."""
+        now = [member.at(self.step) for member in self._declared]
+        if [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
+            self._plan(now)
 
     def warm_up(self) -> None:
         """Compile the compressors' kernels, so that the first step does not have to."""
@@ -111,6 +123,9 @@ class Group:
         with self._lock:
             error, self._error = self._error, self._broken
             self._submitted.clear()
+            self.step += 1
+            if self._scheduled:
+                self._follow_schedules()
             self._unfinished = len(self.buckets)
             if self._broken is None:
                 self._finished.clear()

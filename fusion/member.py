@@ -8,16 +8,34 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringlet.compressors import Compressor, CompressorError, Context, NoCompression, Workspace
+from ringlet.compressors import (
+    Chain,
+    Compressor,
+    CompressorError,
+    Context,
+    Modifier,
+    NoCompression,
+    Workspace,
+)
 from ringlet.compressors.context import State
-from ringlet.fusion.convert import to_float32
+from ringlet.fusion.convert import from_float32, to_float32
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.request import Request
-from ringlet.fusion.strategy import Strategy
+from ringlet.fusion.strategy import Strategy, check_op, choose, effective
 from ringlet.ring.communicator import ReduceOp, owner_offset
 from ringlet.ring.dtypes import Array
 
 Result = TypeVar("Result")
+
+
+def overrides(compressor: Compressor, method: str) -> bool:
+    """Whether the compressor, or one inside it, defines ``method`` rather than passing it on."""
+    passing = [getattr(cls, method) for cls in (Compressor, Modifier, Chain)]
+    if getattr(type(compressor), method) not in passing:
+        return True
+    inside = [getattr(compressor, name, None) for name in ("inner", "first", "second")]
+    return any(overrides(c, method) for c in inside if isinstance(c, Compressor))
+
 
 _NOTHING: Array = np.empty(0, np.float32)
 
@@ -27,16 +45,38 @@ class Member:
     """One tensor in a plan. ``input`` and ``output`` are flat and set anew for every step."""
 
     request: Request
-    compressor: Compressor
-    strategy: Strategy
+    declared: Compressor
     rank: int
     size: int
     seed: int
     workspace: Workspace
     state: State = field(default_factory=dict)
+    compressor: Compressor = field(init=False)
+    strategy: Strategy = field(init=False)
     input: Array = field(default_factory=lambda: _NOTHING)
     output: Array = field(default_factory=lambda: _NOTHING)
     _contexts: dict[tuple[int, int], Context] = field(default_factory=dict)
+    _finishes: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_op(self.declared, self.request.op)
+        used = effective(self.declared, self.request.dtype, self.request.numel)
+        forced = self.request.collective if used is self.declared else "auto"
+        self.compressor, self.strategy = used, choose(used, self.size, forced)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the declared compressor follows a schedule."""
+        return overrides(self.declared, "at")
+
+    def at(self, step: int) -> Member:
+        """Return this member as it is at ``step``: itself, or one with the compressor of then."""
+        now = self.declared.at(step)
+        if now is self.declared:
+            return self
+        return Member(
+            self.request, now, self.rank, self.size, self.seed, self.workspace, self.state
+        )
 
     @property
     def stream(self) -> Hashable:
@@ -135,10 +175,20 @@ class Member:
         """How many times this tensor has been compressed."""
         return int(self.state.get("step", 0))
 
-    def advance(self) -> None:
-        """Count a finished step."""
+    def finish(self) -> None:
+        """Let the compressor see the combined result, and count the step."""
+        if self._finishes is None:
+            self._finishes = overrides(self.compressor, "finish")
+        if self._finishes:
+            out = to_float32(self.output, self.request.dtype, self.workspace)
+            self.call(self.compressor.finish, out, self.context(0, 1))
+            from_float32(out, self.output, self.request.dtype)
         self.state["step"] = self.step + 1
 
     def describe(self) -> dict[str, Any]:
         """Return what a plan's hash covers."""
-        return {"request": self.request.to_list(), "strategy": self.strategy}
+        return {
+            "request": self.request.to_list(),
+            "compressor": str(self.compressor),
+            "strategy": self.strategy,
+        }

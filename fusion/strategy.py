@@ -11,7 +11,7 @@ from ringlet.compressors import Compressor, CompressorError, NoCompression
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS
 
-Strategy = Literal["sum", "allgather", "scatter_reduce"]
+Strategy = Literal["sum", "allgather", "scatter_reduce", "rounds"]
 COLLECTIVES = ("auto", "sum", "allgather", "scatter_reduce")
 
 
@@ -38,6 +38,10 @@ def choose(compressor: Compressor, size: int, forced: str = "auto") -> Strategy:
             f"{compressor} declares that its payloads add up; then they must be of fixed size "
             "and consist of one array"
         )
+    if traits.combine == "rounds":
+        if forced != "auto":
+            raise CompressorError(f"{compressor} exchanges in rounds; {forced!r} cannot be forced")
+        return "rounds"
     if forced == "auto":
         if traits.combine == "sum":
             return "sum"

@@ -29,6 +29,7 @@ from ringlet.ring.environment import (
     installed_wheels,
 )
 from ringlet.ring.errors import LaunchError, unavailable
+from ringlet.ring.local import this_thread
 
 TIMEOUT = 300.0  # seconds for the ranks to meet
 _calls = itertools.count()
@@ -37,11 +38,15 @@ _calls = itertools.count()
 def connect(transport: str | None = None) -> Communicator:
     """Join the job that the launcher started and return this rank's communicator.
 
-    ``transport`` is mpi, gloo or local; None takes what the launcher chose. Collective: every rank
+    ``transport`` is mpi, gloo or local; None takes what the launcher chose, or inside ``run_local``
+    the rank that this thread is. Collective: every rank
     calls it, equally often. Raises LaunchError when rank or size differ between launcher and
     transport, or when the environment is inconsistent; TransportUnavailable when the transport
     needs something that is not installed.
     """
+    own = this_thread()
+    if own is not None and transport in (None, "local"):
+        return own
     launched = detect(os.environ)
     if transport is not None:
         asked = os.environ | {"RINGLET_TRANSPORT": check_transport(transport)}

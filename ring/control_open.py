@@ -14,18 +14,10 @@ from pathlib import Path
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control import ControlPlane, Handler
+from ringlet.ring.control_frames import HANDSHAKE, MAGIC, NONCE, READY, frame, prepare, proof
+from ringlet.ring.control_hub import TcpHub
 from ringlet.ring.control_local import LocalControl, LocalHub
-from ringlet.ring.control_tcp import (
-    HANDSHAKE,
-    MAGIC,
-    NONCE,
-    READY,
-    TcpControl,
-    TcpHub,
-    frame,
-    prepare,
-    proof,
-)
+from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
 from ringlet.ring.local import LocalCommunicator
 

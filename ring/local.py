@@ -19,6 +19,7 @@ from ringlet.ring.errors import Mismatch, PeerLost, RingError
 from ringlet.ring.halves import combine, divided, even_counts, flat, same, ufunc_of
 
 T = TypeVar("T")
+_thread = threading.local()
 SMALL = 1 << 17  # bytes over all ranks up to which the last rank to arrive does all the work
 GRACE = 30.0  # seconds that ranks have to notice that another one failed
 
@@ -122,6 +123,7 @@ class LocalCommunicator(Communicator):
         self.world = world
         self.rank = rank
         self.size = world.size
+        self.before_close: Callable[[], None] = lambda: None  # such as shutting an engine down
         self._closed = False
 
     def allreduce(
@@ -212,6 +214,7 @@ class LocalCommunicator(Communicator):
         """Leave the world: ranks that still wait for this one raise PeerLost."""
         if not self._closed:
             self._closed = True
+            self.before_close()
             self.world.leave(self.rank, "closed its communicator")
 
     def _perform(self, call: _Call) -> Sequence[_Call]:
@@ -225,6 +228,11 @@ class LocalCommunicator(Communicator):
         return root
 
 
+def this_thread() -> LocalCommunicator | None:
+    """Return the communicator of the rank that this thread is inside ``run_local``, if any."""
+    return getattr(_thread, "communicator", None)
+
+
 def run_local(fn: Callable[..., T], size: int, *args: Any) -> list[T]:
     """Run ``fn(comm, *args)`` on ``size`` ranks, one thread each; return the results by rank.
 
@@ -236,6 +244,7 @@ def run_local(fn: Callable[..., T], size: int, *args: Any) -> list[T]:
     failures: list[BaseException] = []
 
     def run(comm: LocalCommunicator) -> None:
+        _thread.communicator = comm
         try:
             results[comm.rank] = fn(comm, *args)
         except BaseException as error:

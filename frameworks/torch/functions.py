@@ -11,7 +11,8 @@ import torch
 
 from ringlet.ring.errors import RingError
 from ringlet.runtime import current
-from ringlet.torch.ops import Handle, broadcast_, broadcast_async_
+from ringlet.torch.handles import Handle
+from ringlet.torch.ops import broadcast_, broadcast_async_
 
 
 def broadcast_parameters(

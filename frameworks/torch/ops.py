@@ -6,42 +6,15 @@ Asynchronous forms return a handle for ``synchronize``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ringlet.compressors.routes import Spec
-from ringlet.fusion import Handle as EngineHandle
 from ringlet.fusion import Request
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
 from ringlet.torch.compression import as_compressor
-from ringlet.torch.gradients import differentiable, of_allgather, of_allreduce, of_broadcast
+from ringlet.torch.handles import Handle, differentiable
 from ringlet.torch.tensors import as_tensor, check, dtype_of, flat
-
-
-class Handle:
-    """An operation under way; ``synchronize`` it for its result."""
-
-    def __init__(
-        self, operation: EngineHandle, result: Callable[[EngineHandle], torch.Tensor]
-    ) -> None:
-        self._operation = operation
-        self._result = result
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """First dimension of every rank's part, by rank, once an all-gather has finished."""
-        return self._operation.sizes
-
-    def done(self) -> bool:
-        """Whether the operation has finished."""
-        return self._operation.done()
-
-    def wait(self) -> torch.Tensor:
-        """Wait, and return the result; raises what went wrong, the same on every rank."""
-        self._operation.wait()
-        return self._result(self._operation)
 
 
 def poll(handle: Handle) -> bool:
@@ -101,15 +74,16 @@ def allreduce(
     the same on every rank, when ranks pass different shapes, dtypes or arguments.
     """
     chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
-    name = name or current().unnamed("allreduce")
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return allreduce_async(x, None, name, chosen, *factors, compression).wait()
+    def start(x: torch.Tensor) -> Handle:
+        return allreduce_async(x, None, name, chosen, *factors, compression)
 
-    def backward(grad: torch.Tensor) -> torch.Tensor:
-        return allreduce_async(grad, None, f"{name}.grad", chosen, *factors).wait()
+    def backward(grad: torch.Tensor, handle: Handle) -> torch.Tensor:
+        if chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise RuntimeError(f"allreduce with op={chosen.name.title()} has no gradient")
+        return allreduce_async(grad, None, f"{handle.name}.grad", chosen, *factors).wait()
 
-    return differentiable(tensor, forward, of_allreduce(backward, chosen))
+    return differentiable(tensor, start, backward)
 
 
 def allreduce_(
@@ -142,17 +116,12 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
     First dimensions may differ between ranks; the others, and the dtype, may not (Mismatch).
     """
-    name = name or current().unnamed("allgather")
-    sizes: list[int] = []
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        handle = allgather_async(x, name)
-        gathered = handle.wait()
-        sizes.extend(handle.sizes)
-        return gathered
+    def backward(grad: torch.Tensor, handle: Handle) -> torch.Tensor:
+        first = sum(handle.sizes[: current().rank])
+        return _summed(grad, handle)[first : first + handle.sizes[current().rank]]
 
-    backward = of_allgather(lambda grad: _summed(grad, f"{name}.grad"), lambda: sizes)
-    return differentiable(tensor, forward, backward)
+    return differentiable(tensor, lambda x: allgather_async(x, name), backward)
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
@@ -184,9 +153,12 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
     Differentiable: the root's gradient is the sum over all ranks, the others' zero.
     """
-    name = name or current().unnamed("broadcast")
-    backward = of_broadcast(lambda grad: _summed(grad, f"{name}.grad"), root_rank)
-    return differentiable(tensor, lambda x: broadcast_async(x, root_rank, name).wait(), backward)
+
+    def backward(grad: torch.Tensor, handle: Handle) -> torch.Tensor:
+        total = _summed(grad, handle)
+        return total if current().rank == root_rank else torch.zeros_like(total)
+
+    return differentiable(tensor, lambda x: broadcast_async(x, root_rank, name), backward)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
@@ -246,8 +218,8 @@ def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
 
 
-def _summed(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    return allreduce_async(tensor, name=name, op=ReduceOp.SUM).wait()
+def _summed(grad: torch.Tensor, handle: Handle) -> torch.Tensor:
+    return allreduce_async(grad, name=f"{handle.name}.grad", op=ReduceOp.SUM).wait()
 
 
 def _unstage(staged: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

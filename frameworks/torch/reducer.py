@@ -63,9 +63,18 @@ class Reducer:
         requests: list[Request] = []
         for (name, p), compressor in zip(named.items(), compressors, strict=True):
             check(p, f"parameter {name!r}")
-            scales = {"prescale": 1.0 / predivide, "postscale": predivide}
-            spec, shape = str(compressor), tuple(p.shape)
-            requests.append(Request(name, "allreduce", dtype_of(p), shape, op, spec, **scales))
+            requests.append(
+                Request(
+                    name,
+                    "allreduce",
+                    dtype_of(p),
+                    tuple(p.shape),
+                    op,
+                    str(compressor),
+                    prescale=1.0 / predivide,
+                    postscale=predivide,
+                )
+            )
         if runtime.size > 1:
             # Declared even without parameters: a rank that has some has to hear of it.
             states = [self.states[name] for name in named]

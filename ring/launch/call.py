@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.job import Job
 from ringlet.ring.launch.task import error_file, pickler, result_file
+from ringlet.ring.local import run_local
 
 R = TypeVar("R")
 
@@ -42,10 +43,14 @@ def run(
     """Call ``fn(*args, **kwargs)`` on ``np`` new ranks; return the results by rank.
 
     Every rank is a fresh process that can ``ringlet.ring.connect``; what it prints appears here
-    with the rank in front. Function, arguments and results are pickled, with cloudpickle if it is
-    installed, into files that only this user can read. Raises WorkerFailed when a rank raises or
+    with the rank in front. With ``transport="local"`` ranks are threads of this process instead,
+    nothing is pickled, and an exception is raised as it is. Otherwise function, arguments and
+    results are pickled, with cloudpickle if it is installed, into files that only this user can
+    read. Raises WorkerFailed when a rank raises or
     ends, LaunchError when the job cannot start or something cannot be pickled.
     """
+    if transport == "local":
+        return run_local(lambda _: fn(*args, **dict(kwargs or {})), np)
     with tempfile.TemporaryDirectory(prefix="ringlet-run-") as name:
         directory = Path(name)
         (directory / "call").write_bytes(_pickled(fn, tuple(args), dict(kwargs or {})))

@@ -34,7 +34,7 @@ def outcomes(cases: list[Case]) -> dict[str, str]:
         try:
             case()
             told[case.__name__] = ""
-        except Exception:
+        except BaseException:  # pytest's own failures are no Exceptions
             told[case.__name__] = traceback.format_exc()
         hvd.barrier()
     hvd.shutdown()

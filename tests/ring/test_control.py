@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.ring import Communicator, PeerLost, RingError, control_tcp
+from ringlet.ring import Communicator, PeerLost, RingError, control_frames, control_hub
+from ringlet.ring.control_frames import MAGIC, MESSAGE, NONCE, READY, frame
+from ringlet.ring.control_hub import TcpHub
 from ringlet.ring.control_local import LocalControl
 from ringlet.ring.control_open import _prove, join, listen, open_control, own_address
-from ringlet.ring.control_tcp import MAGIC, MESSAGE, NONCE, READY, TcpControl, TcpHub, frame
+from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.local import LocalWorld, run_local
 
 WORKER = Path(__file__).with_name("worker_control.py")
@@ -127,7 +129,7 @@ def test_large_messages_arrive_whole():
         for control in (hub, *ends):
             assert collect(control, 1) == [b"1:" + big]
         with pytest.raises(ValueError, match="limit"):
-            ends[0].send(bytes(control_tcp.LIMIT + 1))
+            ends[0].send(bytes(control_frames.LIMIT + 1))
 
 
 @pytest.mark.parametrize("which", ["local", "hub", "end"])
@@ -291,7 +293,7 @@ def ended(sock):
 
 
 def test_strangers_are_dropped_and_the_service_goes_on(monkeypatch):
-    monkeypatch.setattr(control_tcp, "HANDSHAKE", 0.3)
+    monkeypatch.setattr(control_hub, "HANDSHAKE", 0.3)
     handler = Echo()
     with star(3, handler, ranks=[1]) as (hub, where, complete):
         # A wrong key, both ways round: the hub drops it, and join says why.
@@ -383,7 +385,7 @@ def test_a_member_that_breaks_the_protocol_is_lost_and_the_others_go_on(evil):
 
 
 def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch):
-    monkeypatch.setattr(control_tcp, "BACKLOG", 24 << 20)
+    monkeypatch.setattr(control_hub, "BACKLOG", 24 << 20)
     handler = Echo()
     with star(3, handler, ranks=[1]) as (hub, where, complete):
         sock = raw_member(where, 2, 3)

@@ -1,0 +1,137 @@
+"""Buckets of compressors that exchange in rounds, such as PowerSGD.
+
+Every member runs a generator. What the members yield in one round is fused into one buffer per
+dtype and operation, combined, and handed back. Each round is voted on like a bucket of its own, so
+a generator that raises on one rank becomes an error on all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringlet.compressors import Exchange, Round
+from ringlet.fusion.bucket import Bucket
+from ringlet.fusion.buffers import BufferPool, Lease
+from ringlet.fusion.convert import from_float32
+from ringlet.fusion.member import Member
+from ringlet.fusion.stats import Stats
+from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.ring.dtypes import Array
+
+_WIRE = ("int8", "int16", "int32", "int64", "float32")
+
+
+class RoundsBucket(Bucket):
+    """Members whose compressors declare ``combine="rounds"``."""
+
+    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
+        super().__init__(members, size, pool)
+        self._running: dict[Member, tuple[Exchange, Array]] = {}
+        self._rounds: dict[Member, Round] = {}
+        self._buffers: dict[tuple[str, str], Array] = {}
+        self._pieces: dict[Member, Array] = {}
+        self._outs: dict[Member, Array] = {}  # beside the input, which later rounds still read
+        self._error: Exception | None = None
+
+    def abandon(self) -> None:
+        """Give buffers back and forget unfinished exchanges."""
+        super().abandon()
+        for generator, _ in self._running.values():
+            generator.close()
+        self._running.clear()
+        self._rounds.clear()
+        self._error = None
+
+    def _encode(self) -> int:
+        if not self.more:
+            self._start()
+        if self._error is not None:
+            raise self._error
+        sizes: dict[tuple[str, str], int] = {}
+        for round_ in self._rounds.values():
+            key = (round_.op, round_.values.dtype.name)
+            sizes[key] = sizes.get(key, 0) + round_.values.size
+        # What a member yields may lie in the buffer of the round before: release that afterwards.
+        before, self._lease = self._lease, Lease(self._pool)
+        self._buffers = {
+            key: self._lease.allocate(n * np.dtype(key[1]).itemsize).view(key[1])
+            for key, n in sizes.items()
+        }
+        ends = dict.fromkeys(sizes, 0)
+        for member, (values, op) in self._rounds.items():
+            key = (op, values.dtype.name)
+            piece = self._buffers[key][ends[key] : ends[key] + values.size]
+            piece[...] = values
+            self._pieces[member] = piece
+            ends[key] += values.size
+        before.release()
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
+        start = time.perf_counter()
+        for (op, _), buffer in sorted(self._buffers.items(), key=lambda pair: pair[0]):
+            comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
+            if op == "mean":
+                np.multiply(buffer, buffer.dtype.type(1.0 / self.size), out=buffer)
+            stats.wire_bytes += 2 * (self.size - 1) / self.size * buffer.nbytes
+        middle = time.perf_counter()
+        self._resume()
+        stats.communicate_s += middle - start
+        stats.compress_s += time.perf_counter() - middle
+
+    def _start(self) -> None:
+        for member in self.members:
+            x = member.values()
+            if not np.shares_memory(x, member.input):
+                x = x.copy()  # scratch would not last until the next round
+            out = self._outs.get(member)
+            if out is None:
+                out = self._outs[member] = np.empty(x.size, np.float32)
+            generator = member.compressor.exchange(x, out, member.context(0, 1))
+            self._running[member] = (generator, out)
+            self._step(member, None)
+
+    def _resume(self) -> None:
+        """Hand every member what was combined, up to its next round or its end."""
+        try:
+            for member in list(self._running):
+                self._step(member, self._pieces[member])
+        except Exception as error:  # told with the next vote, so that nobody waits for this rank
+            self._error = error
+        self.more = bool(self._running) or self._error is not None
+
+    def _step(self, member: Member, combined: Array | None) -> None:
+        generator, out = self._running[member]
+
+        def exchange() -> Round | None:
+            try:
+                return next(generator) if combined is None else generator.send(combined)
+            except StopIteration:
+                return None
+
+        round_ = member.call(exchange)
+        if round_ is None:
+            del self._running[member]
+            self._rounds.pop(member, None)
+            self._deliver(member, out)
+        else:
+            member.call(_check, member.compressor.label(), round_)
+            self._rounds[member] = round_
+
+    def _deliver(self, member: Member, out: Array) -> None:
+        factor = member.postscale * self.size  # an exchange ends with the mean, not the sum
+        if factor != 1.0:
+            np.multiply(out, np.float32(factor), out=out)
+        from_float32(out, member.output, member.request.dtype)
+
+
+def _check(label: str, round_: object) -> None:
+    if not isinstance(round_, Round) or round_.values.ndim != 1:
+        raise TypeError(f"{label}.exchange must yield Round(flat array, op), not {round_!r}")
+    if round_.values.dtype.name not in _WIRE:
+        raise TypeError(f"{label}.exchange: {round_.values.dtype} cannot be combined")
+    if round_.op not in ("mean", "sum", "max"):
+        raise ValueError(f"{label}.exchange: op must be mean, sum or max, not {round_.op!r}")

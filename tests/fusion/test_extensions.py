@@ -1,0 +1,191 @@
+"""Compressors that exchange in rounds, follow schedules, or finish the combined result."""
+
+import numpy as np
+import pytest
+
+from ringlet.compressors import (
+    FP16,
+    Compressor,
+    Int8,
+    Modifier,
+    NoCompression,
+    Round,
+    Traits,
+    option,
+    parse,
+    register,
+    registry,
+)
+from ringlet.fusion import CompressionFailed, Engine, Limits, Request
+from ringlet.ring import ReduceOp
+from ringlet.ring.control_open import open_control
+from ringlet.ring.local import run_local
+
+fault: dict = {}
+
+
+@pytest.fixture(autouse=True)
+def _plugins(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    fault.clear()
+
+    @register("halves")
+    class Halves(Compressor):
+        """Exchange the two halves one after the other, and a maximum in between."""
+
+        def traits(self):
+            return Traits("rounds", min_size=0)
+
+        def exchange(self, x, out, ctx):
+            middle = x.size // 2
+            if fault.get("first") == ctx.rank:
+                raise ArithmeticError("first")
+            first = yield Round(x[:middle])
+            out[:middle] = first
+            top = yield Round(np.array([ctx.rank], np.int32), "max")
+            if fault.get("last") == ctx.rank:
+                raise ArithmeticError("last")
+            ctx.state["top"] = int(top[0])
+            second = yield Round(x[middle:] * ctx.size, "sum")
+            out[middle:] = second / ctx.size**2
+
+    @register("later")
+    class Later(Modifier):
+        """Nothing for some steps, fp16 for some, then the compressor to the left."""
+
+        steps: int = option(2)
+
+        def at(self, step):
+            inner = self.wrapped_compressor.at(step)
+            return [NoCompression(), FP16(), inner][min(step // self.steps, 2)]
+
+    @register("negated")
+    class Negated(Modifier):
+        """Turn the combined result around."""
+
+        def finish(self, out, ctx):
+            super().finish(out, ctx)
+            np.negative(out, out=out)
+
+
+def with_engines(size, body, **limits):
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits(**limits))
+        try:
+            return body(engine)
+        finally:
+            engine.shutdown()
+
+    return run_local(rank_main, size)
+
+
+def data(rank, name, n):
+    rng = np.random.default_rng([rank, *name.encode()])
+    return rng.standard_normal(n).astype(np.float32)
+
+
+SIZES = {"a": 5, "b": 1000, "c": 33, "d": 2}
+
+
+def declare(engine, spec, dtype="float32", op=ReduceOp.AVERAGE):
+    requests = [Request(n, dtype=dtype, shape=(s,), op=op, spec=spec) for n, s in SIZES.items()]
+    states = [{} for _ in requests]
+    return engine.declare("g", requests, [parse(spec)] * len(requests), states), states
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("spec", ["halves", "halves | ef"])
+@pytest.mark.parametrize("threshold", [1, 1 << 20])
+def test_rounds_are_fused_and_end_with_the_mean(size, spec, threshold):
+    def body(engine):
+        group, states = declare(engine, spec)
+        for _ in range(3):
+            arrays = {name: data(engine.rank, name, n) for name, n in SIZES.items()}
+            for name in reversed(arrays):
+                group.submit(name, arrays[name])
+            group.wait(60)
+        return arrays, states
+
+    results = with_engines(size, body, fusion_threshold=threshold)
+    for name, n in SIZES.items():
+        mean = np.mean([data(r, name, n).astype(np.float64) for r in range(size)], axis=0)
+        for arrays, _ in results:
+            assert arrays[name].tobytes() == results[0][0][name].tobytes()
+        if spec == "halves":
+            np.testing.assert_allclose(results[0][0][name], mean, atol=1e-6)
+    assert all(state["top"] == size - 1 for _, states in results for state in states)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_rounds_with_other_dtypes_and_sums(dtype):
+    def body(engine):
+        group, _ = declare(engine, "halves", dtype, ReduceOp.SUM)
+        arrays = {n: np.full(s, engine.rank + 1, dtype) for n, s in SIZES.items()}
+        for name, array in arrays.items():
+            group.submit(name, array)
+        group.wait(60)
+        return arrays
+
+    for arrays in with_engines(3, body):
+        assert all(array.dtype == dtype and (array == 6).all() for array in arrays.values())
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_a_failing_round_is_told_to_all(where):
+    def body(engine):
+        group, _ = declare(engine, "halves")
+
+        def step():
+            for name, n in SIZES.items():
+                group.submit(name, data(engine.rank, name, n))
+            group.wait(60)
+
+        step()
+        fault[where] = 1
+        with pytest.raises(CompressionFailed) as caught:
+            step()
+        engine.submit(Request("sync"), np.zeros(1, np.float32)).wait(60)
+        fault.clear()
+        engine.submit(Request("sync"), np.zeros(1, np.float32)).wait(60)
+        step()
+        return str(caught.value)
+
+    texts = set(with_engines(3, body))
+    assert len(texts) == 1
+    assert "rank 1: compressor 'halves' failed in exchange" in texts.pop()
+
+
+def test_a_schedule_changes_on_all_ranks_at_once():
+    def body(engine):
+        requests = [Request("w", shape=(2000,), spec="int8 | later")]
+        group = engine.declare("g", requests, [parse("int8 | later")], [{}])
+        used, hashes = [], []
+        for _ in range(6):
+            used.append(group.members["w"].compressor)
+            hashes.append(group.hash)
+            group.submit("w", data(engine.rank, "w", 2000))
+            group.wait(60)
+        return used, hashes
+
+    results = with_engines(3, body)
+    expected = [NoCompression()] * 2 + [FP16()] * 2 + [Int8()] * 2
+    assert all(used == expected for used, _ in results)
+    assert len({tuple(hashes) for _, hashes in results}) == 1
+    assert len(set(results[0][1])) == 3
+
+
+@pytest.mark.parametrize("spec", ["int8 | negated", "fp16 | negated", "topk(ratio=0.5) | negated"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_finish_sees_the_combined_result(spec, dtype):
+    def body(engine):
+        x = np.full(2000, 3, dtype)
+        out = [
+            engine.submit(
+                Request(s, dtype=dtype, shape=(2000,), spec=s), x.copy(), compressor=parse(s)
+            ).wait(60)
+            for s in (spec, spec.partition(" | ")[0])
+        ]
+        return [array.astype("float64") for array in out]
+
+    for negated, plain in with_engines(3, body):
+        assert np.array_equal(negated, -plain)
