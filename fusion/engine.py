@@ -255,10 +255,10 @@ class Engine:
         elif kind == m.REFUSED:
             self._refuse(*loads(message[1:]))
         elif kind == m.FAILED:
-            number, epoch, text = loads(message[1:])
+            number, epoch, text, gone = loads(message[1:])
             group = self._groups.get(number)
             if group is not None and group.epoch == epoch:
-                group.fail(CompressionFailed(text))
+                group.fail(PeerLost(text, gone) if gone else CompressionFailed(text))
                 self._forget_batch(group)
         elif kind == m.LOST:
             rank, text = loads(message[1:])
@@ -329,10 +329,11 @@ class Engine:
         with self._lock:
             return self._waiting.pop(name)
 
-    def _refuse(self, names: str | list[str], text: str) -> None:
+    def _refuse(self, names: str | list[str], text: str, gone: list[int]) -> None:
+        error = PeerLost(text, gone) if gone else Mismatch(text)
         if isinstance(names, str):
             if names in self._declaring:
-                self._declaring.pop(names)[0].finish(Mismatch(text))
+                self._declaring.pop(names)[0].finish(error)
             return
         for name in names:
             with self._lock:
@@ -340,7 +341,7 @@ class Engine:
                 if work is not None and work in self._queue:
                     self._queue.remove(work)
             if work is not None:
-                work.handle.finish(Mismatch(text))
+                work.handle.finish(error)
 
     def _named(self, error: PeerLost) -> PeerLost:
         """Return an error that names the lost rank, if the coordinator tells it soon."""

@@ -17,9 +17,9 @@ FAILED = b"F"  # [group, epoch, text]: this rank cannot go on with a group's ste
 BROKEN = b"X"  # text: this rank's engine is broken
 GOODBYE = b"S"  # this rank shuts down
 
-# From the coordinator to every rank; FAILED and BROKEN are passed on under their own kind.
+# From the coordinator to every rank; BROKEN is passed on, FAILED with the ranks that left, if any.
 DECLARED = b"d"  # [group name, group, [name, ...]]
-REFUSED = b"r"  # [[request name, ...] or group name, text]
+REFUSED = b"r"  # [[request name, ...] or group name, text, [rank that left, ...]]
 EXECUTE = b"E"  # [group, [[name, cache id, sizes by rank], ...]]
 EXECUTE_HITS = b"h"  # group, then cached request ids
 GO = b"G"  # Verdict, then the payloads' bytes by rank

@@ -7,6 +7,7 @@ was executed once has a number, and asking for it again takes one bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ringlet.fusion import messages as m
@@ -72,7 +73,7 @@ class Coordinator:
                 del self._table[request.name]
                 text = disagreement(asked)
                 if text:
-                    refused.append(m.REFUSED + dumps([[request.name], text]))
+                    refused.append(m.REFUSED + dumps([[request.name], text, []]))
                 else:
                     ready.append(asked)
         return refused + (self._execute(ready) if ready else [])
@@ -115,7 +116,7 @@ class Coordinator:
         del self._declared[name]
         text = group_disagreement(declared)
         if text:
-            return [m.REFUSED + dumps([name, text])]
+            return [m.REFUSED + dumps([name, text, []])]
         self._groups += 1
         return [m.DECLARED + dumps([name, self._groups, [r.name for r in declared[0]]])]
 
@@ -125,20 +126,20 @@ class Coordinator:
         votes = self._votes.setdefault((vote.group, vote.bucket), {})
         votes[rank] = vote.nbytes
         if self._gone:
-            return self._fail(vote.group, vote.epoch, self._gone_text())
+            return self._fail(vote.group, vote.epoch, self._gone_text(), sorted(self._gone))
         if len(votes) < self._size:
             return []
         del self._votes[vote.group, vote.bucket]
         sizes = tuple(votes[r] for r in range(self._size))
         return [m.pack_go(m.Verdict(vote.group, vote.epoch, vote.bucket, sizes))]
 
-    def _fail(self, group: int, epoch: int, text: str) -> list[bytes]:
+    def _fail(self, group: int, epoch: int, text: str, gone: Sequence[int] = ()) -> list[bytes]:
         if epoch != self._epochs.get(group, 0):
             return []  # another rank's failure of the same step was told already
         self._epochs[group] = epoch + 1
         for key in [key for key in self._votes if key[0] == group]:
             del self._votes[key]
-        return [m.FAILED + dumps([group, epoch, text])]
+        return [m.FAILED + dumps([group, epoch, text, list(gone)])]
 
     # -- ranks that leave -----------------------------------------------------------------------
 
@@ -147,19 +148,20 @@ class Coordinator:
         told = [self._refuse_for_gone(name) for name in list(self._table)]
         told += self._refuse_groups()
         for group in {group for group, _ in self._votes}:
-            told += self._fail(group, self._epochs.get(group, 0), self._gone_text())
+            told += self._fail(group, self._epochs.get(group, 0), self._gone_text(), [rank])
         return told
 
     def _refuse_for_gone(self, name: str) -> bytes:
         asked = self._table.pop(name)
         who = ", ".join(str(rank) for rank in sorted(asked))
         text = f"{self._gone_text()} while {name!r} was waiting on rank(s) {who}"
-        return m.REFUSED + dumps([[name], text])
+        return m.REFUSED + dumps([[name], text, sorted(self._gone)])
 
     def _refuse_groups(self) -> list[bytes]:
         names = list(self._declared)
         self._declared.clear()
-        return [m.REFUSED + dumps([name, self._gone_text()]) for name in names]
+        gone = sorted(self._gone)
+        return [m.REFUSED + dumps([name, self._gone_text(), gone]) for name in names]
 
     def _gone_text(self) -> str:
         return "; ".join(self._gone.values())

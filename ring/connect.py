@@ -28,7 +28,7 @@ from ringlet.ring.environment import (
     foreign_pmix,
     installed_wheels,
 )
-from ringlet.ring.errors import LaunchError, unavailable
+from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost, unavailable
 from ringlet.ring.local import this_thread
 
 TIMEOUT = 300.0  # seconds for the ranks to meet
@@ -107,16 +107,17 @@ def _mpi(launched: Launched) -> Communicator:
         raise unavailable("mpi", str(error), "pip install 'ringlet[mpi]'") from error
     communicator = MpiCommunicator()
     if communicator.size > 1:
-        _leave_on_exception()
+        _leave_on_exception(always=True)
     return communicator
 
 
 @cache
-def _leave_on_exception() -> None:
-    """Let a rank that an exception ends really end.
+def _leave_on_exception(always: bool) -> None:
+    """Let a rank that an exception ends really end, with a code that tells cause from effect.
 
     At exit mpi4py calls MPI_Finalize, which waits for ranks that wait for this one in a collective:
-    the job would hang, and its launcher never learn of the failure.
+    the job would hang, and its launcher never learn of the failure; so leave ``always`` before it.
+    A rank that only failed because it lost another one leaves with code LOST_PEER.
     """
     show = sys.excepthook
     failed: list[BaseException] = []
@@ -126,11 +127,12 @@ def _leave_on_exception() -> None:
         show(kind, error, trace)
 
     def leave() -> None:
-        if failed:
+        if failed and (always or isinstance(failed[0], PeerLost)):
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
-            os._exit(130 if isinstance(failed[0], KeyboardInterrupt) else 1)
+            codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER}
+            os._exit(next((c for kind, c in codes.items() if isinstance(failed[0], kind)), 1))
 
     sys.excepthook = note
     atexit.register(leave)  # runs after the handlers that are registered later
@@ -154,6 +156,8 @@ def _gloo(launched: Launched) -> Communicator:
     # A job may connect, close and connect again: keys of one time must not be seen the next.
     store = dist.PrefixStore(f"ringlet/{next(_calls)}", _store(dist, launched))
     host = "127.0.0.1" if launched.launcher == "ringlet" else None
+    if launched.size > 1:
+        _leave_on_exception(always=False)
     return GlooCommunicator(store, launched.rank, launched.size, timeout=TIMEOUT, host=host)
 
 

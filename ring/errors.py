@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LOST_PEER = 75  # exit code of a rank that ended because another one went away first
+
 
 class RingError(RuntimeError):
     """Base of every error that concerns more than one rank."""

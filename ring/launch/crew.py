@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ringlet.ring.errors import ProtocolError
+from ringlet.ring.errors import LOST_PEER, ProtocolError
 from ringlet.ring.launch import processes
 from ringlet.ring.launch.output import STDERR, STDOUT, Printer
 from ringlet.ring.launch.wire import Channel, Kind
+
+CAUSE_NS = 2_000_000_000  # how long an effect waits for its cause
 
 
 @dataclass
@@ -53,9 +55,20 @@ class Crew:
         return [rank.channel for rank in self.ranks if rank.channel and not rank.done]
 
     def first_failed(self) -> Rank | None:
-        """Return the rank that failed first, if one has."""
+        """Return the rank that failed first, if one has, cause before effect.
+
+        A rank that ended because it lost another one may be quicker to end than that one: for
+        two seconds it is not named while others still run.
+        """
         failed = [rank for rank in self.ranks if rank.code]
-        return min(failed, key=lambda rank: rank.when, default=None)
+        first = min(failed, key=lambda r: (r.code == LOST_PEER, r.when), default=None)
+        if first is None or first.code != LOST_PEER or all(r.code is not None for r in self.ranks):
+            return first
+        return first if time.monotonic_ns() - first.when > CAUSE_NS else None
+
+    def awaits_cause(self) -> bool:
+        """Whether a rank has failed, but maybe not as the first."""
+        return any(rank.code for rank in self.ranks) and self.first_failed() is None
 
     def engage(self, number: int, channel: Channel, proof: bytes) -> bool:
         """Have a wrapper that has just reported run its rank; false if it is not wanted."""

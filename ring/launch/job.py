@@ -162,7 +162,7 @@ class Job:
         if (output := self.printer.wants) is not None:
             poll.register(output, select.POLLOUT)
         timeout: float | None = None
-        if self._crew.missing() or not self._explained():
+        if self._crew.missing() or not self._explained() or self._crew.awaits_cause():
             timeout = 100.0  # look now and then whether they, or mpiexec, still run
         if self._kill_at is not None:
             timeout = max(10.0, min(timeout or 1e6, 1000 * (self._kill_at - time.monotonic())))

@@ -12,6 +12,8 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from ringlet.ring.errors import LOST_PEER, PeerLost
+
 
 def pickler() -> ModuleType:
     """Return cloudpickle if it is installed, else pickle."""
@@ -44,7 +46,7 @@ def main(directory: Path, rank: int) -> int:
         error_file(directory, rank).write_text(text, errors="backslashreplace")
         if isinstance(error, KeyboardInterrupt):
             raise
-        return 1
+        return LOST_PEER if isinstance(error, PeerLost) else 1
     # Renamed when complete: a result is there as a whole or not at all.
     partial = directory / f"partial-{rank}"
     partial.write_bytes(data)
@@ -53,4 +55,8 @@ def main(directory: Path, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(os.environ["RINGLET_RANK"])))
+    code = main(Path(sys.argv[1]), int(os.environ["RINGLET_RANK"]))
+    if code:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)  # MPI_Finalize would wait for ranks that wait for this one

@@ -16,7 +16,7 @@ from ringlet.fusion import (
     Limits,
     Request,
 )
-from ringlet.ring import Mismatch, ReduceOp
+from ringlet.ring import Mismatch, PeerLost, ReduceOp
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
@@ -329,7 +329,7 @@ def test_a_rank_that_leaves_fails_those_who_wait_for_it():
     def body(engine):
         if engine.rank == 1:
             return ""
-        with pytest.raises(Mismatch) as caught:
+        with pytest.raises(PeerLost) as caught:
             engine.submit(Request("x", shape=(1,)), np.zeros(1, np.float32)).wait(60)
         return str(caught.value)
 

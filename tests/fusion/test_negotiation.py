@@ -82,7 +82,8 @@ def test_a_disagreement_names_tensor_and_ranks(change, says):
         answers += ask(coordinator, rank, replace(request, **change) if rank == 1 else request)
     (answer,) = answers
     assert answer[:1] == m.REFUSED
-    names, text = loads(answer[1:])
+    names, text, gone = loads(answer[1:])
+    assert gone == []
     assert names == ["layer.weight"]
     assert "'layer.weight'" in text
     assert says in text
@@ -97,7 +98,7 @@ def test_groups_must_hold_the_same_tensors():
     second = m.DECLARE + dumps(["model", [a.to_list()]])
     assert coordinator.on_message(0, first) == []
     (answer,) = coordinator.on_message(1, second)
-    assert loads(answer[1:]) == ["model", "tensor 'b' is declared on rank 0 but not on rank 1"]
+    assert loads(answer[1:]) == ["model", "tensor 'b' is declared on rank 0 but not on rank 1", []]
 
 
 def test_the_order_of_rank_0_is_the_groups_order():
@@ -113,7 +114,7 @@ def test_votes_of_a_failed_step_do_not_count_for_the_next():
     old = m.pack_vote(m.Vote(7, 0, 0, 10))
     assert coordinator.on_message(0, old) == []
     (told,) = coordinator.on_message(1, m.FAILED + dumps([7, 0, "boom"]))
-    assert loads(told[1:]) == [7, 0, "rank 1: boom"]
+    assert loads(told[1:]) == [7, 0, "rank 1: boom", []]
     assert coordinator.on_message(1, m.FAILED + dumps([7, 0, "again"])) == []
     assert coordinator.on_message(1, old) == []
     new = [m.pack_vote(m.Vote(7, 1, 0, 10 + rank)) for rank in range(2)]
@@ -126,7 +127,11 @@ def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
     coordinator = Coordinator(2)
     ask(coordinator, 0, Request("x", shape=(1,)))
     (told,) = coordinator.on_message(1, m.GOODBYE)
-    assert loads(told[1:]) == [["x"], "rank 1 has shut down while 'x' was waiting on rank(s) 0"]
+    assert loads(told[1:]) == [
+        ["x"],
+        "rank 1 has shut down while 'x' was waiting on rank(s) 0",
+        [1],
+    ]
     (later,) = ask(coordinator, 0, Request("y", shape=(1,)))
     assert "rank 1 has shut down" in loads(later[1:])[1]
 
