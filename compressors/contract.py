@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator
-from typing import Any, ClassVar, Literal, NamedTuple, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.errors import CompressorError, PayloadError
-from ringlet.compressors.options import bind_options, checked, fixed, option, options_of, wrapped
+from ringlet.compressors.options import bind_options, checked, options_of
 
 Payload = dict[str, Array]
 
@@ -78,13 +78,14 @@ class Traits:
     min_size: int = 1024
 
 
-@dataclass_transform(
-    frozen_default=True, kw_only_default=False, field_specifiers=(option, wrapped, fixed)
-)
 class Compressor:
     """Base class of compressors. Subclasses become frozen dataclasses by themselves."""
 
     spec_name: ClassVar[str] = ""
+
+    if TYPE_CHECKING:  # type checkers cannot follow options that have ranges
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -104,7 +105,7 @@ class Compressor:
             inner = {f.name: kwargs.pop(f.name) for f in _wrapped_fields(cls) if f.name in kwargs}
             generated(self, **bind_options(cls, cls.label(), args, kwargs), **inner)
 
-        cls.__init__ = __init__  # type: ignore[assignment,method-assign]
+        cls.__init__ = __init__  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         for name, field in options_of(type(self)).items():
@@ -203,6 +204,12 @@ class Compressor:
 
     def __or__(self, other: Compressor) -> Compressor:
         return other.behind(self) if isinstance(other, Compressor) else NotImplemented
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some options, or wrapped compressors, changed."""
+        cls = type(self)
+        names = [*options_of(cls), *(field.name for field in _wrapped_fields(cls))]
+        return cls(**({name: getattr(self, name) for name in names} | changes))
 
     def behind(self, first: Compressor) -> Compressor:
         """Return ``first | self``."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Exchange, Part, Payload, Traits
 from ringlet.compressors.errors import CompressorError
@@ -35,7 +33,7 @@ class Modifier(Compressor):
     def behind(self, first: Compressor) -> Compressor:
         """Return ``first | self``: wrap ``first``, below whatever is wrapped already."""
         inner = first if self.inner is None else first | self.inner
-        return dataclasses.replace(self, inner=inner)
+        return self.replace(inner=inner)
 
     def traits(self) -> Traits:
         """Return the wrapped compressor's traits."""
@@ -76,7 +74,7 @@ class Modifier(Compressor):
     def at(self, step: int) -> Compressor:
         """Wrap what the wrapped compressor's schedule says."""
         now = self.wrapped_compressor.at(step)
-        return self if now is self.inner else dataclasses.replace(self, inner=now)
+        return self if now is self.inner else self.replace(inner=now)
 
     def warm_up(self, ctx: Context) -> None:
         """Warm the wrapped compressor up."""

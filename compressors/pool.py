@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 # Handing a range to another thread costs tens of microseconds: what a kernel does with this many.
 MIN_ELEMENTS = 1 << 18
@@ -52,6 +53,20 @@ def run_ranges(n: int, granule: int, kernel: Callable[[int, int], None]) -> None
         wait(futures)
     for future in futures:
         future.result()
+
+
+@contextmanager
+def limited(count: int) -> Iterator[None]:
+    """Use ``count`` threads inside the with-block, whatever the machine has."""
+    global _pool, _threads
+    _size()
+    before = _pool, _threads
+    with ThreadPoolExecutor(max(1, count - 1), "ringlet-limited") as pool:
+        _pool, _threads = pool, count
+        try:
+            yield
+        finally:
+            _pool, _threads = before
 
 
 def _size() -> int:

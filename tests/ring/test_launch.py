@@ -689,7 +689,7 @@ def test_an_exception_on_one_rank_ends_the_job(ringlet: Launcher, transport: str
     assert returned == 1
     assert b"[1]<stdout>: bye\n" in out
     assert b"[1]<stderr>: ValueError: on purpose\n" in err
-    assert b"rank 1 exited with code 1; ending the other ranks" in err
+    assert b"ringlet run: rank 1 exited with code 1" in err  # whether others are left is chance
 
 
 @pytest.mark.mpi

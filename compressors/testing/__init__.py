@@ -1,0 +1,28 @@
+"""The conformance kit: whether a compressor is what it claims to be.
+
+    from ringlet.compressors.testing import parametrize_with_checks
+
+    @parametrize_with_checks(["mine", "mine(level=3) | ef"])
+    def test_conformance(compressor, check):
+        check(compressor)
+
+``check_compressor("mine")`` runs the same outside pytest, ``ringlet check mine`` on the command
+line. Every check is property based; a failure shows a shrunk example, and says in a sentence why
+it matters to whoever trains with the compressor. Needs ``pip install hypothesis``.
+"""
+
+from ringlet.compressors.testing.runner import (
+    CheckFailed,
+    all_checks,
+    check_compressor,
+    parametrize_with_checks,
+)
+from ringlet.compressors.testing.simulate import simulate
+
+__all__ = [
+    "CheckFailed",
+    "all_checks",
+    "check_compressor",
+    "parametrize_with_checks",
+    "simulate",
+]

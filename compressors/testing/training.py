@@ -1,0 +1,168 @@
+"""Checks over many steps and ranks: what a training run relies on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+
+from ringlet.compressors.context import Array, State
+from ringlet.compressors.contract import Compressor
+from ringlet.compressors.ef import ErrorFeedback
+from ringlet.compressors.testing.basics import by_payload, same
+from ringlet.compressors.testing.runner import for_all
+from ringlet.compressors.testing.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.vectors import gaussian, heavy_tailed, vectors
+
+
+def check_replicas_agree(compressor: Compressor) -> None:
+    """The first promise: after every step all ranks hold the same bits."""
+    for size in (1, 2, 3, 4):
+        states: list[State] = [{} for _ in range(size)]
+        for step in range(4):
+            gradients = [heavy_tailed(2500, 10 * step + rank) for rank in range(size)]
+            outs = simulate(compressor, gradients, states, step)
+            agree = all(same(out, outs[0]) for out in outs)
+            assert agree, f"after step {step} the {size} ranks hold different results"
+
+
+def check_mean_of_equal_gradients(compressor: Compressor) -> None:
+    """When all ranks have the same gradient, its mean is that gradient: more ranks must not make
+    the result larger or smaller than one rank's own.
+    """
+    if not by_payload(compressor) or compressor.traits().predivide:
+        return
+    x = gaussian(3000, 6)
+    payloads = [encode(compressor, x, context(x, rank=r, size=4, step=1)) for r in (0, 2)]
+    if not all(same(payloads[0][name], payloads[1][name]) for name in payloads[0]):
+        return  # ranks draw their own noise
+    one = simulate(compressor, [x], step=1)[0]
+    four = simulate(compressor, [x] * 4, step=1)[0]
+    close = np.allclose(four, one, rtol=1e-2, atol=1e-2 * float(np.abs(x).max()))
+    assert close, "the mean over four equal ranks differs from one rank's result"
+
+
+def check_feedback_telescopes(compressor: Compressor) -> None:
+    """Error feedback converges because nothing is lost: what was sent plus what is held back is
+    what went in.
+    """
+    if not by_payload(compressor) or compressor.traits().stateful:
+        return
+    wrapped = compressor | ErrorFeedback()
+
+    def body(x: Array) -> None:
+        if not x.size or np.abs(x).max() > 1e4:
+            return
+        state: State = {}
+        sent, given = np.zeros(x.size), np.zeros(x.size)
+        for step in range(4):
+            gradient = (x * (1 + step)).astype(np.float32)
+            payload = encode(wrapped, gradient, context(gradient, state, step=step))
+            sent += decode(wrapped, payload, x.size, context(gradient, step=step))
+            given += gradient
+        held = state["residual"]
+        allowed = 1e-5 * (np.abs(given).max() + np.abs(held).max()) + 1e-30
+        off = float(np.abs(sent + held - given).max())
+        assert off <= allowed, f"sent + held back differs from the input by {off:.3g}"
+
+    for_all(vectors(), body, examples=25)
+
+
+def check_feedback_stays_bounded(compressor: Compressor) -> None:
+    """A residual that grows without bound is a memory of stale gradients that ends in divergence;
+    contractive compressors cannot do that (Karimireddy et al., 2019).
+    """
+    delta = compressor.traits().delta
+    if not by_payload(compressor) or compressor.traits().stateful or not delta:
+        return
+    wrapped, largest, n = compressor | ErrorFeedback(), 0.0, 1500
+    state: State = {}
+    bound = np.sqrt(4 * (1 - delta)) / delta
+    for step in range(300):
+        x = gaussian(n, step)
+        encode(wrapped, x, context(x, state, step=step))
+        largest = max(largest, float(np.linalg.norm(x)))
+        norm = float(np.linalg.norm(state["residual"]))
+        grown = f"||residual|| is {norm:.3g} at step {step}, the bound for delta={delta:.3g} is"
+        assert norm <= bound * largest * 1.01 + 1e-6, f"{grown} {bound * largest:.3g}"
+
+
+def check_one_overflow_is_survived(compressor: Compressor) -> None:
+    """Mixed precision overflows now and then, and skips the step: whatever a compressor remembers
+    must not be poisoned by it for the rest of the run.
+    """
+    wrapped = compressor if compressor.traits().stateful else compressor | ErrorFeedback()
+    for bad in (np.nan, np.inf):
+        states: list[State] = [{}, {}]
+        for step in range(5):
+            gradients = [gaussian(3000, 2 * step + rank) for rank in (0, 1)]
+            if step == 1:
+                gradients[1][[7, 2222]] = bad
+            with np.errstate(all="ignore"):
+                out = simulate(wrapped, gradients, states, step)[0]
+            if step > 1:
+                assert np.isfinite(out).all(), f"step {step} still suffers from {bad} in step 1"
+        for state in states:
+            assert _finite(state), f"what is remembered holds {bad} for good"
+
+
+def check_resumes_from_a_checkpoint(compressor: Compressor) -> None:
+    """A run that was interrupted goes on as if it had not been: all memory is in ctx.state, as
+    arrays, numbers, strings and dicts of them, which a checkpoint can hold.
+    """
+    gradients = [[gaussian(2000, 2 * step + r) for r in (0, 1)] for step in range(6)]
+
+    def go_on(states: list[State], first: int) -> list[Array]:
+        return [simulate(compressor, gradients[s], states, s)[0] for s in range(first, 6)]
+
+    states: list[State] = [{}, {}]
+    for step in range(3):
+        simulate(compressor, gradients[step], states, step)
+    for state in states:
+        _check_plain(state, "state")
+    saved = copy.deepcopy(states)
+    original, resumed = go_on(states, 3), go_on(saved, 3)
+    assert all(map(same, original, resumed)), "a restored run gives other results"
+
+
+def check_tensors_do_not_mix(compressor: Compressor) -> None:
+    """One compressor serves every layer: what it remembers of one must not leak into another."""
+    x = [gaussian(1800, seed) for seed in range(3)]
+    y = [heavy_tailed(700, seed) for seed in range(3)]
+    alone: list[State] = [{}]
+    expected = [simulate(compressor, [x[s]], alone, s, "x")[0] for s in range(3)]
+    own: list[State] = [{}]
+    other: list[State] = [{}]
+    for step in range(3):
+        simulate(compressor, [y[step]], other, step, "y")
+        out = simulate(compressor, [x[step]], own, step, "x")[0]
+        assert same(out, expected[step]), "another tensor's steps changed this tensor's results"
+
+
+def _finite(state: Any) -> bool:
+    if isinstance(state, dict):
+        return all(_finite(value) for value in state.values())
+    array = np.asarray(state)
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _check_plain(state: Any, where: str) -> None:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            assert isinstance(key, str), f"{where} has the key {key!r}; keys are strings"
+            _check_plain(value, f"{where}[{key!r}]")
+        return
+    plain = isinstance(state, (int, float, str, bool, np.generic)) or hasattr(state, "dtype")
+    assert plain, f"{where} is a {type(state).__name__}, which a checkpoint cannot hold"
+
+
+CHECKS = (
+    check_replicas_agree,
+    check_mean_of_equal_gradients,
+    check_feedback_telescopes,
+    check_feedback_stays_bounded,
+    check_one_overflow_is_survived,
+    check_resumes_from_a_checkpoint,
+    check_tensors_do_not_mix,
+)

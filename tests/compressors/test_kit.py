@@ -1,0 +1,388 @@
+"""The conformance kit: built-ins pass it, and a gallery of plausible mistakes does not."""
+
+import numpy as np
+import pytest
+
+from ringlet.compressors import (
+    Compressor,
+    Context,
+    Int8,
+    Part,
+    Round,
+    TopK,
+    Traits,
+    register,
+    registry,
+)
+from ringlet.compressors.testing import (
+    CheckFailed,
+    all_checks,
+    check_compressor,
+    parametrize_with_checks,
+)
+
+BUILT_IN = [
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "int8(stochastic=True)",
+    "int4",
+    "int4(bucket=128, stochastic=True)",
+    "maxnorm(bits=2, bucket=64)",
+    "maxnorm(bits=5)",
+    "minmax",
+    "minmax(bits=8, stochastic=True)",
+    "minmax(bits=1, bucket=32)",
+    "qsgd",
+    "qsgd(bits=4, bucket=64)",
+    "topk",
+    "topk(ratio=0.3)",
+    "topk | int8",
+    "topk(ratio=0.1) | fp16",
+    "int8 | ef",
+    "fp16 | ef",
+    "topk | ef",
+    "topk | int4 | ef(decay=0.9)",
+]
+
+
+@parametrize_with_checks(BUILT_IN)
+def test_built_ins_conform(compressor, check):
+    check(compressor)
+
+
+class Halved(Compressor):
+    """Keep every second entry: correct, and the base of what follows."""
+
+    def compress(self, x, ctx):
+        values = x[::2].copy()
+        if not np.isfinite(x).all():
+            values[:] = np.nan  # overflow must be seen, wherever it was
+        return {"values": values}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        out[::2] = payload["values"]
+
+
+class Registered(Halved):
+    """The same, to be registered."""
+
+
+def test_a_plain_plugin_conforms():
+    check_compressor(Halved())
+
+
+class WritesToItsInput(Halved):
+    def compress(self, x, ctx):
+        x[1::2] = 0
+        return super().compress(x, ctx)
+
+
+class ReturnsAView(Halved):
+    def compress(self, x, ctx):
+        return {"values": x[::2]}
+
+
+class ReturnsTheInput(Compressor):
+    def compress(self, x, ctx):
+        return {"values": x}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class ForgetsToClear(Halved):
+    def decompress(self, payload, out, ctx):
+        out[::2] = payload["values"]
+
+
+class UsesGlobalRandomness(Compressor):
+    def compress(self, x, ctx):
+        noise = np.random.random(x.size).astype(np.float32)
+        return {"values": np.floor(x * 8 + noise) / 8}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+_memory: dict = {}
+
+
+class RemembersInAGlobal(Compressor):
+    def compress(self, x, ctx):
+        held = _memory.get(x.size, np.zeros(x.size, np.float32))
+        target = np.where(np.isfinite(x), x, 0) + held
+        sent = np.round(target)
+        _memory[x.size] = target - sent
+        return {"values": np.where(np.isfinite(x), sent, x)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class SharesMemoryBetweenTensors(Compressor):
+    def compress(self, x, ctx):
+        now = float(np.abs(np.nan_to_num(x[:100], posinf=0, neginf=0)).max(initial=1e-9))
+        _memory["scale"] = 0.9 * _memory.get("scale", now) + 0.1 * now
+        return {"values": x * np.float32(1 + _memory["scale"] * 1e-3)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class HidesNaN(Compressor):
+    def compress(self, x, ctx):
+        clean = np.nan_to_num(x, posinf=0.0, neginf=0.0)
+        scale = np.abs(clean).max(initial=1e-30) / 127
+        return {"codes": np.rint(clean / scale).astype(np.int8), "scale": np.array([scale], "f4")}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["codes"] * payload["scale"]
+
+
+class DividesByZero(Compressor):
+    def compress(self, x, ctx):
+        scale = np.abs(x).max(initial=0, keepdims=True)
+        with np.errstate(all="ignore"):
+            return {"values": x / scale, "scale": scale}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"] * payload["scale"]
+
+
+class FailsOnEmptyTensors(Compressor):
+    def compress(self, x, ctx):
+        return {"values": x - x[0], "first": x[:1].copy()}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"] + payload["first"][0]
+
+
+class LosesTheTail(Compressor):
+    def compress(self, x, ctx):
+        return {"values": x[: x.size // 8 * 8].copy()}
+
+    def decompress(self, payload, out, ctx):
+        out[: payload["values"].size] = payload["values"]
+
+
+class DecodesByRank(Halved):
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= np.float32(1 + ctx.rank * 1e-3)
+
+
+class DecodesFromItsOwnState(Compressor):
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        ctx.state["scale"] = float(np.nanmax(np.abs(x), initial=1.0))
+        return {"values": x / np.float32(ctx.state["scale"])}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"] * np.float32(ctx.state.get("scale", 1.0))
+
+
+class ClaimsToBeUnbiased(Compressor):
+    def traits(self):
+        return Traits(omega=0.1)
+
+    def compress(self, x, ctx):
+        return {"values": np.float32(0.9) * x}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class UnderstatesItsVariance(Int8):
+    def traits(self):
+        return Traits(fixed_size=True, omega=1e-9)
+
+
+class ClaimsToContract(TopK):
+    def traits(self):
+        return Traits(fixed_size=True, delta=0.9)
+
+
+class ClaimsThatCodesAddUp(Compressor):
+    def traits(self):
+        return Traits("sum", fixed_size=True)
+
+    def layout(self, n):
+        return (Part("values", "float32", n),)
+
+    def compress(self, x, ctx):
+        return {"values": np.sign(x) * np.sqrt(np.abs(x))}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"] * np.abs(payload["values"])
+
+
+class ClaimsFixedSize(Compressor):
+    def traits(self):
+        return Traits(fixed_size=True)
+
+    def layout(self, n):
+        return (Part("values", "float32", n // 2),)
+
+    def compress(self, x, ctx):
+        return {"values": x[x > 0]}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+
+
+class CannotBeCutThere(Int8):
+    def traits(self):
+        return Traits(fixed_size=True, granularity=128)
+
+
+class RemembersInSilence(Compressor):
+    def compress(self, x, ctx):
+        count = ctx.state["count"] = ctx.state.get("count", 0) + 1
+        return {"values": x * np.float32(1 + 0.01 * count)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class KeepsItsMemoryOnItself(Halved):
+    def compress(self, x, ctx):
+        object.__setattr__(self, "last", x.size)
+        return super().compress(x, ctx)
+
+
+class RemembersWhatNoCheckpointHolds(Halved):
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        ctx.state["generator"] = ctx.state.get("generator") or np.random.default_rng(0)
+        return super().compress(x, ctx)
+
+
+class SendsObjects(Halved):
+    def compress(self, x, ctx):
+        return {"values": x[::2].copy(), "shape": np.array([object()])}
+
+
+class SendsAMatrix(Compressor):
+    def compress(self, x, ctx):
+        return {"values": x.reshape(1, -1).copy()}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"][0]
+
+
+class FastPathRoundsDifferently(Int8):
+    def encode_into(self, x, payload, ctx):
+        super().encode_into(x, payload, ctx)
+        if payload["codes"].size:
+            payload["codes"][0] += 1
+
+
+class AccumulateOverwrites(Halved):
+    def accumulate(self, payload, out, ctx):
+        self.decompress(payload, out, ctx)
+
+
+class PoisonsItsResidual(Compressor):
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        held = ctx.state.setdefault("residual", np.zeros(ctx.numel, np.float32))
+        target = x + held
+        sent = np.round(target)
+        held[:] = target - sent
+        return {"values": sent}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class RanksExchangeDifferentThings(Compressor):
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx: Context):
+        out[:] = yield Round(x.copy())
+        if ctx.rank == 0:
+            yield Round(x.copy())
+
+
+class OverflowsItsSum(Compressor):
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx: Context):
+        top = yield Round(np.abs(x).max(initial=1e-30, keepdims=True), "max")
+        codes = yield Round(np.rint(x / top * 127).astype(np.int8), "sum")
+        out[:] = codes * top / np.float32(127 * ctx.size)
+
+
+GALLERY = {
+    WritesToItsInput: "the input was modified",
+    ReturnsAView: "shares memory with the input",
+    ReturnsTheInput: "shares memory with the input",
+    ForgetsToClear: "elements of out are not overwritten",
+    UsesGlobalRandomness: "ctx.rng()",
+    RemembersInAGlobal: "ctx.state",
+    SharesMemoryBetweenTensors: "ctx.state",
+    HidesNaN: "vanished",
+    DividesByZero: "decode to",
+    FailsOnEmptyTensors: "IndexError",
+    LosesTheTail: "not overwritten",
+    DecodesByRank: "another rank decodes",
+    DecodesFromItsOwnState: "another rank decodes",
+    ClaimsToBeUnbiased: "biased",
+    UnderstatesItsVariance: "declared are 1e-09",
+    ClaimsToContract: "declared are at most",
+    ClaimsThatCodesAddUp: "is not the sum of the decoded",
+    ClaimsFixedSize: "layout says",
+    CannotBeCutThere: "cut at",
+    RemembersInSilence: "stateful=True",
+    KeepsItsMemoryOnItself: "changed the compressor itself",
+    RemembersWhatNoCheckpointHolds: "a checkpoint cannot hold",
+    SendsObjects: "cannot travel",
+    SendsAMatrix: "must be a flat array",
+    FastPathRoundsDifferently: "different payloads",
+    AccumulateOverwrites: "accumulate is not",
+    PoisonsItsResidual: "poison",
+    RanksExchangeDifferentThings: "some ranks exchange another round",
+    OverflowsItsSum: "overflows int8",
+}
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"), GALLERY.items(), ids=lambda v: getattr(v, "__name__", "")
+)
+def test_every_broken_plugin_is_caught_and_told_why(broken, says):
+    _memory.clear()
+    with pytest.raises(CheckFailed) as caught:
+        check_compressor(broken())
+    message = str(caught.value)
+    assert says in message
+    assert "Why it matters: " in message
+    assert broken.__name__ in message
+
+
+def test_a_failure_shows_a_shrunk_example():
+    with pytest.raises(CheckFailed) as caught:
+        check_compressor(FailsOnEmptyTensors())
+    assert "Smallest example: array([], dtype=float32)" in str(caught.value)
+
+
+def test_every_check_says_why_it_matters():
+    for check in all_checks():
+        assert len(check.why) > 40, check.name
+    assert len({check.name for check in all_checks()}) == len(all_checks())
+
+
+def test_specs_of_registered_plugins_work(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    register("halved")(Registered)
+    check_compressor("halved | ef")
