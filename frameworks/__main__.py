@@ -15,6 +15,8 @@ from ringlet import __version__
 # `main(options) -> int`, and what it does. Only the module that is needed is imported.
 COMMANDS = {
     "run": ("ringlet.ring.launch.cli", "start a program on several ranks of this machine"),
+    "check": ("ringlet.compressors.testing.cli", "check whether a compressor is what it claims"),
+    "new": ("ringlet.compressors.testing.scaffold", "make a package for a compressor of your own"),
 }
 
 

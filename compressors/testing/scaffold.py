@@ -1,0 +1,114 @@
+"""``ringlet new``: a package for a compressor of one's own, with its test and entry point."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ringlet.compressors.registry import names
+
+_PYPROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "ringlet-{name}"
+version = "0.1.0"
+dependencies = ["ringlet"]
+
+[project.optional-dependencies]
+test = ["pytest", "hypothesis"]
+
+# This line lets Ringlet find the compressor by its name wherever the package is installed.
+[project.entry-points."ringlet.compressors"]
+{name} = "ringlet_{name}:{cls}"
+
+[tool.setuptools]
+py-modules = ["ringlet_{name}"]
+"""
+
+_MODULE = '''\
+"""The {name} compressor for Ringlet."""
+
+from ringlet.compressors import Compressor, Traits, option, register
+
+
+@register("{name}")
+class {cls}(Compressor):
+    """Send the entries rounded to multiples of a step. Replace this by what yours does."""
+
+    step: float = option(0.001, gt=0, doc="distance between levels")
+
+    def traits(self):
+        # What is declared here is tested, and lets the engine choose faster ways to reduce.
+        return Traits()
+
+    def compress(self, x, ctx):
+        # x: flat float32 array of module ctx.xp; do not change it. What is returned travels.
+        return {{"levels": ctx.xp.rint(x / ctx.xp.float32(self.step))}}
+
+    def decompress(self, payload, out, ctx):
+        # Overwrite every element of out (flat float32).
+        out[:] = payload["levels"] * ctx.xp.float32(self.step)
+'''
+
+_TEST = '''\
+"""Whether {name} is what it claims to be."""
+
+from ringlet_{name} import {cls}
+
+from ringlet.compressors.testing import parametrize_with_checks
+
+
+@parametrize_with_checks([{cls}(), "{name} | ef"])
+def test_conformance(compressor, check):
+    check(compressor)
+'''
+
+_README = """\
+# ringlet-{name}
+
+A gradient compressor for Ringlet. Install it with `pip install -e '.[test]'`, test it with
+`pytest`, use it with `compression="{name} | ef"`.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``ringlet new``."""
+    parser.description = "Make a package for a compressor: plugin, test and entry point."
+    parser.add_argument("name", help="the compressor's name in specs, such as 'sign'")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="where to; default: ringlet-NAME, here"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Write the files; return 2, and write nothing, if the name or place will not do."""
+    name = options.name
+    directory = options.directory or Path(f"ringlet-{name}")
+    problem = ""
+    if not name.isidentifier() or name != name.lower():
+        problem = f"a compressor's name is a lower-case identifier, not {name!r}"
+    elif name in names():
+        problem = f"there is a compressor {name!r} already"
+    elif directory.exists() and any(directory.iterdir()):
+        problem = f"{directory} exists and is not empty"
+    if problem:
+        print(f"ringlet new: {problem}", file=sys.stderr)
+        return 2
+    cls = "".join(word.title() for word in name.split("_"))
+    files = {
+        "pyproject.toml": _PYPROJECT,
+        f"ringlet_{name}.py": _MODULE,
+        f"tests/test_{name}.py": _TEST,
+        "README.md": _README,
+    }
+    for path, template in files.items():
+        target = directory / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(template.format(name=name, cls=cls))
+        print(f"wrote {target}")
+    print(f"\nNext: cd {directory} && pip install -e '.[test]' && pytest")
+    return 0

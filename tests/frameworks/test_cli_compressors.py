@@ -1,0 +1,92 @@
+"""``ringlet check`` and ``ringlet new``, as their users type them."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def ringlet(*args, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "ringlet", *args],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=cwd,
+    )
+
+
+def test_check_prints_a_line_per_check():
+    ran = ringlet("check", "fp16")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "  ok      replicas_agree\n" in ran.stdout
+    assert "FAILED" not in ran.stdout
+    assert ran.stdout.splitlines()[-1].endswith("checks passed")
+
+
+def test_check_says_what_is_wrong_and_why(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from ringlet.compressors import Compressor\n"
+        "class Mine(Compressor):\n"
+        "    def compress(self, x, ctx):\n"
+        "        return {'values': x}\n"
+        "    def decompress(self, payload, out, ctx):\n"
+        "        out[:] = payload['values']\n"
+    )
+    ran = ringlet("check", "mine:Mine", cwd=tmp_path)
+    assert ran.returncode == 1
+    assert "  FAILED  leaves_its_input_alone" in ran.stdout
+    assert "shares memory with the input; copy it" in ran.stdout
+    assert "Why it matters: " in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("itn8", "did you mean 'int8'?"),
+        ("ef", "write for example 'int8 | ef'"),
+        ("no_such_module:X", "no_such_module does not import"),
+        ("json:JSONDecoder", "json has no compressor 'JSONDecoder'"),
+    ],
+)
+def test_check_of_nothing_is_a_one_line_error(target, says):
+    ran = ringlet("check", target)
+    assert ran.returncode == 2
+    assert says in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_new_makes_a_package_that_conforms(tmp_path):
+    ran = ringlet("new", "levels", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    made = tmp_path / "ringlet-levels"
+    checked = ringlet("check", "ringlet_levels:Levels", cwd=made)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=made,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={"PYTHONPATH": str(made), "PATH": ""},
+    )
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    assert 'levels = "ringlet_levels:Levels"' in (made / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("int8", "already"), ("Not-A-Name", "lower-case identifier")]
+)
+def test_new_refuses_bad_names(tmp_path, name, says):
+    ran = ringlet("new", name, cwd=tmp_path)
+    assert ran.returncode == 2
+    assert says in ran.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_new_overwrites_nothing(tmp_path):
+    (tmp_path / "ringlet-mine").mkdir()
+    (tmp_path / "ringlet-mine" / "precious").write_text("x")
+    ran = ringlet("new", "mine", cwd=tmp_path)
+    assert ran.returncode == 2
+    assert "is not empty" in ran.stderr
