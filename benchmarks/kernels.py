@@ -44,9 +44,7 @@ class Codec:
         self.compressor.decompress(self.payload, self.out, self.context)
 
     def decode_sum_encode(self):
-        self.compressor.decompress(self.payload, self.out, self.context)
-        for _ in range(SHARDS - 1):
-            self.compressor.accumulate(self.payload, self.out, self.context)
+        self.compressor.sum_into([self.payload] * SHARDS, self.out, self.context)
         self.compressor.encode_into(self.out, self.sum, self.context)
 
 

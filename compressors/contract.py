@@ -8,7 +8,7 @@ be overridden for speed. What a compressor remembers between steps lives in ``ct
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
@@ -174,6 +174,12 @@ class Compressor:
         decoded = ctx.workspace.array("accumulate", out.size)
         self.decompress(payload, decoded, ctx)
         out += decoded
+
+    def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
+        """Overwrite ``out`` (flat float32) with the sum of what ``payloads`` encode, in order."""
+        self.decompress(payloads[0], out, ctx)
+        for payload in payloads[1:]:
+            self.accumulate(payload, out, ctx)
 
     def feedback_into(
         self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context

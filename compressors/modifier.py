@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Exchange, Part, Payload, Traits
 from ringlet.compressors.errors import CompressorError
@@ -62,6 +64,10 @@ class Modifier(Compressor):
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Accumulate with the wrapped compressor."""
         self.wrapped_compressor.accumulate(payload, out, ctx)
+
+    def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
+        """Sum with the wrapped compressor."""
+        self.wrapped_compressor.sum_into(payloads, out, ctx)
 
     def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
         """Exchange as the wrapped compressor does."""

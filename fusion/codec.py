@@ -134,9 +134,7 @@ class BucketCodec:
             return total
         compressor = member.compressor
         context = member.context(part, self._parts)
-        member.call(compressor.decompress, payloads[0], total, context)
-        for payload in payloads[1:]:
-            member.call(compressor.accumulate, payload, total, context)
+        member.call(compressor.sum_into, payloads, total, context)
         if member.postscale != 1.0:
             np.multiply(total, np.float32(member.postscale), out=total)
         return total

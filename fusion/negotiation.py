@@ -80,14 +80,18 @@ class Coordinator:
 
     def _execute(self, ready: list[dict[int, Request]]) -> list[bytes]:
         self._groups += 1
-        known = [self._ids.get(asked[0]) for asked in ready]
+        # Known only if all ask alike: rows of an all-gather differ even where rank 0's did not.
+        alike = [all(request == asked[0] for request in asked.values()) for asked in ready]
+        known = [
+            self._ids.get(asked[0]) if same else None
+            for asked, same in zip(ready, alike, strict=True)
+        ]
         if all(i is not None for i in known):
             ids = [i for i in known if i is not None]
             return [m.pack_execute_hits(self._groups, ids)]
         items: list[list[Any]] = []
-        for asked in ready:
+        for asked, same in zip(ready, alike, strict=True):
             first = asked[0]
-            same = all(request == first for request in asked.values())
             number = self._number(first) if same else -1
             rows = [asked[r].shape[0] if asked[r].shape else 0 for r in range(self._size)]
             items.append([first.name, number, rows if first.kind == "allgather" else []])

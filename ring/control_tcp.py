@@ -70,8 +70,10 @@ class TcpControl(ControlPlane):
                 ready = {fd for fd, _ in self._poll.poll(None if left is None else left * 1e3)}
                 woken = self._woken.fileno() in ready
                 if woken:
-                    self._wake_pending = False  # first: a wake-up from here on ends this call
+                    # In this order: a wake-up in between writes nothing, but this call returns
+                    # anyway. The other way round its byte would be drained, its flag stay set.
                     self._woken.recv(4096)
+                    self._wake_pending = False
                     usable(self._closed, self._pid)
                 messages = self._read() if self._sock.fileno() in ready else []
                 if messages or woken or not ready:

@@ -62,6 +62,72 @@ def round_up_bf16(value: Any) -> Any:
     return types.uint16(min(bits, types.uint32(0x7F7F)))
 
 
+@njit(inline="always")
+def _value(values: Any, held: Any, decay: Any, i: Any, feedback: bool) -> Any:
+    return values[i] + decay * held[i] if feedback else values[i]
+
+
+@njit(nogil=True)
+def _largest(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
+    top = types.uint32(0)
+    for i in range(values.size):
+        top = max(top, _magnitude(_value(values, held, decay, i, feedback)))
+    return bits_f32(top)
+
+
+@njit(nogil=True)
+def _norm(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
+    # In double precision squares of float32 neither overflow nor vanish. Eight sums side by side
+    # let the compiler use vectors, in an order that array code can repeat.
+    sums = np.zeros(8, np.float64)
+    full = values.size // 8 * 8
+    for i in range(0, full, 8):
+        for j in range(8):
+            value = types.float64(_value(values, held, decay, i + j, feedback))
+            sums[j] += value * value
+    for i in range(full, values.size):
+        value = types.float64(_value(values, held, decay, i, feedback))
+        sums[i - full] += value * value
+    total = 0.0
+    for j in range(8):
+        total += sums[j]
+    return types.float32(np.sqrt(total))
+
+
+@njit(nogil=True)
+def _range(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
+    """Return (smallest value, range), the range NaN or Inf where a value is."""
+    low, high = types.int32(2147483647), types.int32(-2147483648)
+    top = types.uint32(0)
+    for i in range(values.size):
+        value = _value(values, held, decay, i, feedback)
+        place = _ordered(value)
+        low, high = min(low, place), max(high, place)
+        top = max(top, _magnitude(value))
+    first, last = _unordered(low), _unordered(high)
+    return first, last - first if is_finite(bits_f32(top)) else bits_f32(top)
+
+
+@njit(inline="always")
+def _round(
+    values: Any, held: Any, decay: Any, scale: Any, low: Any, zero: Any, highest: Any,
+    key: Any, start: Any, target: Any, by_range: bool, stochastic: bool, feedback: bool,
+) -> None:  # fmt: skip
+    inverse = types.float32(1.0) / scale
+    for i in range(values.size):
+        value = _value(values, held, decay, i, feedback)
+        place = (value - low) * inverse if by_range else value * inverse
+        if stochastic:
+            drawn = (place + zero) + uniform16(key, types.uint64(start + i))
+            code = types.float32(types.int32(min(drawn, highest)))
+        else:
+            code = (place + types.float32(_MAGIC)) - types.float32(_MAGIC) + zero
+        target[i] = types.uint8(types.int32(code))
+        if feedback:
+            kept = (code - zero) * scale
+            held[i] = value - (kept + low if by_range else kept)
+
+
 @cache
 def encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
     """Return the kernel ``encode(x, residual, decay, bits, bucket, key, start, codes, scales,
@@ -69,6 +135,7 @@ def encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
 
     ``start`` is the counter of x[0] for random numbers; all slices begin at a bucket.
     """
+    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
     by_norm, by_range = scheme == Scheme.L2, scheme == Scheme.RANGE
 
     @njit(nogil=True, cache=True)
@@ -86,25 +153,25 @@ def encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
             held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
             low = types.float32(0.0)
             if by_range:
-                low, extent = _extent(values, held, decay)
+                low, extent = _range(values, held, decay, feedback)
                 lows[b] = low if is_finite(extent) else types.float32(0.0)
             elif by_norm:
-                extent = _norm(values, held, decay)
+                extent = _norm(values, held, decay, feedback)
             else:
-                extent = _largest(values, held, decay)
+                extent = _largest(values, held, decay, feedback)
             out = codes[b * width : (b + 1) * width]
             target = out if bits == 8 else scratch[: values.size]
             if not is_finite(extent):  # the bucket decodes to NaN: overflow must not be hidden
                 scales[b] = types.uint16(_NAN)
                 out[:] = 0
                 continue
-            scale = types.float32(0.0)
             if extent >= types.float32(TINY):
                 scales[b] = round_up_bf16(extent / levels)
-                scale = bf16_to_f32(scales[b])
+                scale, at = bf16_to_f32(scales[b]), start + b * bucket
                 _round(
-                    values, held, decay, scale, low, zero, highest, key, start + b * bucket, target
-                )
+                    values, held, decay, scale, low, zero, highest, key, at, target,
+                    by_range, stochastic, feedback,
+                )  # fmt: skip
             else:
                 scales[b] = types.uint16(0)
                 target[:] = types.uint8(zero)
@@ -114,68 +181,21 @@ def encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
             if bits != 8:
                 pack(target, bits, out)
 
-    @njit(inline="always")
-    def _value(values: Any, held: Any, decay: Any, i: Any) -> Any:
-        return values[i] + decay * held[i] if feedback else values[i]
-
-    @njit(nogil=True)
-    def _largest(values: Any, held: Any, decay: Any) -> Any:
-        top = types.uint32(0)
-        for i in range(values.size):
-            top = max(top, _magnitude(_value(values, held, decay, i)))
-        return bits_f32(top)
-
-    @njit(nogil=True)
-    def _norm(values: Any, held: Any, decay: Any) -> Any:
-        # In double precision squares of float32 neither overflow nor vanish. Eight sums side by
-        # side let the compiler use vectors, in an order that array code can repeat.
-        sums = np.zeros(8, np.float64)
-        full = values.size // 8 * 8
-        for i in range(0, full, 8):
-            for j in range(8):
-                value = types.float64(_value(values, held, decay, i + j))
-                sums[j] += value * value
-        for i in range(full, values.size):
-            value = types.float64(_value(values, held, decay, i))
-            sums[i - full] += value * value
-        total = 0.0
-        for j in range(8):
-            total += sums[j]
-        return types.float32(np.sqrt(total))
-
-    @njit(nogil=True)
-    def _extent(values: Any, held: Any, decay: Any) -> Any:
-        low, high = types.int32(2147483647), types.int32(-2147483648)
-        top = types.uint32(0)
-        for i in range(values.size):
-            value = _value(values, held, decay, i)
-            place = _ordered(value)
-            low, high = min(low, place), max(high, place)
-            top = max(top, _magnitude(value))
-        first, last = _unordered(low), _unordered(high)
-        return first, last - first if is_finite(bits_f32(top)) else bits_f32(top)
-
-    @njit(nogil=True)
-    def _round(
-        values: Any, held: Any, decay: Any, scale: Any, low: Any, zero: Any, highest: Any,
-        key: Any, start: Any, target: Any,
-    ) -> None:  # fmt: skip
-        inverse = types.float32(1.0) / scale
-        for i in range(values.size):
-            value = _value(values, held, decay, i)
-            place = (value - low) * inverse if by_range else value * inverse
-            if stochastic:
-                drawn = (place + zero) + uniform16(key, types.uint64(start + i))
-                code = types.float32(types.int32(min(drawn, highest)))
-            else:
-                code = (place + types.float32(_MAGIC)) - types.float32(_MAGIC) + zero
-            target[i] = types.uint8(types.int32(code))
-            if feedback:
-                held[i] = value - (
-                    (code - zero) * scale + low if by_range else (code - zero) * scale
-                )
-
     return encode
+
+
+@njit(inline="always")
+def _write(
+    source: Any, zero: Any, scale: Any, low: Any, target: Any, by_range: bool, add: bool
+) -> None:
+    for i in range(target.size):
+        value = (types.float32(source[i]) - zero) * scale
+        if by_range:
+            value += low
+        if add:
+            target[i] += value
+        else:
+            target[i] = value
 
 
 @cache
@@ -194,20 +214,9 @@ def decoder(scheme: Scheme, add: bool) -> Any:
             scale = bf16_to_f32(scales[b])
             low = lows[b] if by_range else types.float32(0.0)
             if bits == 8:
-                _write(source, zero, scale, low, target)
+                _write(source, zero, scale, low, target, by_range, add)
             else:
                 unpack(source, bits, scratch[: target.size])
-                _write(scratch, zero, scale, low, target)
-
-    @njit(nogil=True)
-    def _write(source: Any, zero: Any, scale: Any, low: Any, target: Any) -> None:
-        for i in range(target.size):
-            value = (types.float32(source[i]) - zero) * scale
-            if by_range:
-                value += low
-            if add:
-                target[i] += value
-            else:
-                target[i] = value
+                _write(scratch, zero, scale, low, target, by_range, add)
 
     return decode

@@ -148,6 +148,11 @@ def check_fast_paths_agree(compressor: Compressor) -> None:
         assert np.allclose(total, expected, 1e-6, 1e-6, equal_nan=True), (
             "accumulate is not decompress and add"
         )
+        compressor.sum_into([payload, payload], total, context(x))
+        with np.errstate(all="ignore"):
+            assert np.allclose(total, decoded + decoded, 1e-6, 1e-6, equal_nan=True), (
+                "sum_into is not the sum of the decoded"
+            )
 
     for_all(vectors(), body)
 

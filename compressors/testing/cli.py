@@ -35,8 +35,8 @@ def main(options: argparse.Namespace) -> int:
     for check in all_checks():
         try:
             check(compressor)
-        except CheckFailed as failure:
-            failures.append(str(failure))
+        except CheckFailed as error:
+            failures.append(str(error))
             print(f"  FAILED  {check.name}")
         else:
             print(f"  ok      {check.name}")

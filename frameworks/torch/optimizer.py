@@ -29,8 +29,7 @@ class _Distributed:
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for example to clip them before ``step``."""
-        self._ringlet.refuse_strays(self.param_groups)
-        self._ringlet.synchronize()
+        self._ringlet.synchronize(self.param_groups)
         self._ringlet_synchronized = True
 
     @contextmanager

@@ -90,12 +90,17 @@ class Reducer:
         self.passes = passes
         self._left = dict.fromkeys(self.parameters, passes)
 
-    def synchronize(self) -> None:
-        """Reduce what no hook handed in (as zeros if there is no gradient), and wait for all."""
+    def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
+        """Reduce what no hook handed in (as zeros if there is no gradient), and wait for all.
+
+        Raises RuntimeError if another reducer has the parameters now, or if ``param_groups`` holds
+        one with a gradient that was never this reducer's: each rank would update it on its own.
+        """
         if self._retired:
             raise RuntimeError(
                 "another DistributedOptimizer was made for the same parameters; use that one"
             )
+        self._refuse_strays(param_groups)
         if self._group is None:
             return
         try:
@@ -109,20 +114,6 @@ class Reducer:
         with torch.no_grad():
             for packed, grad in staged:
                 grad.copy_(packed)
-
-    def refuse_strays(self, param_groups: list[dict[str, Any]]) -> None:
-        """Raise RuntimeError if a parameter with a gradient is none of this reducer's.
-
-        It would be updated by each rank on its own.
-        """
-        for i, group in enumerate(param_groups):
-            for j, p in enumerate(group["params"]):
-                if p.grad is not None and id(p) not in self._ids:
-                    raise RuntimeError(
-                        f"parameter {j} of group {i}, shape {list(p.shape)}, was added or unfrozen "
-                        "after DistributedOptimizer was made, so its gradient is not reduced; "
-                        "wrap the original optimizer again"
-                    )
 
     def agreed(self, loss: Any) -> Any:
         """Return a closure's ``loss`` reduced like the gradients, so that all ranks see one value.
@@ -144,6 +135,16 @@ class Reducer:
         return math.sqrt(sum(_energy(state) for state in self.states.values()))
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _refuse_strays(self, param_groups: list[dict[str, Any]]) -> None:
+        for i, group in enumerate(param_groups):
+            for j, p in enumerate(group["params"]):
+                if p.grad is not None and id(p) not in self._ids:
+                    raise RuntimeError(
+                        f"parameter {j} of group {i}, shape {list(p.shape)}, was added or unfrozen "
+                        "after DistributedOptimizer was made, so its gradient is not reduced; "
+                        "wrap the original optimizer again"
+                    )
 
     def _take_over(self) -> None:
         with _live_lock:

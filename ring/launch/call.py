@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.job import Job
-from ringlet.ring.launch.task import error_file, pickler, result_file
+from ringlet.ring.launch.parcel import error_file, pickler, result_file
 from ringlet.ring.local import run_local
 
 R = TypeVar("R")

@@ -10,28 +10,9 @@ import pickle
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
 
 from ringlet.ring.errors import LOST_PEER, PeerLost
-
-
-def pickler() -> ModuleType:
-    """Return cloudpickle if it is installed, else pickle."""
-    try:
-        import cloudpickle
-    except ModuleNotFoundError:
-        return pickle
-    return cloudpickle  # type: ignore[no-any-return]
-
-
-def result_file(directory: Path, rank: int) -> Path:
-    """Where rank ``rank`` leaves what the function returned, pickled."""
-    return directory / f"result-{rank}"
-
-
-def error_file(directory: Path, rank: int) -> Path:
-    """Where rank ``rank`` leaves the traceback of what the function raised, as text."""
-    return directory / f"error-{rank}"
+from ringlet.ring.launch.parcel import error_file, pickler, result_file
 
 
 def main(directory: Path, rank: int) -> int:

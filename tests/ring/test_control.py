@@ -456,3 +456,35 @@ def test_the_address_of_an_interface(monkeypatch):
     monkeypatch.setenv("RINGLET_IFACE", "nosuchif0")
     with pytest.raises(RingError, match="RINGLET_IFACE=nosuchif0"):
         own_address()
+
+
+def test_a_wake_up_in_the_middle_of_another_is_not_lost():
+    class Drained:
+        """The receiving end of the wake-up pipe; something wakes right before it is drained."""
+
+        def __init__(self, sock, wake):
+            self.sock, self.wakes = sock, [wake]
+
+        def fileno(self):
+            return self.sock.fileno()
+
+        def recv(self, size):
+            if self.wakes:
+                self.wakes.pop()()
+            return self.sock.recv(size)
+
+        def close(self):
+            self.sock.close()
+
+    own, other = socket.socketpair()
+    with own, other:
+        control = TcpControl(own, 1, 2)
+        control._woken = Drained(control._woken, control.wake)
+        control.wake()
+        assert control.receive(60.0) == []
+        control.wake()
+        start = time.monotonic()
+        assert control.receive(60.0) == []
+        assert time.monotonic() - start < 30.0
+        other.close()
+        control.close()

@@ -1,0 +1,218 @@
+"""ringlet.torch: mistakes get one text on every rank, nobody hangs, and the job can go on."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from torch import nn
+
+import ringlet
+import ringlet.torch as hvd
+from ringlet.compressors import Compressor, register
+from ringlet.fusion import CompressionFailed
+from ringlet.ring.errors import Mismatch
+from ringlet.ring.launch import WorkerFailed
+
+
+def same_everywhere(text):
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    rows = hvd.allgather(torch.tensor([list(digest)], dtype=torch.uint8))
+    return bool((rows == rows[0]).all())
+
+
+def refused(call, *words, error=Mismatch):
+    """Check that ``call`` raises ``error`` with all ``words``, the same text on every rank."""
+    with pytest.raises(error) as told:
+        call()
+    text = str(told.value)
+    assert all(word in text for word in words), text
+    assert same_everywhere(text), text
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3  # life goes on
+
+
+def odd():
+    return hvd.rank() == hvd.size() - 1
+
+
+def model(outputs=3):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 40), nn.Linear(40, outputs))
+
+
+def wrap(m, names=None, **options):
+    names = m.named_parameters() if names is None else names
+    return hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), names, **options)
+
+
+def step(m, optimizer):
+    optimizer.zero_grad()
+    m(torch.ones(2, 4) * hvd.rank()).square().sum().backward()
+    optimizer.step()
+
+
+def case_names():
+    m = model()
+    named = list(m.named_parameters())
+    stranger = nn.Parameter(torch.ones(1))
+    for names, words in (
+        ([*named, ("more", stranger)], "does not hold: more"),
+        ([*named[:-1], (named[0][0], named[-1][1])], "repeats names: 0.weight"),
+        (named[:-1], "position 3, shape [3]"),
+        ([*named, ("alias", named[0][1])], "one parameter several times: 0.weight, alias"),
+        ([p for _, p in named], "tuples"),
+    ):
+        with pytest.raises(ValueError, match="named_parameters") as told:
+            wrap(m, names)
+        assert words in str(told.value)
+    wrap(m, [*named, ("frozen", nn.Parameter(torch.ones(1), requires_grad=False))])
+
+
+def case_bad_compression():
+    for spec, words in (("int9", "did you mean"), ("topk(ratio=2)", "ratio"), ("ef", "to its left"),
+                        ({"*": "nothing"}, "nothing"), (" ", "empty")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            wrap(model(), compression=spec)
+    with pytest.raises(TypeError, match="'fp16'"):
+        wrap(model(), compression=type("HorovodStyle", (), {}))
+    with pytest.raises(ValueError, match="op=Max needs compression"):
+        hvd.allreduce(torch.ones(5000), op=hvd.Max, compression="int8")
+
+
+def case_collectives_that_differ():
+    size, last = hvd.size(), hvd.size() - 1
+    x = torch.ones(2, 3)
+    one = f"rank {last}: "
+    refused(lambda: hvd.allreduce(torch.ones(3, 2) if odd() else x, name="s"),
+            "'s'", "shapes differ", one + "[3, 2]")  # fmt: skip
+    refused(lambda: hvd.allreduce(x.double() if odd() else x, name="d"),
+            "'d'", "dtypes differ", one + "float64")  # fmt: skip
+    refused(lambda: hvd.allreduce(x, op=hvd.Sum if odd() else hvd.Average, name="o"),
+            "'o'", "reduce ops differ", one + "Sum")  # fmt: skip
+    refused(lambda: hvd.allreduce(x, compression="int8" if odd() else "fp16", name="c"),
+            "'c'", "compressors differ", one + "int8")  # fmt: skip
+    refused(lambda: hvd.allreduce(x, prescale_factor=2.0 if odd() else 1.0, name="p"),
+            "prescale factors differ")  # fmt: skip
+    refused(lambda: hvd.broadcast(x, last if odd() else 0, name="b"), "root ranks differ")
+    refused(lambda: hvd.broadcast(x[:1] if odd() else x, 0, name="b"), "shapes differ")
+    refused(lambda: hvd.allgather(torch.ones(2, 4) if odd() else x, name="g"), "shapes behind")
+    refused(lambda: hvd.allgather(torch.tensor(1.0), name="g"), "without dimensions")
+    refused(lambda: (hvd.allgather if odd() else hvd.allreduce)(x, name="k"), "operations differ")
+    assert hvd.allreduce(x, name="s", op=hvd.Sum).tolist() == (x * size).tolist()
+    for _ in range(2):
+        refused(lambda: hvd.broadcast_parameters(model(4 if odd() else 3).state_dict()),
+                "broadcast_parameters.1.weight", "shapes differ")  # fmt: skip
+    hvd.broadcast_parameters(model().state_dict())
+
+
+def case_optimizers_that_differ():
+    def frozen():
+        m = model()
+        if odd():
+            m[0].weight.requires_grad_(False)
+        return m
+
+    def nothing():
+        m = model()
+        for p in m.parameters() if odd() else ():
+            p.requires_grad_(False)
+        return m
+
+    for build, words in (
+        (lambda: wrap(model(5 if odd() else 3)), ("'1.weight'", "shapes differ")),
+        (lambda: wrap(model().double() if odd() else model()), ("'0.weight'", "dtypes differ")),
+        (lambda: wrap(model(), compression="fp16" if odd() else None), ("compressors differ",)),
+        (lambda: wrap(model(), op=hvd.Sum if odd() else hvd.Average), ("reduce ops differ",)),
+        (lambda: wrap(frozen()), ("'0.weight'", f"not on rank {hvd.size() - 1}")),
+        (lambda: wrap(nothing()), ("'0.weight'", "'1.bias'", f"not on rank {hvd.size() - 1}")),
+    ):
+        refused(build, *words)
+    m = model()
+    optimizer = wrap(m)
+    step(m, optimizer)
+    assert hvd.replicas_equal(m.state_dict())
+
+
+def case_a_compressor_that_fails_on_one_rank():
+    @register("fragile")
+    class Fragile(Compressor):
+        """Fail where a NaN says so."""
+
+        def compress(self, x, ctx):
+            if ctx.xp.isnan(x).any():
+                raise ArithmeticError(f"a NaN on rank {ctx.rank}")
+            return {"all": x.copy()}
+
+        def decompress(self, payload, out, ctx):
+            out[:] = payload["all"]
+
+    last = hvd.size() - 1
+    words = (f"rank {last}: ", "'fragile'", "ArithmeticError: a NaN")
+    x = torch.zeros(2000)
+    x[7] = float("nan") if odd() else 0.0
+    for _ in range(2):
+        refused(lambda: hvd.allreduce(x, compression="fragile", name="f"), *words, "'f'",
+                error=CompressionFailed)  # fmt: skip
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 3))
+    optimizer = wrap(m, compression="fragile")
+    step(m, optimizer)
+    for _ in range(2):
+        before = [p.clone() for p in m.parameters()]
+        optimizer.zero_grad()
+        bad = float("nan") if odd() else 1.0
+        (m(torch.ones(2, 4)).sum() * bad).backward()
+        refused(optimizer.step, *words, error=CompressionFailed)
+        assert all(torch.equal(p, q) for p, q in zip(m.parameters(), before, strict=True))
+        step(m, optimizer)
+        assert hvd.replicas_equal(m.state_dict())
+
+
+CASES = [value for name, value in sorted(globals().items()) if name.startswith("case_")]
+
+
+@pytest.mark.parametrize(("transport", "size"), [("mpi", 4), ("gloo", 2)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[5:])
+def test_error(case, transport, size, run_case):
+    run_case(case, transport, size)
+
+
+@pytest.mark.parametrize("transport", ["mpi", "gloo"])
+def test_a_rank_that_raises_in_the_middle_of_training(transport):
+    def work():
+        torch.set_num_threads(1)
+        hvd.init()
+        m = model()
+        optimizer = wrap(m, compression="fp16")
+        for number in range(1000):
+            if number == 5 and hvd.rank() == 1:
+                raise KeyError("the data of step 5 is missing")
+            step(m, optimizer)
+
+    with pytest.raises(WorkerFailed) as told:
+        ringlet.run(work, np=2, transport=transport)
+    assert told.value.rank == 1
+    assert "the data of step 5 is missing" in told.value.traceback
+
+
+def test_a_rank_that_leaves_while_others_train():
+    def work():
+        torch.set_num_threads(1)
+        hvd.init()
+        m = model()
+        optimizer = wrap(m)
+        step(m, optimizer)
+        rank = hvd.rank()
+        if rank == 1:
+            hvd.shutdown()
+            return "left"
+        try:
+            step(m, optimizer)
+        except hvd.HorovodInternalError as error:
+            return str(error)
+        return "nothing was said"
+
+    said = ringlet.run(work, np=2, transport="gloo")
+    assert said[1] == "left"
+    assert "rank 1 has shut down" in said[0]

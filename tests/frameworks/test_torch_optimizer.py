@@ -1,0 +1,503 @@
+"""ringlet.torch.DistributedOptimizer: the same training as one process with the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ringlet.torch as hvd
+
+SPECS = (
+    "none", "fp16", "bf16", "int8", "int8 | ef", "topk(ratio=0.05)", "topk(ratio=0.05) | ef",
+    "topk(ratio=0.05) | int8 | ef", {"*.bias": "none", "0.*": "fp16", "*": "int8 | ef"},
+)  # fmt: skip
+
+
+def network(seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 48), nn.Tanh(), nn.Linear(48, 48), nn.Linear(48, 2)).to(dtype)
+
+
+def shard(step, rank, dtype=torch.float64):
+    numbers = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, 6, generator=numbers, dtype=dtype)
+
+
+def everything(step, dtype=torch.float64):
+    return torch.cat([shard(step, r, dtype) for r in range(hvd.size())])
+
+
+def objective(model, x):
+    return (model(x) - x[:, :2] * 2).square().mean()
+
+
+def wrapped(model, make, **options):
+    names = options.pop("named_parameters", model.named_parameters())
+    return hvd.DistributedOptimizer(make(model.parameters()), named_parameters=names, **options)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def train(model, optimizer, steps=4, dtype=torch.float64):
+    for step in range(steps):
+        optimizer.zero_grad()
+        objective(model, shard(step, hvd.rank(), dtype)).backward()
+        optimizer.step()
+
+
+def oracle(model, optimizer, steps=4, scale=1.0):
+    for step in range(steps):
+        optimizer.zero_grad()
+        (objective(model, everything(step)) * scale).backward()
+        optimizer.step()
+    return model
+
+
+def close(model, wanted):
+    for (name, p), q in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11, msg=name)
+    assert hvd.replicas_equal(model.state_dict())
+
+
+def case_equals_one_process():
+    for make in (sgd, adam):
+        single = network()
+        wanted = oracle(single, make(single.parameters()))
+        for options in (
+            {},
+            {"compression": hvd.Compression.none},
+            {"gradient_predivide_factor": 4.0},
+            {"named_parameters": None},
+        ):
+            model = network()
+            train(model, wrapped(model, make, **options))
+            close(model, wanted)
+
+
+def case_sum():
+    single, model = network(), network()
+    wanted = oracle(single, sgd(single.parameters()), scale=hvd.size())
+    train(model, wrapped(model, sgd, op=hvd.Sum))
+    close(model, wanted)
+    for options in (
+        {"op": hvd.Max},
+        {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        {"gradient_predivide_factor": 0.0},
+        {"backward_passes_per_step": 0},
+    ):
+        with pytest.raises(ValueError, match=r"op|gradient_predivide|backward_passes"):
+            wrapped(model, sgd, **options)
+
+
+def case_replicas_stay_equal():
+    for spec in SPECS:
+        for make in (sgd, adam) if spec == "int8 | ef" else (sgd,):
+            model = network(hvd.rank(), torch.float32)
+            optimizer = wrapped(model, make, compression=spec)
+            hvd.broadcast_parameters(model.state_dict())
+            train(model, optimizer, 3, torch.float32)
+            assert hvd.replicas_equal(model.state_dict()), spec
+            assert (optimizer.residual_norm() > 0) == ("ef" in str(spec)), spec
+
+
+def case_backward_passes_add_up():
+    single, model = network(), network()
+    reference = sgd(single.parameters())
+    optimizer = wrapped(model, sgd, backward_passes_per_step=2)
+    for step in range(3):
+        for m, o, batch in ((single, reference, everything), (model, optimizer, None)):
+            o.zero_grad()
+            for half in (2 * step, 2 * step + 1):
+                x = batch(half) if batch else shard(half, hvd.rank())
+                (objective(m, x) / 2).backward()
+            o.step()
+    close(model, single)
+    optimizer.set_backward_passes_per_step(1)
+    optimizer.zero_grad()
+    objective(model, shard(9, hvd.rank())).backward()
+    with pytest.raises(RuntimeError, match="between backward"):
+        optimizer.set_backward_passes_per_step(2)
+    optimizer.step()
+    assert hvd.replicas_equal(model.state_dict())
+    optimizer.set_backward_passes_per_step(3)
+    optimizer.zero_grad()
+    objective(model, shard(10, hvd.rank())).backward()
+    optimizer.step()  # early: what there is gets reduced
+    assert hvd.replicas_equal(model.state_dict())
+    with pytest.raises(ValueError, match="at least 1"):
+        optimizer.set_backward_passes_per_step(0)
+
+
+def case_too_many_backward_passes():
+    model = network()
+    optimizer = wrapped(model, sgd)
+    objective(model, shard(0, hvd.rank())).backward()
+    with pytest.raises(RuntimeError, match="more than backward_passes_per_step=1"):
+        objective(model, shard(0, hvd.rank())).backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    assert hvd.replicas_equal(model.state_dict())
+
+
+def case_parameter_groups_and_frozen_layers():
+    def make(model):
+        for p in model[0].parameters():
+            p.requires_grad_(False)
+        groups = [
+            {"params": model[2].parameters(), "lr": 0.1},
+            {"params": [*model[0].parameters(), *model[3].parameters()]},
+        ]
+        return torch.optim.SGD(groups, lr=0.01)
+
+    single, model = network(), network()
+    wanted = oracle(single, make(single))
+    optimizer = hvd.DistributedOptimizer(make(model), named_parameters=model.named_parameters())
+    train(model, optimizer)
+    close(model, wanted)
+    model[0].weight.requires_grad_(True)  # unfrozen too late: would differ between ranks
+    optimizer.zero_grad()
+    objective(model, shard(0, hvd.rank())).backward()
+    with pytest.raises(RuntimeError, match="unfrozen after"):
+        optimizer.step()
+    model.zero_grad()
+    again = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, again)
+    assert hvd.replicas_equal(model.state_dict())
+    with pytest.raises(RuntimeError, match="use that one"):
+        optimizer.step()
+
+
+def case_nothing_to_train():
+    model = network()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    optimizer = wrapped(model, sgd)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert hvd.replicas_equal(model.state_dict())
+
+
+def case_unused_parameters():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.some, self.never = (nn.Linear(6, 2).double() for _ in range(3))
+
+        def forward(self, x, branch):
+            return self.used(x) + (self.some(x) if branch else 0)
+
+    torch.manual_seed(0)
+    model = Branches()
+    never = model.never.weight.clone()
+    optimizer = wrapped(model, adam, compression={"some.*": "int8 | ef"})
+    for step in range(4):
+        optimizer.zero_grad()
+        x = shard(step, hvd.rank())
+        branch = step % 2 == 0 and hvd.rank() == hvd.size() - 1  # on one rank, or on none
+        (model(x, branch).square().mean()).backward()
+        optimizer.step()
+        assert hvd.replicas_equal(model.state_dict())
+    assert torch.equal(model.never.weight, never)
+
+
+def case_tied_weights():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+            self.out.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.out(torch.tanh(self.embed(x)))[:, :2]
+
+    torch.manual_seed(0)
+    single = Tied()
+    model = copy.deepcopy(single)
+    hvd.broadcast_parameters(model.state_dict())  # names the tied weight twice
+    wanted = oracle(single, sgd(single.parameters()))
+    train(model, wrapped(model, sgd))
+    close(model, wanted)
+
+
+def case_channels_last_convolution():
+    torch.manual_seed(0)
+    single = nn.Conv2d(3, 4, 3).double()
+    model = copy.deepcopy(single).to(memory_format=torch.channels_last)
+    reference = sgd(single.parameters())
+    optimizer = wrapped(model, sgd, compression="none")
+    for step in range(3):
+        images = torch.randn(2 * hvd.size(), 3, 6, 6, dtype=torch.float64,
+                             generator=torch.Generator().manual_seed(step))  # fmt: skip
+        own = images[2 * hvd.rank() :][:2].to(memory_format=torch.channels_last)
+        for m, o, x in ((single, reference, images), (model, optimizer, own)):
+            o.zero_grad()
+            m(x).square().mean().backward()
+            o.step()
+    close(model, single)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def case_closures():
+    for make in (
+        lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5),
+        lambda p: torch.optim.LBFGS(p, max_iter=6, line_search_fn="strong_wolfe"),
+        sgd,
+    ):
+        single, model = network(), network()
+        losses = []
+        for m, o, alone in (
+            (single, make(single.parameters()), True),
+            (model, wrapped(model, make), False),
+        ):
+            for step in range(2):
+
+                def closure(m=m, o=o, step=step, alone=alone):
+                    o.zero_grad()
+                    x = everything(step) if alone else shard(step, hvd.rank())
+                    loss = objective(m, x)
+                    loss.backward()
+                    return loss
+
+                losses.append(float(o.step(closure)))
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+        assert losses[2:] == pytest.approx(losses[:2])  # every rank is told the whole loss
+        assert hvd.replicas_equal(model.state_dict())
+
+
+def case_schedulers():
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    for order in ("before", "after"):
+        for loaded in (False, True):
+            model = network()
+            original = torch.optim.SGD(model.parameters(), lr=0.4)
+            scheduler = schedule(original) if order == "before" else None
+            optimizer = hvd.DistributedOptimizer(original, model.named_parameters())
+            scheduler = scheduler or schedule(optimizer)
+            if loaded:  # loading replaces the groups that the scheduler has to find
+                hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for step in range(3):
+                    assert optimizer.param_groups[0]["lr"] == 0.4 * 0.5**step
+                    train(model, optimizer, 1)
+                    scheduler.step()
+            assert hvd.replicas_equal(model.state_dict()), (order, loaded)
+
+
+def case_clipping():
+    single, model = network(), network()
+    reference, optimizer = sgd(single.parameters()), wrapped(model, sgd)
+    for step in range(3):
+        reference.zero_grad()
+        objective(single, everything(step)).backward()
+        nn.utils.clip_grad_norm_(single.parameters(), 0.1)
+        reference.step()
+        optimizer.zero_grad()
+        objective(model, shard(step, hvd.rank())).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    close(model, single)
+    optimizer.zero_grad()
+    objective(model, shard(0, hvd.rank())).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="second time"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 1)
+
+
+def case_gradient_scaler():
+    model = network(dtype=torch.float32)
+    optimizer, scaler = (
+        wrapped(model, sgd, compression="fp16"),
+        torch.amp.GradScaler("cpu", init_scale=64.0),
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = objective(model, shard(step, hvd.rank(), torch.float32))
+        before = model[0].weight.detach().clone()
+        bad = float("inf") if step == 1 and hvd.rank() == 0 else 1.0
+        scaler.scale(loss * bad).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model[0].weight, before) == (step == 1)  # every rank skips the same
+        assert hvd.replicas_equal(model.state_dict())
+
+
+def case_zero_grad_in_between():
+    model = network()
+    optimizer = wrapped(model, sgd)
+    objective(model, shard(0, hvd.rank())).backward()
+    with pytest.raises(RuntimeError, match="zero_grad\\(\\) between"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert all((p.grad == 0).all() for p in model.parameters())
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def case_state_dicts():
+    model = network()
+    optimizer = wrapped(model, adam)
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert type(optimizer).__name__ == "Adam"
+    train(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert pickle.loads(pickle.dumps(state)).keys() == state.keys()
+    stream = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": state}, stream)
+    stream.seek(0)
+    saved = torch.load(stream, weights_only=True)
+    train(model, optimizer)
+    resumed = network(5)
+    resumed.load_state_dict(saved["model"])
+    second = wrapped(resumed, adam, compression="none")
+    second.load_state_dict(saved["optimizer"])
+    train(resumed, second)
+    close(resumed, model)
+    plain = adam(network(5).parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    for refuse in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            refuse(optimizer)
+    pickle.loads(pickle.dumps(model))  # hooks do not get in the way
+    twin = copy.deepcopy(model)
+    objective(twin, shard(0, hvd.rank())).backward()  # nor fire for copies
+    optimizer.zero_grad()
+
+
+def case_step_hooks_run_once():
+    model, calls = network(), []
+    optimizer = wrapped(model, adam)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 2)
+    assert calls == ["pre", "post"] * 2
+
+
+def case_mixed_dtypes():
+    torch.manual_seed(0)
+    for spec in ("none", "int8 | ef"):
+        layers = [nn.Linear(40, 40).to(d) for d in (torch.float16, torch.float32, torch.bfloat16)]
+        model = nn.ModuleList(layers)
+        hvd.broadcast_parameters(model.state_dict())
+        optimizer = wrapped(model, lambda p: torch.optim.SGD(p, lr=0.1), compression=spec)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(2, 40, generator=torch.Generator().manual_seed(step + hvd.rank() * 9))
+            for layer in layers:
+                x = layer(x.to(layer.weight.dtype))
+            x.float().square().mean().backward()
+            optimizer.step()
+            assert hvd.replicas_equal(model.state_dict()), spec
+
+
+def case_two_optimizers():
+    """A generator and a discriminator, whose gradients are switched on and off in turns."""
+    generator, critic = network(1), nn.Linear(2, 1).double()
+    hvd.broadcast_parameters(critic.state_dict())
+    first = wrapped(generator, adam)
+    second = wrapped(critic, adam, compression="int8 | ef")
+    for step in range(3):
+        x = shard(step, hvd.rank())
+        for p in critic.parameters():
+            p.requires_grad_(True)
+        second.zero_grad()
+        critic(generator(x).detach()).square().mean().backward()
+        second.step()
+        for p in critic.parameters():
+            p.requires_grad_(False)
+        first.zero_grad()
+        critic(generator(x)).mean().backward()
+        first.step()
+    one, other = network(2), network(3)
+    a, b = wrapped(one, sgd), wrapped(other, adam)  # both in flight at once
+    for step in range(3):
+        a.zero_grad()
+        b.zero_grad()
+        (
+            objective(one, shard(step, hvd.rank())) + objective(other, shard(7, hvd.rank()))
+        ).backward()
+        for optimizer in (a, b) if hvd.rank() % 2 else (b, a):
+            optimizer.synchronize()
+        for optimizer in (a, b):
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    for model in (generator, critic, one, other):
+        assert hvd.replicas_equal(model.state_dict())
+
+
+def case_wrapping_again():
+    model = network()
+    original = sgd(model.parameters())
+    optimizer = hvd.DistributedOptimizer(original, model.named_parameters())
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    train(model, optimizer, 1)
+    again = hvd.DistributedOptimizer(original, model.named_parameters(), compression="fp16")
+    train(model, again, 2)
+    assert hvd.replicas_equal(model.state_dict())
+    del optimizer, again
+    objective(model, shard(0, hvd.rank())).backward()  # nobody is left to reduce it
+    objective(model, shard(0, hvd.rank())).backward()
+
+
+def case_a_hook_that_raises():
+    model = network()
+    optimizer = wrapped(model, sgd)
+    armed = [True]
+
+    def hook(grad):
+        if armed[0]:
+            raise ArithmeticError("no gradient today")
+        return grad
+
+    model[2].weight.register_hook(hook)
+    with pytest.raises(ArithmeticError, match="today"):
+        objective(model, shard(0, hvd.rank())).backward()
+    optimizer.synchronize()  # collect what was under way
+    optimizer.zero_grad()
+    armed[0] = False
+    train(model, optimizer, 2)
+    assert hvd.replicas_equal(model.state_dict())
+
+
+def case_no_backward_at_all():
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = wrapped(model, lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+CASES = [value for name, value in sorted(globals().items()) if name.startswith("case_")]
+
+
+@pytest.mark.parametrize(("transport", "size"), [("mpi", 2), ("gloo", 4)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[5:])
+def test_optimizer(case, transport, size, run_case):
+    run_case(case, transport, size)
