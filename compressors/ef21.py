@@ -1,0 +1,131 @@
+"""EF21: compress what changed since the last step.
+
+Richtarik, Sokolov and Fatkhullin, "EF21: a new, simpler, theoretically better, and practically
+faster error feedback", NeurIPS 2021; of both directions in Fatkhullin et al., "EF21 with bells &
+whistles", arXiv:2110.03294.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.contract import Payload, Traits
+from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.modifier import Modifier
+from ringlet.compressors.pool import run_ranges
+from ringlet.compressors.registry import register
+
+
+@register("ef21")
+class EF21(Modifier):
+    """Send C(x - g), and let g, which approximates x, follow by what was sent.
+
+    Every rank holds its own g ("worker") and the mean of all ("server"), which is the result: two
+    float32 per element. Gradients that stand still are approximated ever better; with a
+    contraction delta, ||g - x||^2 shrinks by 1 - delta per step. Takes the place of ``ef``. Where
+    anybody's sum is not finite, nobody's g changes.
+    """
+
+    def validate(self) -> None:
+        """Refuse what has no payload to decode again, and a second memory."""
+        if not self.is_bound():
+            return
+        traits = self.wrapped_compressor.traits()
+        if traits.combine == "rounds":
+            raise CompressorError(
+                f"{self.inner} exchanges in rounds; ef21 needs a payload to decode. Use 'ef'"
+            )
+        if traits.stateful:
+            raise CompressorError(f"{self.inner} remembers what it lost; ef21 takes its place")
+
+    def traits(self) -> Traits:
+        """Return the wrapped traits; results depend on the steps before."""
+        inner = self.wrapped_compressor.traits()
+        return dataclasses.replace(inner, stateful=True, omega=None, delta=None)
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Compress the difference."""
+        inner, difference = self.wrapped_compressor, self._difference(x, ctx)
+        payload = inner.compress(difference, ctx)
+        self._sent(x, payload, ctx)
+        return payload
+
+    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Encode the difference."""
+        self.wrapped_compressor.encode_into(self._difference(x, ctx), payload, ctx)
+        self._sent(x, payload, ctx)
+
+    def chained_part(self, payload: Payload) -> str:
+        """Refuse: what is chained behind would change what was sent."""
+        raise CompressorError("nothing can be chained behind ef21: write it to the left of ef21")
+
+    def finish(self, out: Array, ctx: Context) -> None:
+        """Turn the mean of what was sent into the mean of all g, and let this rank's g follow."""
+        server = _array("server", out.size, ctx)
+        for offset, (n, payload) in ctx.state.pop("sent", {}).items():
+            piece = slice(offset, offset + n)
+            sent = ctx.workspace.array("ef21", n)
+            at = dataclasses.replace(ctx, offset=offset)
+            self.wrapped_compressor.decompress(payload, sent, at)
+            worker = _array("worker", out.size, ctx)[piece]
+            _commit(out[piece], sent, worker, server[piece], ctx)
+
+    def _difference(self, x: Array, ctx: Context) -> Array:
+        """Return x - g; the second stage of a reduction compresses a sum of what was sent."""
+        piece = slice(ctx.offset, ctx.offset + x.size)
+        difference = ctx.workspace.array("ef21", x.size)
+        if ctx.stage == 1:
+            known = _array("worker", max(ctx.numel, x.size), ctx)[piece]
+            ctx.xp.subtract(x, known, out=difference)
+        else:
+            ctx.xp.add(_array("sum", max(ctx.numel, x.size), ctx)[piece], x, out=difference)
+            difference -= _array("known", max(ctx.numel, x.size), ctx)[piece]
+        return difference
+
+    def _sent(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Remember what was sent: until ``finish``, or for good where the ranks know the same."""
+        if ctx.stage == 1:
+            copies = {name: array.copy() for name, array in payload.items()}
+            ctx.state.setdefault("sent", {})[ctx.offset] = (x.size, copies)
+            return
+        piece = slice(ctx.offset, ctx.offset + x.size)
+        sent = ctx.workspace.array("ef21", x.size)
+        self.wrapped_compressor.decompress(payload, sent, ctx)
+        _commit(sent, x, ctx.state["sum"][piece], ctx.state["known"][piece], ctx)
+
+
+def _array(name: str, n: int, ctx: Context) -> Array:
+    """Return a remembered array, zeros at first."""
+    if name not in ctx.state:
+        ctx.state[name] = ctx.xp.zeros(n, "float32")
+    array: Array = ctx.state[name]
+    return array
+
+
+def _commit(received: Array, sent: Array, worker: Array, server: Array, ctx: Context) -> None:
+    if ctx.xp is np:
+        from ringlet.compressors.kernels import memory
+
+        def commit(start: int, stop: int) -> None:
+            at = slice(start, stop)
+            memory.commit(received[at], sent[at], worker[at], server[at])
+
+        run_ranges(received.size, 1, commit)
+        return
+    commit_reference(received, sent, worker, server, ctx)
+
+
+def commit_reference(
+    received: Array, sent: Array, worker: Array, server: Array, ctx: Context
+) -> None:
+    """Do what the kernel does in array code."""
+    xp = ctx.xp
+    with np.errstate(invalid="ignore", over="ignore"):
+        total, own = server + received, worker + sent
+    finite = xp.isfinite(total)
+    xp.copyto(worker, own, where=finite & xp.isfinite(own))
+    xp.copyto(server, total, where=finite)
+    received[...] = total

@@ -1,0 +1,163 @@
+"""Top-k by an estimated threshold: from a sample, or from a fitted distribution.
+
+Lin et al., "Deep gradient compression", ICLR 2018; Abdelmoniem et al., "An efficient
+statistical-based gradient compression technique for distributed training systems" (SIDCo),
+MLSys 2021.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ringlet.compressors.bucketed import lane_sums
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.contract import Payload, Traits
+from ringlet.compressors.options import option
+from ringlet.compressors.pool import run_ranges
+from ringlet.compressors.random import squares
+from ringlet.compressors.registry import register
+from ringlet.compressors.sparse import (
+    Selection,
+    largest,
+    largest_array,
+    magnitude_bits,
+    reaching,
+)
+
+_ATTEMPTS = 10
+_FIRST = 0.25  # the share that every stage but the last of SIDCo lets through
+_CHUNK = 1 << 16  # elements summed in one piece, however many threads there are
+
+
+class Estimated(Selection):
+    """Base: take what reaches an estimated threshold, if that is from 0.8 k to 1.3 k entries.
+
+    If it is fewer, the threshold is lowered by a fifth, at most ten times; if it is more, or still
+    fewer, the exact k largest travel. So the entries sent are always the largest ones.
+    """
+
+    ratio: float = option(0.01, gt=0, le=1, doc="share of the entries that should travel")
+
+    def count(self, n: int) -> int:
+        """Return how many of ``n`` entries should travel, k = ceil(ratio * n)."""
+        return min(n, math.ceil(n * self.ratio * (1 - 1e-12)))
+
+    def traits(self) -> Traits:
+        """Of variable size; contracts like the exact selection of 0.8 k entries."""
+        return Traits(delta=0.8 * self.ratio * (1 - 1e-9))
+
+    def estimate(self, x: Array, k: int, ctx: Context, fast: bool) -> float:
+        """Return a threshold that about ``k`` of more magnitudes reach; NaN when unknown."""
+        raise TypeError(f"{type(self).__name__} estimates nothing")
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Select with kernels; on a GPU in array code."""
+        return self._select(x, ctx, fast=ctx.xp is np)
+
+    def reference(self, x: Array, ctx: Context) -> Payload:
+        """Do the same in array code."""
+        return self._select(x, ctx, fast=False)
+
+    def _select(self, x: Array, ctx: Context, fast: bool) -> Payload:
+        k, exact = self.count(x.size), largest if fast else largest_array
+        threshold = self.estimate(x, k, ctx, fast) if 0 < k < x.size else math.nan
+        if not math.isfinite(threshold):
+            return exact(x, k, ctx)
+        for _ in range(_ATTEMPTS):
+            bits = magnitude_bits(threshold)
+            if fast:
+                found = reaching(x, bits, ctx)
+            else:
+                found = ctx.xp.flatnonzero((x.view("uint32") & 0x7FFFFFFF) >= bits)
+            if found.size > 1.3 * k:  # the largest are among them
+                return _within(found, exact(x[found], k, ctx))
+            if found.size >= 0.8 * k:
+                return {"indices": found.astype("uint32", copy=False), "values": x[found]}
+            threshold *= 0.8
+        return exact(x, k, ctx)
+
+
+def _within(found: Array, selected: Payload) -> Payload:
+    indices = found[selected["indices"]].astype("uint32", copy=False)
+    return {"indices": indices, "values": selected["values"]}
+
+
+@register("topk_sampled")
+class TopKSampled(Estimated):
+    """Send about the k largest entries, by the threshold that a random sample suggests.
+
+    Lin et al., ICLR 2018. From 0.8 k to 1.3 k entries of 8 bytes, always the largest. NaN counts
+    as largest and is sent. Use it with error feedback: ``topk_sampled | ef``.
+    """
+
+    sample: float = option(0.01, gt=0, le=1, doc="share of the entries that is sampled")
+
+    def estimate(self, x: Array, k: int, ctx: Context, fast: bool) -> float:
+        """Return the magnitude at the rank among the sample that k has among all."""
+        # At least 64 entries are expected above the threshold, which then errs by an eighth.
+        drawn = max(math.ceil(x.size * self.sample), 64 * x.size // k)
+        if drawn >= x.size:
+            return math.nan
+        if fast:
+            from ringlet.compressors.kernels import sparse
+
+            bits = ctx.workspace.array("sample", drawn, np.int32)
+            sparse.sample(x, np.uint64(ctx.key()), bits)
+        else:
+            places = squares(ctx.xp, ctx.key(), 0, drawn).astype("uint64") * ctx.xp.uint64(x.size)
+            taken = x[(places >> ctx.xp.uint64(32)).astype("int64")]
+            bits = (taken.view("uint32") & 0x7FFFFFFF).astype("int32")
+        rank = drawn - max(1, round(drawn * k / x.size))
+        return float(ctx.xp.partition(bits, rank)[rank : rank + 1].view("float32")[0])
+
+
+@register("sidco")
+class SIDCo(Estimated):
+    """Send about the k largest entries, by fitting exponential tails stage after stage.
+
+    Abdelmoniem et al., MLSys 2021 (SIDCo-E). Each stage but the last keeps a quarter of what the
+    one before let through and fits the excess over its threshold. Exact for Laplacian gradients,
+    and good for Gaussian ones from three stages on. From 0.8 k to 1.3 k entries of 8 bytes, always
+    the largest; a gradient that fits badly costs further passes, never more entries. NaN counts as
+    largest and is sent. Use it with error feedback: ``sidco | ef``.
+    """
+
+    stages: int = option(3, ge=1, le=8, doc="stages of the estimate, each a pass")
+
+    def estimate(self, x: Array, k: int, ctx: Context, fast: bool) -> float:
+        """Return the threshold of the last stage."""
+        threshold, left = 0.0, k / x.size
+        for stage in range(self.stages):
+            last = stage == self.stages - 1 or left >= _FIRST
+            total, count = self._exceeding(x, threshold, ctx, fast)
+            if count == 0:
+                break
+            share = left if last else _FIRST
+            threshold += (total / count - threshold) * -math.log(share)
+            left /= share
+            if last or not math.isfinite(threshold):
+                break
+        return threshold
+
+    def _exceeding(self, x: Array, threshold: float, ctx: Context, fast: bool) -> tuple[float, int]:
+        """Return the sum and the number of magnitudes of at least ``threshold``."""
+        chunks, bits = -(-x.size // _CHUNK), magnitude_bits(threshold)
+        if not fast:
+            rows = ctx.xp.zeros(chunks * _CHUNK, "float32")
+            rows[: x.size] = x
+            held = (x.view("uint32") & 0x7FFFFFFF) >= bits
+            rows[: x.size][~held] = 0
+            sums = lane_sums(ctx.xp.abs(rows).reshape(chunks, _CHUNK).astype("float64"), ctx.xp)
+            return sum(float(s) for s in sums), int(held.sum())
+        from ringlet.compressors.kernels import sparse
+
+        sums, counts = np.empty(chunks), np.empty(chunks, np.int64)
+
+        def exceed(start: int, stop: int) -> None:
+            first, end = start // _CHUNK, -(-stop // _CHUNK)
+            sparse.exceeding(x[start:stop], bits, _CHUNK, sums[first:end], counts[first:end])
+
+        run_ranges(x.size, _CHUNK, exceed)
+        return sum(float(s) for s in sums), int(counts.sum())

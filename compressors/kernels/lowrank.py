@@ -1,0 +1,82 @@
+"""Factors of low-rank approximations: orthonormal rows, and the product of two factors.
+
+Every rank must get the same bits here, on any processor: sums have a fixed order, and no library
+is asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+_CHUNK = 2048  # columns of a product whose factors stay in the first-level cache
+
+
+@njit(nogil=True, cache=True)
+def _dot(a: Any, b: Any, scratch: Any) -> Any:
+    """Return the inner product, added by folding the second half onto the first."""
+    n = a.size
+    for i in range(n):
+        scratch[i] = a[i] * b[i]
+    while n > 1:
+        half = (n + 1) // 2
+        upper = scratch[half:n]
+        for i in range(upper.size):
+            scratch[i] += upper[i]
+        n = half
+    return scratch[0]
+
+
+@njit(nogil=True, cache=True)
+def orthonormal(rows: Any, small: float, out: Any) -> None:
+    """Fill ``out`` with an orthonormal basis of the rows (r x n, r <= n), as the array code does.
+
+    Gram-Schmidt in float64, twice per row. A row of which less than ``small`` is left, relatively,
+    gives way to the next unit vector that is independent of those before.
+    """
+    r, n = rows.shape
+    basis = np.empty((r, n), np.float64)
+    scratch = np.empty(n, np.float64)
+    parts = np.empty(r, np.float64)
+    unit = 0
+    for k in range(r):
+        row = basis[k]
+        for i in range(n):
+            row[i] = types.float64(rows[k, i])
+        while True:
+            before = np.sqrt(_dot(row, row, scratch))
+            for _ in range(2):
+                for j in range(k):
+                    parts[j] = _dot(basis[j], row, scratch)
+                for j in range(k):
+                    other, part = basis[j], parts[j]
+                    for i in range(n):
+                        row[i] -= part * other[i]
+            norm = np.sqrt(_dot(row, row, scratch))
+            if norm > small * before:
+                break
+            row[:] = 0.0
+            row[unit] = 1.0
+            unit += 1
+        for i in range(n):
+            row[i] /= norm
+            out[k, i] = types.float32(row[i])
+
+
+@njit(nogil=True, cache=True)
+def product(left: Any, right: Any, out: Any) -> None:
+    """Fill ``out`` (n x m) with the sum over k of left[k, i] * right[k, j], in order of k."""
+    r, n = left.shape
+    m = right.shape[1]
+    for start in range(0, m, _CHUNK):
+        for i in range(n):
+            target = out[i, start : min(start + _CHUNK, m)]
+            weight, values = left[0, i], right[0, start : start + target.size]
+            for j in range(target.size):
+                target[j] = weight * values[j]
+            for k in range(1, r):
+                weight, values = left[k, i], right[k, start : start + target.size]
+                for j in range(target.size):
+                    target[j] += weight * values[j]

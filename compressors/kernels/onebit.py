@@ -1,0 +1,132 @@
+"""One bit per entry: find a bucket's scale, take signs, pack them, and keep what was lost.
+
+Kernels are made for one combination of scale (mean magnitude, or given) and feedback each.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from ringlet.compressors.kernels.intrinsics import bf16_to_f32, bits_f32, f32_bits, is_finite
+from ringlet.compressors.kernels.lanes import LANES, fold
+
+_NAN = 0x7FC0
+_SIGN = 0x80000000
+# Multiplied with eight bytes of 0 or 1, this gathers them in the highest byte, first in bit 0.
+_GATHER = 0x0102040810204080
+
+
+@njit(inline="always")
+def nearest_bf16(value: Any) -> Any:
+    """Round a finite, non-negative float32 to bfloat16, at most to the largest finite one."""
+    bits = f32_bits(value)
+    odd = (bits >> types.uint32(16)) & types.uint32(1)
+    return types.uint16(
+        min((bits + types.uint32(0x7FFF) + odd) >> types.uint32(16), types.uint32(0x7F7F))
+    )
+
+
+@cache
+def encoder(given: bool, feedback: bool) -> Any:
+    """Return the kernel ``encode(x, residual, decay, bucket, parameter, key, start, codes,
+    scales)``; ``given``: the scale is ``parameter``, not the mean magnitude.
+    """
+
+    @njit(nogil=True, cache=True)
+    def encode(
+        x: Any, residual: Any, decay: Any, bucket: Any, parameter: Any, key: Any, start: Any,
+        codes: Any, scales: Any,
+    ) -> None:  # fmt: skip
+        flags = np.zeros(bucket, np.uint8)
+        width = bucket // 8
+        for b in range(scales.size):
+            values = x[b * bucket : (b + 1) * bucket]
+            held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
+            out = codes[b * width : b * width + (values.size + 7) // 8]
+            if given:
+                extent = types.float64(_largest(values, held, decay))
+            else:
+                extent = _total(values, held, decay)
+            if not np.isfinite(extent):  # the bucket decodes to NaN: overflow must not be hidden
+                scales[b] = types.uint16(_NAN)
+                out[:] = 0
+                continue
+            mean = types.float32(parameter if given else extent / values.size)
+            scales[b] = nearest_bf16(mean)
+            _signs(values, held, decay, bf16_to_f32(scales[b]), flags)
+            for i in range(values.size, out.size * 8):
+                flags[i] = 0
+            words = flags.view(np.uint64)
+            for j in range(out.size):
+                out[j] = types.uint8((words[j] * types.uint64(_GATHER)) >> types.uint64(56))
+
+    @njit(inline="always")
+    def _value(values: Any, held: Any, decay: Any, i: Any) -> Any:
+        return values[i] + decay * held[i] if feedback else values[i]
+
+    @njit(nogil=True)
+    def _largest(values: Any, held: Any, decay: Any) -> Any:
+        top = types.uint32(0)
+        for i in range(values.size):
+            value = _value(values, held, decay, i)
+            top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
+        return bits_f32(top)
+
+    @njit(nogil=True)
+    def _total(values: Any, held: Any, decay: Any) -> Any:
+        # Sums side by side let the compiler use vectors, in an order that array code can repeat.
+        sums = np.zeros(LANES, np.float64)
+        for start in range(0, values.size, LANES):
+            block = values[start : start + LANES]
+            kept = held[start : start + LANES] if feedback else held
+            for i in range(block.size):
+                sums[i] += types.float64(abs(_value(block, kept, decay, i)))
+        return fold(sums)
+
+    @njit(nogil=True)
+    def _signs(values: Any, held: Any, decay: Any, scale: Any, flags: Any) -> None:
+        for i in range(values.size):
+            value = _value(values, held, decay, i)
+            negative = value < types.float32(0.0)
+            flags[i] = types.uint8(negative)
+            if feedback:
+                lost = value + scale if negative else value - scale
+                held[i] = lost if is_finite(lost) else held[i]
+
+    return encode
+
+
+@cache
+def decoder(add: bool) -> Any:
+    """Return the kernel ``decode(codes, scales, bucket, out)``; ``add`` accumulates."""
+
+    @njit(nogil=True, cache=True)
+    def decode(codes: Any, scales: Any, bucket: Any, out: Any) -> None:
+        width = bucket // 8
+        for b in range(scales.size):
+            target = out[b * bucket : (b + 1) * bucket]
+            _write(codes[b * width : (b + 1) * width], bf16_to_f32(scales[b]), target)
+
+    @njit(nogil=True)
+    def _write(codes: Any, scale: Any, target: Any) -> None:
+        positive = f32_bits(scale)
+        full = target.size // 8
+        for j in range(full):
+            byte = types.uint32(codes[j])
+            for i in range(8):
+                sign = (byte << types.uint32(31 - i)) & types.uint32(_SIGN)
+                value = bits_f32(positive | sign)
+                target[8 * j + i] = target[8 * j + i] + value if add else value
+        for i in range(8 * full, target.size):
+            sign = (types.uint32(codes[full]) << types.uint32(31 - i % 8)) & types.uint32(_SIGN)
+            value = bits_f32(positive | sign)
+            target[i] = target[i] + value if add else value
+
+    return decode
+
+
+__all__ = ["decoder", "encoder", "nearest_bf16"]

@@ -1,0 +1,21 @@
+"""From which size on tensors are compressed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ringlet.compressors.contract import Traits
+from ringlet.compressors.modifier import Modifier
+from ringlet.compressors.options import option
+from ringlet.compressors.registry import register
+
+
+@register("min_size")
+class MinSize(Modifier):
+    """Let tensors of fewer than ``elements`` elements travel uncompressed; 0 compresses all."""
+
+    elements: int = option(1024, ge=0, doc="elements from which on a tensor is compressed")
+
+    def traits(self) -> Traits:
+        """Return the wrapped traits with this size."""
+        return dataclasses.replace(self.wrapped_compressor.traits(), min_size=self.elements)

@@ -1,0 +1,139 @@
+"""Sparsification by a threshold; the base of compressors that send as many entries as it takes.
+
+Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.contract import Compressor, Payload, Traits
+from ringlet.compressors.errors import PayloadError
+from ringlet.compressors.options import option
+from ringlet.compressors.pool import run_ranges
+from ringlet.compressors.registry import register
+
+
+class Selection(Compressor):
+    """Base of compressors that send indices (uint32, ascending) and values of some entries."""
+
+    def traits(self) -> Traits:
+        """Return that the payload's size depends on the values."""
+        return Traits()
+
+    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Put the values at their places among zeros."""
+        indices, values = payload["indices"], payload["values"]
+        if ctx.xp is not np:
+            out[...] = 0
+            out[indices] = values
+            return
+        from ringlet.compressors.kernels import select
+
+        self._inside(select.scatter(indices, values, out), out)
+
+    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Add the values at their places."""
+        if ctx.xp is not np:
+            out[payload["indices"]] += payload["values"]
+            return
+        from ringlet.compressors.kernels import select
+
+        self._inside(select.scatter_add(payload["indices"], payload["values"], out), out)
+
+    def _inside(self, ok: bool, out: Array) -> None:
+        if not ok:
+            raise PayloadError(
+                f"{self.label()} received an index beyond the tensor's {out.size} elements"
+            )
+
+    def warm_up(self, ctx: Context) -> None:
+        """Compile the kernels."""
+        x, out = ctx.xp.ones(64, "float32"), ctx.xp.zeros(64, "float32")
+        payload = self.compress(x, ctx)
+        self.decompress(payload, out, ctx)
+        self.accumulate(payload, out, ctx)
+        reaching(x, 0, ctx)
+        largest(x, 1, ctx)
+
+
+@register("threshold")
+class Threshold(Selection):
+    """Send the entries with a magnitude of at least ``value``, but at most a share ``cap``.
+
+    Strom, Interspeech 2015, with exact values. Where more qualify than the cap allows, the largest
+    of them travel. Takes 8 bytes for an entry; how many there are varies, so that a good ``value``
+    has to be known, in units of the gradient (a loss scale included). NaN and Inf are sent.
+    Use it with error feedback: ``threshold | ef``.
+    """
+
+    value: float = option(1e-3, gt=0, doc="smallest magnitude that travels")
+    cap: float = option(1.0, gt=0, le=1, doc="largest share of the entries that travels")
+
+    def limit(self, n: int) -> int:
+        """Return how many of ``n`` entries travel at most."""
+        return min(n, max(1, int(n * self.cap * (1 + 1e-12))))
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Select in one pass; on a GPU in array code."""
+        if ctx.xp is not np:
+            return self.reference(x, ctx)
+        indices = reaching(x, magnitude_bits(self.value), ctx)
+        if indices.size <= self.limit(x.size):
+            return {"indices": indices, "values": x[indices]}
+        return largest(x, self.limit(x.size), ctx)
+
+    def reference(self, x: Array, ctx: Context) -> Payload:
+        """Do the same in array code."""
+        xp = ctx.xp
+        bits = x.view("uint32") & 0x7FFFFFFF
+        indices = xp.flatnonzero(bits >= magnitude_bits(self.value)).astype("uint32")
+        if indices.size <= self.limit(x.size):
+            return {"indices": indices, "values": x[indices]}
+        return largest_array(x, self.limit(x.size), ctx)
+
+
+def magnitude_bits(value: float) -> int:
+    """Return the bits of a threshold; one beyond float32 is infinity, which Inf and NaN reach."""
+    with np.errstate(over="ignore"):
+        return int(np.float32(value).view(np.uint32)) & 0x7FFFFFFF
+
+
+def reaching(x: Array, threshold: int, ctx: Context) -> Array:
+    """Return the indices (uint32, ascending) of magnitudes with bits of at least ``threshold``."""
+    from ringlet.compressors.kernels import sparse
+
+    scratch = ctx.workspace.array("candidates", x.size, np.uint32)
+    counts: dict[int, int] = {}
+
+    def collect(start: int, stop: int) -> None:
+        counts[start] = sparse.collect(x[start:stop], threshold, start, scratch[start:stop])
+
+    run_ranges(x.size, 1, collect)
+    # A copy: what is returned travels after the scratch array has been used again.
+    return np.concatenate([scratch[start : start + counts[start]] for start in sorted(counts)])
+
+
+def largest(x: Array, k: int, ctx: Context) -> Payload:
+    """Return exactly the ``k`` entries of largest magnitude, the lowest index among equals."""
+    from ringlet.compressors.kernels import select
+
+    indices, values = np.empty(k, np.uint32), np.empty(k, np.float32)
+    if k:
+        scratch = ctx.workspace.array("candidates", x.size, np.uint32)
+        select.topk(x, k, scratch, indices, values)
+    return {"indices": indices, "values": values}
+
+
+def largest_array(x: Array, k: int, ctx: Context) -> Payload:
+    """Do the same in array code."""
+    xp = ctx.xp
+    if k == 0:
+        return {"indices": xp.empty(0, "uint32"), "values": xp.empty(0, "float32")}
+    bits = x.view("uint32") & 0x7FFFFFFF
+    threshold = xp.partition(bits, x.size - k)[x.size - k]
+    above = xp.flatnonzero(bits > threshold)
+    equal = xp.flatnonzero(bits == threshold)[: k - above.size]
+    indices = xp.sort(xp.concatenate([above, equal])).astype("uint32")
+    return {"indices": indices, "values": x[indices]}

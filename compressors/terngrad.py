@@ -1,0 +1,89 @@
+"""Ternary gradients.
+
+Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning",
+NeurIPS 2017.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ringlet.compressors.bucketed import NAN_BITS, Bucketed, lane_sums
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.contract import Payload, Traits
+from ringlet.compressors.options import fixed, option
+from ringlet.compressors.packing import pack_bits, unpack_bits
+from ringlet.compressors.random import squares
+from ringlet.compressors.registry import register
+
+
+@register("terngrad")
+class TernGrad(Bucketed):
+    """Send -s, 0 or +s in 2 bits: sign(x) s with probability |x| / s. Unbiased for |x| <= s.
+
+    Wen et al., NeurIPS 2017, with a scaler s per bucket instead of per tensor: the smaller of
+    max|x| and ``clip`` times the root mean square of the bucket, as a bfloat16 rounded up. What
+    exceeds s is clipped to it. A ``clip`` of at least sqrt(bucket) never clips. The variance is
+    s ||x||_1 - ||x||^2, which for gradients means noise above the signal: meant for large batches
+    or many ranks, or use it with error feedback. A bucket with a NaN or Inf decodes to NaN.
+    """
+
+    bits: int = fixed(2)
+    clip: float = option(2.5, ge=1, doc="clip at this many root mean squares")
+
+    def traits(self) -> Traits:
+        """Cut at buckets; unbiased where nothing is ever clipped."""
+        # s ||x||_1 / ||x||^2 is largest when all but the largest entry are s / (1 + sqrt(d)).
+        worst = (1 + self.bucket**0.5) / 2 * (1 + 2**-7) - 1
+        clips = self.clip < self.bucket**0.5
+        return Traits(
+            fixed_size=True, granularity=self.bucket, omega=None if clips else worst + 2**-10
+        )
+
+    def parameter(self) -> float:
+        """The clipping factor."""
+        return self.clip
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Draw codes: 0, 1 and 2 for -s, 0 and s."""
+        xp = ctx.xp
+        rows, counts = self.rows(x, xp), self.counts(x.size, xp)
+        with np.errstate(all="ignore"):
+            largest = xp.abs(rows).max(axis=1, initial=np.float32(0))
+            energy = lane_sums(rows.astype("float64") ** 2, xp)
+            limit = self.clip * xp.sqrt(energy / counts)
+            top = xp.minimum(largest.astype("float64"), limit).astype("float32")
+        finite = xp.isfinite(largest)
+        bits = top.view("uint32").astype("uint64")
+        scales = xp.where(finite, xp.minimum((bits + 0xFFFF) >> 16, 0x7F7F), 0).astype("uint16")
+        scale = (scales.astype("uint32") << 16).view("float32")[:, None]
+        drawn = squares(xp, ctx.key(), ctx.offset, rows.size).reshape(rows.shape) >> 8
+        kept = drawn.astype("float32") * np.float32(2.0**-24) * scale < xp.abs(rows)
+        codes = xp.where(kept, xp.where(rows < 0, 0, 2), 1).astype("uint8")
+        packed = pack_bits(xp, codes.reshape(-1)[: x.size], 2)
+        for b in xp.flatnonzero(~finite).tolist():  # the kernel leaves zeros, the tail included
+            packed[b * self.bucket // 4 : (b + 1) * self.bucket // 4] = 0
+        return {"codes": packed, "scales": xp.where(finite, scales, NAN_BITS).astype("uint16")}
+
+    def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Decode: (code - 1) * s."""
+        codes = unpack_bits(ctx.xp, payload["codes"], 2, out.size).astype("float32")
+        out[...] = (codes - np.float32(1)) * self.spread(payload["scales"], out.size)
+
+    def encoder(self, feedback: bool) -> Any:
+        """The kernel."""
+        from ringlet.compressors.kernels import terngrad
+
+        return terngrad.encoder(feedback)
+
+    def decoder(self, add: bool) -> Any:
+        """The kernel of the quantisers: ternary codes are levels at equal distances."""
+        from ringlet.compressors.kernels import quantize
+
+        kernel = quantize.decoder(quantize.Scheme.MAX, add)
+        return lambda codes, scales, bucket, out: kernel(codes, scales, _NO_LOWS, 2, bucket, out)
+
+
+_NO_LOWS: Array = np.empty(0, np.float32)
