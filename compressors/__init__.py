@@ -16,6 +16,7 @@ from ringlet.compressors.ef import ErrorFeedback
 from ringlet.compressors.ef21 import EF21
 from ringlet.compressors.errors import (
     CompressorError,
+    InputError,
     OptionError,
     PayloadError,
     SpecError,
@@ -59,6 +60,7 @@ __all__ = [
     "ErrorFeedback",
     "Exchange",
     "Hadamard",
+    "InputError",
     "Int4",
     "Int8",
     "Lossless",

@@ -25,6 +25,7 @@ _LARGEST_DCT = 512
 _TINY = np.float32(1.5e-36)
 _NAN = 0x7FC0
 _NOTHING: Array = np.empty(0, np.uint16)
+_NO_RESIDUAL: Array = np.empty(0, np.float32)
 
 
 @register("block_topk")
@@ -195,7 +196,7 @@ class BlockTopK(Compressor):
         """Select and pack in one pass."""
         if ctx.xp is not np:
             return super().encode_into(x, payload, ctx)
-        self._encode(x, x, 1.0, payload, feedback=False)
+        self._encode(x, _NO_RESIDUAL, 1.0, payload, feedback=False)
         return None
 
     def feedback_into(
@@ -223,14 +224,14 @@ class BlockTopK(Compressor):
     ) -> None:
         from ringlet.compressors.kernels.blocktopk import encoder
 
-        kernel = encoder(self.bits, self.dct, feedback)
+        kernel = encoder(self.bits)
         inverse, forward = cosines(self.block if self.dct else 1)
         weight = np.float32(decay)
 
         def encode(start: int, stop: int) -> None:
             kernel(
-                x[start:stop], residual[start:stop], weight, self.block, self.kept, self.width,
-                forward, inverse, *self._slices(payload, start),
+                x[start:stop], residual[start:stop], weight, feedback, self.block, self.kept,
+                self.width, self.dct, forward, inverse, *self._slices(payload, start),
             )  # fmt: skip
 
         run_ranges(x.size, self.block, encode)
@@ -238,14 +239,14 @@ class BlockTopK(Compressor):
     def _decode(self, payload: Payload, out: Array, add: bool) -> None:
         from ringlet.compressors.kernels.blocktopk import decoder
 
-        kernel = decoder(self.bits, self.dct, add)
+        kernel = decoder(self.bits)
         inverse, _ = cosines(self.block if self.dct else 1)
 
         def decode(start: int, stop: int) -> None:
             indices, values, scales = self._slices(payload, start)
             if not kernel(
-                indices, values, scales, self.block, self.kept, self.width, inverse,
-                out[start:stop],
+                indices, values, scales, self.block, self.kept, self.width, self.dct, inverse,
+                add, out[start:stop],
             ):  # fmt: skip
                 raise PayloadError("block_topk received an index beyond its block")
 

@@ -8,13 +8,14 @@ be overridden for speed. What a compressor remembers between steps lives in ``ct
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+import functools
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.errors import CompressorError, PayloadError
+from ringlet.compressors.errors import CompressorError, InputError, PayloadError
 from ringlet.compressors.options import bind_options, checked, options_of
 
 Payload = dict[str, Array]
@@ -99,6 +100,8 @@ class Compressor:
         for name, field in options_of(cls).items():
             if field.default is dataclasses.MISSING:
                 raise TypeError(f"{cls.__name__}: option {name!r} needs a default")
+        if "compress" in cls.__dict__:
+            cls.compress = _checking(cls.__dict__["compress"])  # type: ignore[method-assign]
         generated = cls.__init__
 
         def __init__(self: Compressor, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -237,6 +240,29 @@ class Compressor:
             if getattr(self, name) != field.default
         ]
         return f"({', '.join(shown)})" if shown else ""
+
+
+def _checking(compress: Callable[..., Payload]) -> Callable[..., Payload]:
+    """Return ``compress`` with a check of its input: for callers other than the engine."""
+
+    @functools.wraps(compress)
+    def checked_compress(self: Compressor, x: Array, ctx: Context) -> Payload:
+        what = getattr(x, "dtype", type(x).__name__)
+        if what != np.float32 or x.ndim != 1 or not _contiguous(x):
+            shape = list(getattr(x, "shape", ()))
+            raise InputError(
+                f"{self.label()} compresses flat, contiguous float32 arrays, not {what}{shape}"
+                f"{'' if _contiguous(x) else ' with gaps between elements'}; convert with "
+                "ascontiguousarray(x, 'float32').reshape(-1)"
+            )
+        return compress(self, x, ctx)
+
+    return checked_compress
+
+
+def _contiguous(x: Any) -> bool:
+    """Whether ``x`` is an array without gaps, or no array at all."""
+    return not hasattr(x, "flags") or bool(x.flags.c_contiguous)
 
 
 def _wrapped_fields(cls: type) -> list[dataclasses.Field[Any]]:

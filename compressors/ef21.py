@@ -30,13 +30,17 @@ class EF21(Modifier):
     """
 
     def validate(self) -> None:
-        """Refuse what has no payload to decode again, and a second memory."""
+        """Refuse what has no payload to decode again, sums that are rounded, a second memory."""
         if not self.is_bound():
             return
         traits = self.wrapped_compressor.traits()
         if traits.combine == "rounds":
             raise CompressorError(
                 f"{self.inner} exchanges in rounds; ef21 needs a payload to decode. Use 'ef'"
+            )
+        if traits.combine == "sum" and traits.delta != 1:
+            raise CompressorError(
+                f"sums of {self.inner} are rounded on the wire, which ef21 would add up for ever"
             )
         if traits.stateful:
             raise CompressorError(f"{self.inner} remembers what it lost; ef21 takes its place")

@@ -22,6 +22,10 @@ class OptionError(CompressorError):
     """An option that a compressor does not have, or a value it does not take."""
 
 
+class InputError(CompressorError, TypeError):
+    """A compressor was given something other than a flat, contiguous float32 array."""
+
+
 class PayloadError(CompressorError):
     """A compressor returned something that cannot travel, or received what it cannot decode."""
 

@@ -112,6 +112,14 @@ class TopKSampled(Estimated):
         rank = drawn - max(1, round(drawn * k / x.size))
         return float(ctx.xp.partition(bits, rank)[rank : rank + 1].view("float32")[0])
 
+    def warm_up(self, ctx: Context) -> None:
+        """Compile the kernels, the one that samples included."""
+        super().warm_up(ctx)
+        if ctx.xp is np:
+            from ringlet.compressors.kernels import sparse
+
+            sparse.sample(np.ones(8, np.float32), np.uint64(ctx.key()), np.empty(8, np.int32))
+
 
 @register("sidco")
 class SIDCo(Estimated):

@@ -64,6 +64,30 @@ class Hadamard(Modifier):
         self._rotate(x, ctx, rotated)
         return super().encode_into(rotated, payload, ctx)
 
+    def feedback_into(
+        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
+    ) -> None:
+        """Add the residual while rotating, and rotate back what was lost."""
+        if ctx.xp is not np:
+            return super().feedback_into(x, residual, decay, payload, ctx)
+        from ringlet.compressors.kernels import hadamard
+
+        inner, rotated = self.wrapped_compressor, ctx.workspace.array("hadamard", x.size)
+        key, block, weight = np.uint64(ctx.key(shared=True)), self.block, np.float32(decay)
+
+        def ranges(kernel: Any) -> None:
+            def run(start: int, stop: int) -> None:
+                at, place = slice(start, stop), ctx.offset + start
+                kernel(x[at], residual[at], weight, key, place, block, rotated[at])
+
+            run_ranges(x.size, block, run)
+
+        ranges(hadamard.rotate_sum)
+        inner.encode_into(rotated, payload, ctx)
+        inner.decompress(payload, rotated, ctx)
+        ranges(hadamard.keep)
+        return None
+
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode and rotate back."""
         super().decompress(payload, out, ctx)

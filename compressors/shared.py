@@ -6,6 +6,7 @@ accelerating distributed deep learning using tensor homomorphic compression", NS
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +20,8 @@ from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
 
-_TINY = np.float32(1.5e-36)
+_TINY = np.float32(1.2e-38)
+_PART = 1 << 16
 _MOST = 1 << 22  # levels beyond which float32 cannot round
 
 
@@ -31,7 +33,8 @@ class SharedInt(Compressor):
     which is the code of the sum, so it rides any allreduce and is the same for every order of
     adding. So that sums cannot overflow, codes have (2**(bits-1) - 1) // ranks levels: with 8 bits
     and 8 ranks 15. A bucket in which any rank has a NaN or Inf comes out as NaN everywhere.
-    ``levels`` asks for fewer. Put ``hadamard`` behind it to tame outliers.
+    ``levels`` asks for fewer. A bucket whose levels are tinier than 1.2e-38 is sent as zeros. Put
+    ``hadamard`` behind it to tame outliers.
     """
 
     bits: int = option(8, choices=(8, 16, 32), doc="bits of an integer on the wire")
@@ -60,7 +63,8 @@ class SharedInt(Compressor):
         largest = ctx.xp.array((yield Round(self.extents(x, ctx), "max")))
         total = yield Round(self.codes(x, largest, levels, ctx), "sum")
         with np.errstate(invalid="ignore"):
-            units = ctx.xp.where(largest >= _TINY, largest / levels, largest * np.float32(0))
+            units = largest / levels
+            units = ctx.xp.where(units >= _TINY, units, units * np.float32(0))
             units = (units / np.float32(ctx.size)).astype("float32")
         if ctx.xp is np:
             from ringlet.compressors.kernels.shared import decode
@@ -108,17 +112,20 @@ class SharedInt(Compressor):
 
             def encode(start: int, stop: int) -> None:
                 scales = largest[start // bucket : -(-stop // bucket)]
-                kernel(x[start:stop], scales, levels, bucket, key, start, codes[start:stop])
+                first = ctx.offset + start
+                kernel(x[start:stop], scales, levels, bucket, key, first, codes[start:stop])
 
             run_ranges(x.size, bucket, encode)
             return codes
-        usable = (largest >= _TINY) & xp.isfinite(largest)
-        scale = xp.where(usable, largest / levels, np.float32(1))
-        place = x * (np.float32(1) / scale).repeat(bucket)[: x.size]
-        if self.stochastic:
-            drawn = squares(xp, ctx.key(), 0, x.size) >> 16
-            place = (place + levels) + drawn.astype("float32") * np.float32(2.0**-16)
-            place = xp.trunc(xp.minimum(place, 2 * levels)) - levels
+        unit = largest / levels
+        usable = (unit >= _TINY) & xp.isfinite(unit)
+        inverse = np.float32(1) / xp.where(usable, unit, np.float32(1))
+        with np.errstate(invalid="ignore", over="ignore"):
+            place = x * inverse.repeat(bucket)[: x.size]
+            if self.stochastic:
+                drawn = squares(xp, ctx.key(), ctx.offset, x.size) >> 16
+                place = xp.floor(place + drawn.astype("float32") * np.float32(2.0**-16))
+                place = xp.maximum(xp.minimum(place, levels), -levels)
         codes[...] = xp.where(usable.repeat(bucket)[: x.size], xp.rint(place), 0)
         return codes
 
@@ -136,20 +143,20 @@ class SharedInt(Compressor):
 class TernGradShared(SharedInt):
     """Send -1, 0 or 1 in a byte, at random and without bias, on a scale shared by all ranks.
 
-    Wen et al., NeurIPS 2017, with scaler sharing. Values are clipped at ``clip`` standard
-    deviations of their tensor first, which is the only bias; the sum allows 127 ranks.
+    Wen et al., NeurIPS 2017, with scaler sharing. Values are clipped at ``clip`` root mean squares
+    of their tensor first, which is the only bias; the sum allows 127 ranks.
     """
 
     bits: int = fixed(8)
     stochastic: bool = fixed(True)
     levels: int = fixed(1)
-    clip: float = option(
-        2.5, ge=0, doc="standard deviations beyond which values are clipped; 0: none"
-    )
+    clip: float = option(2.5, ge=0, doc="root mean squares at which values are clipped; 0: none")
 
     def prepared(self, x: Array, ctx: Context) -> Array:
-        """Clip, unless the deviation is not finite."""
+        """Clip, unless the bound is not finite: an overflow must not be clipped away."""
         if self.clip == 0 or x.size == 0:
             return x
-        bound = self.clip * x.astype("float64").std()
-        return ctx.xp.clip(x, -bound, bound).astype("float32") if np.isfinite(bound) else x
+        # By parts that stay in the cache, because squares need double precision.
+        parts = (x[i : i + _PART].astype("float64") for i in range(0, x.size, _PART))
+        bound = self.clip * float(sum(part.dot(part) for part in parts) / x.size) ** 0.5
+        return ctx.xp.clip(x, -bound, bound).astype("float32") if math.isfinite(bound) else x

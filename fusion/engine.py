@@ -117,6 +117,10 @@ class Engine:
         group: Group = handle.wait()
         return group
 
+    def release(self, group: Group) -> None:
+        """Forget a group between steps; every rank does, sooner or later."""
+        self._groups.pop(group.number, None)
+
     def submit(
         self,
         request: Request,

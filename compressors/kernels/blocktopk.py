@@ -1,7 +1,6 @@
 """Top-k inside blocks: transform, select, quantise what is kept, and keep what was lost.
 
-Kernels are made for one width of values, with or without a transform and feedback each; what does
-not apply is compiled away.
+Kernels are made for one width of values each; what else does not apply is skipped.
 """
 
 from __future__ import annotations
@@ -105,22 +104,38 @@ def decode2(codes: Any, scales: Any, scratch: Any, values: Any) -> None:
         values[j] = -magnitude if scratch[j] & 1 else magnitude
 
 
+@njit(nogil=True, cache=True)
+def encode16(values: Any, codes: Any) -> None:
+    """Round to bfloat16."""
+    for j in range(values.size):
+        codes[j] = f32_to_bf16(values[j])
+
+
+@njit(nogil=True, cache=True)
+def decode16(codes: Any, values: Any) -> None:
+    """Widen bfloat16."""
+    for j in range(values.size):
+        values[j] = bf16_to_f32(codes[j])
+
+
 @njit(inline="always")
 def _kept(kept: int, n: int, block: int, rotated: bool) -> Any:
     return kept if rotated or n == block else (kept * n + block - 1) // block
 
 
 @cache
-def encoder(bits: int, rotated: bool, feedback: bool) -> Any:
-    """Return the kernel ``encode(x, residual, decay, block, kept, width, forward, inverse,
-    indices, values, scales)``: ``kept`` entries of a full block, indices of ``width`` bits.
+def encoder(bits: int) -> Any:
+    """Return the kernel ``encode(x, residual, decay, feedback, block, kept, width, rotated,
+    forward, inverse, indices, values, scales)``: ``kept`` entries of a full block, indices of
+    ``width`` bits. ``residual`` is empty without ``feedback``.
     """
+    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
     per_block = {8: 1, 2: 2}.get(bits, 0)
 
     @njit(nogil=True, cache=True)
     def encode(
-        x: Any, residual: Any, decay: Any, block: int, kept: int, width: int, forward: Any,
-        inverse: Any, indices: Any, values: Any, scales: Any,
+        x: Any, residual: Any, decay: Any, feedback: bool, block: int, kept: int, width: int,
+        rotated: bool, forward: Any, inverse: Any, indices: Any, values: Any, scales: Any,
     ) -> None:  # fmt: skip
         magnitudes, found = np.empty(block, np.int32), np.empty(block, np.int32)
         picks, maxima = np.empty(block + 1, np.int32), np.empty(block, np.int32)
@@ -130,11 +145,14 @@ def encoder(bits: int, rotated: bool, feedback: bool) -> Any:
         stride, step = (kept * width + 7) // 8, (kept * bits + 7) // 8 if bits < 16 else kept
         for b in range((x.size + block - 1) // block):
             piece = x[b * block : (b + 1) * block]
-            held = residual[b * block : (b + 1) * block] if feedback else residual
+            held = residual[b * block : (b + 1) * block]
             n = piece.size
             k = _kept(kept, n, block, rotated)
-            for i in range(n):
-                target[i] = piece[i] + decay * held[i] if feedback else piece[i]
+            if feedback:
+                for i in range(n):
+                    target[i] = piece[i] + decay * held[i]
+            else:
+                target[:n] = piece
             if rotated:
                 target[n:] = 0
                 transform(target, forward, turned)
@@ -147,9 +165,23 @@ def encoder(bits: int, rotated: bool, feedback: bool) -> Any:
             pack_indices(picks, k, width, indices[b * stride :])
             out = values[b * step : b * step + ((k * bits + 7) // 8 if bits < 16 else k)]
             scale = scales[b * per_block : (b + 1) * per_block]
-            _encode(chosen[:k], sums, scratch, out, scale)
+            if bits == 8:
+                encode8(chosen[:k], out, scale)
+            elif bits == 2:
+                encode2(chosen[:k], sums, scratch, out, scale)
+            elif bits == 16:
+                encode16(chosen[:k], out)
+            else:
+                out[:] = chosen[:k]
             if feedback:
-                _decode(out, scale, scratch, decoded[:k])
+                if bits == 8:
+                    decode8(out, scale, decoded[:k])
+                elif bits == 2:
+                    decode2(out, scale, scratch, decoded[:k])
+                elif bits == 16:
+                    decode16(out, decoded[:k])
+                else:
+                    decoded[:k] = out
                 if rotated:
                     transform_sparse(picks, decoded[:k], inverse, turned)
                     for i in range(n):
@@ -164,13 +196,13 @@ def encoder(bits: int, rotated: bool, feedback: bool) -> Any:
                     for j in range(k):
                         held[picks[j]] = chosen[j]
 
-    _encode, _decode = _quantiser(bits)
     return encode
 
 
 @cache
-def decoder(bits: int, rotated: bool, add: bool) -> Any:
-    """Return the kernel ``decode(indices, values, scales, block, kept, width, inverse, out)``.
+def decoder(bits: int) -> Any:
+    """Return the kernel ``decode(indices, values, scales, block, kept, width, rotated, inverse,
+    add, out)``.
 
     ``add`` accumulates. It returns False when an index lies outside its block.
     """
@@ -178,8 +210,8 @@ def decoder(bits: int, rotated: bool, add: bool) -> Any:
 
     @njit(nogil=True, cache=True)
     def decode(
-        indices: Any, values: Any, scales: Any, block: int, kept: int, width: int, inverse: Any,
-        out: Any,
+        indices: Any, values: Any, scales: Any, block: int, kept: int, width: int, rotated: bool,
+        inverse: Any, add: bool, out: Any,
     ) -> bool:  # fmt: skip
         picks, scratch = np.empty(kept, np.int32), np.empty(kept, np.uint8)
         decoded, turned = np.empty(kept, np.float32), np.empty(block, np.float32)
@@ -193,7 +225,14 @@ def decoder(bits: int, rotated: bool, add: bool) -> Any:
             limit = block if rotated else n
             if not unpack_indices(indices[b * stride :], k, width, limit, picks):
                 return False
-            _decode(source, scale, scratch, decoded[:k])
+            if bits == 8:
+                decode8(source, scale, decoded[:k])
+            elif bits == 2:
+                decode2(source, scale, scratch, decoded[:k])
+            elif bits == 16:
+                decode16(source, decoded[:k])
+            else:
+                decoded[:k] = source
             if rotated:
                 transform_sparse(picks, decoded[:k], inverse, turned)
                 for i in range(n):
@@ -206,37 +245,7 @@ def decoder(bits: int, rotated: bool, add: bool) -> Any:
                     piece[picks[j]] = piece[picks[j]] + value if add else value
         return True
 
-    _, _decode = _quantiser(bits)
     return decode
-
-
-@cache
-def _quantiser(bits: int) -> tuple[Any, Any]:
-    """Return ``encode(values, sums, scratch, out, scales)`` and ``decode(out, scales, scratch,
-    values)`` for values of ``bits`` bits.
-    """
-
-    @njit(nogil=True)
-    def encode(values: Any, sums: Any, scratch: Any, out: Any, scales: Any) -> None:
-        if bits == 8:
-            encode8(values, out, scales)
-        elif bits == 2:
-            encode2(values, sums, scratch, out, scales)
-        else:
-            for j in range(values.size):
-                out[j] = f32_to_bf16(values[j]) if bits == 16 else values[j]
-
-    @njit(nogil=True)
-    def decode(out: Any, scales: Any, scratch: Any, values: Any) -> None:
-        if bits == 8:
-            decode8(out, scales, values)
-        elif bits == 2:
-            decode2(out, scales, scratch, values)
-        else:
-            for j in range(values.size):
-                values[j] = bf16_to_f32(out[j]) if bits == 16 else out[j]
-
-    return encode, decode
 
 
 __all__ = ["decoder", "encoder"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from ringlet.compressors.kernels.intrinsics import bits_f32, f32_bits
+from ringlet.compressors.kernels.intrinsics import bits_f32, f32_bits, is_finite
 from ringlet.compressors.kernels.random import squares
 
 _U = types.uint64
@@ -45,6 +45,38 @@ def restore(x: Any, key: Any, start: Any, block: int, add: bool, out: Any) -> No
                 target[i] += values[i]
         else:
             _flip(values, key, start + first, block, words, target)
+
+
+@njit(nogil=True, cache=True)
+def rotate_sum(
+    x: Any, residual: Any, decay: Any, key: Any, start: Any, block: int, out: Any
+) -> None:
+    """Fill ``out`` with the rotated x + decay * residual."""
+    words = np.empty(64, np.uint32)
+    for first in range(0, x.size, block):
+        target = out[first : min(first + block, x.size)]
+        values, held = x[first : first + target.size], residual[first : first + target.size]
+        for i in range(target.size):
+            target[i] = values[i] + decay * held[i]
+        _flip(target, key, start + first, block, words, target)
+        _transform(target, block)
+
+
+@njit(nogil=True, cache=True)
+def keep(x: Any, residual: Any, decay: Any, key: Any, start: Any, block: int, decoded: Any) -> None:
+    """Leave x + decay * residual, less the restored ``decoded``, in ``residual`` where finite.
+
+    ``decoded`` is overwritten.
+    """
+    words = np.empty(64, np.uint32)
+    for first in range(0, x.size, block):
+        target = decoded[first : min(first + block, x.size)]
+        values, held = x[first : first + target.size], residual[first : first + target.size]
+        _transform(target, block)
+        _flip(target, key, start + first, block, words, target)
+        for i in range(target.size):
+            lost = (values[i] + decay * held[i]) - target[i]
+            held[i] = lost if is_finite(lost) else held[i]
 
 
 @njit(nogil=True, cache=True)

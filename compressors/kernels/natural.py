@@ -21,11 +21,44 @@ def _power(code: Any) -> Any:
     return bits_f32(magnitude | ((wide & types.uint32(0x80)) << types.uint32(24)))
 
 
+@njit(inline="always")
+def _value(values: Any, held: Any, decay: Any, i: Any, feedback: bool) -> Any:
+    return values[i] + decay * held[i] if feedback else values[i]
+
+
+@njit(nogil=True)
+def _largest(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
+    top = types.uint32(0)
+    for i in range(values.size):
+        value = _value(values, held, decay, i, feedback)
+        top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
+    return top
+
+
+@njit(nogil=True)
+def _round(
+    values: Any, held: Any, decay: Any, scale: Any, inverse: Any, key: Any, start: Any,
+    out: Any, feedback: bool,
+) -> None:  # fmt: skip
+    for i in range(values.size):
+        value = _value(values, held, decay, i, feedback)
+        bits = f32_bits(value * inverse)
+        # Adding noise to the mantissa carries into the exponent as often as it should.
+        noise = squares(key, types.uint64(start + i)) >> types.uint32(9)
+        magnitude = types.uint32((bits & types.uint32(0x7FFFFFFF)) + noise)
+        rank = min(types.uint32(magnitude >> types.uint32(23)), types.uint32(127))
+        code = types.uint8(rank | ((bits >> types.uint32(24)) & types.uint32(0x80)))
+        out[i] = code
+        if feedback:
+            held[i] = value - _power(code) * scale
+
+
 @cache
 def encoder(feedback: bool) -> Any:
     """Return the kernel ``encode(x, residual, decay, bucket, parameter, key, start, codes,
     scales)``; it needs no ``parameter``.
     """
+    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
     @njit(nogil=True, cache=True)
     def encode(
@@ -36,7 +69,7 @@ def encoder(feedback: bool) -> Any:
             values = x[b * bucket : (b + 1) * bucket]
             held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
             out = codes[b * bucket : (b + 1) * bucket]
-            top = _largest(values, held, decay)
+            top = _largest(values, held, decay, feedback)
             if not is_finite(bits_f32(top)):  # the bucket decodes to NaN: it must not be hidden
                 scales[b] = types.uint16(_NAN)
                 out[:] = 0
@@ -47,38 +80,16 @@ def encoder(feedback: bool) -> Any:
             scale = bits_f32(types.uint32(shift + types.int32(127)) << types.uint32(23))
             inverse = types.float32(1.0) / scale
             scales[b] = types.uint16(f32_bits(scale) >> types.uint32(16))
-            _round(values, held, decay, scale, inverse, key, start + b * bucket, out)
-
-    @njit(inline="always")
-    def _value(values: Any, held: Any, decay: Any, i: Any) -> Any:
-        return values[i] + decay * held[i] if feedback else values[i]
-
-    @njit(nogil=True)
-    def _largest(values: Any, held: Any, decay: Any) -> Any:
-        top = types.uint32(0)
-        for i in range(values.size):
-            value = _value(values, held, decay, i)
-            top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
-        return top
-
-    @njit(nogil=True)
-    def _round(
-        values: Any, held: Any, decay: Any, scale: Any, inverse: Any, key: Any, start: Any,
-        out: Any,
-    ) -> None:  # fmt: skip
-        for i in range(values.size):
-            value = _value(values, held, decay, i)
-            bits = f32_bits(value * inverse)
-            # Adding noise to the mantissa carries into the exponent as often as it should.
-            noise = squares(key, types.uint64(start + i)) >> types.uint32(9)
-            magnitude = types.uint32((bits & types.uint32(0x7FFFFFFF)) + noise)
-            rank = min(types.uint32(magnitude >> types.uint32(23)), types.uint32(127))
-            code = types.uint8(rank | ((bits >> types.uint32(24)) & types.uint32(0x80)))
-            out[i] = code
-            if feedback:
-                held[i] = value - _power(code) * scale
+            _round(values, held, decay, scale, inverse, key, start + b * bucket, out, feedback)
 
     return encode
+
+
+@njit(nogil=True)
+def _write(codes: Any, scale: Any, target: Any, add: bool) -> None:
+    for i in range(target.size):
+        value = _power(codes[i]) * scale
+        target[i] = target[i] + value if add else value
 
 
 @cache
@@ -89,13 +100,7 @@ def decoder(add: bool) -> Any:
     def decode(codes: Any, scales: Any, bucket: Any, out: Any) -> None:
         for b in range(scales.size):
             target = out[b * bucket : (b + 1) * bucket]
-            _write(codes[b * bucket : (b + 1) * bucket], bf16_to_f32(scales[b]), target)
-
-    @njit(nogil=True)
-    def _write(codes: Any, scale: Any, target: Any) -> None:
-        for i in range(target.size):
-            value = _power(codes[i]) * scale
-            target[i] = target[i] + value if add else value
+            _write(codes[b * bucket : (b + 1) * bucket], bf16_to_f32(scales[b]), target, add)
 
     return decode
 

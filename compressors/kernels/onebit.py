@@ -30,11 +30,49 @@ def nearest_bf16(value: Any) -> Any:
     )
 
 
+@njit(inline="always")
+def _value(values: Any, held: Any, decay: Any, i: Any, feedback: bool) -> Any:
+    return values[i] + decay * held[i] if feedback else values[i]
+
+
+@njit(nogil=True)
+def _largest(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
+    top = types.uint32(0)
+    for i in range(values.size):
+        value = _value(values, held, decay, i, feedback)
+        top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
+    return bits_f32(top)
+
+
+@njit(nogil=True)
+def _total(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
+    # Sums side by side let the compiler use vectors, in an order that array code can repeat.
+    sums = np.zeros(LANES, np.float64)
+    for start in range(0, values.size, LANES):
+        block = values[start : start + LANES]
+        kept = held[start : start + LANES] if feedback else held
+        for i in range(block.size):
+            sums[i] += types.float64(abs(_value(block, kept, decay, i, feedback)))
+    return fold(sums)
+
+
+@njit(nogil=True)
+def _signs(values: Any, held: Any, decay: Any, scale: Any, flags: Any, feedback: bool) -> None:
+    for i in range(values.size):
+        value = _value(values, held, decay, i, feedback)
+        negative = value < types.float32(0.0)
+        flags[i] = types.uint8(negative)
+        if feedback:
+            lost = value + scale if negative else value - scale
+            held[i] = lost if is_finite(lost) else held[i]
+
+
 @cache
 def encoder(given: bool, feedback: bool) -> Any:
     """Return the kernel ``encode(x, residual, decay, bucket, parameter, key, start, codes,
     scales)``; ``given``: the scale is ``parameter``, not the mean magnitude.
     """
+    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
     @njit(nogil=True, cache=True)
     def encode(
@@ -48,56 +86,39 @@ def encoder(given: bool, feedback: bool) -> Any:
             held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
             out = codes[b * width : b * width + (values.size + 7) // 8]
             if given:
-                extent = types.float64(_largest(values, held, decay))
+                extent = types.float64(_largest(values, held, decay, feedback))
             else:
-                extent = _total(values, held, decay)
+                extent = _total(values, held, decay, feedback)
             if not np.isfinite(extent):  # the bucket decodes to NaN: overflow must not be hidden
                 scales[b] = types.uint16(_NAN)
                 out[:] = 0
                 continue
             mean = types.float32(parameter if given else extent / values.size)
             scales[b] = nearest_bf16(mean)
-            _signs(values, held, decay, bf16_to_f32(scales[b]), flags)
+            _signs(values, held, decay, bf16_to_f32(scales[b]), flags, feedback)
             for i in range(values.size, out.size * 8):
                 flags[i] = 0
             words = flags.view(np.uint64)
             for j in range(out.size):
                 out[j] = types.uint8((words[j] * types.uint64(_GATHER)) >> types.uint64(56))
 
-    @njit(inline="always")
-    def _value(values: Any, held: Any, decay: Any, i: Any) -> Any:
-        return values[i] + decay * held[i] if feedback else values[i]
-
-    @njit(nogil=True)
-    def _largest(values: Any, held: Any, decay: Any) -> Any:
-        top = types.uint32(0)
-        for i in range(values.size):
-            value = _value(values, held, decay, i)
-            top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
-        return bits_f32(top)
-
-    @njit(nogil=True)
-    def _total(values: Any, held: Any, decay: Any) -> Any:
-        # Sums side by side let the compiler use vectors, in an order that array code can repeat.
-        sums = np.zeros(LANES, np.float64)
-        for start in range(0, values.size, LANES):
-            block = values[start : start + LANES]
-            kept = held[start : start + LANES] if feedback else held
-            for i in range(block.size):
-                sums[i] += types.float64(abs(_value(block, kept, decay, i)))
-        return fold(sums)
-
-    @njit(nogil=True)
-    def _signs(values: Any, held: Any, decay: Any, scale: Any, flags: Any) -> None:
-        for i in range(values.size):
-            value = _value(values, held, decay, i)
-            negative = value < types.float32(0.0)
-            flags[i] = types.uint8(negative)
-            if feedback:
-                lost = value + scale if negative else value - scale
-                held[i] = lost if is_finite(lost) else held[i]
-
     return encode
+
+
+@njit(nogil=True)
+def _write(codes: Any, scale: Any, target: Any, add: bool) -> None:
+    positive = f32_bits(scale)
+    full = target.size // 8
+    for j in range(full):
+        byte = types.uint32(codes[j])
+        for i in range(8):
+            sign = (byte << types.uint32(31 - i)) & types.uint32(_SIGN)
+            value = bits_f32(positive | sign)
+            target[8 * j + i] = target[8 * j + i] + value if add else value
+    for i in range(8 * full, target.size):
+        sign = (types.uint32(codes[full]) << types.uint32(31 - i % 8)) & types.uint32(_SIGN)
+        value = bits_f32(positive | sign)
+        target[i] = target[i] + value if add else value
 
 
 @cache
@@ -109,22 +130,7 @@ def decoder(add: bool) -> Any:
         width = bucket // 8
         for b in range(scales.size):
             target = out[b * bucket : (b + 1) * bucket]
-            _write(codes[b * width : (b + 1) * width], bf16_to_f32(scales[b]), target)
-
-    @njit(nogil=True)
-    def _write(codes: Any, scale: Any, target: Any) -> None:
-        positive = f32_bits(scale)
-        full = target.size // 8
-        for j in range(full):
-            byte = types.uint32(codes[j])
-            for i in range(8):
-                sign = (byte << types.uint32(31 - i)) & types.uint32(_SIGN)
-                value = bits_f32(positive | sign)
-                target[8 * j + i] = target[8 * j + i] + value if add else value
-        for i in range(8 * full, target.size):
-            sign = (types.uint32(codes[full]) << types.uint32(31 - i % 8)) & types.uint32(_SIGN)
-            value = bits_f32(positive | sign)
-            target[i] = target[i] + value if add else value
+            _write(codes[b * width : (b + 1) * width], bf16_to_f32(scales[b]), target, add)
 
     return decode
 

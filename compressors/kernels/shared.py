@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 from numba import njit, types
 
 from ringlet.compressors.kernels.intrinsics import bits_f32, f32_bits
@@ -13,8 +14,8 @@ from ringlet.compressors.kernels.random import uniform16
 # Adding 1.5 * 2**23 to a float of up to 2**22 leaves it rounded to nearest even in the lowest bits.
 _MAGIC = 12582912.0
 _INF = 0x7F800000
-# Below this the inverse of a scale may overflow; such a bucket is sent as zeros.
-TINY = 1.5e-36
+# Below this the inverse of a level may overflow; such a bucket is sent as zeros.
+TINY = 1.2e-38
 
 
 @njit(nogil=True, cache=True)
@@ -42,18 +43,17 @@ def encoder(stochastic: bool) -> Any:
         for b in range(extents.size):
             values = x[b * bucket : (b + 1) * bucket]
             target = codes[b * bucket : (b + 1) * bucket]
-            usable = types.float32(TINY) <= extents[b] < types.float32(bits_f32(types.uint32(_INF)))
-            if not usable:
+            unit = extents[b] / levels
+            if not types.float32(TINY) <= unit < bits_f32(types.uint32(_INF)):
                 target[:] = 0
                 continue
-            inverse = types.float32(1) / (extents[b] / levels)
+            inverse = types.float32(1) / unit
             first = types.uint64(start + b * bucket)
             for i in range(values.size):
                 place = values[i] * inverse
                 if stochastic:
-                    drawn = (place + levels) + uniform16(key, first + types.uint64(i))
-                    top = types.float32(2) * levels
-                    target[i] = types.int32(min(drawn, top)) - types.int32(levels)
+                    drawn = np.floor(place + uniform16(key, first + types.uint64(i)))
+                    target[i] = types.int32(max(min(drawn, levels), -levels))
                 else:
                     rounded = (place + types.float32(_MAGIC)) - types.float32(_MAGIC)
                     target[i] = types.int32(rounded)

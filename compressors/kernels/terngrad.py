@@ -17,11 +17,57 @@ from ringlet.compressors.kernels.random import uniform
 _NAN = 0x7FC0
 
 
+@njit(inline="always")
+def _value(values: Any, held: Any, decay: Any, i: Any, feedback: bool) -> Any:
+    return values[i] + decay * held[i] if feedback else values[i]
+
+
+@njit(nogil=True)
+def _extent(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
+    top = types.uint32(0)
+    for i in range(values.size):
+        value = _value(values, held, decay, i, feedback)
+        top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
+    sums = np.zeros(LANES, np.float64)
+    for start in range(0, values.size, LANES):
+        block = values[start : start + LANES]
+        kept = held[start : start + LANES] if feedback else held
+        for i in range(block.size):
+            wide = types.float64(_value(block, kept, decay, i, feedback))
+            sums[i] += wide * wide
+    return bits_f32(top), fold(sums)
+
+
+@njit(nogil=True)
+def _draw(
+    values: Any,
+    held: Any,
+    decay: Any,
+    scale: Any,
+    key: Any,
+    start: Any,
+    target: Any,
+    feedback: bool,
+) -> None:
+    for i in range(values.size):
+        value = _value(values, held, decay, i, feedback)
+        bits = f32_bits(value)
+        magnitude = bits_f32(bits & types.uint32(0x7FFFFFFF))
+        # Multiplied, not divided: a tiny scale has no inverse.
+        kept = uniform(key, types.uint64(start + i)) * scale < magnitude
+        side = types.int32(2) - (types.int32(bits >> types.uint32(31)) << types.int32(1))
+        code = types.int32(side if kept else types.int32(1))
+        target[i] = types.uint8(code)
+        if feedback:
+            held[i] = value - types.float32(code - types.int32(1)) * scale
+
+
 @cache
 def encoder(feedback: bool) -> Any:
     """Return the kernel ``encode(x, residual, decay, bucket, parameter, key, start, codes,
     scales)``; ``parameter`` is the clipping factor.
     """
+    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
     @njit(nogil=True, cache=True)
     def encode(
@@ -34,7 +80,7 @@ def encoder(feedback: bool) -> Any:
             values = x[b * bucket : (b + 1) * bucket]
             held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
             out = codes[b * width : (b + 1) * width]
-            largest, energy = _extent(values, held, decay)
+            largest, energy = _extent(values, held, decay, feedback)
             if not is_finite(largest):  # the bucket decodes to NaN: overflow must not be hidden
                 scales[b] = types.uint16(_NAN)
                 out[:] = 0
@@ -45,43 +91,8 @@ def encoder(feedback: bool) -> Any:
             scales[b] = round_up_bf16(types.float32(top))
             target = scratch[: values.size]
             counter = start + b * bucket
-            _draw(values, held, decay, bf16_to_f32(scales[b]), key, counter, target)
+            _draw(values, held, decay, bf16_to_f32(scales[b]), key, counter, target, feedback)
             pack(target, 2, out)
-
-    @njit(inline="always")
-    def _value(values: Any, held: Any, decay: Any, i: Any) -> Any:
-        return values[i] + decay * held[i] if feedback else values[i]
-
-    @njit(nogil=True)
-    def _extent(values: Any, held: Any, decay: Any) -> Any:
-        top = types.uint32(0)
-        for i in range(values.size):
-            value = _value(values, held, decay, i)
-            top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
-        sums = np.zeros(LANES, np.float64)
-        for start in range(0, values.size, LANES):
-            block = values[start : start + LANES]
-            kept = held[start : start + LANES] if feedback else held
-            for i in range(block.size):
-                wide = types.float64(_value(block, kept, decay, i))
-                sums[i] += wide * wide
-        return bits_f32(top), fold(sums)
-
-    @njit(nogil=True)
-    def _draw(
-        values: Any, held: Any, decay: Any, scale: Any, key: Any, start: Any, target: Any
-    ) -> None:
-        for i in range(values.size):
-            value = _value(values, held, decay, i)
-            bits = f32_bits(value)
-            magnitude = bits_f32(bits & types.uint32(0x7FFFFFFF))
-            # Multiplied, not divided: a tiny scale has no inverse.
-            kept = uniform(key, types.uint64(start + i)) * scale < magnitude
-            side = types.int32(2) - (types.int32(bits >> types.uint32(31)) << types.int32(1))
-            code = types.int32(side if kept else types.int32(1))
-            target[i] = types.uint8(code)
-            if feedback:
-                held[i] = value - types.float32(code - types.int32(1)) * scale
 
     return encode
 

@@ -42,16 +42,17 @@ def simulate(
     states: Sequence[State] | None = None,
     step: int = 0,
     name: str = "tensor",
+    shape: tuple[int, ...] | None = None,
 ) -> list[Array]:
     """Return what every one of W simulated ranks has for the mean of ``gradients``.
 
     ``gradients`` are flat float32 arrays of one length, by rank; ``states`` what each rank
-    remembers between calls.
+    remembers between calls; ``shape`` the tensor's, flat by default.
     """
     size, n = len(gradients), gradients[0].size
     held = states if states is not None else [{} for _ in gradients]
     contexts = [
-        context(x, held[rank], rank=rank, size=size, step=step, name=name)
+        context(x, held[rank], shape=shape or x.shape, rank=rank, size=size, step=step, name=name)
         for rank, x in enumerate(gradients)
     ]
     now = compressor.at(step)

@@ -98,6 +98,14 @@ class _Distributed:
         """Change how many backward passes add up before gradients are reduced."""
         self._ringlet.set_passes(passes)
 
+    def set_compression(self, compression: Spec | Routes) -> None:
+        """Compress differently from the next step on; all ranks call it alike.
+
+        Residuals carry over to compressors with error feedback; whatever else the old compressors
+        remembered is forgotten. Raises RuntimeError between ``backward`` and ``step``.
+        """
+        self._ringlet.set_compression(compression)
+
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
         return self._ringlet.residual_norm()

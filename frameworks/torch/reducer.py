@@ -57,11 +57,16 @@ class Reducer:
         self._hooks: list[Any] = []
         self._group: Group | None = None
         self._retired = False
+        self._predivide = predivide
+        self._label = current().unnamed("DistributedOptimizer")
+        self._declare(compression)
+        self._take_over()
+
+    def _declare(self, compression: Spec | Routes) -> None:
         runtime, router = current(), as_router(compression)
-        self._label = runtime.unnamed("DistributedOptimizer")
-        compressors = [router(name) for name in named]
+        compressors = [router(name) for name in self.parameters]
         requests: list[Request] = []
-        for (name, p), compressor in zip(named.items(), compressors, strict=True):
+        for (name, p), compressor in zip(self.parameters.items(), compressors, strict=True):
             check(p, f"parameter {name!r}")
             requests.append(
                 Request(
@@ -69,18 +74,35 @@ class Reducer:
                     "allreduce",
                     dtype_of(p),
                     tuple(p.shape),
-                    op,
+                    self._op,
                     str(compressor),
-                    prescale=1.0 / predivide,
-                    postscale=predivide,
+                    prescale=1.0 / self._predivide,
+                    postscale=self._predivide,
                 )
             )
         if runtime.size > 1:
             # Declared even without parameters: a rank that has some has to hear of it.
-            states = [self.states[name] for name in named]
+            states = [self.states[name] for name in self.parameters]
             group = runtime.engine.declare(self._label, requests, compressors, states)
-            self._group = group if named else None
-        self._take_over()
+            if self._group is not None:
+                runtime.engine.release(self._group)
+            self._group = group if self.parameters else None
+            weakref.finalize(self, runtime.engine.release, group)
+
+    def set_compression(self, compression: Spec | Routes) -> None:
+        """Compress differently from the next step on. Collective; RuntimeError during a step.
+
+        Residuals carry over to compressors with error feedback; whatever else the old ones
+        remembered is forgotten.
+        """
+        if self.in_flight:
+            raise RuntimeError("set_compression between backward() and step()")
+        router = as_router(compression)
+        for name, state in self.states.items():
+            kept = {"residual", "step"} if " | ef" in f" | {router(name)}" else {"step"}
+            for key in state.keys() - kept:
+                del state[key]
+        self._declare(compression)
 
     def set_passes(self, passes: int) -> None:
         """Reduce after ``passes`` backward passes from now on; RuntimeError during a step."""

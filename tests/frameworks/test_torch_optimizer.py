@@ -486,6 +486,26 @@ def case_a_hook_that_raises():
     assert hvd.replicas_equal(model.state_dict())
 
 
+def case_changing_compression():
+    model = network(dtype=torch.float32)
+    optimizer = wrapped(model, sgd, compression="topk(ratio=0.05) | ef")
+    train(model, optimizer, dtype=torch.float32)
+    held = optimizer.residual_norm()
+    assert held > 0
+    optimizer.set_compression({"*.bias": "none", "*": "int8 | ef"})
+    assert optimizer.residual_norm() == held
+    train(model, optimizer, dtype=torch.float32)
+    assert hvd.replicas_equal(model.state_dict())
+    optimizer.set_compression("none")
+    assert optimizer.residual_norm() == 0
+    train(model, optimizer, dtype=torch.float32)
+    assert hvd.replicas_equal(model.state_dict())
+    objective(model, shard(0, hvd.rank(), torch.float32)).backward()
+    with pytest.raises(RuntimeError, match="set_compression between"):
+        optimizer.set_compression("int8")
+    optimizer.step()
+
+
 def case_no_backward_at_all():
     model = network()
     before = copy.deepcopy(model.state_dict())

@@ -1,0 +1,115 @@
+"""Choosing compressors during training, from what gradients look like.
+
+Both work on values that every rank has, such as reduced gradients, so that all ranks choose alike.
+Hand the choice to ``optimizer.set_compression``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.contract import Compressor
+from ringlet.compressors.errors import OptionError
+from ringlet.compressors.spec import resolve
+
+Spec = str | Compressor
+
+
+@dataclass
+class Accordion:
+    """Compress little while training is in a critical regime, and much otherwise.
+
+    Agarwal et al., "Accordion: adaptive gradient communication via critical learning regime
+    identification", MLSys 2021. A regime is critical when the norm of the gradients accumulated
+    over an epoch changed by at least ``threshold`` of what it was, and in the first epoch.
+    """
+
+    low: Spec
+    high: Spec
+    threshold: float = 0.5
+    _before: float | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.threshold > 0:
+            raise OptionError(f"Accordion: threshold must be > 0, got {self.threshold}")
+        self.low, self.high = resolve(self.low), resolve(self.high)
+
+    def choose(self, norm: float) -> Compressor:
+        """Return the compressor for the next epoch, given the norm of the one that ended."""
+        before, self._before = self._before, norm
+        if before is None or before == 0.0:
+            return resolve(self.low)
+        critical = abs(before - norm) / before >= self.threshold
+        return resolve(self.low if critical else self.high)
+
+
+def assign(
+    gradients: Mapping[str, Array],
+    candidates: Sequence[Spec],
+    reference: Spec,
+    resolution: int = 1000,
+) -> dict[str, Compressor]:
+    """Return a compressor for each layer: fewest bytes within the error budget of ``reference``.
+
+    Alimohammadi et al., "L-GreCo: layerwise-adaptive gradient compression", MLSys 2024: minimise
+    the sum of payload sizes subject to the sum of squared errors not exceeding what ``reference``
+    on all layers would give (to one part in ``resolution`` per layer), by dynamic programming.
+    ``gradients`` are flat float32 arrays by name, the same on every rank; ``reference`` is always
+    among the candidates, so there is a solution. The result is a mapping for ``compression=``.
+    """
+    if resolution < 1:
+        raise OptionError(f"assign: resolution must be at least 1, got {resolution}")
+    chosen = [resolve(spec) for spec in (*candidates, reference)]
+    sizes, errors = [], []
+    for name, gradient in gradients.items():
+        measured = [_measure(compressor, name, gradient) for compressor in chosen]
+        sizes.append([size for size, _ in measured])
+        errors.append([error for _, error in measured])
+    if not sizes:
+        return {}
+    budget = sum(row[-1] for row in errors)
+    picks = _cheapest(np.array(sizes, float), np.array(errors, float), budget, resolution)
+    return {name: chosen[pick] for name, pick in zip(gradients, picks, strict=True)}
+
+
+def _measure(compressor: Compressor, name: str, gradient: Array) -> tuple[int, float]:
+    """Return the payload's bytes and the squared error of compressing ``gradient`` once."""
+    ctx = Context(name=name, shape=gradient.shape, numel=gradient.size)
+    payload = compressor.compress(gradient, ctx)
+    out = np.empty_like(gradient)
+    compressor.decompress(payload, out, ctx)
+    lost = out.astype(np.float64) - gradient
+    return sum(array.nbytes for array in payload.values()), float(lost @ lost)
+
+
+def _cheapest(sizes: Array, errors: Array, budget: float, resolution: int) -> list[int]:
+    """Return for each row the column such that sizes are least and errors within the budget."""
+    layers, options = sizes.shape
+    step = budget / resolution if budget > 0 else 1.0
+    # Rounded up, so that a plan within the discretised budget is within the real one.
+    cost = np.ceil(errors / step - 1e-9).astype(np.int64)
+    cost[:, -1] = np.minimum(cost[:, -1], np.floor(errors[:, -1] / step).astype(np.int64))
+    least = np.full(resolution + 1, np.inf)
+    least[0] = 0.0
+    pick = np.zeros((layers, resolution + 1), np.int64)
+    for layer in range(layers):
+        best = np.full(resolution + 1, np.inf)
+        for option in range(options):
+            c = int(cost[layer, option])
+            if c > resolution:
+                continue
+            total = np.full(resolution + 1, np.inf)
+            total[c:] = least[: resolution + 1 - c] + sizes[layer, option]
+            better = total < best
+            best[better], pick[layer, better] = total[better], option
+        least = best
+    place = int(np.argmin(least))
+    chosen: list[int] = []
+    for layer in reversed(range(layers)):
+        chosen.append(int(pick[layer, place]))
+        place -= int(cost[layer, chosen[-1]])
+    return chosen[::-1]

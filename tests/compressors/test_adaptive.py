@@ -1,0 +1,70 @@
+"""Choosing compressors by what gradients look like."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringlet.compressors import Int4, Int8, OptionError, parse
+from ringlet.compressors.adaptive import Accordion, _cheapest, assign
+
+
+def test_accordion_compresses_little_in_critical_regimes():
+    accordion = Accordion("int8", "int4")
+    chosen = [accordion.choose(norm) for norm in (10.0, 9.0, 4.0, 3.9, 8.0, 7.9)]
+    assert chosen == [Int8(), Int4(), Int8(), Int4(), Int8(), Int4()]
+    with pytest.raises(OptionError, match="threshold"):
+        Accordion("int8", "int4", threshold=0)
+
+
+@given(st.integers(1, 5), st.integers(2, 4), st.integers(0, 10_000))
+@settings(max_examples=60)
+def test_the_plan_is_as_cheap_as_trying_them_all(layers, options, seed):
+    rng = np.random.default_rng(seed)
+    errors = rng.integers(0, 20, (layers, options)).astype(float)
+    sizes = rng.integers(1, 50, (layers, options)).astype(float)
+    budget = errors[:, -1].sum()
+    # Errors are whole numbers, so a step of 1 discretises nothing away.
+    picks = _cheapest(sizes, errors, budget, int(budget) or 1)
+    rows = np.arange(layers)
+    feasible = [
+        sizes[rows, list(plan)].sum()
+        for plan in itertools.product(range(options), repeat=layers)
+        if errors[rows, list(plan)].sum() <= budget
+    ]
+    assert errors[rows, picks].sum() <= budget
+    assert sizes[rows, picks].sum() == min(feasible)
+
+
+def test_assign_spends_bits_where_they_matter():
+    rng = np.random.default_rng(0)
+    gradients = {
+        "small": rng.standard_normal(4096).astype(np.float32) * 1e-3,
+        "large": rng.standard_normal(4096).astype(np.float32),
+        "spiky": (rng.standard_normal(4096) * (rng.random(4096) < 0.01)).astype(np.float32),
+    }
+    candidates = ["maxnorm(bits=2)", "int4", "int8", "topk(ratio=0.01)", "topk(ratio=0.02)"]
+    chosen = assign(gradients, candidates, reference="int4")
+    assert chosen["small"] != chosen["large"]
+    assert chosen["small"] == parse("topk(ratio=0.01)")
+
+    def lost(plan):
+        return sum(error(plan[name], gradients[name]) for name in gradients)
+
+    def error(compressor, x):
+        from ringlet.compressors.adaptive import _measure
+
+        return np.array(_measure(compressor, "x", x))
+
+    size, spent = lost(chosen)
+    size_of_reference, budget = lost(dict.fromkeys(gradients, Int4()))
+    assert spent <= budget * (1 + 3 / 1000)
+    assert size < size_of_reference
+
+
+def test_assign_of_nothing_is_nothing():
+    assert assign({}, ["int8"], "int4") == {}
+    with pytest.raises(OptionError, match="resolution"):
+        assign({}, ["int8"], "int4", resolution=0)

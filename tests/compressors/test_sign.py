@@ -1,0 +1,144 @@
+"""One bit per entry: onebit and signsgd, against float64 NumPy."""
+
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ringlet.compressors import OptionError, parse
+from ringlet.compressors.testing import parametrize_with_checks
+from ringlet.compressors.testing.simulate import context, decode, encode, simulate
+
+SPECS = ["onebit", "onebit(bucket=40)", "signsgd", "signsgd(scale=0.25, bucket=32)"]
+array_code = types.ModuleType("array_code")  # NumPy under a name that no kernel is chosen for
+array_code.__dict__.update(vars(np))
+
+seeds = st.integers(0, 2**32 - 1)
+every_float = st.floats(width=32, allow_nan=True, allow_infinity=True)
+finite = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+def vectors(elements, longest=700):
+    return hnp.arrays(np.float32, st.integers(0, longest), elements=elements)
+
+
+@parametrize_with_checks(["onebit", "onebit | ef", "signsgd", "signsgd(scale=0.5) | ef"])
+def test_conformance(compressor, check):
+    check(compressor)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(x=vectors(every_float), start=st.integers(0, 3))
+@settings(max_examples=60)
+def test_kernels_are_array_code_bit_for_bit(spec, x, start):
+    compressor, x = parse(spec), x[start:]
+    reference = compressor.compress(x, context(x))
+    fast = encode(compressor, x, context(x))
+    for name in fast:
+        assert fast[name].tobytes() == reference[name].tobytes(), name
+    out = np.empty(x.size, np.float32)
+    compressor.decompress(fast, out, context(x, xp=array_code))
+    np.testing.assert_array_equal(decode(compressor, fast, x.size, context(x)), out)
+    summed = np.empty_like(out)
+    compressor.sum_into([fast, reference, fast], summed, context(x))
+    np.testing.assert_array_equal(summed, (out + out) + out)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(x=vectors(every_float), seed=seeds)
+@settings(max_examples=40)
+def test_feedback_kernels_are_array_code_bit_for_bit(spec, x, seed):
+    compressor, fast, slow = parse(f"{spec} | ef"), {}, {}
+    for piece in x, np.random.default_rng(seed).standard_normal(x.size).astype(np.float32), x:
+        with np.errstate(all="ignore"):
+            reference = compressor.compress(piece, context(x, slow))
+        payload = encode(compressor, piece, context(x, fast))
+        assert all(payload[name].tobytes() == reference[name].tobytes() for name in payload)
+        assert fast["residual"].tobytes() == slow["residual"].tobytes()
+        assert np.isfinite(fast["residual"]).all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(x=vectors(finite))
+@settings(max_examples=30)
+def test_bits_are_signs(spec, x):
+    packed = encode(parse(spec), x, context(x))["codes"]
+    assert packed.tobytes() == np.packbits(x < 0, bitorder="little").tobytes()
+
+
+@given(x=vectors(st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_onebit_loses_what_the_mean_magnitude_says(x):
+    """||x - C||^2 = ||x||^2 - ||x||_1^2 / d, up to the rounding of the scale."""
+    compressor = parse("onebit(bucket=64)")
+    ctx = context(x)
+    out = decode(compressor, encode(compressor, x, ctx), x.size, ctx).astype(np.float64)
+    for start in range(0, x.size, 64):
+        piece = x[start : start + 64].astype(np.float64)
+        mean = np.abs(piece).mean()
+        if mean < 1e-36:  # where bfloat16 has fewer bits
+            continue
+        assert np.abs(np.abs(out[start : start + 64]) - mean).max() <= 2.0**-8 * mean
+        energy, gain = np.square(piece).sum(), piece.size * mean**2
+        lost = np.square(piece - out[start : start + 64]).sum()
+        assert abs(lost - (energy - gain)) <= gain * 2.0**-15 + energy * 1e-12
+
+
+def test_onebit_holds_for_the_largest_numbers():
+    x = np.full(100, np.finfo(np.float32).max)
+    out = decode(parse("onebit"), encode(parse("onebit"), x, context(x)), 100, context(x))
+    assert np.isfinite(out).all()
+    assert (out > 0.99 * x).all()
+
+
+@given(
+    votes=hnp.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 9), st.integers(1, 100)),
+        elements=st.sampled_from([-2.5, -1e-40, -0.0, 0.0, 1e-40, 3.0]),
+    ),
+    seed=seeds,
+    scale=st.sampled_from([1.0, 0.125, 2.0**-30, 2.0**40]),
+)
+def test_the_majority_wins(votes, seed, scale):
+    compressor = parse(f"signsgd(bucket=32, scale={scale!r})")
+    balance = np.where(votes < 0, -1, 1).sum(axis=0)
+    expected = np.where(balance >= 0, np.float32(scale), np.float32(-scale))
+    order = np.random.default_rng(seed).permutation(len(votes))
+    for ranks in votes, votes[order]:
+        for out in simulate(compressor, list(ranks)):
+            assert out.tobytes() == expected.tobytes()
+
+
+@given(votes=st.integers(1, 8).flatmap(lambda w: st.tuples(st.just(w), seeds)))
+@settings(max_examples=30)
+def test_reducing_shards_gives_the_same_vote(votes):
+    """Scatter-reduce encodes the sum of a shard again: signs of a sum of signs."""
+    size, seed = votes
+    compressor = parse("signsgd(bucket=32)")
+    gradients = np.random.default_rng(seed).integers(-1, 2, (size, 200)).astype(np.float32)
+    contexts = [context(x, rank=rank, size=size) for rank, x in enumerate(gradients)]
+    total = np.empty(200, np.float32)
+    payloads = [encode(compressor, x, c) for x, c in zip(gradients, contexts, strict=True)]
+    compressor.sum_into(payloads, total, contexts[0])
+    total /= size
+    out = decode(compressor, encode(compressor, total, contexts[0]), 200, contexts[0])
+    compressor.finish(out, contexts[0])
+    assert out.tobytes() == simulate(compressor, list(gradients))[0].tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_vote_with_overflow_shows_it(bad):
+    gradients = [np.ones(100, np.float32) for _ in range(3)]
+    gradients[1][40] = bad
+    for out in simulate(parse("signsgd(bucket=32)"), gradients):
+        assert np.isnan(out[32:64]).all()
+        assert (out[:32] == 1).all()
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.1, 2.0**-120, 2.0**101])
+def test_votes_must_be_powers_of_two(scale):
+    with pytest.raises(OptionError, match="power of two"):
+        parse(f"signsgd(scale={scale!r})")
