@@ -14,7 +14,9 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.runtime import init, is_initialized, shutdown
 from ringlet.torch.compression import Compression
+from ringlet.torch.diloco import DiLoCo
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from ringlet.torch.onebit_adam import OneBitAdam
 from ringlet.torch.ops import (
     allgather,
     allgather_async,
@@ -53,10 +55,12 @@ Product = ReduceOp.PRODUCT
 __all__ = [
     "Average",
     "Compression",
+    "DiLoCo",
     "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
+    "OneBitAdam",
     "Product",
     "ReduceOp",
     "Sum",

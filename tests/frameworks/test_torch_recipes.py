@@ -1,0 +1,148 @@
+"""Optimizer recipes on top of compressors, on in-process ranks."""
+
+import pytest
+import torch
+
+import ringlet
+import ringlet.torch as hvd
+
+
+def problem():
+    """A regression whose optimum is known, with data of its own on every rank."""
+    model = torch.nn.Linear(40, 40, bias=False)
+    with torch.no_grad():  # ranks are threads here and share torch's global random numbers
+        model.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(9))
+    target = torch.linspace(-1, 1, 40)
+    numbers = torch.Generator().manual_seed(hvd.rank())
+
+    def loss():
+        x = torch.randn(16, 40, generator=numbers)
+        return (model(x) - x * target).square().mean()
+
+    return model, loss
+
+
+def final(model, loss):
+    with torch.no_grad():
+        value = hvd.allreduce(torch.stack([loss() for _ in range(8)]).mean(), name="final")
+    return value.item(), hvd.replicas_equal(model.state_dict())
+
+
+def outcome(train, np=3):
+    results = ringlet.run(train, np=np, transport="local")
+    assert all(equal for _, equal in results)
+    assert len({value for value, _ in results}) == 1
+    return results[0][0]
+
+
+@pytest.mark.parametrize("spec", ["none", "int8 | ef", "topk(ratio=0.5) | ef"])
+def test_diloco_learns_and_agrees(spec):
+    def train():
+        hvd.init()
+        model, loss = problem()
+        inner = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=8, compression=spec)
+        outer = 0
+        for _ in range(160):
+            optimizer.zero_grad()
+            loss().backward()
+            outer += optimizer.step()
+        assert outer == 20
+        return final(model, loss)
+
+    assert outcome(train) < 0.05
+
+
+def test_local_sgd_is_plain_averaging():
+    def train():
+        hvd.init()
+        model, loss = problem()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DiLoCo(
+            inner, model.named_parameters(), 4, "none", outer_lr=1.0, outer_momentum=0.0
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            loss().backward()
+            if step == 3:
+                own = model.weight.detach() - 0.1 * model.weight.grad
+                mean = hvd.allreduce(own, name="own")
+            optimizer.step()
+        assert torch.allclose(model.weight, mean, atol=1e-6)
+        return final(model, loss)
+
+    outcome(train)
+
+
+@pytest.mark.parametrize("spec", ["onebit | ef", "int8 | ef"])
+def test_onebit_adam_learns_and_agrees(spec):
+    def train():
+        hvd.init()
+        model, loss = problem()
+        optimizer = hvd.OneBitAdam(model.named_parameters(), lr=0.01, warmup=40, compression=spec)
+        for step in range(400):
+            optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / 400)
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+        return final(model, loss)
+
+    assert outcome(train) < 0.05
+
+
+def test_onebit_adam_warms_up_as_adam():
+    def train():
+        hvd.init()
+        model, loss = problem()
+        twin = torch.nn.Linear(40, 40, bias=False)
+        twin.load_state_dict(model.state_dict())
+        optimizer = hvd.OneBitAdam(model.named_parameters(), lr=0.01, warmup=100)
+        plain = torch.optim.Adam(twin.parameters(), lr=0.01)
+        for step in range(10):
+            optimizer.zero_grad()
+            loss().backward()
+            twin.weight.grad = hvd.allreduce(model.weight.grad, name=f"grad{step}")
+            optimizer.step()
+            plain.step()
+        assert torch.allclose(model.weight, twin.weight, atol=1e-6)
+        return final(model, loss)
+
+    outcome(train)
+
+
+def test_demo_is_a_spec_and_a_sign():
+    """Peng, Quesnelle and Kingma, "DeMo", 2024: momentum is error feedback with decay."""
+
+    def train():
+        hvd.init()
+        model, loss = problem()
+        spec = "block_topk(ratio=0.25, block=64, dct=True) | ef(decay=0.9)"
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), spec
+        )
+        for step in range(200):
+            optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / 200)
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.synchronize()
+            model.weight.grad.sign_()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return final(model, loss)
+
+    assert outcome(train) < 0.05
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"outer_lr": 0}, {"outer_momentum": 1}])
+def test_diloco_refuses_settings_out_of_range(options):
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        hvd.DiLoCo(inner, model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0}, {"betas": (1.0, 0.9)}, {"warmup": 0}])
+def test_onebit_adam_refuses_settings_out_of_range(options):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        hvd.OneBitAdam(model.named_parameters(), **options)
