@@ -27,6 +27,11 @@ class Chain(Compressor):
         for side in (self.first, self.second):
             if side.traits().combine == "rounds":
                 raise CompressorError(f"{side} exchanges in rounds, which cannot be chained")
+        if self.first.traits().stateful:
+            raise CompressorError(
+                f"{self.first} remembers what its payloads decode to, which {self.second} behind "
+                f"it would change; write the modifier last: '... | {self.second} | ...'"
+            )
         if self.first.traits().combine == "sum":
             raise CompressorError(
                 f"{self.first} sends values that are summed on the wire; "

@@ -139,11 +139,13 @@ class Compressor:
         """Return the arrays of the payload of ``n`` elements. Only if ``fixed_size``."""
         raise CompressorError(f"{self.label()} declares fixed_size but no layout(n)")
 
-    def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
+    def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Yield ``Round``s; each yield receives the combination over all ranks, the same on all.
 
-        Leave the approximate mean of everybody's ``x`` in ``out`` at the end. What is received is
-        valid until the next yield. Only with ``combine="rounds"``.
+        Leave the approximate mean of everybody's ``x`` in ``out`` at the end, and in ``local``,
+        where error feedback asks for it, what of it stands for this rank's ``x``: the mean of all
+        ``local`` is ``out``. What is received, and scratch of ``ctx.workspace``, is valid until
+        the next yield. Only with ``combine="rounds"``.
         """
         raise CompressorError(f"{self.label()} declares combine='rounds' but no exchange")
 

@@ -10,6 +10,7 @@ import dataclasses
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Exchange, Payload, Traits, keep_residual
+from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
@@ -25,6 +26,15 @@ class ErrorFeedback(Modifier):
     """
 
     decay: float = option(1.0, gt=0, le=1, doc="how much of the residual is carried over")
+
+    def validate(self) -> None:
+        """Refuse what keeps its own memory of what was not sent."""
+        if self.inner is not None and self.inner.is_bound():
+            inner = self.inner.traits()
+            if inner.stateful and inner.combine != "rounds":
+                raise CompressorError(
+                    f"{self.inner} remembers what it did not send by itself; leave '| ef' away"
+                )
 
     def traits(self) -> Traits:
         """Return the wrapped traits; feedback makes them stateful and breaks unbiasedness."""
@@ -51,10 +61,13 @@ class ErrorFeedback(Modifier):
         """Do the same in the wrapped compressor's fused kernel, if it has one."""
         self.wrapped_compressor.feedback_into(x, self.residual(x, ctx), self.decay, payload, ctx)
 
-    def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
-        """Exchange x plus the residual; keep what the combined result lacks of it."""
+    def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
+        """Exchange x plus the residual; keep what this rank's share of the result lacks of it."""
         residual = self.residual(x, ctx)
         target = x + ctx.xp.float32(self.decay) * residual
-        yield from self.wrapped_compressor.exchange(target, out, ctx)
-        target -= out
-        ctx.xp.copyto(residual, target, where=ctx.xp.isfinite(target))
+        # Less the mean, residuals would take up how ranks differ, in every step anew.
+        sent = ctx.xp.empty_like(x) if local is None else local
+        yield from self.wrapped_compressor.exchange(target, out, ctx, sent)
+        target -= sent
+        finite = ctx.xp.isfinite(target) & ctx.xp.isfinite(out)
+        ctx.xp.copyto(residual, target, where=finite)

@@ -104,10 +104,12 @@ class Hadamard(Modifier):
         super().sum_into(payloads, out, ctx)
         self._restore(out, ctx, out)
 
-    def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
-        """Exchange the rotated values; rotate the mean back."""
-        yield from super().exchange(self._rotated(x, ctx), out, ctx)
+    def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
+        """Exchange the rotated values; rotate the results back."""
+        yield from super().exchange(self._rotated(x, ctx), out, ctx, local)
         self._restore(out, ctx, out)
+        if local is not None:
+            self._restore(local, ctx, local)
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels, the wrapped ones too."""

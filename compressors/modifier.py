@@ -69,9 +69,9 @@ class Modifier(Compressor):
         """Sum with the wrapped compressor."""
         self.wrapped_compressor.sum_into(payloads, out, ctx)
 
-    def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
+    def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Exchange as the wrapped compressor does."""
-        yield from self.wrapped_compressor.exchange(x, out, ctx)
+        yield from self.wrapped_compressor.exchange(x, out, ctx, local)
 
     def finish(self, out: Array, ctx: Context) -> None:
         """Finish as the wrapped compressor does."""

@@ -8,6 +8,7 @@ distributed deep learning" (ACP-SGD), ICDCS 2023.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -45,22 +46,32 @@ class LowRank(Compressor):
         m = x.size // max(n, 1)
         return x.reshape(n, m) if self.rank * (n + m) < n * m else None
 
-    def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
+    def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Exchange factors, or the values themselves."""
         matrix = self.matrix(x, ctx)
         if matrix is None:
             out[...] = yield Round(x, "mean")
+            if local is not None:
+                local[...] = x
         else:
-            yield from self.factors(matrix, out.reshape(matrix.shape), ctx)
+            own = None if local is None else local.reshape(matrix.shape)
+            yield from self.factors(matrix, out.reshape(matrix.shape), own, ctx)
 
-    def factors(self, matrix: Array, out: Array, ctx: Context) -> Exchange:
-        """Exchange the factors of a matrix; leave their product in ``out``."""
+    def factors(self, matrix: Array, out: Array, local: Array | None, ctx: Context) -> Exchange:
+        """Exchange the factors of a matrix; leave products in ``out`` and ``local``."""
         raise TypeError(f"{type(self).__name__} does not say which factors travel")
 
     def warm_up(self, ctx: Context) -> None:
-        """Compile the kernels."""
-        factor = np.ones((1, 4), np.float32)
-        _product(np, orthonormal(np, factor), factor, np.empty((4, 4), np.float32))
+        """Compile the kernels, on a matrix of zeros and one rank."""
+        side = 2 * self.rank + 1
+        x = ctx.xp.zeros(side * side, "float32")
+        for step in range(2):
+            alone = Context(shape=(side, side), numel=x.size, step=step, xp=ctx.xp)
+            rounds = self.exchange(x, ctx.xp.empty_like(x), alone)
+            sent = next(rounds)
+            with suppress(StopIteration):
+                while True:
+                    sent = rounds.send(sent.values)
 
 
 @register("powersgd")
@@ -79,20 +90,23 @@ class PowerSGD(LowRank):
         """Two rounds; remembers a factor with a warm start."""
         return Traits("rounds", stateful=self.warm_start)
 
-    def factors(self, matrix: Array, out: Array, ctx: Context) -> Exchange:
+    def factors(self, matrix: Array, out: Array, local: Array | None, ctx: Context) -> Exchange:
         """Average P, then Q; factors are held as rows."""
         xp = ctx.xp
         start = ctx.state.get("right") if self.warm_start else None
         if start is None:
             start = drawn(self.rank, matrix.shape[1], ctx)
         with np.errstate(invalid="ignore", over="ignore"):
-            left = (yield Round((start @ matrix.T).reshape(-1))).reshape(self.rank, -1)
+            left = (yield Round(_times_rows(xp, start, matrix).reshape(-1))).reshape(self.rank, -1)
             poison = xp.abs(left).max() * np.float32(0)  # 0, or NaN where it must show
             left = orthonormal(xp, xp.where(xp.isfinite(left), left, np.float32(0)))
-            right = (yield Round((left @ matrix).reshape(-1))).reshape(self.rank, -1)
+            own = _times_columns(xp, left, matrix)
+            right = (yield Round(own.reshape(-1))).reshape(self.rank, -1)
             if self.warm_start:
                 ctx.state["right"] = kept(xp, right, start, poison)
             _product(xp, left + poison, right, out)
+            if local is not None:
+                _product(xp, left + poison, own, local)
 
 
 @register("acpsgd")
@@ -103,7 +117,7 @@ class ACPSGD(LowRank):
     before, made orthonormal. Use it with error feedback, and after some uncompressed steps.
     """
 
-    def factors(self, matrix: Array, out: Array, ctx: Context) -> Exchange:
+    def factors(self, matrix: Array, out: Array, local: Array | None, ctx: Context) -> Exchange:
         """Average P in even steps and Q in odd ones; factors are held as rows."""
         xp, even = ctx.xp, ctx.step % 2 == 0
         held, sent = ("right", "left") if even else ("left", "right")
@@ -112,16 +126,18 @@ class ACPSGD(LowRank):
             fixed = drawn(self.rank, matrix.shape[even], ctx)
         basis = orthonormal(xp, fixed)
         with np.errstate(invalid="ignore", over="ignore"):
-            other = basis @ (matrix.T if even else matrix)
-            other = (yield Round(other.reshape(-1))).reshape(self.rank, -1)
+            own = (_times_rows if even else _times_columns)(xp, basis, matrix)
+            other = (yield Round(own.reshape(-1))).reshape(self.rank, -1)
             old = ctx.state.get(sent)
             if old is None:
                 old = drawn(self.rank, other.shape[1], ctx)
             ctx.state[held] = fixed
             ctx.state[sent] = kept(xp, other, old, np.float32(0))
             poison = xp.abs(other).max() * np.float32(0)
-            left, right = (other, basis) if even else (basis, other)
-            _product(xp, left + poison, right, out)
+            for factor, target in ((other, out), (own, local)):
+                left, right = (factor, basis) if even else (basis, factor)
+                if target is not None:
+                    _product(xp, left + poison, right, target)
 
 
 def drawn(r: int, n: int, ctx: Context) -> Array:
@@ -182,6 +198,41 @@ def _folded(terms: Array) -> Array:
         terms[..., : n - half] += terms[..., half:n]
         n = half
     return terms[..., 0]
+
+
+def _times_rows(xp: Any, right: Array, matrix: Array) -> Array:
+    """Return right M^T."""
+    if xp is not np:
+        out: Array = right @ matrix.T
+        return out
+    from ringlet.compressors.kernels import lowrank
+
+    n, m = matrix.shape
+    out = np.empty((len(right), n), np.float32)
+
+    def multiply(start: int, stop: int) -> None:
+        rows = slice(start // m, stop // m)
+        lowrank.times_rows(right, matrix[rows], out[:, rows])
+
+    run_ranges(n * m, m, multiply)
+    return out
+
+
+def _times_columns(xp: Any, left: Array, matrix: Array) -> Array:
+    """Return left M."""
+    if xp is not np:
+        out: Array = left @ matrix
+        return out
+    from ringlet.compressors.kernels import lowrank
+
+    n, m = matrix.shape
+    out = np.empty((len(left), m), np.float32)
+
+    def multiply(start: int, stop: int) -> None:
+        lowrank.times_columns(left, matrix, start // n, stop // n, out)
+
+    run_ranges(n * m, n * lowrank.COLUMNS, multiply)
+    return out
 
 
 def _product(xp: Any, left: Array, right: Array, out: Array) -> None:

@@ -56,27 +56,32 @@ class SharedInt(Compressor):
             )
         return self.levels or fitting
 
-    def exchange(self, x: Array, out: Array, ctx: Context) -> Exchange:
+    def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Agree on the scales, then add the codes."""
         levels = np.float32(self.steps(ctx.size))
         x = self.prepared(x, ctx)
         largest = ctx.xp.array((yield Round(self.extents(x, ctx), "max")))
-        total = yield Round(self.codes(x, largest, levels, ctx), "sum")
+        codes = self.codes(x, largest, levels, ctx)
+        total = yield Round(codes, "sum")
         with np.errstate(invalid="ignore"):
             units = largest / levels
             units = ctx.xp.where(units >= _TINY, units, units * np.float32(0))
-            units = (units / np.float32(ctx.size)).astype("float32")
+        self._decode(total, (units / np.float32(ctx.size)).astype("float32"), out, ctx)
+        if local is not None:
+            self._decode(codes, units, local, ctx)
+
+    def _decode(self, codes: Array, units: Array, out: Array, ctx: Context) -> None:
         if ctx.xp is np:
             from ringlet.compressors.kernels.shared import decode
 
             def decoded(start: int, stop: int) -> None:
                 buckets = slice(start // self.bucket, -(-stop // self.bucket))
-                decode(total[start:stop], units[buckets], self.bucket, out[start:stop])
+                decode(codes[start:stop], units[buckets], self.bucket, out[start:stop])
 
-            run_ranges(x.size, self.bucket, decoded)
+            run_ranges(out.size, self.bucket, decoded)
             return
         with np.errstate(invalid="ignore"):
-            out[...] = total.astype("float32") * units.repeat(self.bucket)[: x.size]
+            out[...] = codes.astype("float32") * units.repeat(self.bucket)[: out.size]
 
     def prepared(self, x: Array, ctx: Context) -> Array:
         """Return what is quantised in place of ``x``."""
@@ -157,6 +162,7 @@ class TernGradShared(SharedInt):
         if self.clip == 0 or x.size == 0:
             return x
         # By parts that stay in the cache, because squares need double precision.
-        parts = (x[i : i + _PART].astype("float64") for i in range(0, x.size, _PART))
-        bound = self.clip * float(sum(part.dot(part) for part in parts) / x.size) ** 0.5
+        parts = (x[i : i + _PART] for i in range(0, x.size, _PART))
+        energy = sum(float(ctx.xp.square(part, dtype="float64").sum()) for part in parts)
+        bound = self.clip * (energy / x.size) ** 0.5
         return ctx.xp.clip(x, -bound, bound).astype("float32") if math.isfinite(bound) else x

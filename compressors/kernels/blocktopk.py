@@ -118,6 +118,12 @@ def decode16(codes: Any, values: Any) -> None:
         values[j] = bf16_to_f32(codes[j])
 
 
+@njit(nogil=True)
+def _read(values: Any, magnitudes: Any) -> None:
+    for i in range(values.size):
+        magnitudes[i] = _magnitude(values[i])
+
+
 @njit(inline="always")
 def _kept(kept: int, n: int, block: int, rotated: bool) -> Any:
     return kept if rotated or n == block else (kept * n + block - 1) // block
@@ -148,20 +154,27 @@ def encoder(bits: int) -> Any:
             held = residual[b * block : (b + 1) * block]
             n = piece.size
             k = _kept(kept, n, block, rotated)
-            if feedback:
-                for i in range(n):
-                    target[i] = piece[i] + decay * held[i]
-            else:
-                target[:n] = piece
-            if rotated:
-                target[n:] = 0
-                transform(target, forward, turned)
-            source = turned if rotated else target[:n]
-            for i in range(source.size):
-                magnitudes[i] = _magnitude(source[i])
-            select(magnitudes[: source.size], k, picks, found, maxima)
-            for j in range(k):
-                chosen[j] = source[picks[j]]
+            size = block if rotated else n
+            if rotated or feedback:
+                if feedback:
+                    for i in range(n):
+                        target[i] = piece[i] + decay * held[i]
+                else:
+                    target[:n] = piece
+                source = target[:n]
+                if rotated:
+                    target[n:] = 0
+                    transform(target, forward, turned)
+                    source = turned
+                _read(source, magnitudes)
+                select(magnitudes[:size], k, picks, found, maxima)
+                for j in range(k):
+                    chosen[j] = source[picks[j]]
+            else:  # without a copy
+                _read(piece, magnitudes)
+                select(magnitudes[:size], k, picks, found, maxima)
+                for j in range(k):
+                    chosen[j] = piece[picks[j]]
             pack_indices(picks, k, width, indices[b * stride :])
             out = values[b * step : b * step + ((k * bits + 7) // 8 if bits < 16 else k)]
             scale = scales[b * per_block : (b + 1) * per_block]

@@ -1,7 +1,8 @@
-"""Factors of low-rank approximations: orthonormal rows, and the product of two factors.
+"""Factors of low-rank approximations: orthonormal rows, and products of factors and matrices.
 
-Every rank must get the same bits here, on any processor: sums have a fixed order, and no library
-is asked.
+Every rank must get the same bits from ``orthonormal`` and ``product``, on any processor: sums have
+a fixed order. No library is asked, whose threads would wait for one another where several ranks
+share a machine's cores.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 from numba import njit, types
 
 _CHUNK = 2048  # columns of a product whose factors stay in the first-level cache
+COLUMNS = 1024  # columns that times_columns sums up at a time: ranges begin at multiples
 
 
 @njit(nogil=True, cache=True)
@@ -80,3 +82,42 @@ def product(left: Any, right: Any, out: Any) -> None:
                 weight, values = left[k, i], right[k, start : start + target.size]
                 for j in range(target.size):
                     target[j] += weight * values[j]
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc"})
+def times_rows(right: Any, matrix: Any, out: Any) -> None:
+    """Fill ``out`` (r x n) with right M^T. Sums are of this rank alone: any order will do."""
+    r, n = out.shape
+    for i in range(n):
+        row = matrix[i]
+        for k in range(r):
+            other = right[k]
+            total = types.float32(0)
+            for j in range(row.size):
+                total += row[j] * other[j]
+            out[k, i] = total
+
+
+@njit(nogil=True, cache=True)
+def times_columns(left: Any, matrix: Any, begin: int, end: int, out: Any) -> None:
+    """Fill columns ``begin`` to ``end`` of ``out`` (r x m) with those of left M."""
+    r, n = left.shape
+    width = COLUMNS
+    sums = np.empty((r, width), np.float32)
+    for start in range(begin, end, width):
+        stop = min(start + width, end)
+        sums[:] = 0
+        for i in range(0, n - 3, 4):
+            one, two = matrix[i, start:stop], matrix[i + 1, start:stop]
+            three, four = matrix[i + 2, start:stop], matrix[i + 3, start:stop]
+            for k in range(r):
+                a, b, c, d = left[k, i], left[k, i + 1], left[k, i + 2], left[k, i + 3]
+                target = sums[k]
+                for j in range(one.size):
+                    target[j] += a * one[j] + b * two[j] + c * three[j] + d * four[j]
+        for i in range(n // 4 * 4, n):
+            row = matrix[i, start:stop]
+            for k in range(r):
+                for j in range(row.size):
+                    sums[k, j] += left[k, i] * row[j]
+        out[:, start:stop] = sums[:, : stop - start]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringlet.compressors import CompressorError, Context, PowerSGD, SharedInt, parse
+from ringlet.compressors import CompressorError, Context, PowerSGD, SharedInt, parse, pool
 from ringlet.compressors.powersgd import orthonormal, orthonormal_reference
 from ringlet.compressors.shared import TernGradShared
 
@@ -195,7 +195,7 @@ def test_the_basis_is_orthonormal_and_spans_the_rows(r, n, seed, kind):
 @given(shape=shapes, size=st.integers(1, 4), seed=seeds)
 @settings(max_examples=20)
 def test_low_rank_results(spec, shape, size, seed):
-    """Of rank r, the same on all ranks, in any array code, and linear in the gradients."""
+    """Of rank r, the same on all ranks, close in any array code, and linear in the gradients."""
     compressor = parse(spec)
     gradients = [normal(seed + i, *shape) for i in range(size)]
     mean = np.mean(np.asarray(gradients, np.float64), axis=0)
@@ -204,7 +204,8 @@ def test_low_rank_results(spec, shape, size, seed):
         outs, _ = exchange(compressor, gradients, states, step)
         alone, _ = exchange(compressor, [mean.astype(np.float32)], one, step)
         again, _ = exchange(compressor, gradients, other, step, xp=plain)
-        alike([*outs, *again])
+        alike(outs)
+        np.testing.assert_allclose(alike(again), outs[0], atol=2e-3 * np.abs(mean).max())
         assert np.linalg.matrix_rank(outs[0].astype(np.float64), tol=1e-4) <= 3
         np.testing.assert_allclose(outs[0], alone[0], atol=2e-3 * np.abs(mean).max())
         lost = np.linalg.norm(mean - outs[0]) / np.linalg.norm(mean)
@@ -235,6 +236,18 @@ def test_the_error_of_a_fixed_matrix_falls_to_the_best(spec, shape, seed):
     best = np.sqrt((np.linalg.svd(matrix, compute_uv=False)[2:] ** 2).sum())
     assert (np.diff(errors) <= 1e-5 * errors[0]).all()
     assert best * (1 - 1e-5) <= errors[-1] <= best * 1.1
+
+
+@pytest.mark.parametrize("spec", ["powersgd", "acpsgd"])
+def test_threads_change_nothing(spec):
+    results = []
+    for threads in (1, 3):
+        states = [{}]
+        with pool.limited(threads):
+            for step in range(2):
+                outs, _ = exchange(parse(spec), [normal(step, 301, 3001)], states, step)
+        results += outs
+    alike(results)
 
 
 def test_without_a_warm_start_nothing_is_remembered():
