@@ -437,7 +437,7 @@ def test_nonsense_is_refused(spec, reason):
 @pytest.mark.parametrize("spec", ["topk | ef21 | int8", "topk | momentum_correction | int8"])
 def test_what_remembers_comes_last(spec):
     with pytest.raises(
-        CompressorError, match="remembers what its payloads decode to|nothing can be chained"
+        CompressorError, match=r"remembers what its payloads decode to|nothing can be chained"
     ):
         parse(spec).compress(normal(0, 2000), context(2000))
 
