@@ -120,7 +120,8 @@ class SumBucket(Bucket):
             scale_into(piece, member.postscale, member.output, dtype, member.workspace)
             return
         direct = dtype == "float32"
-        wide = member.output if direct else member.workspace.array("decoded32", piece.size)
+        n = member.request.numel  # of the tensor: the payload may be shorter
+        wide = member.output if direct else member.workspace.array("decoded32", n)
         payload = {self._part(member).name: piece}
         member.call(member.compressor.decompress, payload, wide, member.context(0, 1))
         if member.postscale != 1.0:

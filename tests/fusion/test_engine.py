@@ -157,6 +157,22 @@ def test_fp16_averages_stay_in_range():
     assert with_engines(4, body)[0].tolist() == [60000.0] * 10
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize(
+    "spec", ["randomk(ratio=0.5)", "fp16", "int8", "topk(ratio=0.5)", "powersgd"]
+)
+def test_every_kind_of_payload_serves_every_float(dtype, spec):
+    def body(engine):
+        x = np.ones(3000, dtype) * (engine.rank + 1)
+        request = Request("x", dtype=dtype, shape=(60, 50), spec=spec)
+        return engine.submit(request, x, compressor=parse(spec)).wait(60)
+
+    results = with_engines(3, body)
+    assert all(got.dtype == dtype and got.tobytes() == results[0].tobytes() for got in results)
+    assert results[0].size == 3000
+    assert 1.2 < results[0].mean(dtype="float64") < 2.8 or spec.startswith("topk")
+
+
 def test_mixed_precision_travels_in_two_streams():
     def body(engine):
         requests = []
