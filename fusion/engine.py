@@ -73,6 +73,7 @@ class Engine:
         self._complete: deque[tuple[Group | Batch, int, int]] = deque()
         self._waiting: dict[str, Work] = {}
         self._declaring: dict[str, tuple[Handle, list[Member]]] = {}
+        self._executing: list[Work] = []  # taken, but perhaps not finished
         self._groups: dict[int, Group | Batch] = {}
         self._cached: dict[int, Request] = {}
         self._ids: dict[Request, int] = {}
@@ -306,6 +307,7 @@ class Engine:
 
     def _execute(self, number: int, ready: list[tuple[Work, tuple[int, ...]]]) -> None:
         """Run what all ranks are ready for: allreduces fused by look-ahead, the rest in order."""
+        self._executing = [work for work, _ in ready]
         reductions = [work for work, _ in ready if work.request.kind == "allreduce"]
         if reductions:
             members = [self._prepared(work) for work in reductions]
@@ -371,11 +373,12 @@ class Engine:
         """Fail everything in flight, and whatever comes later, with ``error``."""
         with self._lock:
             self._error = error
-            works = list(self._waiting.values())
+            works = [*self._waiting.values(), *self._executing]
             self._waiting.clear()
             self._queue.clear()
         for work in works:
-            work.handle.finish(error)
+            if not work.handle.done():
+                work.handle.finish(error)
         for handle, _ in list(self._declaring.values()):
             handle.finish(error)
         for group in list(self._groups.values()):

@@ -57,6 +57,7 @@ class Group:
         self._unfinished = len(self.buckets)
         self._error: Exception | None = None
         self._broken: Exception | None = None
+        self._early: Exception | None = None
 
     def _plan(self, members: list[Member]) -> None:
         self.members = {member.request.name: member for member in members}
@@ -121,13 +122,14 @@ class Group:
         if not self._finished.wait(timeout):
             raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
         with self._lock:
-            error, self._error = self._error, self._broken
+            error, self._error = self._error, self._broken or self._early
+            self._early = None
             self._submitted.clear()
             self.step += 1
             if self._scheduled:
                 self._follow_schedules()
             self._unfinished = len(self.buckets)
-            if self._broken is None:
+            if self._error is None:
                 self._finished.clear()
         if error is not None:
             raise error
@@ -144,7 +146,8 @@ class Group:
     def fail(self, error: Exception, for_good: bool = False) -> None:
         """End the step with ``error``, and all later ones too if ``for_good``.
 
-        Submissions of the failed step are dropped. A step that has finished stays so.
+        Submissions of the failed step are dropped. A step that has finished stays so: while its
+        ``wait`` is still to come, the failure is one of the next step, which others have begun.
         """
         with self._lock:
             self.epoch += 1
@@ -152,6 +155,8 @@ class Group:
                 self._broken = error
             if self._unfinished > 0:
                 self._error = error
+                self._finished.set()
+            else:
+                self._early = error
             for bucket in self.buckets:
                 bucket.abandon()
-            self._finished.set()

@@ -16,7 +16,7 @@ from ringlet.fusion import (
     Limits,
     Request,
 )
-from ringlet.ring import Mismatch, PeerLost, ReduceOp
+from ringlet.ring import Mismatch, PeerLost, ReduceOp, RingError
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
@@ -329,6 +329,68 @@ def test_a_plugin_that_fails_to_decode_stops_everybody(faulty):
     texts = with_engines(3, body)
     assert all("faulty" in text and "lost my keys" in text for text in texts)
     assert all("rank 2" in text for text in texts[:2])
+
+
+def test_a_failure_that_comes_before_the_last_step_was_collected_is_the_next_steps(faulty):
+    """One rank is slow to wait for a finished step; meanwhile another fails in the next one."""
+    failed = threading.Event()
+
+    def body(engine):
+        request = Request("w", shape=(2000,), spec="faulty")
+        group = engine.declare("g", [request], [parse("faulty")], [{}])
+        x = np.ones(2000, np.float32)
+        group.submit("w", x.copy())
+        if engine.rank == 2:
+            assert group._finished.wait(60)  # done, but not collected
+            assert failed.wait(60)
+            # The verdict on the next step has passed this engine when a later request is through.
+            engine.submit(Request("passed"), np.zeros(1, np.float32)).wait(60)
+        group.wait(60)
+        if engine.rank == 1:
+            faulty["compress"] = 1
+        group.submit("w", x.copy())
+        with pytest.raises(CompressionFailed, match="rank 1"):
+            group.wait(60)
+        failed.set()
+        if engine.rank != 2:
+            engine.submit(Request("passed"), np.zeros(1, np.float32)).wait(60)
+        engine.submit(Request("sync"), np.zeros(1, np.float32)).wait(60)
+        faulty.clear()
+        engine.submit(Request("sync"), np.zeros(1, np.float32)).wait(60)
+        group.submit("w", x)
+        group.wait(60)
+        return True
+
+    assert all(with_engines(3, body))
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "allgather", "declared"])
+def test_a_transport_that_fails_in_the_middle_leaves_nobody_waiting(kind):
+    def body(engine):
+        request = Request("x", kind if kind != "declared" else "allreduce", shape=(2000,))
+        x = np.ones(2000, np.float32)
+        if engine.rank == 1:
+
+            def broken(*args, **kwargs):
+                raise OSError("the cable was cut")
+
+            for method in ("allreduce", "broadcast", "allgather"):
+                setattr(engine.comm, method, broken)
+        if kind == "declared":
+            group = engine.declare("g", [request], [parse("none")], [{}])
+            group.submit("x", x)
+            wait = group.wait
+        else:
+            wait = engine.submit(request, x).wait
+        with pytest.raises((OSError, RingError)) as caught:
+            wait(60)
+        assert not isinstance(caught.value, TimeoutError)
+        return str(caught.value)
+
+    texts = with_engines(3, body)
+    assert texts[1] == "the cable was cut"
+    assert "rank 1" in texts[0]
+    assert "rank 1" in texts[2]
 
 
 def test_submitting_after_shutdown_is_an_error():
