@@ -18,7 +18,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.environment import (
@@ -121,19 +121,28 @@ def _leave_on_exception(always: bool) -> None:
     """
     show = sys.excepthook
     failed: list[BaseException] = []
+    asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed.append(error)
         show(kind, error, trace)
 
     def leave() -> None:
+        if always and asked and not failed:
+            failed.append(SystemExit(asked[-1]))
         if failed and (always or isinstance(failed[0], PeerLost)):
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
-            codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER}
+            codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER, SystemExit: (*asked, 1)[0]}
             os._exit(next((c for kind, c in codes.items() if isinstance(failed[0], kind)), 1))
 
+    def exit_with(status: Any = None, /) -> NoReturn:
+        # No hook sees the code of a SystemExit, and at exit it is too late to ask for it.
+        asked[:] = [status] if isinstance(status, int) and status else [1] if status else []
+        leave_now(status)
+
+    leave_now, sys.exit = sys.exit, exit_with
     sys.excepthook = note
     atexit.register(leave)  # runs after the handlers that are registered later
 

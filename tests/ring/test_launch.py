@@ -692,6 +692,24 @@ def test_an_exception_on_one_rank_ends_the_job(ringlet: Launcher, transport: str
     assert b"ringlet run: rank 1 exited with code 1" in err  # whether others are left is chance
 
 
+EXIT = """
+import sys
+import torch
+import ringlet.torch as hvd
+hvd.init()
+if hvd.rank() == 1:
+    sys.exit(3)
+hvd.barrier()
+"""
+
+
+@both
+def test_an_exit_code_is_returned_though_others_wait(ringlet: Launcher, transport: str) -> None:
+    returned, _, err = ringlet(EXIT, 3, transport, command=[sys.executable, "-c"]).end()
+    assert returned == 3
+    assert b"ringlet run: rank 1 exited with code 3" in err
+
+
 @pytest.mark.mpi
 @pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py and mpiexec")
 def test_an_exception_on_one_rank_ends_a_job_of_mpiexec() -> None:
