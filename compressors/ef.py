@@ -46,6 +46,11 @@ class ErrorFeedback(Modifier):
         whole = ctx.state.get("residual")
         if whole is None:
             whole = ctx.state["residual"] = ctx.xp.zeros(max(ctx.numel, x.size), "float32")
+        if whole.size != max(ctx.numel, x.size):  # kernels would write beyond its end
+            raise CompressorError(
+                f"the residual of {ctx.name!r} is of {whole.size} elements, the tensor of "
+                f"{ctx.numel}; a tensor of another size needs another name"
+            )
         piece: Array = whole[ctx.offset : ctx.offset + x.size]
         return piece
 

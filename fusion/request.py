@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,14 @@ class Request:
     root: int = 0
     prescale: float = 1.0
     postscale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Make plain values of NumPy's and others', on the thread of whoever asks."""
+        if not isinstance(self.name, str):
+            raise TypeError(f"a tensor's name is a string, not {self.name!r}")
+        object.__setattr__(self, "root", operator.index(self.root))
+        object.__setattr__(self, "prescale", float(self.prescale))
+        object.__setattr__(self, "postscale", float(self.postscale))
 
     @property
     def numel(self) -> int:
