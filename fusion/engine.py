@@ -35,6 +35,7 @@ from ringlet.ring.errors import Mismatch, PeerLost
 log = logging.getLogger("ringlet")
 
 _NAMING_S = 2.0  # how long to wait for the name of a rank that a transport lost
+_LEAVING_S = 10.0  # how long to wait until the coordinator has heard the goodbye
 
 OpenControl = Callable[[Communicator, Handler | None], ControlPlane]
 
@@ -198,6 +199,7 @@ class Engine:
                 self._encode_complete()
                 self._flush()
             self._control.send(m.GOODBYE)
+            self._keep_promises()
             self._break(EngineClosed("the engine was shut down"))
         except PeerLost as error:
             self._break(self._named(error))
@@ -205,6 +207,15 @@ class Engine:
             log.debug("the engine failed", exc_info=True)
             self._announce(error)
             self._break(error)
+
+    def _keep_promises(self) -> None:
+        """Run what this rank had voted for: others may be inside those collectives already."""
+        deadline = time.monotonic() + _LEAVING_S
+        while (left := deadline - time.monotonic()) > 0:
+            for message in self._control.receive(left):
+                if message[:1] == m.GONE and loads(message[1:]) == self.rank:
+                    return
+                self._dispatch(message)
 
     def _patience(self) -> float | None:
         """Return how long to wait for messages: not at all if there is something to send."""

@@ -24,6 +24,7 @@ EXECUTE = b"E"  # [group, [[name, cache id, sizes by rank], ...]]
 EXECUTE_HITS = b"h"  # group, then cached request ids
 GO = b"G"  # Verdict, then the payloads' bytes by rank
 LOST = b"L"  # [rank, text]
+GONE = b"g"  # rank: its goodbye has been heard, and nothing after this needs it
 
 _VOTE = struct.Struct("<cIIIQ")
 _GO = struct.Struct("<cIII")

@@ -153,7 +153,7 @@ class Coordinator:
         told += self._refuse_groups()
         for group in {group for group, _ in self._votes}:
             told += self._fail(group, self._epochs.get(group, 0), self._gone_text(), [rank])
-        return told
+        return [*told, m.GONE + dumps(rank)]
 
     def _refuse_for_gone(self, name: str) -> bytes:
         asked = self._table.pop(name)

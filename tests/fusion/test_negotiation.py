@@ -126,7 +126,8 @@ def test_votes_of_a_failed_step_do_not_count_for_the_next():
 def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
     coordinator = Coordinator(2)
     ask(coordinator, 0, Request("x", shape=(1,)))
-    (told,) = coordinator.on_message(1, m.GOODBYE)
+    told, echo = coordinator.on_message(1, m.GOODBYE)
+    assert echo == m.GONE + b"1"
     assert loads(told[1:]) == [
         ["x"],
         "rank 1 has shut down while 'x' was waiting on rank(s) 0",
