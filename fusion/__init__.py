@@ -3,9 +3,10 @@
 if __name__ != "ringlet.fusion":
     raise ImportError("import this package as ringlet.fusion, not as fusion")
 
-from ringlet.fusion.engine import Engine, Limits
-from ringlet.fusion.errors import CompressionFailed, DuplicateName, EngineClosed
+from ringlet.fusion.engine import Engine
+from ringlet.fusion.errors import CompressionFailed, DuplicateName, EngineClosed, StepAbandoned
 from ringlet.fusion.group import Group
+from ringlet.fusion.limits import Limits
 from ringlet.fusion.request import Request
 from ringlet.fusion.stats import Stats
 from ringlet.fusion.work import Handle
@@ -20,4 +21,5 @@ __all__ = [
     "Limits",
     "Request",
     "Stats",
+    "StepAbandoned",
 ]

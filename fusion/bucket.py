@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
-from ringlet.compressors import NoCompression, Part
+from ringlet.compressors import NoCompression, Payload
 from ringlet.fusion.buffers import BufferPool, Lease
 from ringlet.fusion.codec import BucketCodec
-from ringlet.fusion.convert import from_float32, scale_into
+from ringlet.fusion.convert import from_float32
+from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.member import Member
 from ringlet.fusion.stats import Stats
 from ringlet.ring import compressed
@@ -32,6 +34,7 @@ class Bucket(ABC):
         self.missing = len(self.members)  # members not yet submitted in this step
         self.done = False  # whether the last step that began was also exchanged
         self.more = False  # whether another round has to be voted on
+        self.phantom = False  # whether this step's values are the zeros of a rank that joined
         self._pool = pool
         self._lease = Lease(pool)
         self._raw = 2 * (size - 1) / size * sum(member.nbytes for member in self.members)
@@ -52,10 +55,13 @@ class Bucket(ABC):
         stats.raw_bytes += self._raw
         stats.buckets += 1
         stats.tensors += len(self.members)
-        for member in self.members:
-            member.finish()
+        self._count()
         self.abandon()
         self.done = True
+
+    def _count(self) -> None:
+        for member in self.members:
+            member.finish()
 
     def abandon(self) -> None:
         """Give buffers back and wait for the next step's tensors."""
@@ -77,69 +83,43 @@ class SumBucket(Bucket):
 
     def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
         super().__init__(members, size, pool)
-        first = self.members[0]
-        self._plain = isinstance(first.compressor, NoCompression)
-        parts = [self._part(member) for member in self.members]
+        parts = [m.compressor.layout(m.request.numel)[0] for m in self.members]
         self._dtype = parts[0].dtype
-        ends = np.cumsum([0, *(part.elements for part in parts)])
-        self._ends = [int(end) for end in ends]
+        ends = [0, *accumulate(part.elements for part in parts)]
+        self._nbytes = ends[-1] * storage(self._dtype).itemsize
+        self._places = [
+            (member, part.name, slice(*bounds))
+            for member, part, *bounds in zip(self.members, parts, ends, ends[1:], strict=False)
+        ]
         self._buffer: Array = np.empty(0, storage(self._dtype))
 
     def _encode(self) -> int:
-        if self._plain and len(self.members) == 1:
-            member = self.members[0]  # alone, a tensor needs no fusion buffer
-            self._buffer = member.output
-            self._scale(member.input, member.prescale, member)
-        else:
-            nbytes = self._ends[-1] * storage(self._dtype).itemsize
-            self._buffer = self._lease.allocate(nbytes).view(storage(self._dtype))
-            for member, piece in self._pieces():
-                if self._plain:
-                    scale_into(member.input, member.prescale, piece, self._dtype, member.workspace)
-                else:
-                    payload = {self._part(member).name: piece}
-                    encode = member.compressor.encode_into
-                    member.call(encode, member.values(), payload, member.context(0, 1))
-        return int(self._buffer.nbytes)
+        self._buffer = self._lease.allocate(self._nbytes).view(storage(self._dtype))
+        for member, name, place in self._places:
+            payload = {name: self._buffer[place]}
+            encode = member.compressor.encode_into
+            member.call(encode, member.values(), payload, member.context(0, 1))
+        return self._nbytes
 
     def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
         start = time.perf_counter()
-        op = self.members[0].request.op
-        native = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
-        comm.allreduce(self._buffer, native, self._dtype)
+        comm.allreduce(self._buffer, ReduceOp.SUM, self._dtype)
         middle = time.perf_counter()
-        for member, piece in self._pieces():
-            self._decode(member, piece)
-        stats.wire_bytes += 2 * (self.size - 1) / self.size * self._buffer.nbytes
+        for member, name, place in self._places:
+            self._decode(member, {name: self._buffer[place]})
+        stats.wire_bytes += 2 * (self.size - 1) / self.size * self._nbytes
         stats.communicate_s += middle - start
         stats.decompress_s += time.perf_counter() - middle
 
-    def _decode(self, member: Member, piece: Array) -> None:
+    def _decode(self, member: Member, payload: Payload) -> None:
         dtype = member.request.dtype
-        if self._plain:
-            scale_into(piece, member.postscale, member.output, dtype, member.workspace)
-            return
-        direct = dtype == "float32"
-        n = member.request.numel  # of the tensor: the payload may be shorter
-        wide = member.output if direct else member.workspace.array("decoded32", n)
-        payload = {self._part(member).name: piece}
+        wide = member.output
+        if dtype != "float32":
+            wide = member.workspace.array("decoded32", member.request.numel)
         member.call(member.compressor.decompress, payload, wide, member.context(0, 1))
         if member.postscale != 1.0:
             np.multiply(wide, np.float32(member.postscale), out=wide)
         from_float32(wide, member.output, dtype)
-
-    def _part(self, member: Member) -> Part:
-        """Return the one array that travels for ``member``."""
-        if self._plain:
-            return Part("values", member.request.dtype, member.request.numel)
-        return member.compressor.layout(member.request.numel)[0]
-
-    def _scale(self, source: Array, factor: float, member: Member) -> None:
-        scale_into(source, factor, member.output, member.request.dtype, member.workspace)
-
-    def _pieces(self) -> list[tuple[Member, Array]]:
-        bounds = zip(self.members, self._ends, self._ends[1:], strict=False)
-        return [(member, self._buffer[start:end]) for member, start, end in bounds]
 
 
 class CompressedBucket(Bucket):
@@ -167,13 +147,22 @@ class CompressedBucket(Bucket):
         stats.wire_bytes += sent
         stats.decompress_s += self.codec.seconds
         stats.communicate_s += elapsed - self.codec.seconds
+        failure, self.codec.failure = self.codec.failure, None
+        if failure is not None:
+            raise CompressionFailed(str(failure)) from failure
 
 
 def make_bucket(members: Sequence[Member], size: int, pool: BufferPool) -> Bucket:
     """Return the bucket that suits its members' common strategy."""
-    strategy = members[0].strategy
-    if strategy == "rounds":
-        from ringlet.fusion.rounds import RoundsBucket
+    from ringlet.fusion.plain import PlainBucket
+    from ringlet.fusion.rounds import RoundsBucket
 
-        return RoundsBucket(members, size, pool)
-    return (SumBucket if strategy == "sum" else CompressedBucket)(members, size, pool)
+    kinds: dict[str, type[Bucket]] = {
+        "rounds": RoundsBucket,
+        "sum": SumBucket,
+        "allgather": CompressedBucket,
+        "scatter_reduce": CompressedBucket,
+    }
+    plain = isinstance(members[0].compressor, NoCompression)
+    kind = PlainBucket if plain else kinds[members[0].strategy]
+    return kind(members, size, pool)

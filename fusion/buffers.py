@@ -10,24 +10,40 @@ from ringlet.ring.dtypes import Array
 class BufferPool:
     """Reuses byte buffers, so that a steady training step allocates none.
 
-    Used by the engine's thread alone. A buffer may be up to four times larger than asked for.
+    Used by the engine's thread alone. A buffer may be up to four times larger than asked for. What
+    lies unused is bounded by what was in use at once, at most.
     """
 
     def __init__(self) -> None:
-        self._free: list[Array] = []
+        self._free: list[Array] = []  # the one given back last is at the end
+        self._in_use = self._most = self._idle = 0  # bytes
 
     def take(self, nbytes: int) -> Array:
         """Return a uint8 buffer of at least ``nbytes``; its contents are undefined."""
         fitting = [b for b in self._free if nbytes <= b.size <= max(4 * nbytes, 1 << 16)]
         if fitting:
-            best = min(fitting, key=lambda buffer: buffer.size)
-            self._free = [b for b in self._free if b is not best]
-            return best
-        return np.empty(max(nbytes, 64), np.uint8)
+            buffer = min(fitting, key=lambda buffer: buffer.size)
+            self._free = [b for b in self._free if b is not buffer]
+            self._idle -= buffer.size
+        else:
+            buffer = np.empty(_rounded(nbytes), np.uint8)
+        self._in_use += buffer.size
+        self._most = max(self._most, self._in_use)
+        return buffer
 
     def give_back(self, buffer: Array) -> None:
-        """Return a buffer that ``take`` gave out."""
+        """Return a buffer that ``take`` gave out; those unused for longest may be freed."""
+        self._in_use -= buffer.size
+        self._idle += buffer.size
         self._free.append(buffer)
+        while self._idle > self._most:
+            self._idle -= self._free.pop(0).size
+
+
+def _rounded(nbytes: int) -> int:
+    """Round up by an eighth at most, so that payloads of slowly growing size find a buffer."""
+    step = max(64, 1 << max(0, nbytes.bit_length() - 4))
+    return max(1, -(-nbytes // step)) * step
 
 
 class Lease:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringlet.compressors import Payload, PayloadError
+from ringlet.compressors import CompressorError, Payload, PayloadError
 from ringlet.compressors.contract import storage
 from ringlet.compressors.payload import (
     check_payload,
@@ -22,6 +22,7 @@ from ringlet.compressors.payload import (
     serialised_size,
 )
 from ringlet.fusion.convert import from_float32
+from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.member import Member
 from ringlet.ring.dtypes import Array
 
@@ -36,6 +37,7 @@ class BucketCodec:
         self._parts = parts
         self.fixed = all(member.compressor.traits().fixed_size for member in self.members)
         self.seconds = 0.0  # spent inside compressors, since the caller last reset it
+        self.failure: Exception | None = None  # of decoding; encoding raises at once
         self._variable: list[Payload] = []
         self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
         self._views: dict[tuple[int, int], list[Payload]] = {}
@@ -85,7 +87,7 @@ class BucketCodec:
 
     def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
-        with self._timed():
+        with self._attempt():
             decoded = [self._payloads(part, payload) for payload in payloads]
             for i, member in enumerate(self.members):
                 total = self._sum(member, part, [payload[i] for payload in decoded])
@@ -94,7 +96,7 @@ class BucketCodec:
 
     def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
         """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
-        with self._timed():
+        with self._attempt():
             decoded = [self._payloads(part, payload) for payload in payloads]
             for i, member in enumerate(self.members):
                 target = self._payloads(part, out)[i]
@@ -106,7 +108,7 @@ class BucketCodec:
 
     def decode_into(self, part: int, payload: Array) -> None:
         """Overwrite the outputs of a shard."""
-        with self._timed():
+        with self._attempt():
             for member, encoded in zip(self.members, self._payloads(part, payload), strict=True):
                 start, stop = member.shard(part, self._parts)
                 if stop == start:
@@ -200,6 +202,9 @@ class BucketCodec:
     def _timed(self) -> _Stopwatch:
         return _Stopwatch(self)
 
+    def _attempt(self) -> _Attempt:
+        return _Attempt(self)
+
 
 class _Stopwatch:
     """Adds the time of a with-block to a codec's ``seconds``."""
@@ -210,5 +215,21 @@ class _Stopwatch:
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool | None:
         self._codec.seconds += time.perf_counter() - self._start
+        return None
+
+
+class _Attempt(_Stopwatch):
+    """Keeps what goes wrong for later: other ranks wait for this one in the same collective."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool | None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, CompressorError | CompressionFailed):
+            self._codec.failure = self._codec.failure or error
+            return True
+        return None

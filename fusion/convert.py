@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 
 from ringlet.compressors import Workspace
-from ringlet.ring.dtypes import Array
+from ringlet.ring.dtypes import FLOATS, Array
 
 
 def to_float32(array: Array, dtype: str, scratch: Workspace, name: str = "widened") -> Array:
@@ -36,12 +36,21 @@ def from_float32(source: Array, out: Array, dtype: str) -> None:
         out[...] = source
 
 
-def scale_into(source: Array, factor: float, out: Array, dtype: str, scratch: Workspace) -> None:
-    """Write ``source`` times ``factor`` to ``out``, both of ``dtype``; they may be one array.
+def scale_into(
+    source: Array, factor: float, out: Array, dtype: str, scratch: Workspace, divisor: int = 1
+) -> None:
+    """Write ``source`` times ``factor`` over ``divisor`` to ``out``, both of ``dtype``.
 
-    Integers are scaled in double precision and truncated toward zero.
+    They may be one array. Integers are scaled in double precision and truncated toward zero;
+    divided alone they are exact.
     """
-    if factor == 1.0:
+    if dtype in FLOATS:
+        factor /= divisor
+    elif divisor != 1 and factor == 1.0 and dtype != "bool":
+        np.subtract(source, np.fmod(source, divisor), out=out)
+        np.floor_divide(out, divisor, out=out)
+        return
+    if factor == 1.0 and (divisor == 1 or dtype in FLOATS):
         if source is not out:
             out[...] = source
     elif dtype in ("float32", "float64"):
@@ -51,4 +60,4 @@ def scale_into(source: Array, factor: float, out: Array, dtype: str, scratch: Wo
         wide *= np.float32(factor)
         from_float32(wide, out, dtype)
     else:
-        out[...] = np.trunc(source * factor).astype(out.dtype)
+        out[...] = np.trunc(source * factor / divisor).astype(out.dtype)

@@ -11,47 +11,33 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
-from ringlet.compressors import Compressor, NoCompression, Workspace
+from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
-from ringlet.fusion.buffers import BufferPool
-from ringlet.fusion.errors import CompressionFailed, DuplicateName, EngineClosed
-from ringlet.fusion.executor import Batch, execute_single
+from ringlet.fusion.errors import DuplicateName, EngineClosed
 from ringlet.fusion.group import Group
-from ringlet.fusion.member import Member
+from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import Coordinator
+from ringlet.fusion.participant import Participant
 from ringlet.fusion.request import Request, dumps, loads
 from ringlet.fusion.stats import Stats
-from ringlet.fusion.strategy import check_op, choose, effective
-from ringlet.fusion.work import Handle, Work
+from ringlet.fusion.submissions import Submissions
+from ringlet.fusion.work import Handle, Signal, Work
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control import ControlPlane, Handler
 from ringlet.ring.dtypes import Array
-from ringlet.ring.errors import Mismatch, PeerLost
+from ringlet.ring.errors import PeerLost
 
 log = logging.getLogger("ringlet")
 
 _NAMING_S = 2.0  # how long to wait for the name of a rank that a transport lost
 _LEAVING_S = 10.0  # how long to wait until the coordinator has heard the goodbye
+_COMPANY = 8  # cycles that submissions wait at most while more of them come in
 
 OpenControl = Callable[[Communicator, Handler | None], ControlPlane]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the engine may be tuned by; all ranks need the same ``fusion_threshold``.
-
-    ``fusion_threshold`` is in bytes of uncompressed tensors, ``cycle_time`` in seconds: how long
-    single submissions wait for company when nobody waits for them. ``seed`` feeds the random
-    numbers of compressors.
-    """
-
-    fusion_threshold: int = 16 << 20
-    cycle_time: float = 0.001
-    seed: int = 0
 
 
 class Engine:
@@ -62,24 +48,21 @@ class Engine:
     ) -> None:
         self.comm = comm
         self.limits = limits or Limits()
-        self.stats = Stats()
         self.rank, self.size = comm.rank, comm.size
-        coordinator = Coordinator(self.size) if self.rank == 0 else None
+        leads = self.rank == 0
+        coordinator = Coordinator(self.size, self.limits.cache_capacity) if leads else None
         self._control = open_control(comm, coordinator)
-        self._pool = BufferPool()
-        self._workspace = Workspace()
-        self._states: dict[str, State] = {}
+        self._signal = Signal(self._hurry)
+        self._submissions = Submissions(self._signal)
+        self._participant = Participant(
+            comm, self._control, self.limits, self._submissions, self._signal
+        )
+        self._released: deque[Group] = deque()
+        self._joining: deque[int] = deque()
         self._lock = threading.Lock()
-        self._queue: deque[Work] = deque()
-        self._complete: deque[tuple[Group | Batch, int, int]] = deque()
-        self._waiting: dict[str, Work] = {}
-        self._declaring: dict[str, tuple[Handle, list[Member]]] = {}
-        self._executing: list[Work] = []  # taken, but perhaps not finished
-        self._groups: dict[int, Group | Batch] = {}
-        self._cached: dict[int, Request] = {}
-        self._ids: dict[Request, int] = {}
         self._error: Exception | None = None
         self._hurried = False
+        self._seen = self._cycles = 0  # how the queue has grown since the last flush
         self._closing = False
         self._pid = os.getpid()
         self._thread = threading.Thread(
@@ -89,39 +72,47 @@ class Engine:
 
     # -- called by any thread -------------------------------------------------------------------
 
+    @property
+    def stats(self) -> Stats:
+        """What was counted since the start, or ``reset_stats``."""
+        return self._participant.stats
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._participant.stats = Stats()
+
     def declare(
         self,
         name: str,
         requests: Sequence[Request],
         compressors: Sequence[Compressor],
         states: Sequence[State],
+        step: int = 0,
+        process_set: int = 0,
     ) -> Group:
         """Declare tensors that are reduced together in every step. Collective.
 
-        Raises Mismatch when ranks declare different tensors, the same on every rank.
+        ``step`` is where schedules begin. Raises Mismatch when ranks declare different tensors,
+        the same on every rank.
         """
         names = [request.name for request in requests]
         repeated = sorted({n for n in names if names.count(n) > 1})
         if repeated:
             raise DuplicateName(f"declared twice in {name!r}: {', '.join(map(repr, repeated))}")
         members = [
-            self._member(request, compressor, state)
+            self._participant.member(request, compressor, state)
             for request, compressor, state in zip(requests, compressors, states, strict=True)
         ]
-        handle = Handle(name, self._hurry)
-        with self._lock:
-            self._check_open()
-            if name in self._declaring:
-                raise DuplicateName(f"group {name!r} is being declared already")
-            self._declaring[name] = (handle, members)
-        body = [name, [member.request.to_list() for member in members]]
-        self._control.send(m.DECLARE + dumps(body))
-        group: Group = handle.wait()
+        detail = (members, step, self._bucket_ready, self._abandoned)
+        body = [process_set, name, [member.request.to_list() for member in members]]
+        group: Group = self._call((process_set, name), m.DECLARE + dumps(body), detail)
         return group
 
     def release(self, group: Group) -> None:
-        """Forget a group between steps; every rank does, sooner or later."""
-        self._groups.pop(group.number, None)
+        """Forget a group; every rank does, sooner or later. Safe in a finaliser."""
+        self._released.append(group)  # takes no lock: the thread that runs this may hold it
+        if not self._closing and os.getpid() == self._pid:
+            self._control.wake()
 
     def submit(
         self,
@@ -135,22 +126,47 @@ class Engine:
         The result goes to ``output``, or in place where it has the same size; the arrays belong
         to the engine until the handle is done. Raises DuplicateName while the name is in flight.
         """
-        chosen = NoCompression() if compressor is None else compressor
-        check_op(chosen, request.op)
-        choose(effective(chosen, request.dtype, request.numel), self.size, request.collective)
-        handle = Handle(request.name, self._hurry)
-        work = Work(request, handle, values, values if output is None else output, chosen)
+        return self.submit_all([(request, values, output, compressor)])[0]
+
+    def submit_all(
+        self, items: Sequence[tuple[Request, Array, Array | None, Compressor | None]]
+    ) -> list[Handle]:
+        """Submit several tensors, all of them or none. See ``submit``."""
+        works: list[Work] = []
+        for request, values, output, given in items:
+            compressor = _PLAIN if given is None else given
+            self._submissions.check(request, compressor, self._size_of(request.process_set))
+            target = values if output is None else output
+            works.append(Work(request, self._signal, values, target, compressor))
+        self._check_open()
+        if self._submissions.add(works):
+            self._hurried = False
+            self._control.wake()
+        return list(works)
+
+    def join(self, process_set: int = 0) -> int:
+        """Let the others go on without this rank's data; return the rank that joined last.
+
+        Until all ranks of the process set have called this, the rank contributes zeros.
+        """
+        handle = Handle("join", self._signal)
         with self._lock:
             self._check_open()
-            if request.name in self._waiting:
-                raise DuplicateName(
-                    f"{request.name!r} was submitted again before its first submission finished; "
-                    "give each tensor its own name, or wait"
-                )
-            self._waiting[request.name] = work
-            self._queue.append(work)
+            self._expect(("join", process_set), handle)
+        self._joining.append(process_set)
         self._control.wake()
-        return handle
+        return int(handle.wait())
+
+    def add_process_set(self, ranks: Sequence[int]) -> int:
+        """Make a process set of ``ranks``, ascending; return its number. All ranks call it.
+
+        Raises Mismatch when ranks call for different sets.
+        """
+        return int(self._call("process set", m.ADD_SET + dumps(list(ranks))))
+
+    def remove_process_set(self, number: int) -> None:
+        """Remove a process set that nobody uses any more. All ranks call it."""
+        self._call("process set", m.REMOVE_SET + dumps(number))
 
     def shutdown(self) -> None:
         """End the thread and close the control plane; idempotent. What is in flight fails."""
@@ -164,39 +180,60 @@ class Engine:
         self._thread.join()
         self._control.close()
 
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self.stats = Stats()
+    def _call(self, key: Hashable, message: bytes, detail: object = None) -> Any:
+        """Send ``message`` and return what its answer brings."""
+        handle = Handle(str(key), self._signal)
+        with self._lock:
+            self._check_open()
+            self._expect(key, handle, detail)
+        self._control.send(message)
+        return handle.wait()
+
+    def _expect(self, key: Hashable, handle: Handle, detail: object = None) -> None:
+        if not self._participant.expect(key, handle, detail):
+            raise DuplicateName(f"another thread waits for the same already: {key}")
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise EngineClosed(
                 "this process was forked after init; the engine lives in the parent. "
-                "Call init in the child, or start workers with 'spawn'"
+                "Start workers with 'spawn', or call init in the child only"
             )
         if self._closing:
             raise EngineClosed("submitted after shutdown; call init again")
         if self._error is not None:
             raise self._error
 
+    def _size_of(self, process_set: int) -> int:
+        peers = self._participant.sets.get(process_set)
+        if peers is None:
+            raise ValueError(f"rank {self.rank} does not belong to process set {process_set}")
+        return peers.size
+
     def _hurry(self) -> None:
-        self._hurried = True
+        if not self._hurried:
+            self._hurried = True
+            if self._submissions.queued:
+                self._control.wake()
+
+    def _bucket_ready(self, group: Group, index: int, epoch: int) -> None:
+        self._participant.complete.append((group, index, epoch))
         self._control.wake()
 
-    def _member(self, request: Request, compressor: Compressor, state: State) -> Member:
-        limits = self.limits
-        return Member(
-            request, compressor, self.rank, self.size, limits.seed, self._workspace, state
-        )
+    def _abandoned(self, group: Group, epoch: int, why: str) -> None:
+        self._participant.abandon(group, epoch, why)
 
     # -- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
+        participant = self._participant
         try:
             while not self._closing:
                 for message in self._control.receive(self._patience()):
-                    self._dispatch(message)
-                self._encode_complete()
+                    participant.dispatch(message)
+                while self._released:
+                    participant.release(self._released.popleft())
+                participant.encode_complete()
                 self._flush()
             self._control.send(m.GOODBYE)
             self._keep_promises()
@@ -215,150 +252,50 @@ class Engine:
             for message in self._control.receive(left):
                 if message[:1] == m.GONE and loads(message[1:]) == self.rank:
                     return
-                self._dispatch(message)
+                self._participant.dispatch(message)
 
     def _patience(self) -> float | None:
         """Return how long to wait for messages: not at all if there is something to send."""
-        if self._complete or self._closing:
+        if self._participant.complete or self._closing or self._joining:
             return 0.0
-        if not self._queue:
+        if not self._submissions.queued:
             return None
         return 0.0 if self._hurried else self.limits.cycle_time
 
     def _flush(self) -> None:
-        """Ask for what was submitted since the last time."""
-        with self._lock:
-            works = list(self._queue)
-            self._queue.clear()
-            self._hurried = False
-        if not works:
-            return
-        hits = [self._ids[w.request] for w in works if w.request in self._ids]
-        fresh = [w.request.to_list() for w in works if w.request not in self._ids]
+        """Ask for what was submitted since the last time, together with what still comes in."""
+        works = self._submissions.drain() if self._company_is_complete() else []
+        by_set: dict[int, int] = {}
+        fresh: list[Request] = []
+        for work in works:
+            number = self._participant.known(work.request)
+            if number is None:
+                fresh.append(work.request)
+            else:
+                process_set = work.request.process_set
+                by_set[process_set] = by_set.get(process_set, 0) | 1 << number
         if fresh:
-            self._control.send(m.REQUEST + dumps(fresh))
-        if hits:
-            self._control.send(m.pack_hits(hits))
+            self._control.send(m.REQUEST + dumps([request.to_list() for request in fresh]))
+        for process_set, bits in by_set.items():
+            self._control.send(m.pack_hits(process_set, bits))
+        while self._joining:
+            number = self._joining.popleft()
+            self._participant.joined.add(number)
+            self._control.send(m.JOIN + dumps(number))
 
-    def _encode_complete(self) -> None:
-        """Compress buckets whose tensors are all there, and vote for them."""
-        while self._complete:
-            group, index, epoch = self._complete.popleft()
-            if epoch != group.epoch:
-                continue  # of a step that failed meanwhile
-            try:
-                nbytes = group.buckets[index].encode(self.stats)
-            except Exception as error:
-                log.debug("a bucket could not be encoded", exc_info=True)
-                known = isinstance(error, CompressionFailed)
-                text = str(error) if known else f"{type(error).__name__}: {error}"
-                self._control.send(m.FAILED + dumps([group.number, epoch, text]))
-                continue
-            self._control.send(m.pack_vote(m.Vote(group.number, epoch, index, nbytes)))
-
-    def _dispatch(self, message: bytes) -> None:
-        kind = message[:1]
-        if kind == m.GO:
-            self._go(m.unpack_go(message))
-        elif kind == m.EXECUTE_HITS:
-            number, ids = m.unpack_execute_hits(message)
-            works = [self._take(self._cached[i].name) for i in ids]
-            self._execute(number, [(work, ()) for work in works])
-        elif kind == m.EXECUTE:
-            self._execute_fresh(*loads(message[1:]))
-        elif kind == m.DECLARED:
-            self._declared(*loads(message[1:]))
-        elif kind == m.REFUSED:
-            self._refuse(*loads(message[1:]))
-        elif kind == m.FAILED:
-            number, epoch, text, gone = loads(message[1:])
-            group = self._groups.get(number)
-            if group is not None and group.epoch == epoch:
-                group.fail(PeerLost(text, gone) if gone else CompressionFailed(text))
-                self._forget_batch(group)
-        elif kind == m.LOST:
-            rank, text = loads(message[1:])
-            raise PeerLost(text, [rank])
-        elif kind == m.BROKEN:
-            raise EngineClosed(f"the engine broke on {loads(message[1:])}")
-
-    def _go(self, verdict: m.Verdict) -> None:
-        group = self._groups[verdict.group]
-        bucket = group.buckets[verdict.bucket]
-        bucket.exchange(self.comm, verdict.sizes, self.stats)
-        if bucket.more:
-            self._complete.append((group, verdict.bucket, verdict.epoch))
-            return
-        group.bucket_done()
-        self._forget_batch(group)
-
-    def _declared(self, name: str, number: int, order: list[str]) -> None:
-        handle, members = self._declaring.pop(name)
-        by_name = {member.request.name: member for member in members}
-        ordered = [by_name[n] for n in order]
-        threshold = self.limits.fusion_threshold
-        group = Group(name, number, ordered, self.size, threshold, self._pool, self._bucket_ready)
-        group.warm_up()
-        handle.output = self._groups[number] = group
-        handle.finish()
-
-    def _bucket_ready(self, group: Group, index: int, epoch: int) -> None:
-        self._complete.append((group, index, epoch))
-        self._control.wake()
-
-    def _execute_fresh(self, number: int, items: list[tuple[str, int, list[int]]]) -> None:
-        ready: list[tuple[Work, tuple[int, ...]]] = []
-        for name, cache_id, rows in items:
-            work = self._take(name)
-            if cache_id >= 0:
-                self._cached[cache_id] = work.request
-                self._ids[work.request] = cache_id
-            ready.append((work, tuple(rows)))
-        self._execute(number, ready)
-
-    def _execute(self, number: int, ready: list[tuple[Work, tuple[int, ...]]]) -> None:
-        """Run what all ranks are ready for: allreduces fused by look-ahead, the rest in order."""
-        self._executing = [work for work, _ in ready]
-        reductions = [work for work, _ in ready if work.request.kind == "allreduce"]
-        if reductions:
-            members = [self._prepared(work) for work in reductions]
-            batch = Batch(number, reductions, members, self.limits.fusion_threshold, self._pool)
-            for index in batch.run_plain(self.comm, self.stats):
-                self._groups[number] = batch
-                self._complete.append((batch, index, batch.epoch))
-        for work, rows in ready:
-            if work.request.kind != "allreduce":
-                execute_single(self.comm, work, rows)
-
-    def _prepared(self, work: Work) -> Member:
-        state: State = {}
-        if not isinstance(work.compressor, NoCompression):
-            state = self._states.setdefault(work.request.name, {})
-        member = self._member(work.request, work.compressor, state)
-        member.input, member.output = work.input, work.output
-        return member
-
-    def _forget_batch(self, group: Group | Batch) -> None:
-        if isinstance(group, Batch) and group.finished:
-            self._groups.pop(group.number, None)
-
-    def _take(self, name: str) -> Work:
-        with self._lock:
-            return self._waiting.pop(name)
-
-    def _refuse(self, names: str | list[str], text: str, gone: list[int]) -> None:
-        error = PeerLost(text, gone) if gone else Mismatch(text)
-        if isinstance(names, str):
-            if names in self._declaring:
-                self._declaring.pop(names)[0].finish(error)
-            return
-        for name in names:
-            with self._lock:
-                work = self._waiting.pop(name, None)
-                if work is not None and work in self._queue:
-                    self._queue.remove(work)
-            if work is not None:
-                work.handle.finish(error)
+    def _company_is_complete(self) -> bool:
+        """Whether to send what is queued: a step's tensors that go together are planned once."""
+        queued = self._submissions.queued
+        if not queued:
+            return False
+        grew, self._seen = queued > self._seen, queued
+        self._cycles += 1
+        full = self._submissions.queued_bytes >= self.limits.fusion_threshold
+        if grew and not (self._hurried or full or self._closing or self._cycles > _COMPANY):
+            return False
+        self._seen = self._cycles = 0
+        self._hurried = False
+        return True
 
     def _named(self, error: PeerLost) -> PeerLost:
         """Return an error that names the lost rank, if the coordinator tells it soon."""
@@ -381,16 +318,9 @@ class Engine:
             log.debug("could not announce the failure", exc_info=True)
 
     def _break(self, error: Exception) -> None:
-        """Fail everything in flight, and whatever comes later, with ``error``."""
         with self._lock:
             self._error = error
-            works = [*self._waiting.values(), *self._executing]
-            self._waiting.clear()
-            self._queue.clear()
-        for work in works:
-            if not work.handle.done():
-                work.handle.finish(error)
-        for handle, _ in list(self._declaring.values()):
-            handle.finish(error)
-        for group in list(self._groups.values()):
-            group.fail(error, for_good=True)
+        self._participant.close(error)
+
+
+_PLAIN = NoCompression()

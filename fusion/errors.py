@@ -15,3 +15,7 @@ class EngineClosed(RingError):
 
 class CompressionFailed(RingError):
     """A compressor raised on some rank; the message names rank, tensor and compressor."""
+
+
+class StepAbandoned(RingError):
+    """A rank gave up a step that others were in; the message names the rank and says why."""

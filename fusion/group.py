@@ -1,8 +1,8 @@
 """A declared group: tensors that are reduced together in every step, such as a model's gradients.
 
-Its plan, which tensor travels in which bucket, is a pure function of the order in which rank 0
-declared them, their sizes and the fusion threshold; not of arrival times. So sums are formed in
-the same order in every step and after every restart.
+Its plan, which tensor travels in which bucket, is a pure function of the order in which the first
+rank declared them, their sizes and the fusion threshold; not of arrival times. So sums are formed
+in the same order in every step and after every restart.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from ringlet.compressors import Context
 from ringlet.fusion.bucket import Bucket, make_bucket
 from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.errors import DuplicateName
 from ringlet.fusion.lookahead import pack
 from ringlet.fusion.member import Member
+from ringlet.fusion.peers import Peers
 from ringlet.fusion.request import dumps
 from ringlet.ring.dtypes import Array
+
+Ready = Callable[["Group", int, int], None]  # group, bucket, epoch
+Abandon = Callable[["Group", int, str], None]  # group, epoch, why
 
 
 def plan(members: Sequence[Member], threshold: int) -> list[list[Member]]:
@@ -33,26 +39,32 @@ def plan_hash(buckets: Sequence[Sequence[Member]]) -> str:
 
 
 class Group:
-    """One step at a time: every member is submitted once, then ``wait`` collects the results."""
+    """One step at a time: every member is submitted once, then ``wait`` collects the results.
+
+    ``step`` is that of the members' schedules, and counts on.
+    """
 
     def __init__(
         self,
         name: str,
         number: int,
         members: Sequence[Member],
-        size: int,
+        peers: Peers,
         threshold: int,
         pool: BufferPool,
-        ready: Callable[[Group, int, int], None],
+        ready: Ready,
+        abandoned: Abandon,
+        step: int = 0,
     ) -> None:
-        self.name, self.number, self.epoch, self.step = name, number, 0, 0
-        self._size, self._threshold, self._pool = size, threshold, pool
+        self.name, self.number, self.peers = name, number, peers
+        self.epoch, self.step = 0, step
+        self._threshold, self._pool = threshold, pool
         self._declared = list(members)
         self._scheduled = any(member.scheduled for member in members)
-        self._plan([member.at(0) for member in members])
-        self._ready = ready
+        self._plan([member.at(step) for member in members])
+        self._ready, self._abandoned = ready, abandoned
         self._lock = threading.Lock()
-        self._finished = threading.Event()
+        self._ended = threading.Condition(self._lock)
         self._submitted: set[str] = set()
         self._unfinished = len(self.buckets)
         self._error: Exception | None = None
@@ -63,7 +75,7 @@ class Group:
         self.members = {member.request.name: member for member in members}
         planned = plan(members, self._threshold)
         self.hash = plan_hash(planned)
-        self.buckets: list[Bucket] = [make_bucket(b, self._size, self._pool) for b in planned]
+        self.buckets: list[Bucket] = [make_bucket(b, self.peers.size, self._pool) for b in planned]
         self._bucket_of = {
             member.request.name: i for i, bucket in enumerate(planned) for member in bucket
         }
@@ -114,34 +126,69 @@ class Group:
         with self._lock:
             return [name for name in self.members if name not in self._submitted]
 
+    @property
+    def in_step(self) -> bool:
+        """Whether something was submitted that ``wait`` has not collected."""
+        return bool(self._submitted)
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every bucket is reduced; then the next step may begin.
 
         Raises what went wrong, the same on every rank, or TimeoutError after ``timeout`` seconds.
         """
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
-        with self._lock:
+        with self._ended:
+            if not self._ended.wait_for(self._has_ended, timeout):
+                raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
             error, self._error = self._error, self._broken or self._early
             self._early = None
-            self._submitted.clear()
-            self.step += 1
-            if self._scheduled:
-                self._follow_schedules()
-            self._unfinished = len(self.buckets)
-            if self._error is None:
-                self._finished.clear()
+            self._begin()
         if error is not None:
             raise error
 
+    def abandon(self, why: str) -> None:
+        """Give up the step under way on all ranks: elsewhere ``wait`` raises, telling ``why``.
+
+        Does nothing between steps. Afterwards the next step may begin.
+        """
+        with self._ended:
+            if not self._submitted:
+                return
+            epoch = self.epoch
+            if self._error is None:
+                self._abandoned(self, epoch, why)
+            self._ended.wait_for(lambda: self.epoch > epoch or self._error is not None)
+            self._error, self._early = self._broken, None
+            self._begin()
+            if self._broken is not None:
+                raise self._broken
+
     # -- called by the engine's thread ----------------------------------------------------------
 
-    def bucket_done(self) -> None:
+    def submit_zeros(self, index: int) -> bool:
+        """Stand in for a rank that has joined; False if the bucket has this rank's own values.
+
+        What is left of its residuals still takes part.
+        """
+        with self._lock:
+            bucket = self.buckets[index]
+            if bucket.phantom or bucket.missing != len(bucket.members):
+                return False
+            bucket.phantom = True
+            for member in bucket.members:
+                member.input = np.zeros(member.request.numel, member.request.storage)
+                member.output = member.input
+            return True
+
+    def bucket_done(self, index: int) -> None:
         """Count a bucket whose outputs are filled."""
         with self._lock:
+            bucket = self.buckets[index]
+            if bucket.phantom:
+                bucket.phantom = False
+                return
             self._unfinished -= 1
             if self._unfinished == 0:
-                self._finished.set()
+                self._ended.notify_all()
 
     def fail(self, error: Exception, for_good: bool = False) -> None:
         """End the step with ``error``, and all later ones too if ``for_good``.
@@ -155,8 +202,19 @@ class Group:
                 self._broken = error
             if self._unfinished > 0:
                 self._error = error
-                self._finished.set()
             else:
                 self._early = error
             for bucket in self.buckets:
                 bucket.abandon()
+                bucket.phantom = False
+            self._ended.notify_all()
+
+    def _begin(self) -> None:
+        self._submitted.clear()
+        self.step += 1
+        if self._scheduled:
+            self._follow_schedules()
+        self._unfinished = len(self.buckets)
+
+    def _has_ended(self) -> bool:
+        return self._unfinished == 0 or self._error is not None

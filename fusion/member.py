@@ -23,7 +23,7 @@ from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.request import Request
 from ringlet.fusion.strategy import Strategy, check_op, choose, effective
 from ringlet.ring.communicator import ReduceOp, owner_offset
-from ringlet.ring.dtypes import Array
+from ringlet.ring.dtypes import FLOATS, Array
 
 Result = TypeVar("Result")
 
@@ -99,7 +99,14 @@ class Member:
     def postscale(self) -> float:
         """What the sum over ranks is multiplied by."""
         average = self.request.op is ReduceOp.AVERAGE and not self._predivided()
-        return self.request.postscale * (1.0 / self.size if average else 1.0)
+        exact = self.request.dtype not in FLOATS  # those are divided, by ``divisor``
+        return self.request.postscale * (1.0 / self.size if average and not exact else 1.0)
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of integers over ranks is divided by."""
+        average = self.request.op is ReduceOp.AVERAGE
+        return self.size if average and self.request.dtype not in FLOATS else 1
 
     def _predivided(self) -> bool:
         if self.request.op is not ReduceOp.AVERAGE:

@@ -6,28 +6,37 @@ Votes and verdicts, which a steady step consists of, are packed; the others are 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 # From a rank to the coordinator.
-DECLARE = b"D"  # [group name, [request, ...]]
+DECLARE = b"D"  # [process set, group name, [request, ...]]
 REQUEST = b"R"  # [request, ...]
-HITS = b"H"  # set of cached request ids, as a bit vector
+HITS = b"H"  # process set, then the set of cached request ids as a bit vector
 VOTE = b"V"  # Vote
-FAILED = b"F"  # [group, epoch, text]: this rank cannot go on with a group's step
+FAILED = b"F"  # [process set, group, epoch, text]: this rank cannot go on with a group's step
+JOIN = b"J"  # process set: this rank has no more data
+ADD_SET = b"A"  # [rank, ...]: make a process set of these
+REMOVE_SET = b"M"  # process set
 BROKEN = b"X"  # text: this rank's engine is broken
 GOODBYE = b"S"  # this rank shuts down
 
 # From the coordinator to every rank; BROKEN is passed on, FAILED with the ranks that left, if any.
-DECLARED = b"d"  # [group name, group, [name, ...]]
-REFUSED = b"r"  # [[request name, ...] or group name, text, [rank that left, ...]]
-EXECUTE = b"E"  # [group, [[name, cache id, sizes by rank], ...]]
-EXECUTE_HITS = b"h"  # group, then cached request ids
+DECLARED = b"d"  # [process set, group name, group, [name, ...]]
+REFUSED = b"r"  # [process set, [request name, ...] or group name, text, [rank that left, ...]]
+EXECUTE = b"E"  # [process set, batch, [[name, cache id, sizes by rank, request or null], ...]]
+EXECUTE_HITS = b"h"  # process set, batch, then the set of cached request ids as a bit vector
 GO = b"G"  # Verdict, then the payloads' bytes by rank
+WANTED = b"w"  # Vote of a rank that has data: those that joined vote with zeros
+JOINED = b"j"  # [process set, rank that joined last]
+SET = b"s"  # [process set, [rank, ...], text]: made; removed if without ranks; not done if text
 LOST = b"L"  # [rank, text]
 GONE = b"g"  # rank: its goodbye has been heard, and nothing after this needs it
 
-_VOTE = struct.Struct("<cIIIQ")
+_VOTE = struct.Struct("<cIIIQI")
 _GO = struct.Struct("<cIII")
+_HITS = struct.Struct("<cI")
+_EXECUTE = struct.Struct("<cII")
 
 
 class Vote(NamedTuple):
@@ -37,6 +46,7 @@ class Vote(NamedTuple):
     epoch: int
     bucket: int
     nbytes: int
+    process_set: int = 0
 
 
 class Verdict(NamedTuple):
@@ -48,9 +58,9 @@ class Verdict(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def pack_vote(vote: Vote) -> bytes:
+def pack_vote(vote: Vote, kind: bytes = VOTE) -> bytes:
     """Encode a vote."""
-    return _VOTE.pack(VOTE, *vote)
+    return _VOTE.pack(kind, *vote)
 
 
 def unpack_vote(message: bytes) -> Vote:
@@ -72,31 +82,43 @@ def unpack_go(message: bytes) -> Verdict:
     return Verdict(head[0], head[1], head[2], sizes)
 
 
-def pack_hits(ids: list[int]) -> bytes:
-    """Encode cached request ids as a bit vector."""
+def bits_of(ids: Iterable[int]) -> int:
+    """Return a set of small numbers as the bits of one integer."""
     bits = 0
     for i in ids:
         bits |= 1 << i
-    return HITS + bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+    return bits
 
 
-def unpack_hits(message: bytes) -> list[int]:
-    """Decode cached request ids, ascending."""
-    bits = int.from_bytes(message[1:], "little")
+def ids_of(bits: int) -> list[int]:
+    """Return which bits are set, ascending."""
     ids = []
-    while bits:
-        low = bits & -bits
-        ids.append(low.bit_length() - 1)
-        bits ^= low
+    for at, byte in enumerate(bits.to_bytes((bits.bit_length() + 7) // 8, "little")):
+        if byte:
+            ids += [8 * at + i for i in range(8) if byte >> i & 1]
     return ids
 
 
-def pack_execute_hits(group: int, ids: list[int]) -> bytes:
-    """Encode cached requests that every rank is ready for, in the order to run them."""
-    return EXECUTE_HITS + struct.pack(f"<{len(ids) + 1}I", group, *ids)
+def pack_hits(process_set: int, bits: int) -> bytes:
+    """Encode which cached requests a rank asks for."""
+    return _HITS.pack(HITS, process_set) + _vector(bits)
 
 
-def unpack_execute_hits(message: bytes) -> tuple[int, list[int]]:
-    """Decode (group, ids)."""
-    group, *ids = struct.unpack(f"<{(len(message) - 1) // 4}I", message[1:])
-    return group, ids
+def unpack_hits(message: bytes) -> tuple[int, int]:
+    """Decode (process set, bits)."""
+    return _HITS.unpack_from(message)[1], int.from_bytes(message[_HITS.size :], "little")
+
+
+def pack_execute_hits(process_set: int, batch: int, bits: int) -> bytes:
+    """Encode cached requests that every rank is ready for, to be run in ascending order."""
+    return _EXECUTE.pack(EXECUTE_HITS, process_set, batch) + _vector(bits)
+
+
+def unpack_execute_hits(message: bytes) -> tuple[int, int, int]:
+    """Decode (process set, batch, bits)."""
+    _, process_set, batch = _EXECUTE.unpack_from(message)
+    return process_set, batch, int.from_bytes(message[_EXECUTE.size :], "little")
+
+
+def _vector(bits: int) -> bytes:
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")

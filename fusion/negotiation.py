@@ -1,171 +1,162 @@
-"""Negotiation: which tensors every rank is ready for, and what to say when ranks disagree.
+"""Negotiation: what every rank is ready for, and what to say when ranks disagree.
 
-The coordinator runs on rank 0 and is a plain state machine: messages in, broadcasts out. Requests
-arrive in any order on any rank; one is executed when every rank has asked for it. A request that
-was executed once has a number, and asking for it again takes one bit.
+The coordinator runs on rank 0 and is a plain state machine: messages in, broadcasts out. What it
+broadcasts reaches every rank in one order, and so do collectives of different process sets run in
+one order wherever a rank belongs to both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections import deque
+from collections.abc import Callable
 
 from ringlet.fusion import messages as m
+from ringlet.fusion.ballots import Ballots
+from ringlet.fusion.readiness import Readiness
 from ringlet.fusion.request import Request, dumps, loads
-from ringlet.fusion.validation import disagreement, group_disagreement
+from ringlet.fusion.validation import listed
+
+CACHE_CAPACITY = 4096
 
 
 class Coordinator:
-    """Implements ``ringlet.ring.control.Handler`` for ``size`` ranks."""
+    """Implements ``ringlet.ring.control.Handler`` for ``size`` ranks.
 
-    def __init__(self, size: int, cache_capacity: int = 4096) -> None:
-        self._size = size
+    Process set 0 is all of them; others come and go when all ranks call for it.
+    """
+
+    def __init__(self, size: int, cache_capacity: int = CACHE_CAPACITY) -> None:
         self._capacity = cache_capacity
-        self._groups = 0
-        self._table: dict[str, dict[int, Request]] = {}
-        self._declared: dict[str, dict[int, list[Request]]] = {}
-        self._votes: dict[tuple[int, int], dict[int, int]] = {}
-        self._epochs: dict[int, int] = {}
-        self._cached: list[Request] = []
-        self._ids: dict[Request, int] = {}
+        self._numbers = itertools.count(1)  # of groups and batches
+        self._set_numbers = itertools.count(1)
+        self._ballots = Ballots()
+        self._sets = {0: self._peers(0, tuple(range(size)))}
+        self._set_calls: dict[int, deque[bytes]] = {rank: deque() for rank in range(size)}
         self._gone: dict[int, str] = {}
+        self._body: dict[bytes, Callable[[int, bytes], list[bytes]]] = {
+            m.VOTE: self._vote,
+            m.HITS: self._hits,
+            m.REQUEST: self._request,
+            m.DECLARE: self._declare,
+            m.FAILED: self._failed,
+            m.JOIN: self._join,
+            m.ADD_SET: self._change_sets,
+            m.REMOVE_SET: self._change_sets,
+            m.GOODBYE: lambda rank, _: self._leave(rank),
+        }
 
     # -- ringlet.ring.control.Handler -----------------------------------------------------------
 
     def on_message(self, rank: int, message: bytes) -> list[bytes]:
         """Take a message of ``rank``; return what every rank is to hear."""
         kind = message[:1]
-        if kind == m.VOTE:
-            return self._vote(rank, m.unpack_vote(message))
-        if kind == m.HITS:
-            return self._ask(rank, [self._cached[i] for i in m.unpack_hits(message)])
-        if kind == m.GOODBYE:
-            return self._leave(rank)
-        body = loads(message[1:])
-        if kind == m.REQUEST:
-            return self._ask(rank, [Request.from_list(fields) for fields in body])
-        if kind == m.DECLARE:
-            return self._declare(rank, body[0], [Request.from_list(f) for f in body[1]])
-        if kind == m.FAILED:
-            group, epoch, text = body
-            return self._fail(group, epoch, f"rank {rank}: {text}")
         if kind == m.BROKEN:
-            return [m.BROKEN + dumps(f"rank {rank}: {body}")]
-        return [m.BROKEN + dumps(f"rank {rank} sent a message of unknown kind {kind!r}")]
+            return [m.BROKEN + dumps(f"rank {rank}: {loads(message[1:])}")]
+        try:
+            take = self._body[kind]
+        except KeyError:
+            return [m.BROKEN + dumps(f"rank {rank} sent a message of unknown kind {kind!r}")]
+        try:
+            return take(rank, message)
+        except (LookupError, ValueError, TypeError) as error:
+            return [m.BROKEN + dumps(f"rank {rank} sent a message that makes no sense: {error!r}")]
 
     def on_lost(self, rank: int) -> list[bytes]:
         """Tell everybody that ``rank`` went away without a goodbye."""
-        waiting = ", ".join(repr(name) for name in list(self._table)[:6])
+        waiting = [name for peers in self._sets.values() for name in peers.waiting()]
         text = f"rank {rank} is gone: its connection closed without a goodbye"
-        return [m.LOST + dumps([rank, text + (f" (waiting: {waiting})" if waiting else "")])]
+        return [m.LOST + dumps([rank, text + (f" (waiting: {listed(waiting)})" * bool(waiting))])]
 
-    # -- requests -------------------------------------------------------------------------------
+    # -- one kind of message each ---------------------------------------------------------------
 
-    def _ask(self, rank: int, requests: list[Request]) -> list[bytes]:
-        ready: list[dict[int, Request]] = []
-        refused: list[bytes] = []
-        for request in requests:
-            asked = self._table.setdefault(request.name, {})
-            asked[rank] = request
-            if self._gone:
-                refused.append(self._refuse_for_gone(request.name))
-            elif len(asked) == self._size:
-                del self._table[request.name]
-                text = disagreement(asked)
-                if text:
-                    refused.append(m.REFUSED + dumps([[request.name], text, []]))
-                else:
-                    ready.append(asked)
-        return refused + (self._execute(ready) if ready else [])
+    def _hits(self, rank: int, message: bytes) -> list[bytes]:
+        number, bits = m.unpack_hits(message)
+        peers = self._sets[number]
+        told = peers.hit(rank, bits)
+        return told + self._refused_for_gone(peers)
 
-    def _execute(self, ready: list[dict[int, Request]]) -> list[bytes]:
-        self._groups += 1
-        # Known only if all ask alike: rows of an all-gather differ even where rank 0's did not.
-        alike = [all(request == asked[0] for request in asked.values()) for asked in ready]
-        known = [
-            self._ids.get(asked[0]) if same else None
-            for asked, same in zip(ready, alike, strict=True)
-        ]
-        if all(i is not None for i in known):
-            ids = [i for i in known if i is not None]
-            return [m.pack_execute_hits(self._groups, ids)]
-        items: list[list[Any]] = []
-        for asked, same in zip(ready, alike, strict=True):
-            first = asked[0]
-            number = self._number(first) if same else -1
-            rows = [asked[r].shape[0] if asked[r].shape else 0 for r in range(self._size)]
-            items.append([first.name, number, rows if first.kind == "allgather" else []])
-        return [m.EXECUTE + dumps([self._groups, items])]
+    def _request(self, rank: int, message: bytes) -> list[bytes]:
+        told: list[bytes] = []
+        by_set: dict[int, list[Request]] = {}
+        for request in map(Request.from_list, loads(message[1:])):
+            by_set.setdefault(request.process_set, []).append(request)
+        for number, requests in by_set.items():
+            told += self._sets[number].ask(rank, requests)
+            told += self._refused_for_gone(self._sets[number])
+        return told
 
-    def _number(self, request: Request) -> int:
-        """Return the request's cache id, giving it one while there is room; -1 otherwise."""
-        known = self._ids.get(request)
-        if known is not None:
-            return known
-        if len(self._cached) >= self._capacity:
-            return -1
-        self._ids[request] = len(self._cached)
-        self._cached.append(request)
-        return self._ids[request]
+    def _declare(self, rank: int, message: bytes) -> list[bytes]:
+        number, name, fields = loads(message[1:])
+        peers, requests = self._sets[number], [Request.from_list(f) for f in fields]
+        told = self._ballots.declare(peers, rank, name, requests, next(self._numbers))
+        return told + self._refused_for_gone(peers)
 
-    # -- groups ---------------------------------------------------------------------------------
+    def _vote(self, rank: int, message: bytes) -> list[bytes]:
+        vote = m.unpack_vote(message)
+        peers = self._sets[vote.process_set]
+        return self._ballots.vote(peers, rank, vote) + self._refused_for_gone(peers)
 
-    def _declare(self, rank: int, name: str, requests: list[Request]) -> list[bytes]:
-        declared = self._declared.setdefault(name, {})
-        declared[rank] = requests
+    def _failed(self, rank: int, message: bytes) -> list[bytes]:
+        number, group, epoch, text = loads(message[1:])
+        return self._ballots.fail(self._sets[number], group, epoch, f"rank {rank}: {text}")
+
+    def _join(self, rank: int, message: bytes) -> list[bytes]:
+        peers = self._sets[loads(message[1:])]
+        told = peers.join(rank)
+        told += self._ballots.joined(peers) if peers.joined else []
+        return told + self._refused_for_gone(peers)
+
+    # -- process sets ---------------------------------------------------------------------------
+
+    def _peers(self, number: int, ranks: tuple[int, ...]) -> Readiness:
+        return Readiness(number, ranks, self._capacity, lambda: next(self._numbers))
+
+    def _change_sets(self, rank: int, message: bytes) -> list[bytes]:
+        """Make or remove a process set once all ranks have called for the same."""
+        self._set_calls[rank].append(message)
         if self._gone:
-            return self._refuse_groups()
-        if len(declared) < self._size:
+            return self._refuse_sets("; ".join(self._gone.values()))
+        if not all(self._set_calls.values()):
             return []
-        del self._declared[name]
-        text = group_disagreement(declared)
-        if text:
-            return [m.REFUSED + dumps([name, text, []])]
-        self._groups += 1
-        return [m.DECLARED + dumps([name, self._groups, [r.name for r in declared[0]]])]
+        calls = [queue.popleft() for queue in self._set_calls.values()]
+        if len(set(calls)) > 1:
+            told = "; ".join(f"rank {r}: {_in_words(call)}" for r, call in enumerate(calls))
+            return [m.SET + dumps([0, [], f"process sets differ between ranks ({told})"])]
+        value = loads(message[1:])
+        if message[:1] == m.REMOVE_SET:
+            if self._sets.pop(value, None) is None:
+                return [m.SET + dumps([0, [], f"there is no process set {value}"])]
+            return [m.SET + dumps([value, [], ""])]
+        number = next(self._set_numbers)
+        self._sets[number] = self._peers(number, tuple(value))
+        return [m.SET + dumps([number, value, ""])]
 
-    def _vote(self, rank: int, vote: m.Vote) -> list[bytes]:
-        if vote.epoch != self._epochs.get(vote.group, 0):
-            return []  # of a step that failed meanwhile
-        votes = self._votes.setdefault((vote.group, vote.bucket), {})
-        votes[rank] = vote.nbytes
-        if self._gone:
-            return self._fail(vote.group, vote.epoch, self._gone_text(), sorted(self._gone))
-        if len(votes) < self._size:
-            return []
-        del self._votes[vote.group, vote.bucket]
-        sizes = tuple(votes[r] for r in range(self._size))
-        return [m.pack_go(m.Verdict(vote.group, vote.epoch, vote.bucket, sizes))]
-
-    def _fail(self, group: int, epoch: int, text: str, gone: Sequence[int] = ()) -> list[bytes]:
-        if epoch != self._epochs.get(group, 0):
-            return []  # another rank's failure of the same step was told already
-        self._epochs[group] = epoch + 1
-        for key in [key for key in self._votes if key[0] == group]:
-            del self._votes[key]
-        return [m.FAILED + dumps([group, epoch, text, list(gone)])]
+    def _refuse_sets(self, why: str) -> list[bytes]:
+        waiting = any(self._set_calls.values())
+        for queue in self._set_calls.values():
+            queue.clear()
+        return [m.SET + dumps([0, [], why])] if waiting else []
 
     # -- ranks that leave -----------------------------------------------------------------------
 
     def _leave(self, rank: int) -> list[bytes]:
         self._gone[rank] = f"rank {rank} has shut down"
-        told = [self._refuse_for_gone(name) for name in list(self._table)]
-        told += self._refuse_groups()
-        for group in {group for group, _ in self._votes}:
-            told += self._fail(group, self._epochs.get(group, 0), self._gone_text(), [rank])
+        told = self._refuse_sets(self._gone[rank])
+        for peers in self._sets.values():
+            told += self._refused_for_gone(peers)
         return [*told, m.GONE + dumps(rank)]
 
-    def _refuse_for_gone(self, name: str) -> bytes:
-        asked = self._table.pop(name)
-        who = ", ".join(str(rank) for rank in sorted(asked))
-        text = f"{self._gone_text()} while {name!r} was waiting on rank(s) {who}"
-        return m.REFUSED + dumps([[name], text, sorted(self._gone)])
+    def _refused_for_gone(self, peers: Readiness) -> list[bytes]:
+        """Give up on what waits for ranks that have left, if any of ``peers`` did."""
+        gone = sorted(rank for rank in self._gone if rank in peers.ranks)
+        if not gone:
+            return []
+        why = "; ".join(self._gone[rank] for rank in gone)
+        told = peers.refuse_all(why, gone)
+        return told + self._ballots.refuse_all(peers.number, why, gone)
 
-    def _refuse_groups(self) -> list[bytes]:
-        names = list(self._declared)
-        self._declared.clear()
-        gone = sorted(self._gone)
-        return [m.REFUSED + dumps([name, self._gone_text(), gone]) for name in names]
 
-    def _gone_text(self) -> str:
-        return "; ".join(self._gone.values())
+def _in_words(call: bytes) -> str:
+    value = loads(call[1:])
+    return f"remove {value}" if call[:1] == m.REMOVE_SET else f"add {value}"

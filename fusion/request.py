@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import math
 import operator
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
 from typing import Any
+
+import numpy as np
 
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import storage
 
-KINDS = ("allreduce", "allgather", "broadcast", "barrier")
+KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One named operation on one tensor.
+    """One named operation on one tensor, by the ranks of one process set.
 
     ``spec`` is the compressor as text, ``collective`` "auto" or a forced way to move compressed
-    payloads, ``root`` the sending rank of a broadcast. Values are multiplied by ``prescale``
-    before they are compressed and by ``postscale`` after they are combined.
+    payloads, ``root`` the sending rank of a broadcast (its rank within the process set). Values
+    are multiplied by ``prescale`` before they are compressed and by ``postscale`` after they are
+    combined. ``splits`` are the rows that an all-to-all sends to each rank. The ``group_size``
+    requests that name the same ``group`` are executed together or not at all.
     """
 
     name: str
@@ -33,14 +38,28 @@ class Request:
     root: int = 0
     prescale: float = 1.0
     postscale: float = 1.0
+    process_set: int = 0
+    splits: tuple[int, ...] = ()
+    group: str = ""
+    group_size: int = 0
 
     def __post_init__(self) -> None:
         """Make plain values of NumPy's and others', on the thread of whoever asks."""
         if not isinstance(self.name, str):
             raise TypeError(f"a tensor's name is a string, not {self.name!r}")
-        object.__setattr__(self, "root", operator.index(self.root))
-        object.__setattr__(self, "prescale", float(self.prescale))
-        object.__setattr__(self, "postscale", float(self.postscale))
+        plain = self.__dict__  # the quick way to set attributes of a frozen instance
+        plain["root"] = operator.index(self.root)
+        plain["prescale"] = float(self.prescale)
+        plain["postscale"] = float(self.postscale)
+        plain["_hash"] = hash((self.name, self.kind, self.shape, self.process_set))
+
+    def __hash__(self) -> int:
+        return int(self.__dict__["_hash"])
+
+    @property
+    def key(self) -> Hashable:
+        """What must not be in flight twice: the name, within its process set."""
+        return self.name if self.process_set == 0 else (self.process_set, self.name)
 
     @property
     def numel(self) -> int:
@@ -50,31 +69,27 @@ class Request:
     @property
     def nbytes(self) -> int:
         """Bytes before compression."""
-        return self.numel * storage(self.dtype).itemsize
+        return self.numel * self.storage.itemsize
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The NumPy dtype of the arrays."""
+        return storage(self.dtype)
 
     def to_list(self) -> list[Any]:
         """Return what travels to the coordinator."""
-        return [
-            self.name,
-            self.kind,
-            self.dtype,
-            list(self.shape),
-            int(self.op),
-            self.spec,
-            self.collective,
-            self.root,
-            self.prescale,
-            self.postscale,
-        ]
+        return [getattr(self, name) for name in _FIELDS]
 
     @classmethod
-    def from_list(cls, fields: list[Any]) -> Request:
+    def from_list(cls, values: list[Any]) -> Request:
         """Rebuild a request from ``to_list``."""
-        name, kind, dtype, shape, op, spec, collective, root, prescale, postscale = fields
-        return cls(
-            name, kind, dtype, tuple(shape), ReduceOp(op), spec, collective, root, prescale,
-            postscale,
-        )  # fmt: skip
+        plain = dict(zip(_FIELDS, values, strict=True))
+        for name in ("shape", "splits"):
+            plain[name] = tuple(plain[name])
+        return cls(**(plain | {"op": ReduceOp(plain["op"])}))
+
+
+_FIELDS = [field.name for field in fields(Request)]
 
 
 def dumps(value: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringlet.fusion.request import Request
@@ -16,6 +16,7 @@ _COMPARED: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     ("root ranks", lambda r: r.root),
     ("prescale factors", lambda r: r.prescale),
     ("postscale factors", lambda r: r.postscale),
+    ("groups", lambda r: (r.group, r.group_size)),
 )
 _LISTED = 6
 
@@ -32,6 +33,9 @@ def disagreement(asked: Mapping[int, Request]) -> str:
             return f"{_subject(first)}: a tensor without dimensions cannot be gathered"
         trailing = {rank: list(request.shape[1:]) for rank, request in asked.items()}
         return _differing("shapes behind the first dimension", trailing, first)
+    if first.kind == "alltoall":
+        trailing = {rank: list(request.shape[1:]) for rank, request in asked.items()}
+        return _differing("shapes behind the first dimension", trailing, first)
     return _differing("shapes", {rank: list(r.shape) for rank, r in asked.items()}, first)
 
 
@@ -44,9 +48,10 @@ def group_disagreement(declared: Mapping[int, list[Request]]) -> str:
         lacking = [rank for rank in by_name if name not in by_name[rank]]
         if lacking:
             missing = [n for n in every if n not in by_name[lacking[0]]]
+            what, verb = ("tensors", "are") if len(missing) > 1 else ("tensor", "is")
             return (
-                f"tensor {_names(missing)} is declared on {_ranks(having)} "
-                f"but not on {_ranks(lacking)}"
+                f"{what} {listed(missing)} {verb} declared on {named_ranks(having)} "
+                f"but not on {named_ranks(lacking)}"
             )
     for name in every:
         text = disagreement({rank: requests[name] for rank, requests in by_name.items()})
@@ -61,7 +66,7 @@ def _differing(what: str, values: Mapping[int, Any], request: Request) -> str:
         ranks_of.setdefault(str(value), []).append(rank)
     if len(ranks_of) == 1:
         return ""
-    told = "; ".join(f"{_ranks(ranks)}: {value}" for value, ranks in ranks_of.items())
+    told = "; ".join(f"{named_ranks(ranks)}: {value}" for value, ranks in ranks_of.items())
     return f"{_subject(request)}: {what} differ between ranks ({told})"
 
 
@@ -69,12 +74,14 @@ def _subject(request: Request) -> str:
     return f"{request.kind} of tensor {request.name!r}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as a sentence has them, the first few."""
     shown = ", ".join(str(rank) for rank in ranks[:_LISTED])
     more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _names(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return names as a sentence has them, the first few."""
     shown = ", ".join(repr(name) for name in names[:_LISTED])
     return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

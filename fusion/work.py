@@ -1,44 +1,77 @@
-"""A submission in flight, and the handle that its caller waits on."""
+"""Submissions in flight, and the handles that their callers wait on."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ringlet.compressors import Compressor, NoCompression
-from ringlet.compressors.context import State
+from ringlet.compressors import Compressor
 from ringlet.fusion.request import Request
 from ringlet.ring.dtypes import Array
+
+_NOTHING: Array = np.empty(0, np.float32)
+
+
+class Signal:
+    """Wakes the callers that wait for handles: one for all, for an event each would cost more."""
+
+    def __init__(self, hurry: Callable[[], None]) -> None:
+        self._hurry = hurry
+        self._condition = threading.Condition()
+        self._waiting = 0
+
+    def wait(self, handle: Handle, timeout: float | None) -> bool:
+        """Wait until ``handle`` is done; return whether it is."""
+        self._hurry()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._condition:
+            self._waiting += 1
+            try:
+                while not handle.done():
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        return False
+                    self._condition.wait(left)
+            finally:
+                self._waiting -= 1
+        return True
+
+    def notify(self) -> None:
+        """Let waiting callers look again."""
+        # Whoever begins to wait now says so first and then looks whether its handle is done.
+        if self._waiting:
+            with self._condition:
+                self._condition.notify_all()
 
 
 class Handle:
     """The outcome of an operation that is under way."""
 
-    def __init__(self, name: str, hurry: Callable[[], None]) -> None:
+    __slots__ = ("_done", "_error", "_signal", "name", "output", "sizes")
+
+    def __init__(self, name: str, signal: Signal) -> None:
         self.name = name
-        self.output: Any = np.empty(0)
+        self.output: Any = _NOTHING
         self.sizes: tuple[int, ...] = ()
-        self._hurry = hurry
-        self._finished = threading.Event()
+        self._signal = signal
+        self._done = False
         self._error: Exception | None = None
 
     def done(self) -> bool:
         """Whether the operation has finished, well or badly."""
-        return self._finished.is_set()
+        return self._done
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the operation and return its output: a flat array, or the declared group.
+        """Wait for the operation and return its output: a flat array, or what was declared.
 
         Raises what went wrong, the same on every rank, or TimeoutError after ``timeout`` seconds.
         """
-        if not self._finished.is_set():
-            self._hurry()
-            if not self._finished.wait(timeout):
-                raise TimeoutError(f"{self.name!r} has not finished within {timeout} s")
+        if not self._done and not self._signal.wait(self, timeout):
+            raise TimeoutError(f"{self.name!r} has not finished within {timeout} s")
         if self._error is not None:
             raise self._error
         return self.output
@@ -46,16 +79,29 @@ class Handle:
     def finish(self, error: Exception | None = None) -> None:
         """Let the waiting caller go on, or raise."""
         self._error = error
-        self._finished.set()
+        self._done = True
+        self._signal.notify()
 
 
-@dataclass(eq=False)
-class Work:
-    """One submission: what was asked for, the flat arrays, and whom to tell."""
+class Work(Handle):
+    """One submission: what was asked for, the flat arrays, and who waits for it."""
 
-    request: Request
-    handle: Handle
-    input: Array
-    output: Array
-    compressor: Compressor = field(default_factory=NoCompression)
-    state: State = field(default_factory=dict)
+    __slots__ = ("compressor", "input", "request")
+
+    def __init__(
+        self,
+        request: Request,
+        signal: Signal,
+        values: Array,
+        output: Array,
+        compressor: Compressor,
+    ) -> None:
+        super().__init__(request.name, signal)
+        self.request = request
+        self.input = values
+        self.output = output
+        self.compressor = compressor
+
+    def complete(self) -> None:
+        """Note that the operation is done; the caller learns of it from the next signal."""
+        self._done = True

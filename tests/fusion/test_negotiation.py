@@ -23,7 +23,7 @@ def executed(broadcasts):
     names = []
     for message in broadcasts:
         if message[:1] == m.EXECUTE:
-            names += [name for name, _, _ in loads(message[1:])[1]]
+            names += [item[0] for item in loads(message[1:])[2]]
     return names
 
 
@@ -48,12 +48,13 @@ def test_a_request_seen_before_takes_one_bit():
     ids = {}
     for rank in range(2):
         for message in ask(coordinator, rank, *requests):
-            ids.update({name: number for name, number, _ in loads(message[1:])[1]})
-    hits = m.pack_hits(list(ids.values()))
-    assert len(hits) <= 126
+            ids.update({item[0]: item[1] for item in loads(message[1:])[2]})
+    hits = m.pack_hits(0, m.bits_of(ids.values()))
+    assert len(hits) <= 130
     assert coordinator.on_message(0, hits) == []
     (answer,) = coordinator.on_message(1, hits)
-    assert m.unpack_execute_hits(answer)[1] == sorted(ids.values())
+    assert len(answer) <= 134
+    assert m.ids_of(m.unpack_execute_hits(answer)[2]) == sorted(ids.values())
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,8 @@ def test_a_disagreement_names_tensor_and_ranks(change, says):
         answers += ask(coordinator, rank, replace(request, **change) if rank == 1 else request)
     (answer,) = answers
     assert answer[:1] == m.REFUSED
-    names, text, gone = loads(answer[1:])
+    process_set, names, text, gone = loads(answer[1:])
+    assert process_set == 0
     assert gone == []
     assert names == ["layer.weight"]
     assert "'layer.weight'" in text
@@ -94,28 +96,35 @@ def test_a_disagreement_names_tensor_and_ranks(change, says):
 def test_groups_must_hold_the_same_tensors():
     coordinator = Coordinator(2)
     a, b = Request("a", shape=(2,)), Request("b", shape=(2,))
-    first = m.DECLARE + dumps(["model", [a.to_list(), b.to_list()]])
-    second = m.DECLARE + dumps(["model", [a.to_list()]])
+    first = m.DECLARE + dumps([0, "model", [a.to_list(), b.to_list()]])
+    second = m.DECLARE + dumps([0, "model", [a.to_list()]])
     assert coordinator.on_message(0, first) == []
     (answer,) = coordinator.on_message(1, second)
-    assert loads(answer[1:]) == ["model", "tensor 'b' is declared on rank 0 but not on rank 1", []]
+    assert loads(answer[1:]) == [
+        0,
+        "model",
+        "tensor 'b' is declared on rank 0 but not on rank 1",
+        [],
+    ]
 
 
 def test_the_order_of_rank_0_is_the_groups_order():
     coordinator = Coordinator(2)
     a, b = Request("a", shape=(2,)), Request("b", shape=(2,))
-    coordinator.on_message(1, m.DECLARE + dumps(["model", [b.to_list(), a.to_list()]]))
-    (answer,) = coordinator.on_message(0, m.DECLARE + dumps(["model", [a.to_list(), b.to_list()]]))
-    assert loads(answer[1:]) == ["model", 1, ["a", "b"]]
+    coordinator.on_message(1, m.DECLARE + dumps([0, "model", [b.to_list(), a.to_list()]]))
+    (answer,) = coordinator.on_message(
+        0, m.DECLARE + dumps([0, "model", [a.to_list(), b.to_list()]])
+    )
+    assert loads(answer[1:]) == [0, "model", 2, ["a", "b"]]
 
 
 def test_votes_of_a_failed_step_do_not_count_for_the_next():
     coordinator = Coordinator(2)
     old = m.pack_vote(m.Vote(7, 0, 0, 10))
     assert coordinator.on_message(0, old) == []
-    (told,) = coordinator.on_message(1, m.FAILED + dumps([7, 0, "boom"]))
+    (told,) = coordinator.on_message(1, m.FAILED + dumps([0, 7, 0, "boom"]))
     assert loads(told[1:]) == [7, 0, "rank 1: boom", []]
-    assert coordinator.on_message(1, m.FAILED + dumps([7, 0, "again"])) == []
+    assert coordinator.on_message(1, m.FAILED + dumps([0, 7, 0, "again"])) == []
     assert coordinator.on_message(1, old) == []
     new = [m.pack_vote(m.Vote(7, 1, 0, 10 + rank)) for rank in range(2)]
     assert coordinator.on_message(0, new[0]) == []
@@ -129,14 +138,16 @@ def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
     told, echo = coordinator.on_message(1, m.GOODBYE)
     assert echo == m.GONE + b"1"
     assert loads(told[1:]) == [
+        0,
         ["x"],
-        "rank 1 has shut down while 'x' was waiting on rank(s) 0",
+        "rank 1 has shut down while 'x' was waiting on rank 0",
         [1],
     ]
     (later,) = ask(coordinator, 0, Request("y", shape=(1,)))
-    assert "rank 1 has shut down" in loads(later[1:])[1]
+    assert "rank 1 has shut down" in loads(later[1:])[2]
 
 
 @given(st.sets(st.integers(0, 5000)))
 def test_hits_round_trip(ids):
-    assert m.unpack_hits(m.pack_hits(list(ids))) == sorted(ids)
+    process_set, bits = m.unpack_hits(m.pack_hits(3, m.bits_of(ids)))
+    assert (process_set, m.ids_of(bits)) == (3, sorted(ids))

@@ -1,0 +1,324 @@
+"""What one rank does on the coordinator's word. Used by the engine's thread, but for ``expect``."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringlet.compressors import Compressor, NoCompression, Workspace, resolve
+from ringlet.compressors.context import State
+from ringlet.fusion import messages as m
+from ringlet.fusion.buffers import BufferPool
+from ringlet.fusion.errors import CompressionFailed, EngineClosed, StepAbandoned
+from ringlet.fusion.executor import Batch, execute_single
+from ringlet.fusion.group import Group
+from ringlet.fusion.limits import Limits
+from ringlet.fusion.member import Member
+from ringlet.fusion.peers import Peers
+from ringlet.fusion.request import Request, dumps, loads
+from ringlet.fusion.stats import Stats
+from ringlet.fusion.submissions import Submissions
+from ringlet.fusion.work import Handle, Signal, Work
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.control import ControlPlane
+from ringlet.ring.errors import Mismatch, PeerLost, RingError
+
+log = logging.getLogger("ringlet")
+
+_PLANS = 64  # batches that are kept to be run again
+
+
+class Participant:
+    """Runs collectives in the one order that the coordinator announces."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        control: ControlPlane,
+        limits: Limits,
+        submissions: Submissions,
+        signal: Signal,
+    ) -> None:
+        self.rank = comm.rank
+        self.stats = Stats()
+        self.sets = {0: Peers(0, tuple(range(comm.size)), comm)}
+        self.complete: deque[tuple[Group | Batch, int, int]] = deque()
+        self.joined: set[int] = set()
+        self._control, self._limits = control, limits
+        self._submissions, self._signal = submissions, signal
+        self._pool, self._workspace = BufferPool(), Workspace()
+        self._expected: dict[Hashable, tuple[Handle, Any]] = {}
+        self._groups: dict[int, Group | Batch] = {}
+        self._released: set[int] = set()
+        self._cached: dict[int, dict[int, Request]] = {}
+        self._ids: dict[Request, int] = {}
+        self._members: dict[Hashable, Member] = {}
+        self._states: dict[Hashable, State] = {}
+        self._plans: OrderedDict[tuple[int, int], Batch] = OrderedDict()
+        self._executing: list[Work] = []  # taken, but perhaps not finished
+        self._handlers = {
+            m.GO: self._go,
+            m.EXECUTE_HITS: self._execute_hits,
+            m.EXECUTE: self._execute,
+            m.DECLARED: self._declared,
+            m.REFUSED: self._refused,
+            m.FAILED: self._failed,
+            m.WANTED: self._wanted,
+            m.JOINED: self._all_joined,
+            m.SET: self._set_changed,
+        }
+
+    def expect(self, key: Hashable, handle: Handle, detail: Any = None) -> bool:
+        """Finish ``handle`` when the answer to ``key`` comes; False if one is awaited already."""
+        return self._expected.setdefault(key, (handle, detail))[0] is handle
+
+    def member(self, request: Request, compressor: Compressor, state: State) -> Member:
+        """Return ``request`` as a member of buckets."""
+        peers = self.sets[request.process_set]
+        seed = self._limits.seed
+        return Member(request, compressor, peers.rank, peers.size, seed, self._workspace, state)
+
+    def known(self, request: Request) -> int | None:
+        """Return the number that stands for ``request``, if it has one."""
+        return self._ids.get(request)
+
+    def dispatch(self, message: bytes) -> None:
+        """Do what ``message`` says. Raises PeerLost, or what broke another rank's engine."""
+        handler = self._handlers.get(message[:1])
+        if handler is not None:
+            handler(message)
+        elif message[:1] == m.LOST:
+            rank, text = loads(message[1:])
+            raise PeerLost(text, [rank])
+        elif message[:1] == m.BROKEN:
+            raise EngineClosed(f"the engine broke on {loads(message[1:])}")
+
+    def encode_complete(self) -> None:
+        """Compress buckets whose tensors are all there, and vote for them."""
+        while self.complete:
+            group, index, epoch = self.complete.popleft()
+            if epoch != group.epoch:
+                continue  # of a step that failed meanwhile
+            try:
+                nbytes = group.buckets[index].encode(self.stats)
+            except Exception as error:
+                self._fail_elsewhere(group, epoch, error)
+                continue
+            vote = m.Vote(group.number, epoch, index, nbytes, group.peers.number)
+            self._control.send(m.pack_vote(vote))
+
+    def release(self, group: Group) -> None:
+        """Forget a group; in the middle of a step, once all ranks know that it cannot end."""
+        if group.number not in self._groups:
+            return
+        if group.in_step:
+            self._released.add(group.number)
+            why = "the optimizer was dropped between backward and step"
+            self.abandon(group, group.epoch, why)
+        else:
+            del self._groups[group.number]
+
+    def abandon(self, group: Group | Batch, epoch: int, why: str) -> None:
+        """Tell the other ranks that this one gives up a step."""
+        body = [group.peers.number, group.number, epoch, f"abandoned: {why}"]
+        self._control.send(m.FAILED + dumps(body))
+
+    def close(self, error: Exception) -> None:
+        """Fail everything in flight, and whatever comes later, with ``error``."""
+        self._submissions.close(error)
+        self._submissions.fail([w for w in self._executing if not w.done()], error)
+        for handle, _ in list(self._expected.values()):
+            handle.finish(error)
+        for group in list(self._groups.values()):
+            group.fail(error, for_good=True)
+
+    # -- declared groups ------------------------------------------------------------------------
+
+    def _go(self, message: bytes) -> None:
+        verdict = m.unpack_go(message)
+        group = self._groups.get(verdict.group)
+        if group is None or verdict.epoch != group.epoch:
+            return  # of another process set's ranks
+        bucket = group.buckets[verdict.bucket]
+        # What fails here breaks the engine: other ranks may hold this step's result already.
+        bucket.exchange(group.peers.comm, verdict.sizes, self.stats)
+        if bucket.more:
+            self.complete.append((group, verdict.bucket, verdict.epoch))
+            return
+        group.bucket_done(verdict.bucket)
+        self._forget_batch(group)
+
+    def _declared(self, message: bytes) -> None:
+        process_set, name, number, order = loads(message[1:])
+        if process_set not in self.sets:
+            return
+        handle, (members, step, ready, abandoned) = self._expected.pop((process_set, name))
+        by_name = {member.request.name: member for member in members}
+        group = Group(
+            name,
+            number,
+            [by_name[n] for n in order],
+            self.sets[process_set],
+            self._limits.fusion_threshold,
+            self._pool,
+            ready,
+            abandoned,
+            step,
+        )
+        group.warm_up()
+        handle.output = self._groups[number] = group
+        handle.finish()
+
+    def _failed(self, message: bytes) -> None:
+        number, epoch, text, gone = loads(message[1:])
+        group = self._groups.get(number)
+        if group is None or group.epoch != epoch:
+            return
+        kind = StepAbandoned if ": abandoned: " in text else CompressionFailed
+        group.fail(PeerLost(text, gone) if gone else kind(text))
+        self._forget_batch(group)
+        if number in self._released:
+            self._released.discard(number)
+            del self._groups[number]
+
+    def _fail_elsewhere(self, group: Group | Batch, epoch: int, error: Exception) -> None:
+        log.debug("a bucket failed", exc_info=error)
+        known = isinstance(error, CompressionFailed)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        body = [group.peers.number, group.number, epoch, text]
+        self._control.send(m.FAILED + dumps(body))
+
+    def _wanted(self, message: bytes) -> None:
+        vote = m.unpack_vote(message)
+        group = self._groups.get(vote.group)
+        if vote.process_set not in self.joined or not isinstance(group, Group):
+            return
+        if group.epoch == vote.epoch and group.submit_zeros(vote.bucket):
+            self.complete.append((group, vote.bucket, vote.epoch))
+
+    # -- single operations ----------------------------------------------------------------------
+
+    def _execute_hits(self, message: bytes) -> None:
+        number, batch, bits = m.unpack_execute_hits(message)
+        if number not in self.sets:
+            return
+        known = self._plans.get((number, bits))
+        if known is not None:
+            self._plans.move_to_end((number, bits))
+            works = [self._found(member.request) for member in known.members]
+            self._executing = works
+            self._run(known, batch, works)
+            return
+        cached = self._cached[number]
+        ready = [(self._found(cached[i]), ()) for i in m.ids_of(bits)]
+        plan = self._run_all(self.sets[number], batch, ready)
+        if plan is not None and len(plan.members) == len(ready):
+            self._plans[number, bits] = plan
+            if len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+
+    def _execute(self, message: bytes) -> None:
+        number, batch, items = loads(message[1:])
+        if number not in self.sets:
+            return
+        ready: list[tuple[Work, Sequence[Any]]] = []
+        for name, cache_id, sizes, told in items:
+            key = name if number == 0 else (number, name)
+            work = self._submissions.find(key) or self._zeros(Request.from_list(told))
+            if cache_id >= 0:
+                self._cached.setdefault(number, {})[cache_id] = work.request
+                self._ids[work.request] = cache_id
+            ready.append((work, sizes))
+        self._run_all(self.sets[number], batch, ready)
+
+    def _run_all(
+        self, peers: Peers, batch: int, ready: Sequence[tuple[Work, Sequence[Any]]]
+    ) -> Batch | None:
+        """Run what all ranks are ready for: allreduces fused by look-ahead, the rest in order."""
+        self._executing = [work for work, _ in ready]
+        reductions = [work for work in self._executing if work.request.kind == "allreduce"]
+        plan: Batch | None = None
+        if reductions:
+            members = [self._member_for(work) for work in reductions]
+            threshold = self._limits.fusion_threshold
+            plan = Batch(peers, members, threshold, self._pool, self._submissions)
+            self._run(plan, batch, reductions)
+        for work, sizes in ready:
+            if work.request.kind != "allreduce":
+                execute_single(peers, work, sizes, self._workspace)
+                self._submissions.complete([work])
+        return plan
+
+    def _run(self, plan: Batch, number: int, works: Sequence[Work]) -> None:
+        plan.begin(number, works)
+        for index in plan.run_plain(self.stats):
+            self._groups[number] = plan
+            self.complete.append((plan, index, plan.epoch))
+
+    def _found(self, request: Request) -> Work:
+        return self._submissions.find(request.key) or self._zeros(request)
+
+    def _zeros(self, request: Request) -> Work:
+        """Return what this rank, which has joined, contributes."""
+        values = np.zeros(request.numel, request.storage)
+        return Work(request, self._signal, values, values, resolve(request.spec))
+
+    def _member_for(self, work: Work) -> Member:
+        request, compressor = work.request, work.compressor
+        member = self._members.get(request.key)
+        if member is None or member.request != request or member.declared != compressor:
+            returns = ".noname." not in request.name
+            state: State = {}
+            if returns and not isinstance(compressor, NoCompression):
+                state = self._states.setdefault(request.key, {})
+            member = self.member(request, compressor, state)
+            if returns:
+                self._members[request.key] = member
+        return member
+
+    def _forget_batch(self, group: Group | Batch) -> None:
+        if isinstance(group, Batch) and group.finished:
+            self._groups.pop(group.number, None)
+
+    # -- process sets, ranks that join, refusals ------------------------------------------------
+
+    def _set_changed(self, message: bytes) -> None:
+        number, ranks, text = loads(message[1:])
+        handle, _ = self._expected.pop("process set")
+        if text:
+            handle.finish(Mismatch(text))
+            return
+        if not ranks:
+            removed = self.sets.pop(number, None)
+            if removed is not None:
+                removed.comm.close()
+        else:
+            comm = self.sets[0].comm.subset(ranks)
+            if comm is not None:
+                self.sets[number] = Peers(number, tuple(ranks), comm)
+        handle.output = number
+        handle.finish()
+
+    def _all_joined(self, message: bytes) -> None:
+        number, last = loads(message[1:])
+        if number in self.sets:
+            self.joined.discard(number)
+            handle, _ = self._expected.pop(("join", number))
+            handle.output = last
+            handle.finish()
+
+    def _refused(self, message: bytes) -> None:
+        process_set, names, text, gone = loads(message[1:])
+        error: RingError = PeerLost(text, gone) if gone else Mismatch(text)
+        if isinstance(names, str):
+            expected = self._expected.pop((process_set, names), None)
+            if expected is not None:
+                expected[0].finish(error)
+            return
+        for name in names:
+            key = name if process_set == 0 else (process_set, name)
+            self._submissions.refuse(key, error)

@@ -1,0 +1,69 @@
+"""A fusion bucket of uncompressed tensors: copied together, reduced as they are, copied apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from ringlet.fusion.bucket import Bucket
+from ringlet.fusion.buffers import BufferPool
+from ringlet.fusion.convert import scale_into
+from ringlet.fusion.member import Member
+from ringlet.fusion.stats import Stats
+from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.ring.dtypes import Array, storage
+
+
+class PlainBucket(Bucket):
+    """Members of one dtype, operation and scale, which is applied to all of them at once."""
+
+    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
+        super().__init__(members, size, pool)
+        first = self.members[0]
+        self._dtype, self._op = first.request.dtype, first.request.op
+        self._scales = first.prescale, first.postscale, first.divisor
+        self._scratch = first.workspace
+        self._ends = [0, *accumulate(member.request.numel for member in self.members)]
+        self._nbytes = self._ends[-1] * storage(self._dtype).itemsize
+        bounds = zip(self._ends, self._ends[1:], strict=False)
+        self._places = [slice(start, end) for start, end in bounds]
+        self._buffer: Array = np.empty(0, storage(self._dtype))
+
+    def _encode(self) -> int:
+        prescale = self._scales[0]
+        if len(self.members) == 1:
+            member = self.members[0]  # alone, a tensor needs no fusion buffer
+            self._buffer = member.output
+            scale_into(member.input, prescale, self._buffer, self._dtype, self._scratch)
+            return self._nbytes
+        self._buffer = self._lease.allocate(self._nbytes).view(storage(self._dtype))
+        np.concatenate([member.input for member in self.members], out=self._buffer)
+        if prescale != 1.0:
+            scale_into(self._buffer, prescale, self._buffer, self._dtype, self._scratch)
+        return self._nbytes
+
+    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
+        start = time.perf_counter()
+        buffer = self._buffer
+        if self._op is ReduceOp.ADASUM:
+            from ringlet.ring.adasum import adasum
+
+            adasum(comm, buffer, self._ends, self._dtype)
+        else:
+            op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
+            comm.allreduce(buffer, op, self._dtype)
+        middle = time.perf_counter()
+        _, postscale, divisor = self._scales
+        scale_into(buffer, postscale, buffer, self._dtype, self._scratch, divisor)
+        if len(self.members) > 1:
+            for member, place in zip(self.members, self._places, strict=True):
+                member.output[:] = buffer[place]
+        stats.wire_bytes += 2 * (self.size - 1) / self.size * self._nbytes
+        stats.communicate_s += middle - start
+        stats.decompress_s += time.perf_counter() - middle
+
+    def _count(self) -> None:
+        pass  # no compressor that could see the result or remember anything

@@ -1,0 +1,115 @@
+"""What callers have handed in one by one, until it is done: shared by them and the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable, Sequence
+
+from ringlet.compressors import Compressor
+from ringlet.fusion.errors import DuplicateName
+from ringlet.fusion.request import Request
+from ringlet.fusion.strategy import check_op, choose, effective
+from ringlet.fusion.work import Signal, Work
+
+_REMEMBERED = 1 << 14
+
+
+class Submissions:
+    """Work in flight, by name, and the queue of what other ranks have not been told of."""
+
+    def __init__(self, signal: Signal) -> None:
+        self._signal = signal
+        self._lock = threading.Lock()
+        self._queue: list[Work] = []
+        self._in_flight: dict[Hashable, Work] = {}
+        self._checked: dict[Hashable, tuple[Request, Compressor]] = {}
+        self._error: Exception | None = None
+        self.queued_bytes = 0
+
+    def check(self, request: Request, compressor: Compressor, size: int) -> None:
+        """Raise CompressorError unless ``request`` can be done by ``size`` ranks."""
+        known = self._checked.get(request.key)
+        if known is not None and known[1] is compressor and known[0] == request:
+            return
+        check_op(compressor, request.op)
+        choose(effective(compressor, request.dtype, request.numel), size, request.collective)
+        if len(self._checked) >= _REMEMBERED:
+            self._checked.clear()
+        self._checked[request.key] = (request, compressor)
+
+    def add(self, works: Sequence[Work]) -> bool:
+        """Queue ``works`` together; return whether the queue was empty.
+
+        Raises DuplicateName, and queues none, if one of the names is in flight.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            for work in works:
+                if work.request.key in self._in_flight:
+                    raise DuplicateName(
+                        f"{work.name!r} was submitted again before its first submission "
+                        "finished; give each tensor its own name, or wait"
+                    )
+            for work in works:
+                self._in_flight[work.request.key] = work
+                self.queued_bytes += work.input.nbytes
+            first = not self._queue
+            self._queue.extend(works)
+        return first
+
+    @property
+    def queued(self) -> int:
+        """How many works other ranks have not been told of."""
+        return len(self._queue)
+
+    def drain(self) -> list[Work]:
+        """Return the queue, and empty it."""
+        with self._lock:
+            works, self._queue = self._queue, []
+            self.queued_bytes = 0
+        return works
+
+    def find(self, key: Hashable) -> Work | None:
+        """Return what is in flight under a name."""
+        return self._in_flight.get(key)
+
+    def complete(self, works: Iterable[Work]) -> None:
+        """Let the callers of ``works`` go on; their names are free again."""
+        with self._lock:
+            for work in works:
+                self._forget(work)
+                work.complete()
+        self._signal.notify()
+
+    def refuse(self, key: Hashable, error: Exception) -> None:
+        """End what is in flight under a name with ``error``."""
+        with self._lock:
+            work = self._in_flight.get(key)
+            if work is not None:
+                self._forget(work)
+                if work in self._queue:
+                    self._queue.remove(work)
+        if work is not None:
+            work.finish(error)
+
+    def fail(self, works: Iterable[Work], error: Exception) -> None:
+        """End ``works`` with ``error``."""
+        for work in works:
+            with self._lock:
+                self._forget(work)
+            work.finish(error)
+
+    def close(self, error: Exception) -> None:
+        """End everything, now and later, with ``error``."""
+        with self._lock:
+            self._error = error
+            works = list(self._in_flight.values())
+            self._in_flight.clear()
+            self._queue.clear()
+        for work in works:
+            work.finish(error)
+
+    def _forget(self, work: Work) -> None:
+        if self._in_flight.get(work.request.key) is work:
+            del self._in_flight[work.request.key]
