@@ -9,16 +9,18 @@ import atexit
 import itertools
 import json
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from ringlet.fusion import Engine, Limits
 from ringlet.ring.communicator import Communicator, Topology
 from ringlet.ring.connect import connect
 from ringlet.ring.control_open import open_control
-from ringlet.ring.errors import RingError
+from ringlet.ring.errors import LaunchError, RingError
 from ringlet.ring.local import LocalCommunicator, this_thread
 
 
@@ -35,10 +37,12 @@ class Runtime:
         self.topology = Topology.from_hosts(self.rank, hosts)
         # Everybody uses rank 0's limits: plans have to be the same on all ranks.
         agreed = comm.broadcast_bytes(json.dumps(asdict(limits)).encode())
+        self.secret = comm.broadcast_bytes(secrets.token_bytes(32))  # signs pickled objects
         self.engine = Engine(comm, open_control, Limits(**json.loads(agreed)))
         self.pid = os.getpid()
         self._comm = comm
         self._counters: dict[str, itertools.count[int]] = {}
+        self.extras: dict[str, Any] = {}  # what adapters keep for as long as this lives
 
     def unnamed(self, operation: str) -> str:
         """Return a name for an operation without one: ranks must call these in one order."""
@@ -66,6 +70,7 @@ def limits_from(env: Mapping[str, str]) -> Limits:
         fusion_threshold=int(_number(env, "FUSION_THRESHOLD", default.fusion_threshold)),
         cycle_time=_number(env, "CYCLE_TIME", default.cycle_time * 1e3) / 1e3,
         seed=int(_number(env, "SEED", default.seed)),
+        cache_capacity=int(_number(env, "CACHE_CAPACITY", default.cache_capacity)),
     )
 
 
@@ -82,20 +87,32 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
     return default
 
 
-def init(transport: str | None = None) -> Runtime:
+def init(transport: str | None = None, comm: Communicator | None = None) -> Runtime:
     """Connect with the other ranks and start the engine; a second call changes nothing.
 
     The environment says how: ``ringlet run``, torchrun, mpiexec and Slurm are understood, and
-    without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides. Raises
-    LaunchError when launcher and transport disagree on the size, TransportUnavailable when
-    something is not installed.
+    without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides, or a ``comm``
+    that exists. Raises LaunchError when launcher and transport disagree on the size, or in a
+    process that was forked from one that had called this; TransportUnavailable when something is
+    not installed; ValueError when this was called before with another transport.
     """
     global _process
     existing = _current()
-    if existing is not None and existing.pid == os.getpid():  # a forked child may start afresh
+    if existing is not None and existing.pid == os.getpid():
+        wanted = transport or (comm.name if comm is not None else existing.transport)
+        if wanted != existing.transport:
+            raise ValueError(
+                f"already initialised with transport {existing.transport!r}; call shutdown() "
+                f"before init(transport={wanted!r})"
+            )
         return existing
+    if existing is not None and existing.size > 1:
+        raise LaunchError(
+            f"this process was forked from rank {existing.rank} after init(); it cannot be a rank "
+            "itself. Start worker processes with the 'spawn' method, or before init()"
+        )
     limits = limits_from(os.environ)
-    comm = connect(transport)
+    comm = connect(transport) if comm is None else comm
     runtime = Runtime(comm, limits)
     if isinstance(comm, LocalCommunicator) and comm is this_thread():
         _thread.runtime = runtime

@@ -83,7 +83,9 @@ class Member:
         """Members of one stream may share a fusion buffer."""
         uncompressed = isinstance(self.compressor, NoCompression)
         wire = self.request.dtype if uncompressed else str(self.compressor)
-        return (self.strategy, wire, self.request.op, self.prescale, self.postscale)
+        # A group that counts its members is one of requests; without a count it is of neighbours.
+        cohort = "" if self.request.group_size else self.request.group
+        return (self.strategy, wire, self.request.op, self.prescale, self.postscale, cohort)
 
     @property
     def nbytes(self) -> int:

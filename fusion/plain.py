@@ -13,6 +13,7 @@ from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.convert import scale_into
 from ringlet.fusion.member import Member
 from ringlet.fusion.stats import Stats
+from ringlet.ring.adasum import adasum
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array, storage
 
@@ -49,8 +50,6 @@ class PlainBucket(Bucket):
         start = time.perf_counter()
         buffer = self._buffer
         if self._op is ReduceOp.ADASUM:
-            from ringlet.ring.adasum import adasum
-
             adasum(comm, buffer, self._ends, self._dtype)
         else:
             op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op

@@ -10,30 +10,69 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 """
 
+from ringlet.build import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ringlet.fusion.errors import StepAbandoned
+from ringlet.lifecycle import init
+from ringlet.objects import allgather_object, broadcast_object
+from ringlet.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError as HorovodInternalError
-from ringlet.runtime import init, is_initialized, shutdown
+from ringlet.runtime import is_initialized, shutdown
 from ringlet.torch.compression import Compression
 from ringlet.torch.diloco import DiLoCo
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ringlet.torch.onebit_adam import OneBitAdam
-from ringlet.torch.ops import (
+from ringlet.torch.handles import poll, synchronize
+from ringlet.torch.movements import (
     allgather,
     allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
+    alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    poll,
-    synchronize,
+    grouped_allgather,
+    grouped_allgather_async,
+    join,
 )
+from ringlet.torch.onebit_adam import OneBitAdam
 from ringlet.torch.optimizer import DistributedOptimizer
+from ringlet.torch.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from ringlet.torch.reductions import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
 from ringlet.torch.replicas import replicas_equal
+from ringlet.torch.sparse import sparse_allreduce_async
+from ringlet.torch.sync_batch_norm import SyncBatchNorm
 from ringlet.torch.topology import (
     cross_rank,
     cross_size,
@@ -48,11 +87,13 @@ from ringlet.torch.topology import (
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DiLoCo",
@@ -61,35 +102,67 @@ __all__ = [
     "Max",
     "Min",
     "OneBitAdam",
+    "ProcessSet",
     "Product",
     "ReduceOp",
+    "StepAbandoned",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "replicas_equal",
     "reset_stats",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "stats",
     "synchronize",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,27 +10,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringlet.ring.errors import RingError
+from ringlet.objects import allgather_object
+from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.ring.errors import Mismatch, RingError
 from ringlet.runtime import current
 from ringlet.torch.handles import Handle
-from ringlet.torch.ops import broadcast_, broadcast_async_
+from ringlet.torch.movements import broadcast_, broadcast_async_
+from ringlet.torch.tensors import check
+
+STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite parameters on every rank with those of ``root_rank``.
 
     ``params`` is a ``state_dict()`` or ``named_parameters()``. Raises Mismatch, the same on every
-    rank, when names agree but shapes or dtypes do not; entries that are no tensors are left alone.
+    rank, when names, shapes or dtypes differ; entries that are no tensors are left alone.
     """
     if isinstance(params, torch.Tensor):
         raise TypeError("pass model.state_dict() or model.named_parameters(), not a tensor")
-    named = dict(params)
+    if isinstance(params, torch.nn.Module):
+        raise TypeError("pass model.state_dict(), not the model")
+    named = {name: p for name, p in dict(params).items() if isinstance(p, torch.Tensor)}
+    for name, tensor in named.items():
+        check(tensor, f"parameter {name!r}")
+    _agree_on_names(list(named), process_set)
     handles: list[Handle] = []
     for name, value in named.items():
-        if isinstance(value, torch.Tensor):
-            handles.append(broadcast_async_(value, root_rank, f"broadcast_parameters.{name}"))
+        unique = f"broadcast_parameters.{name}"
+        handles.append(broadcast_async_(value, root_rank, unique, process_set))
     errors: list[RingError] = []
     for handle in handles:  # all of them: names must not be in flight when this returns
         try:
@@ -40,15 +53,23 @@ def broadcast_parameters(
         raise errors[0]
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
     """Overwrite the optimizer's state and hyper-parameters with those of ``root_rank``.
 
     Compressors' residuals are not part of it: they belong to each rank. State travels in torch's
     own format and is read without executing anything (``weights_only``); RingError, the same on
-    every rank, when it holds something that this cannot read.
+    every rank, when it holds something that this cannot read. ``model`` is accepted for Horovod's
+    sake, and not needed.
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("the state of LBFGS cannot be broadcast: it depends on a closure")
     runtime = current()
-    if runtime.size == 1:
+    if process_set.size() == 1:
         return
     data, problem = b"", b""
     if runtime.rank == root_rank:
@@ -57,8 +78,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
             _loaded(data)  # what the root cannot read, the others cannot either
         except Exception as error:
             problem = f"{type(error).__name__}: {error}".encode()
-    data = _broadcast_bytes(data, root_rank, "broadcast_optimizer_state")
-    problem = _broadcast_bytes(problem, root_rank, "broadcast_optimizer_state.problem")
+    name = "broadcast_optimizer_state"
+    data = _broadcast_bytes(data, root_rank, name, process_set)
+    problem = _broadcast_bytes(problem, root_rank, f"{name}.problem", process_set)
     if problem:
         raise RingError(
             f"the optimizer state of rank {root_rank} cannot be broadcast: {problem.decode()}"
@@ -67,8 +89,26 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     optimizer.load_state_dict(_loaded(data))
 
 
+def _agree_on_names(names: list[str], process_set: ProcessSet) -> None:
+    """Raise Mismatch, on every rank, unless all have the same names."""
+    digest = hashlib.blake2b("\0".join(sorted(names)).encode(), digest_size=16).hexdigest()
+    label = "broadcast_parameters names"
+    if len(set(allgather_object(digest, label, process_set))) == 1:
+        return
+    lists = allgather_object(names, f"{label} in full", process_set)
+    every = dict.fromkeys(name for one in lists for name in one)
+    odd = next(n for n in every if any(n not in one for one in lists))
+    ranks = process_set.ranks or range(len(lists))
+    having = [r for r, one in zip(ranks, lists, strict=False) if odd in one]
+    raise Mismatch(
+        f"broadcast_parameters: ranks pass different names; {odd!r} is there on rank(s) "
+        f"{', '.join(map(str, having))} only"
+    )
+
+
 def _dumped(optimizer: torch.optim.Optimizer) -> bytes:
     state = optimizer.state_dict()
+    state.pop(STATE_KEY, None)
     for group in state["param_groups"]:
         # A learning rate from NumPy is a number to its owner, and code to an unpickler.
         group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
@@ -82,9 +122,9 @@ def _loaded(data: bytes) -> dict[str, Any]:
     return state
 
 
-def _broadcast_bytes(data: bytes, root_rank: int, name: str) -> bytes:
-    length = broadcast_(torch.tensor([len(data)]), root_rank, f"{name}.length")
+def _broadcast_bytes(data: bytes, root_rank: int, name: str, process_set: ProcessSet) -> bytes:
+    length = broadcast_(torch.tensor([len(data)]), root_rank, f"{name}.length", process_set)
     buffer = torch.zeros(int(length), dtype=torch.uint8)
     if len(data) == len(buffer):
         buffer = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-    return broadcast_(buffer, root_rank, f"{name}.data").numpy().tobytes()
+    return broadcast_(buffer, root_rank, f"{name}.data", process_set).numpy().tobytes()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -30,11 +31,17 @@ def name_parameters(
             for j, p in enumerate(params)
             if p.requires_grad
         }
+    if isinstance(named_parameters, torch.nn.Module):
+        raise ValueError("named_parameters must be model.named_parameters(), not the model")
     named = list(named_parameters)
     if any(not (isinstance(pair, tuple) and len(pair) == 2) for pair in named):
         raise ValueError(
             "named_parameters must be (name, parameter) tuples, as model.named_parameters() gives"
         )
+    _refuse(
+        "names of parameters must be strings",
+        [repr(name) for name, _ in named if not isinstance(name, str)],
+    )
     _refuse("named_parameters repeats names", _repeated(name for name, _ in named))
     twice = _repeated(id(p) for _, p in named)
     _refuse(
@@ -67,3 +74,27 @@ def _refuse(what: str, culprits: Iterable[object]) -> None:
         shown = ", ".join(str(item) for item in listed[:6])
         more = f" and {len(listed) - 6} more" if len(listed) > 6 else ""
         raise ValueError(f"{what}: {shown}{more}")
+
+
+def grouped_names(
+    named: dict[str, torch.nn.Parameter], groups: int | Sequence[Sequence[torch.Tensor]] | None
+) -> list[list[str]]:
+    """Return names that travel together; ValueError for parameters that are not there or twice."""
+    if groups is None:
+        return []
+    names = list(named)
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError(f"groups must be at least 0, got {groups}")
+        each, extra = divmod(len(names), max(groups, 1))
+        ends = [i * each + min(i, extra) for i in range(groups + 1)]
+        return [names[a:b] for a, b in pairwise(ends) if b > a]
+    if not all(isinstance(group, list | tuple) for group in groups):
+        raise ValueError("groups is a number, or a list of lists of parameters")
+    name_of = {id(p): name for name, p in named.items()}
+    found = [[name_of.get(id(p), "") for p in group] for group in groups]
+    flat = [name for group in found for name in group]
+    if "" in flat:
+        raise ValueError("groups holds a parameter that the optimizer does not train")
+    _refuse("groups holds parameters several times", _repeated(flat))
+    return found

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from ringlet.compressors.routes import Routes, Spec
+from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
-from ringlet.torch.naming import Named, name_parameters
+from ringlet.runtime import current
+from ringlet.torch import residuals
+from ringlet.torch.adasum_optimizer import AdasumMixin
+from ringlet.torch.functions import STATE_KEY
+from ringlet.torch.naming import Named, grouped_names, name_parameters
 from ringlet.torch.reducer import Reducer
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -20,16 +25,34 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 class _Distributed:
     """What DistributedOptimizer adds to the class of the optimizer that it wraps."""
 
-    param_groups: list[dict[str, Any]]
     state: Any
     _ringlet: Reducer
     _ringlet_original: Any
+    _ringlet_groups: list[dict[str, Any]]
     _ringlet_synchronized: bool
+    _ringlet_implied: bool
     _ringlet_skip: bool
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's; looking at them after ``backward`` waits for the gradients.
+
+        GradScaler does so, to unscale them: it must see what all ranks agree on.
+        """
+        reducer = self._ringlet
+        if reducer.in_flight and not reducer.in_backward:
+            reducer.synchronize(self._ringlet_groups)
+            self._ringlet_implied = True
+        return self._ringlet_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._ringlet_groups = groups
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for example to clip them before ``step``."""
-        self._ringlet.synchronize(self.param_groups)
+        if not self._take_implied():
+            self._ringlet.synchronize(self._ringlet_groups)
         self._ringlet_synchronized = True
 
     @contextmanager
@@ -62,7 +85,7 @@ class _Distributed:
                 return inner.step(synchronized)
             finally:
                 self._ringlet_synchronized = False
-        if not self._ringlet_skip:
+        if not self._ringlet_skip and not self._take_implied():
             if self._ringlet_synchronized:
                 warnings.warn(
                     "step() after synchronize() reduces the gradients a second time; write "
@@ -81,18 +104,61 @@ class _Distributed:
         if self._ringlet.in_flight:
             raise RuntimeError(
                 "zero_grad() between backward() and step(): the gradients are being reduced. "
-                "Call it after step(), or synchronize() first"
+                "Call it after step(), or synchronize() first; after an exception in backward(), "
+                "abandon_step() gives the step up on all ranks"
             )
+        self._ringlet_implied = False
         inner: Any = super()
         inner.zero_grad(set_to_none=set_to_none)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state and hyper-parameters, of this rank's compressors nothing."""
+    def abandon_step(self, why: str = "the script gave the step up") -> None:
+        """Give up the step under way, for example after an exception in ``backward``.
+
+        On the other ranks ``step`` or ``synchronize`` raises StepAbandoned, telling ``why``. What
+        compressors remember stays as it was before the step, or after it, tensor by tensor.
+        """
+        self._ringlet_implied = False
+        self._ringlet.abandon(why)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and this rank's residuals under one more key."""
         inner: Any = super()
-        inner.load_state_dict(state_dict)
-        # Loading replaces both; a scheduler made for the original goes on setting its groups.
-        self._ringlet_original.param_groups = self.param_groups
-        self._ringlet_original.state = self.state
+        state: dict[str, Any] = inner.state_dict()
+        reducer, runtime = self._ringlet, current()
+        if any(state_of.keys() - {"step"} for state_of in reducer.states.values()):
+            state[STATE_KEY] = residuals.saved(
+                reducer.states, runtime.rank, runtime.size, reducer.step
+            )
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state and hyper-parameters, and this rank's residuals if they are there.
+
+        Warns where they are another rank's, and starts without any. Collective where residuals or
+        schedules are in use.
+        """
+        given = dict(state_dict)
+        kept: Mapping[str, Any] | None = given.pop(STATE_KEY, None)
+        self._load_inner(given)
+        runtime, reducer = current(), self._ringlet
+        step = residuals.restore(reducer.states, kept, runtime.rank, runtime.size)
+        if kept is not None or reducer.step:
+            reducer.restart(step)
+
+    def load_sharded(self, state_dicts: Sequence[dict[str, Any]]) -> None:
+        """Load what all ranks of an earlier job saved, of however many. Collective.
+
+        Each rank passes all ranks' ``state_dict()``. With as many ranks as before, training goes
+        on bit for bit; with another number, averages of residuals carry over, the rest of what
+        compressors remembered does not.
+        """
+        shards = [state[STATE_KEY] for state in state_dicts if STATE_KEY in state]
+        runtime, reducer = current(), self._ringlet
+        if not shards:
+            raise ValueError("none of these states holds residuals; use load_state_dict")
+        rank = min(runtime.rank, len(state_dicts) - 1)
+        self._load_inner({k: v for k, v in state_dicts[rank].items() if k != STATE_KEY})
+        reducer.restart(residuals.reshard(reducer.states, shards, runtime.rank, runtime.size))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes add up before gradients are reduced."""
@@ -116,14 +182,30 @@ class _Distributed:
             "parameters and peers. Copy or save optimizer.state_dict()"
         )
 
+    def _load_inner(self, state_dict: dict[str, Any]) -> None:
+        inner: Any = super()
+        inner.load_state_dict(state_dict)
+        # Loading replaces both; a scheduler made for the original goes on setting its groups.
+        self._ringlet_original.param_groups = self._ringlet_groups
+        self._ringlet_original.state = self.state
+
+    def _take_implied(self) -> bool:
+        """Return whether looking at ``param_groups`` has synchronised this step already."""
+        implied, self._ringlet_implied = self._ringlet_implied, False
+        return implied and not self._ringlet.in_flight
+
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Opt,
     named_parameters: Named | None = None,
-    compression: Spec | Routes = None,
+    compression: Spec | Routes | Any = None,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> Opt:
     """Return ``optimizer`` with gradients reduced over all ranks before every step. Collective.
 
@@ -134,27 +216,51 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     - ``compression``: a spec such as ``"topk(ratio=0.01) | ef"``, a Compressor, or a mapping from
       name patterns to specs, first match first: ``{"*.bias": "none", "*": "int8 | ef"}``.
     - ``backward_passes_per_step``: passes whose gradients are summed before they are reduced.
-    - ``op``: Average or Sum.
+    - ``op``: Average, Sum, or Adasum, which combines the steps of the ranks' optimizers instead.
     - ``gradient_predivide_factor``: divide by this before the sum and by size / this after it.
+    - ``groups``: parameters that travel together, as lists of them, or how many groups to make;
+      by default tensors are fused as they fit. (``num_groups`` is its deprecated form.)
+    - ``sparse_as_dense``: reduce sparse gradients as dense ones even where they are large.
+    - ``process_set``: the ranks that take part; on others gradients stay as they are.
 
     Raises Mismatch, the same on every rank, when ranks hold different parameters or arguments;
     ValueError for names that do not fit the parameters; SpecError for a bad ``compression``.
     """
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, _Distributed | AdasumMixin):
         raise ValueError(
             "this optimizer is a DistributedOptimizer already; wrap the original optimizer"
         )
+    if num_groups:
+        warnings.warn("num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
     named = name_parameters(optimizer, named_parameters)
-    reducer = Reducer(
-        named, compression, backward_passes_per_step, ReduceOp(op), gradient_predivide_factor
-    )
+    mixin: type = _Distributed
+    extra: dict[str, Any]
+    if ReduceOp(op) is ReduceOp.ADASUM:
+        mixin = AdasumMixin
+        extra = AdasumMixin.prepared(named, compression, backward_passes_per_step, process_set)
+    else:
+        reducer = Reducer(
+            named,
+            compression,
+            backward_passes_per_step,
+            ReduceOp(op),
+            gradient_predivide_factor,
+            process_set,
+            grouped_names(named, groups),
+            sparse_as_dense,
+        )
+        extra = {"_ringlet": reducer, "_ringlet_implied": False}
     base = type(optimizer)
-    cls: Any = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
+    cls: Any = type(base.__name__, (mixin, base), {"__doc__": base.__doc__})
     distributed: Any = cls.__new__(cls)
     distributed.__dict__.update(optimizer.__dict__)
+    distributed.__dict__.update(extra)
     # A scheduler made for the original has wrapped its step on the instance; ours must be found.
     distributed.__dict__.pop("step", None)
-    distributed._ringlet = reducer
+    if mixin is _Distributed:
+        distributed.__dict__.pop("param_groups", None)
+        distributed._ringlet_groups = optimizer.param_groups
     distributed._ringlet_original = optimizer
     distributed._ringlet_synchronized = False
     distributed._ringlet_skip = False

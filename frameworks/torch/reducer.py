@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,18 @@ import torch
 from ringlet.compressors.context import State
 from ringlet.compressors.routes import Routes, Spec
 from ringlet.fusion import Group, Request
+from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.runtime import current
+from ringlet.torch import residuals
 from ringlet.torch.compression import as_router
-from ringlet.torch.ops import allreduce
+from ringlet.torch.handles import SparseHandle
+from ringlet.torch.reductions import allreduce
+from ringlet.torch.sparse import sparse_allreduce_async
 from ringlet.torch.tensors import check, dtype_of, flat
+
+LARGE = 1 << 16  # elements from which a sparse gradient travels as indices and values
 
 _live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _live_lock = threading.Lock()
@@ -38,6 +44,9 @@ class Reducer:
         passes: int,
         op: ReduceOp,
         predivide: float,
+        process_set: ProcessSet = global_process_set,
+        groups: Sequence[Sequence[str]] = (),
+        sparse_as_dense: bool = False,
     ) -> None:
         check_passes(passes)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -49,45 +58,32 @@ class Reducer:
         self.parameters = named
         self.states: dict[str, State] = {name: {} for name in named}
         self.in_flight = False
+        self.in_backward = False  # while a hook of ours runs
         self.passes = passes
-        self._op = op
+        self._op, self._predivide = op, predivide
+        self._process_set = process_set
+        self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
         self._left = dict.fromkeys(named, passes)
         self._ids = {id(p) for p in named.values()}
-        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._after: list[Callable[[], object]] = []  # what puts results where they belong
         self._hooks: list[Any] = []
+        self._sparse_as_dense = sparse_as_dense
+        self._seen_sparse: set[str] | None = None if sparse_as_dense else set()
+        self._sparse: dict[str, int] = {}  # gathered, not fused; with their sparse dimensions
+        self._gathering: dict[str, SparseHandle] = {}
         self._group: Group | None = None
+        self._finalizer: Any = None
         self._retired = False
-        self._predivide = predivide
+        self._included = process_set.included()
         self._label = current().unnamed("DistributedOptimizer")
-        self._declare(compression)
+        self._router = as_router(compression)
+        self._declare()
         self._take_over()
 
-    def _declare(self, compression: Spec | Routes) -> None:
-        runtime, router = current(), as_router(compression)
-        compressors = [router(name) for name in self.parameters]
-        requests: list[Request] = []
-        for (name, p), compressor in zip(self.parameters.items(), compressors, strict=True):
-            check(p, f"parameter {name!r}")
-            requests.append(
-                Request(
-                    name,
-                    "allreduce",
-                    dtype_of(p),
-                    tuple(p.shape),
-                    self._op,
-                    str(compressor),
-                    prescale=1.0 / self._predivide,
-                    postscale=self._predivide,
-                )
-            )
-        if runtime.size > 1:
-            # Declared even without parameters: a rank that has some has to hear of it.
-            states = [self.states[name] for name in self.parameters]
-            group = runtime.engine.declare(self._label, requests, compressors, states)
-            if self._group is not None:
-                runtime.engine.release(self._group)
-            self._group = group if self.parameters else None
-            weakref.finalize(self, runtime.engine.release, group)
+    @property
+    def step(self) -> int:
+        """How many steps schedules of compressors have seen."""
+        return 0 if self._group is None else self._group.step
 
     def set_compression(self, compression: Spec | Routes) -> None:
         """Compress differently from the next step on. Collective; RuntimeError during a step.
@@ -97,12 +93,10 @@ class Reducer:
         """
         if self.in_flight:
             raise RuntimeError("set_compression between backward() and step()")
-        router = as_router(compression)
+        before, self._router = self._router, as_router(compression)
         for name, state in self.states.items():
-            kept = {"residual", "step"} if " | ef" in f" | {router(name)}" else {"step"}
-            for key in state.keys() - kept:
-                del state[key]
-        self._declare(compression)
+            residuals.carry_over(state, before(name), self._router(name), self._size(), self._op)
+        self._declare(self.step)
 
     def set_passes(self, passes: int) -> None:
         """Reduce after ``passes`` backward passes from now on; RuntimeError during a step."""
@@ -111,6 +105,10 @@ class Reducer:
             raise RuntimeError("set_backward_passes_per_step between backward() and step()")
         self.passes = passes
         self._left = dict.fromkeys(self.parameters, passes)
+
+    def restart(self, step: int) -> None:
+        """Go on at ``step`` with the states as they are now. Collective."""
+        self._declare(step)
 
     def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
         """Reduce what no hook handed in (as zeros if there is no gradient), and wait for all.
@@ -126,16 +124,36 @@ class Reducer:
         if self._group is None:
             return
         try:
-            for name in self._group.missing():
+            for name in [*self._group.missing(), *self._not_gathering()]:
                 self._submit(name, self.parameters[name])
+        except Exception as error:
+            self.abandon(f"{type(error).__name__}: {error}")
+            raise
+        try:
             self._group.wait()
+            for name, handle in self._gathering.items():
+                self.parameters[name].grad = handle.wait()
+            after = self._after
         finally:
-            self.in_flight = False
-            self._left = dict.fromkeys(self.parameters, self.passes)
-            staged, self._staged = self._staged, []
+            for handle in self._gathering.values():
+                handle.forget()
+            self._reset()
         with torch.no_grad():
-            for packed, grad in staged:
-                grad.copy_(packed)
+            for put in after:
+                put()
+        self._agree_on_sparse()
+
+    def abandon(self, why: str) -> None:
+        """Give up the step under way, on all ranks; nothing between steps."""
+        if self._group is None or not self.in_flight:
+            return
+        for name in self._not_gathering():
+            self._gather(name, self.parameters[name])
+        gathering = list(self._gathering.values())
+        self._reset()
+        self._group.abandon(why)
+        for handle in gathering:
+            handle.forget()
 
     def agreed(self, loss: Any) -> Any:
         """Return a closure's ``loss`` reduced like the gradients, so that all ranks see one value.
@@ -144,19 +162,77 @@ class Reducer:
         """
         if self._group is None:
             return loss
-        name = f"{self._label}.loss"
+        name, process_set = f"{self._label}.loss", self._process_set
         if isinstance(loss, torch.Tensor):
-            return allreduce(loss.detach(), name=name, op=self._op)
+            return allreduce(loss.detach(), name=name, op=self._op, process_set=process_set)
         if isinstance(loss, float):
             wide = torch.tensor(loss, dtype=torch.float64)
-            return allreduce(wide, name=name, op=self._op).item()
+            return allreduce(wide, name=name, op=self._op, process_set=process_set).item()
         return loss
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what this rank's compressors hold back."""
-        return math.sqrt(sum(_energy(state) for state in self.states.values()))
+        return residuals.norm(self.states)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _not_gathering(self) -> list[str]:
+        return [name for name in self._sparse if name not in self._gathering]
+
+    def _size(self) -> int:
+        return self._process_set.size()
+
+    def _declare(self, step: int = 0) -> None:
+        runtime = current()
+        for name, p in self.parameters.items():
+            check(p, f"parameter {name!r}")
+        if self._size() == 1 or not self._included:
+            return
+        number = self._process_set.number()
+        names = [name for name in self.parameters if name not in self._sparse]
+        compressors = [self._router(name) for name in names]
+        requests = [
+            Request(
+                name,
+                "allreduce",
+                dtype_of(self.parameters[name]),
+                tuple(self.parameters[name].shape),
+                self._op,
+                str(compressor),
+                prescale=1.0 / self._predivide,
+                postscale=self._predivide,
+                process_set=number,
+                group=self._cohorts.get(name, ""),
+            )
+            for name, compressor in zip(names, compressors, strict=True)
+        ]
+        # Declared even without parameters: a rank that has some has to hear of it.
+        states, engine = [self.states[name] for name in names], runtime.engine
+        group = engine.declare(self._label, requests, compressors, states, step, number)
+        if self._group is not None:
+            self._finalizer.detach()
+            engine.release(self._group)
+        self._group = group if self.parameters else None
+        self._finalizer = weakref.finalize(self, engine.release, group)
+
+    def _agree_on_sparse(self) -> None:
+        """After the first step, let large sparse gradients travel as indices and values."""
+        if self._seen_sparse is None or self._group is None:
+            return
+        seen, self._seen_sparse = self._seen_sparse, None
+        names = [n for n, p in self.parameters.items() if p.numel() >= LARGE]
+        if not names:
+            return
+        marks = torch.tensor([1 + self._dims(n) if n in seen else 0 for n in names])
+        label = f"{self._label}.sparse"
+        marks = allreduce(marks, name=label, op=ReduceOp.MAX, process_set=self._process_set)
+        self._sparse = {n: int(m) - 1 for n, m in zip(names, marks.tolist(), strict=True) if m}
+        if self._sparse:
+            self._declare(self.step)
+
+    def _dims(self, name: str) -> int:
+        grad = self.parameters[name].grad
+        return 1 if grad is None or not grad.is_sparse else grad.sparse_dim()
 
     def _refuse_strays(self, param_groups: list[dict[str, Any]]) -> None:
         for i, group in enumerate(param_groups):
@@ -190,26 +266,54 @@ class Reducer:
                 "accumulate gradients"
             )
         if left == 0:
-            self._submit(name, p)
+            self.in_backward = True
+            try:
+                self._submit(name, p)
+            finally:
+                self.in_backward = False
 
     def _submit(self, name: str, p: torch.Tensor) -> None:
+        if name in self._sparse:
+            self._gather(name, p)
+            return
         grad = p.grad
         if grad is None:
             grad = p.grad = torch.zeros_like(p)
         assert self._group is not None
+        view = self._view(name, p, grad)
         self.in_flight = True
-        self._group.submit(name, self._view(name, p, grad))
+        self._group.submit(name, view)
+
+    def _gather(self, name: str, p: torch.Tensor) -> None:
+        grad = p.grad
+        if grad is None or not grad.is_sparse:  # nothing of it was used on this rank
+            dense = torch.zeros_like(p) if grad is None else grad
+            grad = dense.to_sparse(self._sparse[name])
+        self.in_flight = True
+        label = f"{self._label}.{name}"
+        self._gathering[name] = sparse_allreduce_async(grad, label, self._op, self._process_set)
 
     def _view(self, name: str, p: torch.Tensor, grad: torch.Tensor) -> Array:
-        if grad.layout is not torch.strided:
-            raise TypeError(f"the gradient of {name!r} is sparse; use sparse=False in its layer")
         if grad.dtype is not p.dtype:
             raise TypeError(f"the gradient of {name!r} is {grad.dtype}, the parameter {p.dtype}")
+        if grad.is_sparse:
+            if self._seen_sparse is not None:
+                self._seen_sparse.add(name)
+            dims, dense = grad.sparse_dim(), grad.detach().to_dense().contiguous()
+            self._after.append(lambda: setattr(p, "grad", dense.to_sparse(dims)))
+            return flat(dense)
+        if grad.layout is not torch.strided:
+            raise TypeError(f"the gradient of {name!r} has layout {grad.layout}; use sparse COO")
         if grad.is_contiguous():
             return flat(grad)
         packed = grad.detach().contiguous()  # other strides, such as channels_last
-        self._staged.append((packed, grad))
+        self._after.append(lambda: grad.copy_(packed))
         return flat(packed)
+
+    def _reset(self) -> None:
+        self.in_flight = False
+        self._left = dict.fromkeys(self.parameters, self.passes)
+        self._after, self._gathering = [], {}
 
 
 def check_passes(passes: int) -> None:
@@ -233,14 +337,3 @@ def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
     hooks.clear()
-
-
-def _energy(state: State) -> float:
-    total = 0.0
-    for key, value in state.items():
-        if isinstance(value, dict):
-            total += _energy(value)
-        elif key == "residual":
-            wide = value.astype("float64")
-            total += float(wide @ wide)
-    return total

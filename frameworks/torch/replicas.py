@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ringlet.torch.ops import allgather
+from ringlet.torch.movements import allgather
 from ringlet.torch.tensors import flat
 
 

@@ -57,3 +57,11 @@ def as_tensor(array: Array, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     if dtype == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).reshape(shape)
     return torch.from_numpy(array).reshape(shape)
+
+
+def unstage(staged: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a result to where it belongs, unless it is there already."""
+    if staged.data_ptr() != tensor.data_ptr() or staged.dtype is not tensor.dtype:
+        with torch.no_grad():
+            tensor.copy_(staged)
+    return tensor

@@ -275,7 +275,7 @@ def case_broadcast():
         assert columns.tolist() == [[root] * 4] * 3
         assert columns.stride() == (1, 3)
     for root in (-1, hvd.size()):
-        with pytest.raises(ValueError, match="root_rank must be a rank"):
+        with pytest.raises(ValueError, match="root_rank must be one of the ranks"):
             hvd.broadcast(torch.ones(1), root)
 
 
@@ -304,11 +304,11 @@ def case_differentiable():
     gathered = hvd.allgather(rows)
     (gathered * torch.arange(len(gathered)).reshape(-1, 1)).sum().backward()
     first = sum(range(1, rank + 1))
-    assert rows.grad[:, 0].tolist() == [size * (first + i) for i in range(rank + 1)]
+    assert rows.grad[:, 0].tolist() == [first + i for i in range(rank + 1)]
     for root in range(size):
         y = torch.full((2,), float(rank), requires_grad=True)
         (hvd.broadcast(y, root) * (rank + 1)).sum().backward()
-        assert y.grad.tolist() == [total if rank == root else 0] * 2
+        assert y.grad.tolist() == pytest.approx([total / size if rank == root else 0] * 2)
     with torch.no_grad():
         assert not hvd.allreduce(x).requires_grad
     with pytest.raises(RuntimeError, match="op=Max"):

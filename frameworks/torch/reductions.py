@@ -1,0 +1,294 @@
+"""Allreduce on torch tensors, under Horovod's names and arguments.
+
+Operations without a name get one from a counter, so ranks must call those in the same order.
+Asynchronous forms return a handle for ``synchronize``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ringlet.compressors import BF16, FP16, Compressor, NoCompression
+from ringlet.compressors.routes import Spec
+from ringlet.fusion import Request
+from ringlet.process_sets import InvalidArgument, ProcessSet, global_process_set
+from ringlet.ring.communicator import ReduceOp
+from ringlet.runtime import current
+from ringlet.torch.compression import as_compressor, legacy
+from ringlet.torch.handles import Handle, Tensors, differentiable
+from ringlet.torch.tensors import check, dtype_of, flat, unstage
+
+_SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> Handle:
+    """Combine ``tensor`` over all ranks, in place. See ``allreduce``."""
+    factors = prescale_factor, postscale_factor
+    chosen = reduce_op(average, op)
+    return _start([tensor], [tensor], name, chosen, factors, process_set, compression, single=True)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> Handle:
+    """Combine ``tensor`` over all ranks into a new tensor. See ``allreduce``."""
+    factors = prescale_factor, postscale_factor
+    chosen, outputs = reduce_op(average, op), _outputs([tensor])
+    return _start([tensor], outputs, name, chosen, factors, process_set, compression, single=True)
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Spec = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return ``tensor`` combined over all ranks: averaged, or by ``op``. Differentiable.
+
+    ``op`` is Average, Sum, Min, Max, Product or Adasum. Values are multiplied by
+    ``prescale_factor`` before and by ``postscale_factor`` after they are combined.
+    ``compression`` is a spec; one that remembers (``ef``) needs a ``name``. Raises Mismatch, the
+    same on every rank, when ranks pass different shapes, dtypes or arguments.
+    """
+    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
+    cast = legacy(compression)
+    if cast is not None:
+        small, context = cast.compress(tensor)
+        combined = allreduce(small, None, name, None, chosen, *factors, process_set)
+        return cast.decompress(combined, context)
+
+    def start(tensors: Tensors) -> Handle:
+        outputs = _outputs(tensors)
+        return _start(tensors, outputs, name, chosen, factors, process_set, compression, True)
+
+    def backward(grads: Tensors, handle: Handle) -> Tensors:
+        _refuse_gradient(chosen)
+        made, again = f"{handle.name}.grad", [g.contiguous() for g in grads]
+        handle = _start(again, _outputs(again), made, chosen, factors, process_set, None, True)
+        return [handle.wait()]
+
+    result: torch.Tensor = differentiable([tensor], start, backward)
+    return result
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> torch.Tensor:
+    """Combine ``tensor`` over all ranks in place, and return it. See ``allreduce``."""
+    factors = prescale_factor, postscale_factor
+    chosen = reduce_op(average, op)
+    handle = _start([tensor], [tensor], name, chosen, factors, process_set, compression, True)
+    result: torch.Tensor = handle.wait()
+    return result
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> Handle:
+    """Combine tensors over all ranks together, in place. See ``grouped_allreduce``."""
+    factors = prescale_factor, postscale_factor
+    return _start(tensors, tensors, name, reduce_op(average, op), factors, process_set, compression)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> Handle:
+    """Combine tensors over all ranks together, into new ones. See ``grouped_allreduce``."""
+    factors = prescale_factor, postscale_factor
+    chosen, outputs = reduce_op(average, op), _outputs(tensors)
+    return _start(tensors, outputs, name, chosen, factors, process_set, compression)
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Spec = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Return ``tensors`` combined over all ranks: all of them together, or none. Differentiable.
+
+    See ``allreduce``.
+    """
+    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
+    cast = legacy(compression)
+    if cast is not None:
+        pairs = [cast.compress(tensor) for tensor in tensors]
+        small = [pair[0] for pair in pairs]
+        combined = grouped_allreduce(small, None, name, None, chosen, *factors, process_set)
+        both = zip(combined, pairs, strict=True)
+        return [cast.decompress(tensor, context) for tensor, (_, context) in both]
+
+    def start(given: Tensors) -> Handle:
+        return _start(given, _outputs(given), name, chosen, factors, process_set, compression)
+
+    def backward(grads: Tensors, handle: Handle) -> Tensors:
+        _refuse_gradient(chosen)
+        made, again = f"{handle.name}.grad", [g.contiguous() for g in grads]
+        started = _start(again, _outputs(again), made, chosen, factors, process_set, None)
+        reduced: Tensors = started.wait()
+        return reduced
+
+    result: list[torch.Tensor] = differentiable(list(tensors), start, backward)
+    return result
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> list[torch.Tensor]:
+    """Combine tensors over all ranks together in place, and return them."""
+    factors = prescale_factor, postscale_factor
+    chosen = reduce_op(average, op)
+    handle = _start(tensors, tensors, name, chosen, factors, process_set, compression)
+    result: list[torch.Tensor] = handle.wait()
+    return result
+
+
+def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+    """Return the op that Horovod's two ways of naming it mean; ValueError if both are used."""
+    if average is not None and op is not None:
+        raise ValueError("pass op or average (which is deprecated), not both")
+    if op is not None:
+        return ReduceOp(op)
+    return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
+
+
+def _outputs(tensors: Tensors) -> list[torch.Tensor]:
+    for tensor in tensors:
+        check(tensor)
+    layout = torch.contiguous_format
+    return [torch.empty_like(tensor, memory_format=layout) for tensor in tensors]
+
+
+def _start(
+    tensors: Tensors,
+    outputs: Tensors,
+    name: str | None,
+    op: ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    compression: Any,
+    single: bool = False,
+) -> Handle:
+    """Submit a reduction of every tensor; the handle returns the outputs, or the ``single`` one."""
+    tensors, outputs = list(tensors), list(outputs)
+    if not tensors:
+        raise InvalidArgument("a grouped allreduce needs at least one tensor")
+    for tensor in tensors:
+        check(tensor)
+    runtime, number = current(), process_set.number()
+    compressor = as_compressor(compression)
+    if name is None and compressor.traits().stateful:
+        raise ValueError(
+            f"compression={str(compressor)!r} remembers what it did to each tensor, so the tensor "
+            "needs a name: pass name=..."
+        )
+    kind = "allreduce" if single else "grouped_allreduce"
+    base = name or runtime.unnamed(kind)
+    count = len(tensors)
+    names = [base] if single else [f"{base}_{i}of{count}" for i in range(1, count + 1)]
+    sources = [_source(tensor, op, compressor) for tensor in tensors]
+    targets = [
+        output.detach() if output.is_contiguous() and output.dtype is source.dtype else source
+        for source, output in zip(sources, outputs, strict=True)
+    ]
+    used = compressor if op in _SUMS else NoCompression()
+    items = [
+        (
+            Request(
+                each,
+                "allreduce",
+                dtype_of(source),
+                tuple(source.shape),
+                op,
+                str(used),
+                prescale=factors[0],
+                postscale=factors[1],
+                process_set=number,
+                group="" if single else base,
+                group_size=0 if single else count,
+            ),
+            flat(source),
+            flat(target),
+            used,
+        )
+        for each, source, target in zip(names, sources, targets, strict=True)
+    ]
+    operations = runtime.engine.submit_all(items)
+
+    def result(_: Any) -> Any:
+        done = [unstage(t, o) for t, o in zip(targets, outputs, strict=True)]
+        return done[0] if single else done
+
+    return Handle(operations, result)
+
+
+def _source(tensor: torch.Tensor, op: ReduceOp, compressor: Compressor) -> torch.Tensor:
+    """Return what is handed in: for minima and the like, a 16-bit cast happens here."""
+    source = tensor.detach().contiguous()
+    if op in _SUMS or not tensor.is_floating_point() or isinstance(compressor, NoCompression):
+        return source
+    if isinstance(compressor, FP16 | BF16):
+        return source.to(torch.float16 if isinstance(compressor, FP16) else torch.bfloat16)
+    raise InvalidArgument(
+        f"op={op.name.title()} needs compression 'none', 'fp16' or 'bf16', not {str(compressor)!r}"
+    )
+
+
+def _refuse_gradient(op: ReduceOp) -> None:
+    if op not in _SUMS:
+        raise RuntimeError(f"allreduce with op={op.name.title()} has no gradient")

@@ -1,0 +1,1 @@
+../../frameworks/build.py

@@ -1,0 +1,1 @@
+../../frameworks/process_sets.py
