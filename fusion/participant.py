@@ -304,12 +304,12 @@ class Participant:
         handle.finish()
 
     def _all_joined(self, message: bytes) -> None:
-        number, last = loads(message[1:])
-        if number in self.sets:
-            self.joined.discard(number)
-            handle, _ = self._expected.pop(("join", number))
-            handle.output = last
-            handle.finish()
+        number, last, text, gone = loads(message[1:])
+        expected = self._expected.pop(("join", number), None)
+        self.joined.discard(number)
+        if expected is not None:
+            expected[0].output = last
+            expected[0].finish(PeerLost(text, gone) if text else None)
 
     def _refused(self, message: bytes) -> None:
         process_set, names, text, gone = loads(message[1:])

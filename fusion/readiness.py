@@ -69,7 +69,7 @@ class Readiness:
         if len(self._joined) == len(self.ranks):
             last = self._joined[-1]
             self._joined.clear()
-            return [m.JOINED + dumps([self.number, last])]
+            return [m.JOINED + dumps([self.number, last, "", []])]
         return self._run_named(list(self._named)) + self._run_cached()
 
     def waiting(self) -> dict[str, list[int]]:
@@ -83,6 +83,10 @@ class Readiness:
     def refuse_all(self, why: str, gone: Sequence[int]) -> list[bytes]:
         """Give up on everything that waits."""
         told: list[bytes] = []
+        if self._joined:
+            self._joined.clear()
+            text = f"{why}, so that not all ranks can join"
+            told.append(m.JOINED + dumps([self.number, -1, text, list(gone)]))
         for name, ranks in self.waiting().items():
             text = f"{why} while {name!r} was waiting on {named_ranks(ranks)}"
             told.append(m.REFUSED + dumps([self.number, [name], text, list(gone)]))
