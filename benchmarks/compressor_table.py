@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ringlet.compressors import Context, Workspace, parse, pool
-from ringlet.compressors.contract import storage
+from ringlet.compressors.contract import empty_payload, encoded
 from ringlet.compressors.testing import simulate
 
 DOCS = Path(__file__).parents[1] / "docs" / "compressors.md"
@@ -25,9 +25,41 @@ SPECS = [
     "minmax", "minmax(bits=2)", "qsgd", "qsgd(bits=4)", "natural", "terngrad", "onebit", "signsgd",
     "shared_int", "topk", "topk | int8", "topk_sampled", "sidco", "block_topk",
     "block_topk(bits=2)", "randomk", "threshold(value=2.5)", "powersgd", "acpsgd",
-    "int4 | hadamard", "topk | ef",
+    "int4 | hadamard", "qsgd(bits=4) | scaled", "topk | ef", "topk | ef21",
+    "topk | momentum_correction", "int8 | server_ef",
 ]  # fmt: skip
 N = 1 << 20
+PAPERS = {
+    "fp16": "Micikevicius, ICLR 2018",
+    "bf16": "Kalamkar, arXiv:1905.12322",
+    "fp8": "Rouhani, arXiv:2310.10537",
+    "lossless": "Hao, arXiv:2410.20650",
+    "int8": "Alistarh, NeurIPS 2017",
+    "int4": "Alistarh, NeurIPS 2017",
+    "maxnorm": "Alistarh, NeurIPS 2017",
+    "minmax": "Markov, Middleware 2022",
+    "qsgd": "Alistarh, NeurIPS 2017",
+    "natural": "Horvath, MSML 2022",
+    "terngrad": "Wen, NeurIPS 2017",
+    "terngrad_shared": "Wen, NeurIPS 2017",
+    "onebit": "Seide, Interspeech 2014",
+    "signsgd": "Bernstein, ICML 2018",
+    "shared_int": "Li, NSDI 2024",
+    "topk": "Aji, EMNLP 2017",
+    "topk_sampled": "Lin, ICLR 2018",
+    "sidco": "Abdelmoniem, MLSys 2021",
+    "block_topk": "Sarfi, arXiv:2508.15706",
+    "randomk": "Stich, NeurIPS 2018",
+    "threshold": "Strom, Interspeech 2015",
+    "powersgd": "Vogels, NeurIPS 2019",
+    "acpsgd": "Zhang, ICDCS 2023",
+    "hadamard": "Suresh, ICML 2017",
+    "scaled": "Beznosikov, JMLR 2023",
+    "ef": "Karimireddy, ICML 2019",
+    "server_ef": "Tang, ICML 2019",
+    "ef21": "Richtarik, NeurIPS 2021",
+    "momentum_correction": "Lin, ICLR 2018",
+}  # first authors; full references stand in the modules
 
 
 def distributions():
@@ -44,15 +76,6 @@ def context(x, state):
     return Context(**fields, workspace=Workspace())
 
 
-def encode(compressor, x, ctx):
-    if not compressor.traits().fixed_size:
-        return compressor.compress(x, ctx)
-    layout = compressor.layout(x.size)
-    payload = {p.name: np.empty(p.elements, storage(p.dtype)) for p in layout}
-    compressor.encode_into(x, payload, ctx)
-    return payload
-
-
 def error(compressor, x):
     with np.errstate(all="ignore"):
         if compressor.traits().combine == "rounds":
@@ -60,7 +83,7 @@ def error(compressor, x):
             out, x = simulate(compressor, pieces, shape=(1024, 1024))[0], np.mean(pieces, axis=0)
         else:
             out = np.empty_like(x)
-            payload = encode(compressor, x, context(x, {}))
+            payload = encoded(compressor, x, context(x, {}))
             compressor.decompress(payload, out, context(x, {}))
     wide = x.astype(np.float64)
     return float(np.square(out - wide).sum() / np.square(wide).sum())
@@ -77,7 +100,7 @@ def bits(compressor, x):
                 item = generator.send(item.values.copy())
         except StopIteration:
             return 8 * sent / x.size
-    payload = encode(compressor, x, context(x, {}))
+    payload = encoded(compressor, x, context(x, {}))
     return 8 * sum(array.nbytes for array in payload.values()) / x.size
 
 
@@ -88,8 +111,7 @@ def speed(compressor):
     x = np.random.default_rng(1).standard_normal(1 << 24, dtype=np.float32)
     ctx = context(x, {})
     if compressor.traits().fixed_size:
-        layout = compressor.layout(x.size)
-        payload = {p.name: np.zeros(p.elements, storage(p.dtype)) for p in layout}
+        payload = empty_payload(compressor, x.size, ctx)
 
         def run():
             compressor.encode_into(x, payload, ctx)
@@ -121,6 +143,11 @@ def claims(traits):
     return ", ".join(shown) or "-"
 
 
+def papers(spec):
+    names = [part.split("(")[0].strip() for part in spec.split("|")]
+    return "; ".join(dict.fromkeys(PAPERS[name] for name in names))
+
+
 def number(value):
     if value == 0:
         return "0"
@@ -129,10 +156,9 @@ def number(value):
 
 def table():
     inputs = distributions()
-    yield (
-        "| spec | bits/element | combined by | claims | GB/s | Gaussian | Laplace | t(3) | spikes |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    heads = "spec | bits/element | combined by | claims | paper | GB/s | Gaussian | Laplace | t(3)"
+    yield f"| {heads} | spikes |"
+    yield "|---" * 10 + "|"
     for spec in SPECS:
         compressor = parse(spec)
         traits, rate = compressor.traits(), speed(compressor)
@@ -141,6 +167,7 @@ def table():
             f"{bits(compressor, inputs[0]):.2f}",
             collective(traits),
             claims(traits),
+            papers(spec),
             "-" if rate is None else f"{rate:.1f}",
             *(number(error(compressor, x)) for x in inputs),
         ]

@@ -1,26 +1,35 @@
 """Codec speed on this machine, beside memcpy and beside torch composed of plain operators.
 
-    python benchmarks/kernels.py [--mib 64] [--threads 2] [SPEC ...]
+    python benchmarks/kernels.py [--mib 64] [--threads 2] [--save] [SPEC ...]
 
 Rates are GB/s of float32 input (for decoding: of output), medians over interleaved rounds; the
-column behind each is the share of memcpy's rate in the same run.
+column behind each is the share of memcpy's rate in the same run. ``--save`` keeps them, with the
+processor and the date, in benchmarks/results/ as JSON and as a table.
 """
 
 import argparse
+import datetime
+import json
+import os
+import platform
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from ringlet.compressors import Context, Workspace, parse, pool
-from ringlet.compressors.contract import storage
+from ringlet.compressors.contract import empty_payload
 
 DEFAULT = [
-    "fp16", "bf16", "int8", "int8(stochastic=True)", "int4", "int4(stochastic=True)", "minmax",
-    "qsgd", "topk",
+    "fp16", "bf16", "fp8", "int8", "int8(stochastic=True)", "int4", "int4(stochastic=True)",
+    "minmax", "qsgd", "natural", "terngrad", "onebit", "topk", "block_topk",
+    "block_topk(ratio=0.25, block=64)", "block_topk(ratio=0.25, block=64, dct=True)",
 ]  # fmt: skip
 SHARDS = 4
+RESULTS = Path(__file__).parent / "results"
+HEADS = ["encode", "with ef", "decode", f"sum {SHARDS} + encode", "torch encode"]
 
 
 class Codec:
@@ -30,8 +39,7 @@ class Codec:
         self.compressor, self.x = parse(spec), x
         self.residual, self.out = np.zeros_like(x), np.empty_like(x)
         self.context = Context(numel=x.size, shape=x.shape, workspace=Workspace())
-        layout = self.compressor.layout(x.size)
-        self.payload = {p.name: np.zeros(p.elements, storage(p.dtype)) for p in layout}
+        self.payload = empty_payload(self.compressor, x.size, self.context)
         self.sum = {name: array.copy() for name, array in self.payload.items()}
 
     def encode(self):
@@ -87,12 +95,61 @@ def seconds(function):
     return time.perf_counter() - start
 
 
+def machine():
+    """Return the processor and what it runs, and nothing that tells whose it is."""
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+    )
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def save(args, rows):
+    """Write ``rows`` as JSON and as a table."""
+    RESULTS.mkdir(exist_ok=True)
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "mib": args.mib,
+        "threads": args.threads,
+        "rounds": args.rounds,
+    }
+    data = json.dumps(about | {"unit": "GB/s of float32", "rows": rows}, indent=1)
+    (RESULTS / "kernels.json").write_text(data + "\n")
+    said = ", ".join(f"{name} {value}" for name, value in about["machine"].items())
+    lines = [
+        "# Codec speed",
+        "",
+        f"`python benchmarks/kernels.py --save`, {about['date']}: {said}.",
+        f"{args.mib} MiB of float32, {args.threads} threads, medians of {args.rounds} interleaved",
+        "rounds, GB/s; in brackets the share of memcpy's rate in the same rounds.",
+        "",
+        "| spec | " + " | ".join(HEADS) + " | memcpy |",
+        "|---" * (len(HEADS) + 2) + "|",
+    ]
+    for row in rows:
+        cells = [shown(row, head) for head in HEADS]
+        lines.append(f"| `{row['spec']}` | " + " | ".join(cells) + f" | {row['memcpy']:.1f} |")
+    (RESULTS / "kernels.md").write_text("\n".join(lines) + "\n")
+
+
+def shown(row, head):
+    return f"{row[head]:.1f} ({row[head] / row['memcpy']:.2f}x)" if head in row else "-"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC")
     parser.add_argument("--mib", type=int, default=64, help="size of the float32 input")
     parser.add_argument("--threads", type=int, default=pool.threads())
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--save", action="store_true", help="in benchmarks/results/")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     x = np.random.default_rng(0).standard_normal(args.mib << 18, dtype=np.float32)
@@ -102,8 +159,8 @@ def main():
         pool.run_ranges(x.size, 1, lambda a, b: np.copyto(target[a:b], x[a:b]))
 
     print(f"{args.mib} MiB of float32, {args.threads} threads, medians of {args.rounds} rounds\n")
-    heads = ["encode", "with ef", "decode", f"sum {SHARDS} + encode", "torch encode"]
-    print("spec".ljust(24) + "".join(h.rjust(18) for h in heads))
+    print("spec".ljust(44) + "".join(h.rjust(18) for h in HEADS))
+    rows = []
     with pool.limited(args.threads):
         for spec in args.specs:
             codec, peer = Codec(spec, x), composed(spec, x)
@@ -113,11 +170,13 @@ def main():
                 job()  # compile, and touch the memory
             times = [[seconds(job) for job in jobs] for _ in range(args.rounds)]
             medians = [statistics.median(column) for column in zip(*times, strict=True)]
-            rates = [x.nbytes / t / 1e9 for t in medians]
-            cells = [f"{rate:.1f} ({rate / rates[0]:.2f}x)" for rate in rates[1:]]
-            print(
-                spec.ljust(24) + "".join(c.rjust(18) for c in cells) + f"   memcpy {rates[0]:.1f}"
-            )
+            rates = [round(x.nbytes / t / 1e9, 2) for t in medians]
+            row = {"spec": spec} | dict(zip(["memcpy", *HEADS], rates, strict=False))
+            rows.append(row)
+            cells = "".join(shown(row, head).rjust(18) for head in HEADS)
+            print(spec.ljust(44) + cells + f"   memcpy {row['memcpy']:.1f}", flush=True)
+    if args.save:
+        save(args, rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from ringlet.compressors.casts import BF16, FP16
 from ringlet.compressors.chain import Chain
 from ringlet.compressors.context import Context, Workspace
 from ringlet.compressors.contract import Compressor, Exchange, Part, Payload, Round, Traits
-from ringlet.compressors.ef import ErrorFeedback
+from ringlet.compressors.ef import ErrorFeedback, ServerErrorFeedback
 from ringlet.compressors.ef21 import EF21
 from ringlet.compressors.errors import (
     CompressorError,
@@ -38,6 +38,7 @@ from ringlet.compressors.quantize import QSGD, Int4, Int8, MaxNorm, MinMax
 from ringlet.compressors.randomk import RandomK
 from ringlet.compressors.registry import lookup, names, register
 from ringlet.compressors.routes import Router
+from ringlet.compressors.scaled import Scaled
 from ringlet.compressors.shared import SharedInt, TernGradShared
 from ringlet.compressors.sparse import Threshold
 from ringlet.compressors.spec import parse, resolve
@@ -81,6 +82,8 @@ __all__ = [
     "Round",
     "Router",
     "SIDCo",
+    "Scaled",
+    "ServerErrorFeedback",
     "SharedInt",
     "SignSGD",
     "SpecError",

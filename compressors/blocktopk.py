@@ -12,24 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from ringlet.compressors.bucketed import lane_sums
+from ringlet.compressors.bucketed import (
+    NAN_BITS,
+    Bucketed,
+    Kernel,
+    lane_sums,
+    rounded,
+    rounded_up,
+    widened,
+)
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise, storage
-from ringlet.compressors.errors import OptionError, PayloadError
+from ringlet.compressors.contract import Part, Payload, Traits, storage
+from ringlet.compressors.errors import OptionError
 from ringlet.compressors.options import option
 from ringlet.compressors.packing import pack_bits, packed_size, unpack_bits
-from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
 
 _LARGEST_DCT = 512
 _TINY = np.float32(1.5e-36)
-_NAN = 0x7FC0
 _NOTHING: Array = np.empty(0, np.uint16)
-_NO_RESIDUAL: Array = np.empty(0, np.float32)
 
 
 @register("block_topk")
-class BlockTopK(Compressor):
+class BlockTopK(Bucketed):
     """Send the largest entries of every block of the flattened tensor: the same number in each.
 
     As in SparseLoCo (arXiv:2508.15706). Of a full block max(1, floor(ratio * block)) entries
@@ -47,7 +52,7 @@ class BlockTopK(Compressor):
     dct: bool = option(False, doc="select among the coefficients of a cosine transform")
 
     def validate(self) -> None:
-        """A transform costs ``block`` multiplications for every element."""
+        """A transform costs ``block`` multiplications for every element, and block^2 floats."""
         if self.dct and self.block > _LARGEST_DCT:
             raise OptionError(
                 f"block_topk: dct needs blocks of at most {_LARGEST_DCT} elements, "
@@ -103,11 +108,8 @@ class BlockTopK(Compressor):
             pieces.append(self._encode_rows(x[None, full:], self._count(x.size - full), ctx.xp))
         return {name: ctx.xp.concatenate([p[name] for p in pieces]) for name in pieces[0]}
 
-    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
+    def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Put the values at their places among zeros, and transform them back."""
-        if ctx.xp is np:
-            self._decode(payload, out, add=False)
-            return
         full, last = divmod(out.size, self.block)
         start: dict[str, int] = dict.fromkeys(payload, 0)
         for rows, length, k in (full, self.block, self.kept), (1, last, self._count(last)):
@@ -151,18 +153,18 @@ class BlockTopK(Compressor):
             return {"values": values.reshape(-1)}
         if self.bits == 16:
             raw = values.view("uint32")
-            rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
-            codes = xp.where(xp.isnan(values), (raw >> 16) | 0x40, rounded)
+            nearest = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
+            codes = xp.where(xp.isnan(values), (raw >> 16) | 0x40, nearest)
             return {"codes": codes.astype("uint16").reshape(-1)}
         magnitudes = xp.abs(values)
         if self.bits == 8:
             top = magnitudes.max(axis=1, initial=np.float32(0))
             finite, usable = xp.isfinite(top), xp.isfinite(top) & (top >= _TINY)
-            scales = (((top / np.float32(127)).view("uint32") + 0xFFFF) >> 16).astype("uint16")
-            scale = _widen(xp.where(usable, scales, 0x3F80))[:, None]
+            scales = rounded_up(top / np.float32(127), xp)
+            scale = widened(xp.where(usable, scales, 0x3F80))[:, None]
             codes = xp.rint(values * (np.float32(1) / scale)) + np.float32(127)
             codes = xp.where(usable[:, None], codes, xp.where(finite, 127, 0)[:, None])
-            scales = xp.where(usable, scales, xp.where(finite, 0, _NAN))
+            scales = xp.where(usable, scales, xp.where(finite, 0, NAN_BITS))
             return {"codes": codes.astype("uint8").reshape(-1), "scales": scales.astype("uint16")}
         wide, k = magnitudes.astype("float64"), values.shape[1]
         mean = lane_sums(wide, xp) / k
@@ -170,8 +172,8 @@ class BlockTopK(Compressor):
         above = large.sum(axis=1)
         low = lane_sums(xp.where(large, 0, wide), xp) / xp.maximum(k - above, 1)
         high = lane_sums(xp.where(large, wide, 0), xp) / xp.maximum(above, 1)
-        scales = _nearest(xp.stack([low, high], axis=1).astype("float32"), xp)
-        scales = xp.where(finite[:, None], scales, _NAN).astype("uint16").reshape(-1)
+        scales = rounded(xp.stack([low, high], axis=1).astype("float32"), xp)
+        scales = xp.where(finite[:, None], scales, NAN_BITS).astype("uint16").reshape(-1)
         rows = xp.zeros((len(values), -(-k // 4) * 4), "uint8")
         rows[:, :k] = xp.where(finite[:, None], (values < 0) + 2 * large, 0)
         return {"codes": pack_bits(xp, rows.reshape(-1), 2), "scales": scales}
@@ -180,10 +182,10 @@ class BlockTopK(Compressor):
         """Return the values that travelled, as rows."""
         cells = payload[self._name].reshape(rows, -1)
         if self.bits == 16:
-            return _widen(cells)
+            return widened(cells)
         if self.bits == 32:
             return _array(cells)
-        scales = _widen(payload["scales"]).reshape(rows, -1)
+        scales = widened(payload["scales"]).reshape(rows, -1)
         if self.bits == 8:
             return _array((cells.astype("float32") - np.float32(127)) * scales)
         codes = unpack_bits(xp, cells.reshape(-1), 2, cells.size * 4).reshape(rows, -1)[:, :k]
@@ -192,74 +194,56 @@ class BlockTopK(Compressor):
 
     # -- kernels ------------------------------------------------------------------------------
 
-    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
-        """Select and pack in one pass."""
-        if ctx.xp is not np:
-            return super().encode_into(x, payload, ctx)
-        self._encode(x, _NO_RESIDUAL, 1.0, payload, feedback=False)
-        return None
+    @property
+    def granule(self) -> int:
+        """The elements of a block."""
+        return self.block
 
-    def feedback_into(
-        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
-    ) -> None:
-        """Add the residual, select, pack and keep what was lost in one pass."""
-        if ctx.xp is not np:
-            return super().feedback_into(x, residual, decay, payload, ctx)
-        self._encode(x, residual, decay, payload, feedback=True)
-        return None
+    def strides(self) -> dict[str, int]:
+        """Bytes of indices, values or bytes of codes, scales."""
+        strides = {
+            "indices": packed_size(self.kept * self.width, 1),
+            self._name: self._cells(self.kept),
+        }
+        return strides | {"scales": self._scales} if self._scales else strides
 
-    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Decode and add in one pass."""
-        if ctx.xp is not np:
-            return super().accumulate(payload, out, ctx)
-        self._decode(payload, out, add=True)
-        return None
-
-    def warm_up(self, ctx: Context) -> None:
-        """Compile the kernels."""
-        exercise(self, ctx)
-
-    def _encode(
-        self, x: Array, residual: Array, decay: float, payload: Payload, feedback: bool
-    ) -> None:
-        from ringlet.compressors.kernels.blocktopk import encoder
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+        """The kernel of the values' width."""
+        from ringlet.compressors.kernels.blocktopk import encoder, room_size
 
         kernel = encoder(self.bits)
         inverse, forward = cosines(self.block if self.dct else 1)
-        weight = np.float32(decay)
+        block, kept, width, dct = self.block, self.kept, self.width, self.dct
 
-        def encode(start: int, stop: int) -> None:
-            kernel(
-                x[start:stop], residual[start:stop], weight, feedback, self.block, self.kept,
-                self.width, self.dct, forward, inverse, *self._slices(payload, start),
-            )  # fmt: skip
+        def encode(
+            x: Array, held: Array, decay: Any, key: Any, start: int, indices: Array, values: Array,
+            scales: Array = _NOTHING,
+        ) -> None:  # fmt: skip
+            with ctx.workspace.held(room_size(block), np.int32) as room:
+                kernel(
+                    x, held, decay, feedback, block, kept, width, dct, forward, inverse, room,
+                    indices, values, scales,
+                )  # fmt: skip
 
-        run_ranges(x.size, self.block, encode)
+        return encode
 
-    def _decode(self, payload: Payload, out: Array, add: bool) -> None:
-        from ringlet.compressors.kernels.blocktopk import decoder
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
+        """The kernel of the values' width."""
+        from ringlet.compressors.kernels.blocktopk import decoder, room_size
 
         kernel = decoder(self.bits)
         inverse, _ = cosines(self.block if self.dct else 1)
+        block, kept, width, dct = self.block, self.kept, self.width, self.dct
 
-        def decode(start: int, stop: int) -> None:
-            indices, values, scales = self._slices(payload, start)
-            if not kernel(
-                indices, values, scales, self.block, self.kept, self.width, self.dct, inverse,
-                add, out[start:stop],
-            ):  # fmt: skip
-                raise PayloadError("block_topk received an index beyond its block")
+        def decode(indices: Array, values: Array, *rest: Array) -> bool:
+            scales, out = rest if len(rest) == 2 else (_NOTHING, *rest)
+            with ctx.workspace.held(room_size(block), np.int32) as room:
+                inside = kernel(
+                    indices, values, scales, block, kept, width, dct, inverse, add, room, out
+                )
+            return bool(inside)
 
-        run_ranges(out.size, self.block, decode)
-
-    def _slices(self, payload: Payload, start: int) -> tuple[Array, Array, Array]:
-        """Return indices, values and scales from the block at ``start`` on."""
-        b = start // self.block
-        return (
-            payload["indices"][b * packed_size(self.kept * self.width, 1) :],
-            payload[self._name][b * self._cells(self.kept) :],
-            payload.get("scales", _NOTHING)[b * self._scales :],
-        )
+        return decode
 
     def _count(self, n: int) -> int:
         """Return how many entries of a block of ``n`` elements travel."""
@@ -297,18 +281,6 @@ def _weighted_sum(weights: Array, basis: Array, xp: Any) -> Array:
     for j in range(len(basis)):
         total += weights[:, j : j + 1] * basis[j]
     return total
-
-
-def _widen(bits: Array) -> Array:
-    wide: Array = (bits.astype("uint32") << 16).view("float32")
-    return wide
-
-
-def _nearest(values: Array, xp: Any) -> Array:
-    """Round non-negative float32 to bfloat16 bits, at most to the largest finite one."""
-    bits = values.view("uint32").astype("uint64")
-    nearest: Array = xp.minimum((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F7F)
-    return nearest
 
 
 def _pack_indices(xp: Any, picks: Array, width: int) -> Array:

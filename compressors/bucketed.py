@@ -1,21 +1,24 @@
-"""The base of compressors that send codes and a bfloat16 scale per bucket with their own kernels.
+"""The base of compressors with kernels that work bucket by bucket; quantisers among them.
 
-``quantize`` is the family whose codes are levels at equal distances.
+A bucket is compressed by itself, so kernels run over ranges of buckets on several threads, and a
+payload may be cut there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Part, Payload, exercise
-from ringlet.compressors.errors import OptionError
+from ringlet.compressors.errors import OptionError, PayloadError
 from ringlet.compressors.options import option
 from ringlet.compressors.packing import packed_size
 from ringlet.compressors.pool import run_ranges
+
+Kernel = Callable[..., Any]
 
 NAN_BITS = 0x7FC0  # the scale of a bucket that holds a NaN or Inf, which decodes to NaN
 LANES = 32  # as in kernels.lanes, which is not imported here: it would load Numba
@@ -23,37 +26,31 @@ _CACHED = 1 << 16  # elements whose float32 sum stays in a core's cache
 
 
 class Bucketed(Compressor):
-    """Base: ``codes`` of ``bits`` bits, packed, and a scale for every bucket begun.
+    """Base: on a CPU kernels do everything; elsewhere ``compress`` and ``decode_array``.
 
-    Subclasses define ``compress``, ``decode_array``, and the kernels ``encoder`` and ``decoder``.
+    Subclasses define those two, ``granule``, ``strides``, and the kernels ``encoder`` and
+    ``decoder``, which get the payload's arrays in the order of ``strides``.
     """
 
-    bits: int = option(8, ge=1, le=8, doc="bits of a code")
-    bucket: int = option(512, ge=32, le=65536, doc="elements that share a scale, a multiple of 8")
+    @property
+    def granule(self) -> int:
+        """Elements of a bucket."""
+        raise TypeError(f"{type(self).__name__} does not say how many elements a bucket has")
 
-    def validate(self) -> None:
-        """Buckets begin at whole bytes."""
-        if self.bucket % 8:
-            raise OptionError(f"{self.label()}: bucket must be a multiple of 8, got {self.bucket}")
+    def strides(self) -> dict[str, int]:
+        """Return how many elements of each array of the payload belong to a whole bucket."""
+        raise TypeError(f"{type(self).__name__} does not say what a bucket becomes")
 
-    def layout(self, n: int) -> tuple[Part, ...]:
-        """Packed codes and scales."""
-        codes = Part("codes", "uint8", packed_size(n, self.bits))
-        return (codes, Part("scales", "bfloat16", -(-n // self.bucket)))
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+        """Return ``encode(x, residual, decay, key, start, *arrays)`` for whole buckets and a tail.
 
-    def parameter(self) -> float:
-        """Return the number that the encoding kernel is given."""
-        return 0.0
-
-    def encoder(self, feedback: bool) -> Any:
-        """Return ``encode(x, residual, decay, bucket, parameter, key, start, codes, scales)``.
-
-        ``start`` is the counter of x[0] for random numbers; all slices begin at a bucket.
+        ``start`` is the counter of x[0] for random numbers. With ``feedback`` x + decay * residual
+        is encoded, and what that loses kept in ``residual`` where it is finite.
         """
         raise TypeError(f"{type(self).__name__} has no encoding kernel")
 
-    def decoder(self, add: bool) -> Any:
-        """Return ``decode(codes, scales, bucket, out)``; ``add`` accumulates."""
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
+        """Return ``decode(*arrays, out)``; ``add`` accumulates. False: the arrays make no sense."""
         raise TypeError(f"{type(self).__name__} has no decoding kernel")
 
     def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
@@ -65,7 +62,7 @@ class Bucketed(Compressor):
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode, on a CPU with the kernel."""
         if ctx.xp is np:
-            self._decode([payload], out, [self.decoder(add=False)])
+            self._decode([payload], out, [self.decoder(add=False, ctx=ctx)])
         else:
             self.decode_array(payload, out, ctx)
 
@@ -73,22 +70,22 @@ class Bucketed(Compressor):
         """Decode and add in one pass."""
         if ctx.xp is not np:
             return super().accumulate(payload, out, ctx)
-        self._decode([payload], out, [self.decoder(add=True)])
+        self._decode([payload], out, [self.decoder(add=True, ctx=ctx)])
         return None
 
     def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
         """Decode and add all payloads piece by piece, each piece while it is in the cache."""
         if ctx.xp is not np:
             return super().sum_into(payloads, out, ctx)
-        kernels = [self.decoder(add=i > 0) for i in range(len(payloads))]
-        self._decode(payloads, out, kernels)
+        write, add = self.decoder(add=False, ctx=ctx), self.decoder(add=True, ctx=ctx)
+        self._decode(payloads, out, [write, *[add] * (len(payloads) - 1)])
         return None
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
-        """Find the scale, encode and pack in one pass."""
+        """Encode and pack in one pass."""
         if ctx.xp is not np:
             return super().encode_into(x, payload, ctx)
-        self._encode(x, x, 1.0, payload, ctx, feedback=False)
+        self._encode(x, x, 1.0, payload, ctx, self.encoder(feedback=False, ctx=ctx))
         return None
 
     def feedback_into(
@@ -97,12 +94,89 @@ class Bucketed(Compressor):
         """Add the residual, encode, pack and keep the error in one pass."""
         if ctx.xp is not np:
             return super().feedback_into(x, residual, decay, payload, ctx)
-        self._encode(x, residual, decay, payload, ctx, feedback=True)
+        self._encode(x, residual, decay, payload, ctx, self.encoder(feedback=True, ctx=ctx))
         return None
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
         exercise(self, ctx)
+
+    def _encode(
+        self,
+        x: Array,
+        residual: Array,
+        decay: float,
+        payload: Payload,
+        ctx: Context,
+        kernel: Kernel,
+    ) -> None:
+        granule, strides = self.granule, self.strides()
+        key, weight = np.uint64(ctx.key()), np.float32(decay)
+
+        def encode(start: int, stop: int) -> None:
+            arrays = _cut(payload, strides, start // granule, -(-stop // granule))
+            kernel(x[start:stop], residual[start:stop], weight, key, ctx.offset + start, *arrays)
+
+        run_ranges(x.size, granule, encode)
+
+    def _decode(self, payloads: Sequence[Payload], out: Array, kernels: Sequence[Kernel]) -> None:
+        granule, strides = self.granule, self.strides()
+        piece = max(1, _CACHED // granule) * granule if len(payloads) > 1 else max(out.size, 1)
+
+        def decode(start: int, stop: int) -> None:
+            for a in range(start, stop, piece):
+                b = min(a + piece, stop)
+                for payload, kernel in zip(payloads, kernels, strict=True):
+                    arrays = _cut(payload, strides, a // granule, -(-b // granule))
+                    if kernel(*arrays, out[a:b]) is False:
+                        raise PayloadError(f"{self.label()} received an index beyond its block")
+
+        run_ranges(out.size, granule, decode)
+
+
+def _cut(payload: Payload, strides: dict[str, int], first: int, last: int) -> list[Array]:
+    """Return what of every array belongs to the buckets from ``first`` to ``last``."""
+    return [payload[name][first * each : last * each] for name, each in strides.items()]
+
+
+class Packed(Bucketed):
+    """Base: ``codes`` of ``bits`` bits, packed, and a bfloat16 scale for every bucket begun."""
+
+    bits: int = option(8, ge=1, le=8, doc="bits of a code")
+    bucket: int = option(512, ge=32, le=65536, doc="elements that share a scale, a multiple of 8")
+
+    def validate(self) -> None:
+        """Buckets begin at whole bytes."""
+        if self.bucket % 8:
+            raise OptionError(f"{self.label()}: bucket must be a multiple of 8, got {self.bucket}")
+
+    @property
+    def granule(self) -> int:
+        """The elements that share a scale."""
+        return self.bucket
+
+    def strides(self) -> dict[str, int]:
+        """Bytes of codes, and a scale."""
+        return {"codes": self.bucket * self.bits // 8, "scales": 1}
+
+    def layout(self, n: int) -> tuple[Part, ...]:
+        """Packed codes and scales."""
+        codes = Part("codes", "uint8", packed_size(n, self.bits))
+        return (codes, Part("scales", "bfloat16", -(-n // self.bucket)))
+
+    def encoding(self, kernel: Kernel, parameter: float = 0.0) -> Kernel:
+        """Return an ``encoder`` from a kernel that also takes the bucket and a parameter."""
+        bucket = self.bucket
+
+        def encode(x: Array, held: Array, decay: Any, key: Any, start: int, *arrays: Array) -> None:
+            kernel(x, held, decay, bucket, parameter, key, start, *arrays)
+
+        return encode
+
+    def decoding(self, kernel: Kernel) -> Kernel:
+        """Return a ``decoder`` from a kernel that also takes the bucket."""
+        bucket = self.bucket
+        return lambda codes, scales, out: kernel(codes, scales, bucket, out)
 
     def rows(self, x: Array, xp: Any) -> Array:
         """Return the buckets as rows, zeros behind the last value."""
@@ -118,39 +192,28 @@ class Bucketed(Compressor):
 
     def spread(self, scales: Array, n: int) -> Array:
         """Return the scale (float32) of each of n elements."""
-        wide: Array = (scales.astype("uint32") << 16).view("float32").repeat(self.bucket)[:n]
+        wide: Array = widened(scales).repeat(self.bucket)[:n]
         return wide
 
-    def _encode(
-        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context,
-        feedback: bool,
-    ) -> None:  # fmt: skip
-        kernel, bits, bucket = self.encoder(feedback), self.bits, self.bucket
-        codes, scales = payload["codes"], payload["scales"]
-        key, weight, parameter = np.uint64(ctx.key()), np.float32(decay), self.parameter()
 
-        def encode(start: int, stop: int) -> None:
-            part, first, last = codes[start * bits // 8 :], start // bucket, -(-stop // bucket)
-            kernel(
-                x[start:stop], residual[start:stop], weight, bucket, parameter, key,
-                ctx.offset + start, part, scales[first:last],
-            )  # fmt: skip
+def widened(bits: Array) -> Array:
+    """Return the float32 of bfloat16 bits."""
+    wide: Array = (bits.astype("uint32") << 16).view("float32")
+    return wide
 
-        run_ranges(x.size, bucket, encode)
 
-    def _decode(self, payloads: Sequence[Payload], out: Array, kernels: Sequence[Any]) -> None:
-        bits, bucket = self.bits, self.bucket
-        arrays = [(payload["codes"], payload["scales"]) for payload in payloads]
-        piece = max(1, _CACHED // bucket) * bucket if len(arrays) > 1 else max(out.size, 1)
+def rounded_up(values: Array, xp: Any) -> Array:
+    """Round non-negative float32 up to bfloat16 bits (uint16), at most to the largest finite."""
+    bits = values.astype("float32").view("uint32").astype("uint64")
+    rounded: Array = xp.minimum((bits + 0xFFFF) >> 16, 0x7F7F).astype("uint16")
+    return rounded
 
-        def decode(start: int, stop: int) -> None:
-            for a in range(start, stop, piece):
-                b = min(a + piece, stop)
-                for (codes, scales), kernel in zip(arrays, kernels, strict=True):
-                    part, of = codes[a * bits // 8 :], scales[a // bucket : -(-b // bucket)]
-                    kernel(part, of, bucket, out[a:b])
 
-        run_ranges(out.size, bucket, decode)
+def rounded(values: Array, xp: Any) -> Array:
+    """Round non-negative float32 to bfloat16 bits (uint16), at most to the largest finite."""
+    bits = values.view("uint32").astype("uint64")
+    nearest: Array = xp.minimum((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F7F)
+    return nearest.astype("uint16")
 
 
 def lane_sums(rows: Array, xp: Any) -> Array:

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from ringlet.compressors.bucketed import Bucketed, Kernel, widened
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
+from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.registry import register
 
 
-class Cast(Compressor):
+class Cast(Bucketed):
     """Base of the casts: one array of ``wire`` values, rounded to nearest, ties to even."""
 
     def wire(self) -> str:
@@ -31,32 +32,32 @@ class Cast(Compressor):
         """n values of 16 bits."""
         return (Part("values", self.wire(), n),)
 
-    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
-        """Cast in one pass."""
-        if ctx.xp is not np:
-            return super().encode_into(x, payload, ctx)
-        self.kernels()[0](x, payload["values"].view(np.uint16))
-        return None
+    @property
+    def granule(self) -> int:
+        """Every value is cast by itself."""
+        return 1
 
-    def feedback_into(
-        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
-    ) -> None:
-        """Cast x + decay * residual and keep the rounding error, in one pass."""
-        if ctx.xp is not np:
-            return super().feedback_into(x, residual, decay, payload, ctx)
-        self.kernels()[1](x, residual, np.float32(decay), payload["values"].view(np.uint16))
-        return None
+    def strides(self) -> dict[str, int]:
+        """A value."""
+        return {"values": 1}
 
-    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Widen and add in one pass."""
-        if ctx.xp is not np:
-            return super().accumulate(payload, out, ctx)
-        self.kernels()[3](payload["values"].view(np.uint16), out)
-        return None
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+        """The kernel; bits of half precision are uint16."""
+        plain, with_feedback, _, _ = self.kernels()
 
-    def warm_up(self, ctx: Context) -> None:
-        """Compile the kernels."""
-        exercise(self, ctx)
+        def encode(x: Array, held: Array, decay: Any, key: Any, start: int, values: Array) -> None:
+            bits = values.view(np.uint16)
+            if feedback:
+                with_feedback(x, held, decay, bits)
+            else:
+                plain(x, bits)
+
+        return encode
+
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
+        """The kernel."""
+        kernel = self.kernels()[3 if add else 2]
+        return lambda values, out: kernel(values.view(np.uint16), out)
 
 
 @register("fp16")
@@ -80,12 +81,9 @@ class FP16(Cast):
         with np.errstate(over="ignore"):
             return {"values": x.astype("float16")}
 
-    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
+    def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Widen."""
-        if ctx.xp is np and out.dtype == np.float32:
-            self.kernels()[2](payload["values"].view(np.uint16), out)
-        else:
-            out[...] = payload["values"]
+        out[...] = payload["values"]
 
 
 @register("bf16")
@@ -107,9 +105,6 @@ class BF16(Cast):
         quiet = (bits >> 16) | 0x40
         return {"values": ctx.xp.where(ctx.xp.isnan(x), quiet, rounded).astype("uint16")}
 
-    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
+    def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Widen: bfloat16 is the upper half of a float32."""
-        if ctx.xp is np:
-            self.kernels()[2](payload["values"], out)
-        else:
-            out[...] = (payload["values"].astype("uint32") << 16).view("float32")
+        out[...] = widened(payload["values"])

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.contract import Compressor, Part, Payload, Traits, encoded, exercise
 from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.feedback import settle, target_into
+from ringlet.compressors.none import NoCompression
 from ringlet.compressors.options import wrapped
+from ringlet.compressors.sparse import Selection
 
 
 class Chain(Compressor):
-    """``first | second``: the ``values`` of first's payload travel compressed by second.
+    """``first | second``: the values of first's payload travel compressed by second.
 
-    ``"topk(ratio=0.01) | int8"`` sends indices as they are and values in 8 bits.
+    ``"topk(ratio=0.01) | int8"`` sends indices as they are and values in 8 bits. Which array
+    holds the values, first's ``chained_part`` says; second's arrays travel as ``values.codes``.
     """
 
     first: Compressor = wrapped()
@@ -37,6 +45,12 @@ class Chain(Compressor):
                 f"{self.first} sends values that are summed on the wire; "
                 f"{self.second} behind it would have to be decoded first. Use one of the two"
             )
+        if self.first.chained_part() is None:
+            raise CompressorError(
+                f"nothing can be chained behind {self.first}: it sends no float32 values that "
+                f"{self.second} could compress. Use one of the two, or a sparsifier before it: "
+                f"'topk | {self.second}'"
+            )
 
     def is_bound(self) -> bool:
         """Whether both sides can compress."""
@@ -56,52 +70,126 @@ class Chain(Compressor):
             min_size=max(first.min_size, second.min_size),
         )
 
+    @property
+    def part(self) -> str:
+        """The array of first's payload that second compresses."""
+        name = self.first.chained_part()
+        assert name is not None, "validate() refuses it"
+        return name
+
+    def chained_part(self) -> str | None:
+        """Return second's part, where it has one."""
+        inner = self.second.chained_part()
+        return None if inner is None else f"{self.part}.{inner}"
+
+    def chained_count(self, payload: Payload, n: int) -> int:
+        """Return second's count."""
+        outer, inner = self._split(payload)
+        return self.second.chained_count(inner, self.first.chained_count(outer, n))
+
+    def divergence(self) -> str | None:
+        """Return a side's reason."""
+        return self.first.divergence() or self.second.divergence()
+
     def layout(self, n: int) -> tuple[Part, ...]:
         """Return first's arrays with its values replaced by second's arrays."""
         parts: list[Part] = []
         for part in self.first.layout(n):
-            if part.name == "values":
+            if part.name == self.part:
                 inner = self.second.layout(part.elements)
-                parts += [
-                    part._replace(name=f"values.{p.name}", dtype=p.dtype, elements=p.elements)
-                    for p in inner
-                ]
+                parts += [p._replace(name=f"{part.name}.{p.name}") for p in inner]
             else:
                 parts.append(part)
         return tuple(parts)
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Compress with first, then its values with second."""
-        payload = dict(self.first.compress(x, ctx))
-        name = self.first.chained_part(payload)
+        payload, name = dict(self.first.compress(x, ctx)), self.part
+        if name not in payload:
+            raise CompressorError(
+                f"{self.first.label()} sends {sorted(payload)} and no {name!r}, which "
+                f"{self.second} behind it would compress; define its chained_part()"
+            )
         values = payload.pop(name)
-        inner = self.second.compress(values, ctx.child("chain", values.size))
+        inner = encoded(self.second, values, ctx.child("chain", values.size))
         return payload | {f"{name}.{key}": array for key, array in inner.items()}
+
+    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Do the same into the payload's arrays, values in between in scratch memory."""
+        outer, inner = self._split(payload)
+        with self._values(outer, x.size, ctx) as values:
+            self.first.encode_into(x, outer | {self.part: values}, ctx)
+            self.second.encode_into(values, inner, ctx.child("chain", values.size))
+
+    def feedback_into(
+        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
+    ) -> None:
+        """Behind a selection, only what it sent needs decoding."""
+        if ctx.xp is not np or not isinstance(self.first, Selection):
+            return super().feedback_into(x, residual, decay, payload, ctx)
+        target = ctx.workspace.array("feedback", x.size)
+        target_into(x, residual, decay, target, ctx)
+        self.encode_into(target, payload, ctx)
+        with self._decoded(payload, x.size, ctx) as whole:
+            settle(target, whole["indices"], whole[self.part], residual, ctx)
+        return None
+
+    def compress_feedback(self, x: Array, residual: Array, decay: float, ctx: Context) -> Payload:
+        """Do the same for payloads of variable size."""
+        if ctx.xp is not np or not isinstance(self.first, Selection):
+            return super().compress_feedback(x, residual, decay, ctx)
+        target = ctx.workspace.array("feedback", x.size)
+        target_into(x, residual, decay, target, ctx)
+        payload = self.compress(target, ctx)
+        with self._decoded(payload, x.size, ctx) as whole:
+            settle(target, whole["indices"], whole[self.part], residual, ctx)
+        return payload
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode second's arrays into first's values, then those."""
-        outer = {name: a for name, a in payload.items() if "." not in name}
-        inner = {name.partition(".")[2]: a for name, a in payload.items() if "." in name}
-        count = self._count(outer, out.size)
-        values = ctx.workspace.array("chain", count)
-        self.second.decompress(inner, values, ctx.child("chain", count))
-        self.first.decompress(outer | {"values": values}, out, ctx)
+        with self._decoded(payload, out.size, ctx) as whole:
+            self.first.decompress(whole, out, ctx)
+
+    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Decode second's arrays into first's values, then add those."""
+        with self._decoded(payload, out.size, ctx) as whole:
+            self.first.accumulate(whole, out, ctx)
 
     def at(self, step: int) -> Compressor:
-        """Chain what both sides' schedules say."""
+        """Chain what both sides' schedules say; in steps that first sends densely, nothing is."""
         first, second = self.first.at(step), self.second.at(step)
+        if isinstance(first, NoCompression):
+            return first
         unchanged = first is self.first and second is self.second
         return self if unchanged else Chain(first=first, second=second)
 
     def warm_up(self, ctx: Context) -> None:
-        """Warm both sides up."""
+        """Warm both sides up, and what is between them."""
         self.first.warm_up(ctx)
         self.second.warm_up(ctx)
+        exercise(self, ctx)
 
-    def _count(self, outer: Payload, n: int) -> int:
-        if self.first.traits().fixed_size:
-            return next(p.elements for p in self.first.layout(n) if p.name == "values")
-        return next(iter(outer.values())).size
+    def _split(self, payload: Payload) -> tuple[Payload, Payload]:
+        """Return the arrays of first, its values left out, and of second."""
+        prefix, outer, inner = f"{self.part}.", {}, {}
+        for name, array in payload.items():
+            if name.startswith(prefix):
+                inner[name.removeprefix(prefix)] = array
+            else:
+                outer[name] = array
+        return outer, inner
+
+    def _values(self, outer: Payload, n: int, ctx: Context) -> AbstractContextManager[Array]:
+        """Lend scratch for first's values, which chains within chains do not share."""
+        return ctx.workspace.held(self.first.chained_count(outer, n))
+
+    @contextmanager
+    def _decoded(self, payload: Payload, n: int, ctx: Context) -> Iterator[Payload]:
+        """Lend first's payload, values included."""
+        outer, inner = self._split(payload)
+        with self._values(outer, n, ctx) as values:
+            self.second.decompress(inner, values, ctx.child("chain", values.size))
+            yield outer | {self.part: values}
 
     def __str__(self) -> str:
         return f"{self.first} | {self.second}"

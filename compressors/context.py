@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -19,12 +23,16 @@ _MASK = (1 << 64) - 1
 class Workspace:
     """Scratch arrays that grow to the largest size asked for and are then reused.
 
-    A scratch array is valid until the next call with the same name, on the same thread.
+    An ``array`` is valid until the next call with the same name, on the same thread: any
+    compressor of any tensor may make it. Arrays that are ``held`` are their holder's alone, and
+    threads that share a kernel's work may hold some.
     """
 
     def __init__(self, xp: ModuleType = np) -> None:
         self._xp = xp
         self._buffers: dict[str, Array] = {}
+        self._free: list[Array] = []  # by size
+        self._lock = threading.Lock()
 
     def array(self, name: str, n: int, dtype: npt.DTypeLike = np.float32) -> Array:
         """Return an uninitialised flat array of ``n`` elements of ``dtype``."""
@@ -33,6 +41,45 @@ class Workspace:
         if buffer is None or buffer.size < nbytes:
             buffer = self._buffers[name] = self._xp.empty(max(nbytes, 64), np.uint8)
         return buffer[:nbytes].view(dtype)
+
+    def lends(self, array: Array) -> bool:
+        """Whether ``array`` lies in scratch memory, which others will overwrite."""
+        buffers = [*self._buffers.values(), *self._free]
+        return array.size > 0 and any(np.shares_memory(array, buffer) for buffer in buffers)
+
+    def lend(self, n: int, dtype: npt.DTypeLike = np.float32) -> Array:
+        """Return an uninitialised flat array that is the caller's until it is given ``back``.
+
+        There are as many buffers as were ever lent at once: equal steps after the first allocate
+        nothing. What is never given back is merely forgotten.
+        """
+        nbytes, free = n * np.dtype(dtype).itemsize, self._free
+        with self._lock:
+            place = bisect_left(free, nbytes, key=len)
+            if place < len(free):
+                buffer = free.pop(place)
+            else:
+                if free:  # the largest, which would not do: the new one takes its place
+                    free.pop()
+                buffer = self._xp.empty(max(nbytes, 64), np.uint8)
+        return buffer[:nbytes].view(dtype)
+
+    def back(self, array: Array) -> None:
+        """Take back what ``lend`` returned."""
+        buffer = array
+        while isinstance(buffer.base, type(array)):
+            buffer = buffer.base
+        with self._lock:
+            insort(self._free, buffer.view(np.uint8), key=len)
+
+    @contextmanager
+    def held(self, n: int, dtype: npt.DTypeLike = np.float32) -> Iterator[Array]:
+        """Lend an array until the with-block ends, over yields too."""
+        array = self.lend(n, dtype)
+        try:
+            yield array
+        finally:
+            self.back(array)
 
 
 @dataclass

@@ -9,74 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.errors import CompressorError, InputError, PayloadError
+from ringlet.compressors.feedback import keep_lost, target_into
 from ringlet.compressors.options import bind_options, checked, options_of
+from ringlet.compressors.traits import Exchange, Part, Payload, Round, Traits, storage
 
-Payload = dict[str, Array]
-
-
-class Part(NamedTuple):
-    """One array of a fixed-size payload: its name, dtype (by name) and number of elements."""
-
-    name: str
-    dtype: str
-    elements: int
-
-
-class Round(NamedTuple):
-    """One combination over all ranks: flat ``values`` (float32 or a signed integer), and how."""
-
-    values: Array
-    op: Literal["mean", "sum", "max"] = "mean"
-
-
-Exchange = Generator[Round, Array, None]
-
-
-def storage(dtype: str) -> np.dtype[Any]:
-    """Return the NumPy dtype that holds ``dtype`` in memory: uint16 for bfloat16."""
-    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Traits:
-    """What a compressor promises. The conformance kit tests what is declared here.
-
-    combine
-        "sum": payloads add up on the wire, and decoding the sum is the sum of the decoded.
-        "gather": payloads must be decoded before they are added.
-        "rounds": there are no payloads; ``exchange`` says what ranks combine, round by round.
-    fixed_size
-        The payload's arrays depend on the number of elements alone; ``layout`` gives them.
-    granularity
-        Compressing a piece that starts at a multiple of this many elements gives the same as
-        compressing the tensor and cutting the payload there. None: a tensor is never cut.
-    omega
-        Unbiased with E||C(x) - x||^2 <= omega ||x||^2. None: biased, or unbounded.
-    delta
-        Contractive: E||C(x) - x||^2 <= (1 - delta) ||x||^2. None: not claimed.
-    stateful
-        Results depend on what earlier steps left in ``ctx.state``.
-    predivide
-        Averages divide before compressing, so that sums on the wire stay in range.
-    min_size
-        Tensors with fewer elements travel uncompressed.
-    """
-
-    combine: Literal["sum", "gather", "rounds"] = "gather"
-    fixed_size: bool = False
-    granularity: int | None = None
-    omega: float | None = None
-    delta: float | None = None
-    stateful: bool = False
-    predivide: bool = False
-    min_size: int = 1024
+__all__ = [
+    "Compressor", "Exchange", "Part", "Payload", "Round", "Traits", "copy_payload", "encoded",
+    "exercise", "keep_residual", "rehearse", "storage",
+]  # fmt: skip
 
 
 class Compressor:
@@ -119,7 +67,11 @@ class Compressor:
     # -- what a compressor must define --------------------------------------------------------
 
     def compress(self, x: Array, ctx: Context) -> Payload:
-        """Return the flat arrays that travel for ``x`` (flat float32; not to be modified)."""
+        """Return the flat arrays that travel for ``x`` (flat float32; not to be modified).
+
+        They are new arrays, neither views of ``x`` nor scratch of ``ctx.workspace``: they wait for
+        others to be compressed before they travel. Nothing else is allocated after the first step.
+        """
         raise CompressorError(f"{self.label()} does not define compress(x, ctx)")
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
@@ -144,8 +96,10 @@ class Compressor:
 
         Leave the approximate mean of everybody's ``x`` in ``out`` at the end, and in ``local``,
         where error feedback asks for it, what of it stands for this rank's ``x``: the mean of all
-        ``local`` is ``out``. What is received, and scratch of ``ctx.workspace``, is valid until
-        the next yield. Only with ``combine="rounds"``.
+        ``local`` is ``out``. What is received is valid until the next yield. What is yielded must
+        stay as it is until then, while other tensors' exchanges run: it must not be scratch of
+        ``ctx.workspace.array``, which they use too; ``ctx.workspace.held`` is a tensor's own.
+        Only with ``combine="rounds"``.
         """
         raise CompressorError(f"{self.label()} declares combine='rounds' but no exchange")
 
@@ -162,11 +116,42 @@ class Compressor:
         """
         return self
 
-    def chained_part(self, payload: Payload) -> str:
-        """Return which payload array a compressor chained behind this one compresses."""
-        if "values" not in payload:
-            raise CompressorError(f"nothing can be chained behind {self.label()}")
-        return "values"
+    def chained_part(self) -> str | None:
+        """Return which payload array (float32) a compressor chained behind this one compresses.
+
+        None: there is no such array, so nothing can be chained. "values" by default, where a
+        fixed-size payload has it.
+        """
+        if not self.traits().fixed_size:
+            return "values"
+        found = [p for p in self.layout(1) if p.name == "values" and p.dtype == "float32"]
+        return "values" if found else None
+
+    def chained_count(self, payload: Payload, n: int) -> int:
+        """Return how many values that array has for ``n`` elements, given the other arrays."""
+        if self.traits().fixed_size:
+            name = self.chained_part()
+            return next(part.elements for part in self.layout(n) if part.name == name)
+        if "indices" not in payload:
+            raise CompressorError(
+                f"{self.label()} sends no 'indices' that would tell how many values it sends; "
+                "define chained_count(payload, n)"
+            )
+        return payload["indices"].size
+
+    def divergence(self) -> str | None:
+        """Return why error feedback behind this compressor would diverge; None if it would not.
+
+        It does where omega is 1 or more, for then more is lost than there was: by default that is
+        the reason. Override it where something else keeps residuals bounded.
+        """
+        omega = self.traits().omega
+        if omega is None or omega < 1:
+            return None
+        return (
+            f"its variance omega is {omega:.3g}, so that residuals grow without bound; write "
+            f"'{self} | scaled', which contracts"
+        )
 
     # -- what a compressor may override for speed; results must not change --------------------
 
@@ -194,10 +179,17 @@ class Compressor:
         Where the new residual would not be finite, the old one stays.
         """
         target = ctx.workspace.array("feedback", x.size)
-        ctx.xp.multiply(residual, np.float32(decay), out=target)
-        target += x
+        target_into(x, residual, decay, target, ctx)
         self.encode_into(target, payload, ctx)
         keep_residual(self, target, payload, residual, ctx)
+
+    def compress_feedback(self, x: Array, residual: Array, decay: float, ctx: Context) -> Payload:
+        """Do the same where the payload is of variable size: return it."""
+        target = ctx.workspace.array("feedback", x.size)
+        target_into(x, residual, decay, target, ctx)
+        payload = self.compress(target, ctx)
+        keep_residual(self, target, payload, residual, ctx)
+        return payload
 
     def warm_up(self, ctx: Context) -> None:
         """Compile kernels before the first step; by default there are none."""
@@ -288,17 +280,48 @@ def copy_payload(compressor: Compressor, source: Payload, target: Payload) -> No
         array[...] = given
 
 
-def exercise(compressor: Compressor, ctx: Context) -> None:
-    """Run every method once on a few zeros: what ``warm_up`` does where kernels compile."""
-    x, out = ctx.xp.zeros(8, "float32"), ctx.xp.zeros(8, "float32")
-    payload = {
-        part.name: ctx.xp.zeros(part.elements, storage(part.dtype))
-        for part in compressor.layout(x.size)
-    }
+def encoded(compressor: Compressor, x: Array, ctx: Context) -> Payload:
+    """Return the payload of ``x``, by the fastest way there is."""
+    if not compressor.traits().fixed_size:
+        return compressor.compress(x, ctx)
+    payload = empty_payload(compressor, x.size, ctx)
     compressor.encode_into(x, payload, ctx)
-    compressor.feedback_into(x, out, 1.0, payload, ctx)
+    return payload
+
+
+def empty_payload(compressor: Compressor, n: int, ctx: Context) -> Payload:
+    """Return arrays for the payload of ``n`` elements, of a compressor of fixed size."""
+    return {
+        part.name: ctx.xp.empty(part.elements, storage(part.dtype)) for part in compressor.layout(n)
+    }
+
+
+def exercise(compressor: Compressor, ctx: Context) -> None:
+    """Run every method once on a few values: what ``warm_up`` does where kernels compile."""
+    x, out = ctx.xp.ones(64, "float32"), ctx.xp.zeros(64, "float32")
+    ctx = Context(shape=(64,), numel=64, xp=ctx.xp, workspace=ctx.workspace)
+    if compressor.traits().combine == "rounds":
+        rehearse(compressor, x, out, ctx)
+        return
+    payload = encoded(compressor, x, ctx)
     compressor.decompress(payload, out, ctx)
     compressor.accumulate(payload, out, ctx)
+    compressor.finish(out, ctx)
+    if compressor.traits().stateful:
+        return
+    if compressor.traits().fixed_size:
+        compressor.feedback_into(x, out, 1.0, payload, ctx)
+    else:
+        compressor.compress_feedback(x, out, 1.0, ctx)
+
+
+def rehearse(compressor: Compressor, x: Array, out: Array, ctx: Context) -> None:
+    """Run an exchange of one rank, which receives what it sends."""
+    rounds = compressor.exchange(x, out, ctx)
+    asked = next(rounds)
+    with suppress(StopIteration):
+        while True:
+            asked = rounds.send(asked.values)
 
 
 def keep_residual(
@@ -307,11 +330,4 @@ def keep_residual(
     """Set ``residual`` to ``target`` minus what ``payload`` decodes to, where that is finite."""
     decoded = ctx.workspace.array("decoded", target.size)
     compressor.decompress(payload, decoded, ctx)
-    # NaN - NaN and Inf - Inf are no surprise here: such elements are not kept.
-    with np.errstate(invalid="ignore", over="ignore"):
-        ctx.xp.subtract(target, decoded, out=decoded)
-    finite = ctx.xp.isfinite(decoded)
-    if finite.all():
-        residual[...] = decoded
-    else:
-        ctx.xp.copyto(residual, decoded, where=finite)
+    keep_lost(target, decoded, residual, ctx)

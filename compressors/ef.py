@@ -1,7 +1,8 @@
 """Error feedback: what compression dropped is added to the next gradient.
 
 Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error
-feedback fixes SignSGD", ICML 2019.
+feedback fixes SignSGD", ICML 2019; of both stages of a reduction in Tang et al., "DoubleSqueeze:
+parallel stochastic gradient descent with double-pass error-compensated compression", ICML 2019.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Exchange, Payload, Traits, keep_residual
+from ringlet.compressors.contract import Exchange, Payload, Traits, encoded
 from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.feedback import keep_combined, target_into
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
@@ -23,18 +25,22 @@ class ErrorFeedback(Modifier):
     With decay 1, over any number of steps the sum of what was sent plus the last residual equals
     the sum of the gradients. Costs one float32 per element of memory on every rank. Elements whose
     new residual would not be finite keep the old one, so that one overflow cannot poison a run.
+    In a scatter-reduce the owner of a shard keeps a second residual, of the sum that it compresses
+    again (DoubleSqueeze); for that one alone there is ``server_ef``.
     """
 
     decay: float = option(1.0, gt=0, le=1, doc="how much of the residual is carried over")
 
     def validate(self) -> None:
-        """Refuse what keeps its own memory of what was not sent."""
+        """Refuse what keeps its own memory of what was not sent, and what would diverge."""
         if self.inner is not None and self.inner.is_bound():
             inner = self.inner.traits()
             if inner.stateful and inner.combine != "rounds":
                 raise CompressorError(
-                    f"{self.inner} remembers what it did not send by itself; leave '| ef' away"
+                    f"{self.inner} remembers what it did not send by itself; leave "
+                    f"'| {self.label()}' away"
                 )
+            self.refuse_divergence()
 
     def traits(self) -> Traits:
         """Return the wrapped traits; feedback makes them stateful and breaks unbiasedness."""
@@ -56,11 +62,8 @@ class ErrorFeedback(Modifier):
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Compress x plus the residual; keep what was lost."""
-        inner, residual = self.wrapped_compressor, self.residual(x, ctx)
-        target = x + ctx.xp.float32(self.decay) * residual
-        payload = inner.compress(target, ctx)
-        keep_residual(inner, target, payload, residual, ctx)
-        return payload
+        inner = self.wrapped_compressor
+        return inner.compress_feedback(x, self.residual(x, ctx), self.decay, ctx)
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Do the same in the wrapped compressor's fused kernel, if it has one."""
@@ -68,11 +71,46 @@ class ErrorFeedback(Modifier):
 
     def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Exchange x plus the residual; keep what this rank's share of the result lacks of it."""
-        residual = self.residual(x, ctx)
-        target = x + ctx.xp.float32(self.decay) * residual
-        # Less the mean, residuals would take up how ranks differ, in every step anew.
-        sent = ctx.xp.empty_like(x) if local is None else local
-        yield from self.wrapped_compressor.exchange(target, out, ctx, sent)
-        target -= sent
-        finite = ctx.xp.isfinite(target) & ctx.xp.isfinite(out)
-        ctx.xp.copyto(residual, target, where=finite)
+        residual, held = self.residual(x, ctx), ctx.workspace.held
+        with held(x.size) as target, held(x.size if local is None else 0) as own:
+            target_into(x, residual, self.decay, target, ctx)
+            # Less the mean, residuals would take up how ranks differ, in every step anew.
+            sent = own if local is None else local
+            yield from self.wrapped_compressor.exchange(target, out, ctx, sent)
+            keep_combined(target, sent, out, residual, ctx)
+
+
+@register("server_ef")
+class ServerErrorFeedback(ErrorFeedback):
+    """Feed back only what the second compression of a scatter-reduce loses, at a shard's owner.
+
+    The server's half of DoubleSqueeze (Tang et al., ICML 2019), for compressors that lose little
+    of a gradient, or without bias, while sums have to be right: one float32 per element on one
+    rank instead of on all. ``ef`` does both halves. Where payloads are gathered by everybody, as
+    on few ranks, nothing is compressed a second time and there is nothing to do.
+    """
+
+    def validate(self) -> None:
+        """Refuse what is never compressed a second time."""
+        super().validate()
+        if self.inner is not None and self.inner.is_bound():
+            traits = self.inner.traits()
+            whole = traits.combine != "gather" or not traits.fixed_size
+            if whole or traits.granularity is None:
+                raise CompressorError(
+                    f"{self.inner} cannot be reduced in shards, so that its sums are never "
+                    f"compressed again: 'server_ef' would do nothing. Use 'ef'"
+                )
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Compress; the sums of shards with feedback."""
+        if ctx.stage == 1:
+            return encoded(self.wrapped_compressor, x, ctx)
+        return super().compress(x, ctx)
+
+    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Encode; the sums of shards with feedback."""
+        if ctx.stage == 1:
+            self.wrapped_compressor.encode_into(x, payload, ctx)
+        else:
+            super().encode_into(x, payload, ctx)

@@ -33,17 +33,12 @@ class EF21(Modifier):
         """Refuse what has no payload to decode again, sums that are rounded, a second memory."""
         if not self.is_bound():
             return
+        self.refuse_second_memory()
         traits = self.wrapped_compressor.traits()
-        if traits.combine == "rounds":
-            raise CompressorError(
-                f"{self.inner} exchanges in rounds; ef21 needs a payload to decode. Use 'ef'"
-            )
         if traits.combine == "sum" and traits.delta != 1:
             raise CompressorError(
                 f"sums of {self.inner} are rounded on the wire, which ef21 would add up for ever"
             )
-        if traits.stateful:
-            raise CompressorError(f"{self.inner} remembers what it lost; ef21 takes its place")
 
     def traits(self) -> Traits:
         """Return the wrapped traits; results depend on the steps before."""
@@ -62,10 +57,6 @@ class EF21(Modifier):
         self.wrapped_compressor.encode_into(self._difference(x, ctx), payload, ctx)
         self._sent(x, payload, ctx)
 
-    def chained_part(self, payload: Payload) -> str:
-        """Refuse: what is chained behind would change what was sent."""
-        raise CompressorError("nothing can be chained behind ef21: write it to the left of ef21")
-
     def finish(self, out: Array, ctx: Context) -> None:
         """Turn the mean of what was sent into the mean of all g, and let this rank's g follow."""
         server = _array("server", out.size, ctx)
@@ -76,6 +67,8 @@ class EF21(Modifier):
             self.wrapped_compressor.decompress(payload, sent, at)
             worker = _array("worker", out.size, ctx)[piece]
             _commit(out[piece], sent, worker, server[piece], ctx)
+            for array in payload.values():
+                ctx.workspace.back(array)
 
     def _difference(self, x: Array, ctx: Context) -> Array:
         """Return x - g; the second stage of a reduction compresses a sum of what was sent."""
@@ -92,7 +85,10 @@ class EF21(Modifier):
     def _sent(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Remember what was sent: until ``finish``, or for good where the ranks know the same."""
         if ctx.stage == 1:
-            copies = {name: array.copy() for name, array in payload.items()}
+            copies = {}
+            for name, array in payload.items():
+                copies[name] = ctx.workspace.lend(array.size, array.dtype)
+                copies[name][...] = array
             ctx.state.setdefault("sent", {})[ctx.offset] = (x.size, copies)
             return
         piece = slice(ctx.offset, ctx.offset + x.size)

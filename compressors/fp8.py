@@ -7,23 +7,22 @@ with MXFP8", arXiv:2506.08027.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from ringlet.compressors.bucketed import Bucketed, Kernel
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
+from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.errors import OptionError
 from ringlet.compressors.options import option
-from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
 
 _OVERFLOW = 0x7F700000
 
 
 @register("fp8")
-class FP8(Compressor):
+class FP8(Bucketed):
     """Send 8-bit floats (e4m3 or e5m2) and an exponent byte (e8m0) per block, as in OCP MX.
 
     The exponent is the smallest with which no value of the block saturates. Rounds to nearest
@@ -80,11 +79,8 @@ class FP8(Compressor):
         codes = xp.where(bad[:, None], 0, codes).astype("uint8").reshape(-1)[:n]
         return {"codes": codes, "scales": xp.where(bad, 255, byte).astype("uint8")}
 
-    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
+    def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode each code and scale it."""
-        if ctx.xp is np:
-            self._decode(payload, out, add=False)
-            return
         xp, m = ctx.xp, self.mantissa
         codes, scales = payload["codes"].astype("uint32"), payload["scales"].astype("uint32")
         rest = (codes & 0x7F).astype("int32")
@@ -97,73 +93,29 @@ class FP8(Compressor):
 
     # -- kernels ------------------------------------------------------------------------------
 
-    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
-        """Scale, round and pack in one pass."""
-        if ctx.xp is not np:
-            return super().encode_into(x, payload, ctx)
-        self._encode(x, x, 1.0, payload, feedback=False)
-        return None
+    @property
+    def granule(self) -> int:
+        """The elements that share an exponent."""
+        return self.block
 
-    def feedback_into(
-        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
-    ) -> None:
-        """Add the residual, round and keep the error in one pass."""
-        if ctx.xp is not np:
-            return super().feedback_into(x, residual, decay, payload, ctx)
-        self._encode(x, residual, decay, payload, feedback=True)
-        return None
+    def strides(self) -> dict[str, int]:
+        """A byte per element, and an exponent."""
+        return {"codes": self.block, "scales": 1}
 
-    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Decode and add in one pass."""
-        if ctx.xp is not np:
-            return super().accumulate(payload, out, ctx)
-        self._decode(payload, out, add=True)
-        return None
-
-    def warm_up(self, ctx: Context) -> None:
-        """Compile the kernels."""
-        exercise(self, ctx)
-
-    def _encode(
-        self, x: Array, residual: Array, decay: float, payload: Payload, feedback: bool
-    ) -> None:
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+        """The kernel of the format and block."""
         from ringlet.compressors.kernels.fp8 import encoder
 
-        kernel, block = encoder(self.mantissa, self.block, feedback), self.block
-        codes, scales, weight = payload["codes"], payload["scales"], np.float32(decay)
+        kernel = encoder(self.mantissa, self.block, feedback)
 
-        def encode(start: int, stop: int) -> None:
-            places = slice(start, stop)
-            kernel(x[places], residual[places], weight, codes[places], scales[start // block :])
+        def encode(x: Array, held: Array, decay: Any, key: Any, start: int, *arrays: Array) -> None:
+            kernel(x, held, decay, *arrays)
 
-        full = x.size // block * block
-        if full:
-            run_ranges(full, block, encode)
-        if full < x.size:
-            _encode_tail(kernel, block, x, residual, weight, codes, scales, feedback)
+        return encode
 
-    def _decode(self, payload: Payload, out: Array, add: bool) -> None:
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
+        """The kernel of the format and block."""
         from ringlet.compressors.kernels.fp8 import decoder
 
-        kernel, block = decoder(self.mantissa, self.block, add), self.block
-        codes, scales = payload["codes"], payload["scales"]
-
-        def decode(start: int, stop: int) -> None:
-            kernel(codes[start:stop], scales[start // block : -(-stop // block)], out[start:stop])
-
-        run_ranges(out.size, block, decode)
-
-
-def _encode_tail(
-    kernel: Callable[..., Any], block: int, x: Array, residual: Array, decay: Any,
-    codes: Array, scales: Array, feedback: bool,
-) -> None:  # fmt: skip
-    """Encode what is left behind the last whole block, filled up with zeros."""
-    left = x.size % block
-    values, held = np.zeros((2, block), np.float32)
-    values[:left], held[:left] = x[-left:], residual[-left:]
-    coded = np.empty(block, np.uint8)
-    kernel(values, held, decay, coded, scales[-1:])
-    codes[-left:] = coded[:left]
-    if feedback:
-        residual[-left:] = held[:left]
+        kernel: Kernel = decoder(self.mantissa, self.block, add)
+        return kernel

@@ -106,16 +106,12 @@ class Hadamard(Modifier):
 
     def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Exchange the rotated values; rotate the results back."""
-        yield from super().exchange(self._rotated(x, ctx), out, ctx, local)
+        with ctx.workspace.held(x.size) as rotated:
+            self._rotate(x, ctx, rotated)
+            yield from super().exchange(rotated, out, ctx, local)
         self._restore(out, ctx, out)
         if local is not None:
             self._restore(local, ctx, local)
-
-    def warm_up(self, ctx: Context) -> None:
-        """Compile the kernels, the wrapped ones too."""
-        super().warm_up(ctx)
-        x = ctx.xp.zeros(8, "float32")
-        self._restore(self._rotated(x, ctx), ctx, x)
 
     # -- the rotation: array code, then the kernels that agree with it bit for bit -------------
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ringlet.compressors.casts import BF16
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Payload, Traits
+from ringlet.compressors.contract import Compressor, Payload, Traits, exercise
 from ringlet.compressors.errors import PayloadError
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
@@ -39,6 +39,10 @@ class Lossless(Compressor):
         """Gathered; sizes depend on the values."""
         exact = self.dtype == "fp32"
         return Traits(omega=0.0 if exact else None, delta=1.0 if exact else None)
+
+    def chained_part(self) -> str | None:
+        """None: what travels is codes."""
+        return None
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Code the exponents: kernels on the CPU, where size and result are those of array code."""
@@ -90,10 +94,7 @@ class Lossless(Compressor):
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
-        x = ctx.xp.ones(8, "float32")
-        payload = self.compress(x, ctx)
-        self.decompress(payload, x, ctx)
-        self.accumulate(payload, x, ctx)
+        exercise(self, ctx)
 
     def _decode(self, payload: Payload, out: Array, add: bool) -> None:
         from ringlet.compressors.kernels.lossless import decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Exchange, Part, Payload, Traits
+from ringlet.compressors.contract import Compressor, Exchange, Part, Payload, Traits, exercise
 from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.options import wrapped
 
@@ -45,9 +45,39 @@ class Modifier(Compressor):
         """Return the wrapped compressor's layout."""
         return self.wrapped_compressor.layout(n)
 
-    def chained_part(self, payload: Payload) -> str:
+    def chained_part(self) -> str | None:
         """Return the wrapped compressor's part."""
-        return self.wrapped_compressor.chained_part(payload)
+        return self.wrapped_compressor.chained_part()
+
+    def chained_count(self, payload: Payload, n: int) -> int:
+        """Return the wrapped compressor's count."""
+        return self.wrapped_compressor.chained_count(payload, n)
+
+    def divergence(self) -> str | None:
+        """Return the wrapped compressor's reason."""
+        return self.wrapped_compressor.divergence()
+
+    def refuse_second_memory(self) -> None:
+        """Raise CompressorError where a memory of payloads is not the only one, or diverges."""
+        traits = self.wrapped_compressor.traits()
+        if traits.combine == "rounds":
+            raise CompressorError(
+                f"{self.inner} exchanges in rounds; {self.label()} needs a payload to decode. "
+                "Use 'ef'"
+            )
+        if traits.stateful:
+            raise CompressorError(
+                f"{self.inner} remembers what it lost; {self.label()} takes its place"
+            )
+        self.refuse_divergence()
+
+    def refuse_divergence(self) -> None:
+        """Raise CompressorError if a memory of what was lost would grow without bound."""
+        inner = self.wrapped_compressor
+        for now in (inner, inner.at(0)):  # a schedule may begin with harder compression
+            reason = now.divergence()
+            if reason is not None:
+                raise CompressorError(f"{self.label()} behind {now} would diverge: {reason}")
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Compress with the wrapped compressor."""
@@ -83,8 +113,9 @@ class Modifier(Compressor):
         return self if now is self.inner else self.replace(inner=now)
 
     def warm_up(self, ctx: Context) -> None:
-        """Warm the wrapped compressor up."""
+        """Warm the wrapped compressor up, and what is done to it."""
         self.wrapped_compressor.warm_up(ctx)
+        exercise(self, ctx)
 
     def __str__(self) -> str:
         own = super().__str__()

@@ -13,7 +13,7 @@ import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits, keep_residual
-from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.energy import energy
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
@@ -37,17 +37,8 @@ class MomentumCorrection(Modifier):
 
     def validate(self) -> None:
         """Refuse a second memory, and what has no payload to decode again."""
-        if not self.is_bound():
-            return
-        traits = self.wrapped_compressor.traits()
-        if traits.combine == "rounds":
-            raise CompressorError(
-                f"{self.inner} exchanges in rounds; momentum_correction needs a payload. Use 'ef'"
-            )
-        if traits.stateful:
-            raise CompressorError(
-                f"{self.inner} remembers what it lost; momentum_correction takes its place"
-            )
+        if self.is_bound():
+            self.refuse_second_memory()
 
     def traits(self) -> Traits:
         """Return the wrapped traits; a norm to clip at is that of the whole tensor."""
@@ -57,15 +48,11 @@ class MomentumCorrection(Modifier):
             inner, stateful=True, omega=None, delta=None, granularity=granularity
         )
 
-    def chained_part(self, payload: Payload) -> str:
-        """Refuse: what is chained behind would lose values that nobody remembers."""
-        raise CompressorError(
-            "nothing can be chained behind momentum_correction: write it to the left"
-        )
-
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Advance, compress, and keep what was lost."""
         inner, xp = self.wrapped_compressor, ctx.xp
+        if ctx.stage == 2:  # a sum of what ranks sent has had its momentum: only keep the loss
+            return inner.compress_feedback(x, _state("v", x, ctx), 1.0, ctx)
         u, v = _state("u", x, ctx), _state("v", x, ctx)
         with np.errstate(invalid="ignore", over="ignore"):
             advanced = np.float32(self.momentum) * u + self._scale(x, ctx) * x
@@ -85,6 +72,8 @@ class MomentumCorrection(Modifier):
         from ringlet.compressors.kernels import memory
 
         inner, masks = self.wrapped_compressor, self._masks()
+        if ctx.stage == 2:
+            return inner.feedback_into(x, _state("v", x, ctx), 1.0, payload, ctx)
         u, v = _state("u", x, ctx), _state("v", x, ctx)
         momentum, scale = np.float32(self.momentum), self._scale(x, ctx)
         advanced = ctx.workspace.array("momentum.advanced", x.size)
@@ -113,7 +102,7 @@ class MomentumCorrection(Modifier):
         """Return what clipping multiplies the gradient by, as float32."""
         if not self.clip or x.size == 0:
             return np.float32(1)
-        norm = ctx.xp.sqrt(ctx.xp.square(x.astype("float64")).sum())
+        norm = energy(x, ctx) ** 0.5
         bound = self.clip / ctx.size**0.5
         # Not so where the norm is not finite: an overflow must not be scaled away.
         return np.float32(bound / norm) if bound < norm < np.inf else np.float32(1)

@@ -5,11 +5,9 @@ Horvath et al., "Natural compression for distributed deep learning", MSML 2022.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ringlet.compressors.bucketed import NAN_BITS, Bucketed
+from ringlet.compressors.bucketed import NAN_BITS, Kernel, Packed
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits
 from ringlet.compressors.options import fixed
@@ -18,7 +16,7 @@ from ringlet.compressors.registry import register
 
 
 @register("natural")
-class Natural(Bucketed):
+class Natural(Packed):
     """Send each value as one of its two neighbouring powers of two, at random, without bias.
 
     Horvath et al., MSML 2022. The variance is at most an eighth of the signal, whatever the
@@ -59,14 +57,14 @@ class Natural(Bucketed):
         power = (((codes & 0x7F) << 23) | ((codes & 0x80) << 24)).view("float32")
         out[...] = power * self.spread(payload["scales"], out.size)
 
-    def encoder(self, feedback: bool) -> Any:
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
         """The kernel."""
         from ringlet.compressors.kernels import natural
 
-        return natural.encoder(feedback)
+        return self.encoding(natural.encoder(feedback))
 
-    def decoder(self, add: bool) -> Any:
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel."""
         from ringlet.compressors.kernels import natural
 
-        return natural.decoder(add)
+        return self.decoding(natural.decoder(add))

@@ -23,6 +23,14 @@ class NoCompression(Compressor):
         """Return a copy: a payload never aliases its input."""
         return {"values": x.copy()}
 
+    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Copy the values."""
+        payload["values"][...] = x
+
+    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Add the values."""
+        out += payload["values"]
+
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Copy the values."""
         out[...] = payload["values"]

@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from ringlet.compressors.bucketed import NAN_BITS, Bucketed, lane_sums
+from ringlet.compressors.bucketed import NAN_BITS, Kernel, Packed, lane_sums, rounded
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits
 from ringlet.compressors.errors import OptionError
 from ringlet.compressors.options import fixed, option
 from ringlet.compressors.packing import pack_bits, unpack_bits
+from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
 
 
-class Signs(Bucketed):
+class Signs(Packed):
     """Base of the one-bit compressors: a bit per entry, set where it is negative.
 
     A bucket with a NaN or Inf decodes to NaN, so that overflow stays visible.
@@ -39,13 +40,11 @@ class Signs(Bucketed):
         rows, counts = self.rows(x, xp), self.counts(x.size, xp)
         with np.errstate(all="ignore"):
             scale = self.magnitudes(rows, counts, xp)
-        bits = scale.view("uint32").astype("uint64")
-        nearest = xp.minimum((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F7F)
         finite = xp.isfinite(scale)
         codes = ((rows < 0) & finite[:, None]).astype("uint8").reshape(-1)[: x.size]
         return {
             "codes": pack_bits(xp, codes, 1),
-            "scales": xp.where(finite, nearest, NAN_BITS).astype("uint16"),
+            "scales": xp.where(finite, rounded(scale, xp), NAN_BITS).astype("uint16"),
         }
 
     def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
@@ -55,11 +54,11 @@ class Signs(Bucketed):
         scale = self.spread(payload["scales"], n)
         out[...] = xp.where(negative, -scale, scale)
 
-    def decoder(self, add: bool) -> Any:
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel of both."""
         from ringlet.compressors.kernels import onebit
 
-        return onebit.decoder(add)
+        return self.decoding(onebit.decoder(add))
 
 
 @register("onebit")
@@ -80,11 +79,11 @@ class OneBit(Signs):
         mean: Array = (lane_sums(xp.abs(rows).astype("float64"), xp) / counts).astype("float32")
         return mean
 
-    def encoder(self, feedback: bool) -> Any:
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
         """The kernel that finds the mean."""
         from ringlet.compressors.kernels import onebit
 
-        return onebit.encoder(given=False, feedback=feedback)
+        return self.encoding(onebit.encoder(given=False, feedback=feedback))
 
 
 @register("signsgd")
@@ -112,24 +111,25 @@ class SignSGD(Signs):
         """Cut at buckets."""
         return Traits(fixed_size=True, granularity=self.bucket)
 
-    def parameter(self) -> float:
-        """The scale."""
-        return self.scale
-
     def magnitudes(self, rows: Array, counts: Array, xp: Any) -> Array:
         """Return the scale that is given, where a row is finite."""
         top = xp.abs(rows).max(axis=1, initial=np.float32(0))
         given: Array = xp.where(xp.isfinite(top), np.float32(self.scale), top)
         return given
 
-    def encoder(self, feedback: bool) -> Any:
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
         """The kernel that uses a given scale."""
         from ringlet.compressors.kernels import onebit
 
-        return onebit.encoder(given=True, feedback=feedback)
+        return self.encoding(onebit.encoder(given=True, feedback=feedback), self.scale)
 
     def finish(self, out: Array, ctx: Context) -> None:
         """Replace the sum or mean of the votes by its sign; NaN stays NaN."""
         scale = np.float32(self.scale)
-        voted = ctx.xp.where(out >= 0, scale, -scale)
-        out[...] = ctx.xp.where(ctx.xp.isnan(out), out, voted)
+        if ctx.xp is not np:
+            voted = ctx.xp.where(out >= 0, scale, -scale)
+            out[...] = ctx.xp.where(ctx.xp.isnan(out), out, voted)
+            return
+        from ringlet.compressors.kernels import onebit
+
+        run_ranges(out.size, 1, lambda start, stop: onebit.vote(out[start:stop], scale))

@@ -6,26 +6,23 @@ NeurIPS 2017; min-max buckets as in Markov et al., "CGX", Middleware 2022.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ringlet.compressors.bucketed import NAN_BITS, Kernel, Packed, rounded_up, widened
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
-from ringlet.compressors.errors import OptionError
+from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.options import fixed, option
-from ringlet.compressors.packing import pack_bits, packed_size, unpack_bits
-from ringlet.compressors.pool import run_ranges
+from ringlet.compressors.packing import pack_bits, unpack_bits
 from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
 
 _TINY = np.float32(1.5e-36)
-_CACHED = 1 << 16  # elements whose float32 sum stays in a core's cache
-_NAN = 0x7FC0
+_NO_LOWS: Array = np.empty(0, np.float32)
 
 
-class BucketQuantizer(Compressor):
+class BucketQuantizer(Packed):
     """Base of the bucketed quantisers: codes of ``bits`` bits, a bfloat16 scale per bucket.
 
     Scales are rounded up, so that no value falls outside the levels. A bucket with a NaN or Inf
@@ -37,11 +34,6 @@ class BucketQuantizer(Compressor):
     bucket: int = option(512, ge=32, le=65536, doc="elements that share a scale, a multiple of 8")
     stochastic: bool = option(False, doc="round up or down at random, without bias")
 
-    def validate(self) -> None:
-        """Buckets begin at whole bytes."""
-        if self.bucket % 8:
-            raise OptionError(f"{self.label()}: bucket must be a multiple of 8, got {self.bucket}")
-
     @property
     def levels(self) -> int:
         """How many levels lie between zero and the scale."""
@@ -52,12 +44,6 @@ class BucketQuantizer(Compressor):
         from ringlet.compressors.kernels.quantize import Scheme
 
         return Scheme.MAX
-
-    def layout(self, n: int) -> tuple[Part, ...]:
-        """Packed codes and a scale per bucket begun."""
-        buckets = -(-n // self.bucket)
-        codes = Part("codes", "uint8", packed_size(n, self.bits))
-        return (codes, Part("scales", "bfloat16", buckets))
 
     # -- array code: the kernels agree with it bit for bit ------------------------------------
 
@@ -73,9 +59,9 @@ class BucketQuantizer(Compressor):
             extent, low = self.extents(rows, xp)
             finite = xp.isfinite(extent)
             usable = finite & (extent >= _TINY)
-            scales = xp.where(usable, _round_up(xp, extent / np.float32(self.levels)), 0)
+            scales = xp.where(usable, rounded_up(extent / np.float32(self.levels), xp), 0)
             low = xp.where(finite, low, np.float32(0))
-            scale = _widen(xp, xp.where(usable, scales, 0x3F80))[:, None]
+            scale = widened(xp.where(usable, scales, 0x3F80))[:, None]
             place = (rows - low[:, None]) * (np.float32(1) / scale)
             if self.stochastic:
                 drawn = squares(xp, ctx.key(), ctx.offset, rows.size).reshape(rows.shape) >> 16
@@ -86,111 +72,49 @@ class BucketQuantizer(Compressor):
         codes = xp.where(usable[:, None], codes, xp.where(finite, zero, np.float32(0))[:, None])
         payload = {
             "codes": pack_bits(xp, codes.astype("uint8").reshape(-1)[:n], self.bits),
-            "scales": xp.where(finite, scales, _NAN).astype("uint16"),
+            "scales": xp.where(finite, scales, NAN_BITS).astype("uint16"),
         }
         if not finite.all():
             self._blank(payload, xp.flatnonzero(~finite), n)
         return self._with_lows(payload, low.astype("float32"))
 
-    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
+    def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode: (code - zero) * scale + low."""
-        if ctx.xp is np:
-            self._decode(payload, out, add=False)
-            return
-        xp, n = ctx.xp, out.size
-        codes = unpack_bits(xp, payload["codes"], self.bits, n).astype("float32")
-        scale = _widen(xp, payload["scales"]).repeat(self.bucket)[:n]
-        out[...] = (codes - self._zero()) * scale
+        n = out.size
+        codes = unpack_bits(ctx.xp, payload["codes"], self.bits, n).astype("float32")
+        out[...] = (codes - self._zero()) * self.spread(payload["scales"], n)
         if "lows" in payload:
             out += payload["lows"].repeat(self.bucket)[:n]
 
-    # -- kernels ------------------------------------------------------------------------------
-
-    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
-        """Quantise and pack in one pass."""
-        if ctx.xp is not np:
-            return super().encode_into(x, payload, ctx)
-        self._encode(x, x, 1.0, payload, ctx, feedback=False)
-        return None
-
-    def feedback_into(
-        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
-    ) -> None:
-        """Add the residual, quantise, pack and keep the error in one pass."""
-        if ctx.xp is not np:
-            return super().feedback_into(x, residual, decay, payload, ctx)
-        self._encode(x, residual, decay, payload, ctx, feedback=True)
-        return None
-
-    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Decode and add in one pass."""
-        if ctx.xp is not np:
-            return super().accumulate(payload, out, ctx)
-        self._decode(payload, out, add=True)
-        return None
-
-    def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
-        """Decode and add all payloads piece by piece, each piece while it is in the cache."""
-        if ctx.xp is not np:
-            return super().sum_into(payloads, out, ctx)
-        from ringlet.compressors.kernels.quantize import decoder
-
-        write, add = (decoder(self.scheme(), adds) for adds in (False, True))
-        arrays = [self._arrays(payload) for payload in payloads]
-        bits, bucket = self.bits, self.bucket
-        piece = max(1, _CACHED // bucket) * bucket
-
-        def total(start: int, stop: int) -> None:
-            for a in range(start, stop, piece):
-                b = min(a + piece, stop)
-                first, last, target = a // bucket, -(-b // bucket), out[a:b]
-                kernel = write
-                for codes, scales, lows in arrays:
-                    part = codes[a * bits // 8 :]
-                    kernel(part, scales[first:last], lows[first:last], bits, bucket, target)
-                    kernel = add
-
-        run_ranges(out.size, bucket, total)
-        return None
-
-    def warm_up(self, ctx: Context) -> None:
-        """Compile the kernels."""
-        exercise(self, ctx)
-
-    def _encode(
-        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context,
-        feedback: bool,
-    ) -> None:  # fmt: skip
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+        """The kernel of the scheme and rounding."""
         from ringlet.compressors.kernels.quantize import encoder
 
-        kernel = encoder(self.scheme(), self.stochastic, feedback)
-        codes, scales, lows = self._arrays(payload)
-        key, weight, bits, bucket = np.uint64(ctx.key()), np.float32(decay), self.bits, self.bucket
+        kernel, bits, bucket = (
+            encoder(self.scheme(), self.stochastic, feedback),
+            self.bits,
+            self.bucket,
+        )
 
-        def encode(start: int, stop: int) -> None:
-            part, first, last = codes[start * bits // 8 :], start // bucket, -(-stop // bucket)
-            kernel(
-                x[start:stop], residual[start:stop], weight, bits, bucket, key, ctx.offset + start,
-                part, scales[first:last], lows[first:last],
-            )  # fmt: skip
+        def encode(
+            x: Array, held: Array, decay: Any, key: Any, start: int, codes: Array, scales: Array,
+            lows: Array = _NO_LOWS,
+        ) -> None:  # fmt: skip
+            kernel(x, held, decay, bits, bucket, key, start, codes, scales, lows)
 
-        run_ranges(x.size, bucket, encode)
+        return encode
 
-    def _decode(self, payload: Payload, out: Array, add: bool) -> None:
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
+        """The kernel of the scheme."""
         from ringlet.compressors.kernels.quantize import decoder
 
-        kernel = decoder(self.scheme(), add)
-        codes, scales, lows = self._arrays(payload)
-        bits, bucket = self.bits, self.bucket
+        kernel, bits, bucket = decoder(self.scheme(), add), self.bits, self.bucket
 
-        def decode(start: int, stop: int) -> None:
-            part, first, last = codes[start * bits // 8 :], start // bucket, -(-stop // bucket)
-            kernel(part, scales[first:last], lows[first:last], bits, bucket, out[start:stop])
+        def decode(codes: Array, scales: Array, *rest: Array) -> None:
+            lows, out = rest if len(rest) == 2 else (_NO_LOWS, *rest)
+            kernel(codes, scales, lows, bits, bucket, out)
 
-        run_ranges(out.size, bucket, decode)
-
-    def _arrays(self, payload: Payload) -> tuple[Array, Array, Array]:
-        return payload["codes"], payload["scales"], payload.get("lows", _NO_LOWS)
+        return decode
 
     def _rows(self, x: Array, xp: Any) -> Array:
         """Return the buckets as rows, the last one filled up with its own last value."""
@@ -221,9 +145,6 @@ class BucketQuantizer(Compressor):
             payload["codes"][b * width : (b + 1) * width] = 0
 
 
-_NO_LOWS: Array = np.empty(0, np.float32)
-
-
 @register("maxnorm")
 class MaxNorm(BucketQuantizer):
     """Send round(x / scale) per bucket, scale = max|x| / (2**(bits-1) - 1). Zero stays zero.
@@ -243,6 +164,10 @@ class MaxNorm(BucketQuantizer):
             omega=spread if self.stochastic else None,
             delta=None if self.stochastic else contraction,
         )
+
+    def divergence(self) -> str | None:
+        """None: no error exceeds a level, so that residuals are bounded as the largest value is."""
+        return None
 
 
 @register("int8")
@@ -332,6 +257,10 @@ class MinMax(BucketQuantizer):
         """Packed codes, a scale and a minimum per bucket begun."""
         return (*super().layout(n), Part("lows", "float32", -(-n // self.bucket)))
 
+    def strides(self) -> dict[str, int]:
+        """Bytes of codes, a scale, a minimum."""
+        return super().strides() | {"lows": 1}
+
     def extents(self, rows: Array, xp: Any) -> tuple[Array, Array]:
         """Return each row's range and minimum."""
         low, high = rows.min(axis=1), rows.max(axis=1)
@@ -350,14 +279,8 @@ class MinMax(BucketQuantizer):
     def _with_lows(self, payload: Payload, low: Array) -> Payload:
         return payload | {"lows": low}
 
-
-def _round_up(xp: Any, values: Array) -> Array:
-    """Round non-negative float32 up to bfloat16 bits, at most to the largest finite one."""
-    bits = values.astype("float32").view("uint32")
-    rounded: Array = xp.minimum((bits.astype("uint64") + 0xFFFF) >> 16, 0x7F7F).astype("uint16")
-    return rounded
-
-
-def _widen(xp: Any, bits: Array) -> Array:
-    wide: Array = (bits.astype("uint32") << 16).view("float32")
-    return wide
+    def divergence(self) -> str | None:
+        """One bit loses half the range, which then grows."""
+        if self.bits > 1:
+            return None
+        return "one bit loses half a bucket's range, in every step anew; write 'onebit'"

@@ -13,6 +13,7 @@ import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
+from ringlet.compressors.feedback import advance
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.random import squares
@@ -44,6 +45,15 @@ class RandomK(Compressor):
             fixed_size=True,
             omega=(1 / self.ratio - 1) * (1 + 1e-9) + 1e-6 if self.unbiased else None,
             delta=None if self.unbiased else self.ratio * (1 - 1e-9),
+        )
+
+    def divergence(self) -> str | None:
+        """Name the option that keeps residuals bounded."""
+        if super().divergence() is None:
+            return None
+        return (
+            "values are multiplied by n / k, so that residuals grow without bound; write "
+            f"'{self.replace(unbiased=False)}'"
         )
 
     def layout(self, n: int) -> tuple[Part, ...]:
@@ -82,12 +92,24 @@ class RandomK(Compressor):
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Put the values at their places among zeros."""
+        chosen = self.indices(out.size, ctx)
+        if ctx.xp is np:
+            from ringlet.compressors.kernels import select
+
+            select.scatter(chosen, payload["values"], out)
+            return
         out[...] = 0
-        out[self.indices(out.size, ctx)] = payload["values"]
+        out[chosen] = payload["values"]
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Add the values at their places."""
-        out[self.indices(out.size, ctx)] += payload["values"]
+        chosen = self.indices(out.size, ctx)
+        if ctx.xp is np:
+            from ringlet.compressors.kernels import select
+
+            select.scatter_add(chosen, payload["values"], out)
+            return
+        out[chosen] += payload["values"]
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Draw and look for NaN and Inf."""
@@ -112,14 +134,9 @@ class RandomK(Compressor):
 
         weight, scale, values = np.float32(decay), self.scale(x.size), payload["values"]
         chosen = self.indices(x.size, ctx)
-        old, finite = ctx.workspace.array("old", chosen.size), []
+        old = ctx.workspace.array("old", chosen.size)
         randomk.take_feedback(x, residual, weight, chosen, scale, values, old)
-
-        def add(start: int, stop: int) -> None:
-            finite.append(randomk.add_residual(x[start:stop], residual[start:stop], weight))
-
-        run_ranges(x.size, 1, add)
-        if not all(finite):
+        if advance(x, residual, decay, ctx) is not residual:
             values[0] = np.nan
         randomk.drop(x, weight, chosen, values, old, residual)
         return None

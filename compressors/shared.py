@@ -7,13 +7,13 @@ accelerating distributed deep learning using tensor homomorphic compression", NS
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Exchange, Round, Traits
+from ringlet.compressors.contract import Compressor, Exchange, Round, Traits, exercise
+from ringlet.compressors.energy import energy
 from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.options import fixed, option
 from ringlet.compressors.pool import run_ranges
@@ -21,7 +21,6 @@ from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
 
 _TINY = np.float32(1.2e-38)
-_PART = 1 << 16
 _MOST = 1 << 22  # levels beyond which float32 cannot round
 
 
@@ -58,17 +57,26 @@ class SharedInt(Compressor):
 
     def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Agree on the scales, then add the codes."""
-        levels = np.float32(self.steps(ctx.size))
-        x = self.prepared(x, ctx)
-        largest = ctx.xp.array((yield Round(self.extents(x, ctx), "max")))
-        codes = self.codes(x, largest, levels, ctx)
-        total = yield Round(codes, "sum")
-        with np.errstate(invalid="ignore"):
-            units = largest / levels
-            units = ctx.xp.where(units >= _TINY, units, units * np.float32(0))
-        self._decode(total, (units / np.float32(ctx.size)).astype("float32"), out, ctx)
-        if local is not None:
-            self._decode(codes, units, local, ctx)
+        levels, buckets = np.float32(self.steps(ctx.size)), -(-x.size // self.bucket)
+        held, wire = ctx.workspace.held, f"int{self.bits}"
+        room = x.size if self.prepares else 0
+        with held(room) as prepared, held(buckets) as extents, held(x.size, wire) as codes:
+            if self.prepares:
+                self.prepare(x, prepared, ctx)
+                x = prepared
+            self.measure(x, extents, ctx)
+            extents[...] = yield Round(extents, "max")
+            self.encode(x, extents, levels, codes, ctx)
+            total = yield Round(codes, "sum")
+            units = extents
+            with np.errstate(invalid="ignore"):
+                units /= levels
+                # Tiny levels are 0; NaN and Inf stay.
+                ctx.xp.multiply(units, np.float32(0), out=units, where=~(units >= _TINY))
+            if local is not None:
+                self._decode(codes, units, local, ctx)
+            units /= np.float32(ctx.size)
+            self._decode(total, units, out, ctx)
 
     def _decode(self, codes: Array, units: Array, out: Array, ctx: Context) -> None:
         if ctx.xp is np:
@@ -83,14 +91,18 @@ class SharedInt(Compressor):
         with np.errstate(invalid="ignore"):
             out[...] = codes.astype("float32") * units.repeat(self.bucket)[: out.size]
 
-    def prepared(self, x: Array, ctx: Context) -> Array:
-        """Return what is quantised in place of ``x``."""
-        return x
+    @property
+    def prepares(self) -> bool:
+        """Whether something else is quantised in place of the gradient."""
+        return False
 
-    def extents(self, x: Array, ctx: Context) -> Array:
-        """Return max|x| of each bucket (float32), Inf where that is not finite."""
+    def prepare(self, x: Array, out: Array, ctx: Context) -> None:
+        """Set ``out`` to what is quantised in place of ``x``."""
+        raise TypeError(f"{type(self).__name__} does not say what it prepares")
+
+    def measure(self, x: Array, largest: Array, ctx: Context) -> None:
+        """Set ``largest`` to max|x| of each bucket, Inf where that is not finite."""
         xp = ctx.xp
-        largest: Array = xp.empty(-(-x.size // self.bucket), "float32")
         if xp is np:
             from ringlet.compressors.kernels import shared
 
@@ -99,17 +111,15 @@ class SharedInt(Compressor):
                 shared.extents(x[start:stop], self.bucket, largest[buckets])
 
             run_ranges(x.size, self.bucket, measure)
-            return largest
+            return
         rows = xp.zeros((largest.size, self.bucket), "float32")
         rows.reshape(-1)[: x.size] = xp.abs(x)
         rows = xp.where(xp.isnan(rows), np.float32(np.inf), rows)
         largest[...] = rows.max(axis=1, initial=np.float32(0))
-        return largest
 
-    def codes(self, x: Array, largest: Array, levels: Any, ctx: Context) -> Array:
-        """Return round(x * levels / largest) as integers of ``bits`` bits."""
+    def encode(self, x: Array, largest: Array, levels: Any, codes: Array, ctx: Context) -> None:
+        """Set ``codes`` to round(x * levels / largest)."""
         xp, bucket = ctx.xp, self.bucket
-        codes: Array = xp.empty(x.size, f"int{self.bits}")
         if xp is np:
             from ringlet.compressors.kernels.shared import encoder
 
@@ -121,7 +131,7 @@ class SharedInt(Compressor):
                 kernel(x[start:stop], scales, levels, bucket, key, first, codes[start:stop])
 
             run_ranges(x.size, bucket, encode)
-            return codes
+            return
         unit = largest / levels
         usable = (unit >= _TINY) & xp.isfinite(unit)
         inverse = np.float32(1) / xp.where(usable, unit, np.float32(1))
@@ -132,16 +142,10 @@ class SharedInt(Compressor):
                 place = xp.floor(place + drawn.astype("float32") * np.float32(2.0**-16))
                 place = xp.maximum(xp.minimum(place, levels), -levels)
         codes[...] = xp.where(usable.repeat(bucket)[: x.size], xp.rint(place), 0)
-        return codes
 
     def warm_up(self, ctx: Context) -> None:
-        """Compile the kernels, on a few zeros and one rank."""
-        x = ctx.xp.zeros(8, "float32")
-        rounds = self.exchange(x, ctx.xp.empty_like(x), Context(numel=x.size, xp=ctx.xp))
-        sent = next(rounds)
-        with suppress(StopIteration):
-            while True:
-                sent = rounds.send(sent.values)
+        """Compile the kernels."""
+        exercise(self, ctx)
 
 
 @register("terngrad_shared")
@@ -157,12 +161,15 @@ class TernGradShared(SharedInt):
     levels: int = fixed(1)
     clip: float = option(2.5, ge=0, doc="root mean squares at which values are clipped; 0: none")
 
-    def prepared(self, x: Array, ctx: Context) -> Array:
+    @property
+    def prepares(self) -> bool:
+        """Whether values are clipped."""
+        return self.clip > 0
+
+    def prepare(self, x: Array, out: Array, ctx: Context) -> None:
         """Clip, unless the bound is not finite: an overflow must not be clipped away."""
-        if self.clip == 0 or x.size == 0:
-            return x
-        # By parts that stay in the cache, because squares need double precision.
-        parts = (x[i : i + _PART] for i in range(0, x.size, _PART))
-        energy = sum(float(ctx.xp.square(part, dtype="float64").sum()) for part in parts)
-        bound = self.clip * (energy / x.size) ** 0.5
-        return ctx.xp.clip(x, -bound, bound).astype("float32") if math.isfinite(bound) else x
+        bound = self.clip * (energy(x, ctx) / max(x.size, 1)) ** 0.5
+        if math.isfinite(bound):
+            ctx.xp.clip(x, np.float32(-bound), np.float32(bound), out=out)
+        else:
+            out[...] = x

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Payload, Traits
+from ringlet.compressors.contract import Compressor, Payload, Traits, exercise
 from ringlet.compressors.errors import PayloadError
+from ringlet.compressors.feedback import advance
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
@@ -42,6 +43,29 @@ class Selection(Compressor):
 
         self._inside(select.scatter_add(payload["indices"], payload["values"], out), out)
 
+    def feedback_into(
+        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
+    ) -> None:
+        """Add to the residual, select, and forget there what is sent."""
+        if ctx.xp is not np:
+            return super().feedback_into(x, residual, decay, payload, ctx)
+        self.encode_into(advance(x, residual, decay, ctx), payload, ctx)
+        self._forget(payload, residual)
+        return None
+
+    def compress_feedback(self, x: Array, residual: Array, decay: float, ctx: Context) -> Payload:
+        """Do the same for payloads of variable size."""
+        if ctx.xp is not np:
+            return super().compress_feedback(x, residual, decay, ctx)
+        payload = self.compress(advance(x, residual, decay, ctx), ctx)
+        self._forget(payload, residual)
+        return payload
+
+    def _forget(self, payload: Payload, residual: Array) -> None:
+        from ringlet.compressors.kernels import feedback
+
+        feedback.forget(payload["indices"], payload["values"], residual)
+
     def _inside(self, ok: bool, out: Array) -> None:
         if not ok:
             raise PayloadError(
@@ -50,11 +74,9 @@ class Selection(Compressor):
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
-        x, out = ctx.xp.ones(64, "float32"), ctx.xp.zeros(64, "float32")
-        payload = self.compress(x, ctx)
-        self.decompress(payload, out, ctx)
-        self.accumulate(payload, out, ctx)
+        exercise(self, ctx)
         if ctx.xp is np:
+            x = ctx.xp.ones(64, "float32")
             reaching(x, 0, ctx)
             largest(x, 1, ctx)
 
@@ -123,7 +145,8 @@ def largest(x: Array, k: int, ctx: Context) -> Payload:
     indices, values = np.empty(k, np.uint32), np.empty(k, np.float32)
     if k:
         scratch = ctx.workspace.array("candidates", x.size, np.uint32)
-        select.topk(x, k, scratch, indices, values)
+        room = ctx.workspace.array("select", select.ROOM, np.int64)
+        select.topk(x, k, scratch, room, indices, values)
     return {"indices": indices, "values": values}
 
 

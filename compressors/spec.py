@@ -11,6 +11,9 @@ from typing import Any
 from ringlet.compressors.contract import Compressor
 from ringlet.compressors.errors import CompressorError, OptionError, SpecError, UnknownCompressor
 from ringlet.compressors.registry import lookup
+from ringlet.compressors.specerrors import HELP, diagnose
+
+_SPACES = str.maketrans("\r\n\t\f", "    ")  # a spec may go over several lines
 
 
 def parse(spec: str | Compressor) -> Compressor:
@@ -23,15 +26,13 @@ def parse(spec: str | Compressor) -> Compressor:
         return spec
     if not isinstance(spec, str):
         raise SpecError(f"a compressor spec is a string, not {type(spec).__name__}: {spec!r}")
-    text = spec.strip()
+    text = spec.translate(_SPACES).strip()
     if not text:
         raise SpecError("an empty compressor spec; write 'none' for no compression")
     try:
         tree = ast.parse(text, mode="eval")
     except SyntaxError as error:
-        if text.endswith("|"):
-            raise _at(text, len(text) - 1, "a compressor is missing behind this '|'") from None
-        raise _at(text, (error.offset or 1) - 1, error.msg) from None
+        raise _at(text, *diagnose(text, (error.offset or 1) - 1)) from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise SpecError(f"unreadable compressor spec: {error}") from None
     return _build(tree.body, text)
@@ -70,11 +71,12 @@ def _build(node: ast.expr, text: str) -> Compressor:
                 raise _at(text, _column(keyword, text), f"{keyword.arg!r} is given twice")
             options[keyword.arg] = _literal(keyword.value, text)
         return _make(node.func, arguments, options, text)
-    raise _at(
-        text,
-        _column(node, text),
-        "expected a compressor such as 'int8' or 'topk(ratio=0.01)', joined by '|'",
-    )
+    if isinstance(node, (ast.BinOp, ast.Tuple)):
+        first = node.left if isinstance(node, ast.BinOp) else node.elts[0]
+        end = len(text.encode()[: first.end_col_offset].decode()) if first.end_col_offset else 0
+        end += len(text[end:]) - len(text[end:].lstrip(" )"))
+        raise _at(text, end, f"compressors are joined by '|', not by {text[end : end + 1]!r}")
+    raise _at(text, _column(node, text), HELP)
 
 
 def _make(name: ast.Name, args: list[Any], options: dict[str, Any], text: str) -> Compressor:

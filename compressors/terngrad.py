@@ -6,11 +6,9 @@ NeurIPS 2017.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ringlet.compressors.bucketed import NAN_BITS, Bucketed, lane_sums
+from ringlet.compressors.bucketed import NAN_BITS, Kernel, Packed, lane_sums, rounded_up, widened
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits
 from ringlet.compressors.options import fixed, option
@@ -20,7 +18,7 @@ from ringlet.compressors.registry import register
 
 
 @register("terngrad")
-class TernGrad(Bucketed):
+class TernGrad(Packed):
     """Send -s, 0 or +s in 2 bits: sign(x) s with probability |x| / s. Unbiased for |x| <= s.
 
     Wen et al., NeurIPS 2017, with a scaler s per bucket instead of per tensor: the smaller of
@@ -42,9 +40,9 @@ class TernGrad(Bucketed):
             fixed_size=True, granularity=self.bucket, omega=None if clips else worst + 2**-10
         )
 
-    def parameter(self) -> float:
-        """The clipping factor."""
-        return self.clip
+    def divergence(self) -> str | None:
+        """None: no error exceeds the scale, and the largest value has none."""
+        return None
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Draw codes: 0, 1 and 2 for -s, 0 and s."""
@@ -56,9 +54,8 @@ class TernGrad(Bucketed):
             limit = self.clip * xp.sqrt(energy / counts)
             top = xp.minimum(largest.astype("float64"), limit).astype("float32")
         finite = xp.isfinite(largest)
-        bits = top.view("uint32").astype("uint64")
-        scales = xp.where(finite, xp.minimum((bits + 0xFFFF) >> 16, 0x7F7F), 0).astype("uint16")
-        scale = (scales.astype("uint32") << 16).view("float32")[:, None]
+        scales = xp.where(finite, rounded_up(top, xp), 0).astype("uint16")
+        scale = widened(scales)[:, None]
         drawn = squares(xp, ctx.key(), ctx.offset, rows.size).reshape(rows.shape) >> 8
         kept = drawn.astype("float32") * np.float32(2.0**-24) * scale < xp.abs(rows)
         codes = xp.where(kept, xp.where(rows < 0, 0, 2), 1).astype("uint8")
@@ -72,18 +69,19 @@ class TernGrad(Bucketed):
         codes = unpack_bits(ctx.xp, payload["codes"], 2, out.size).astype("float32")
         out[...] = (codes - np.float32(1)) * self.spread(payload["scales"], out.size)
 
-    def encoder(self, feedback: bool) -> Any:
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
         """The kernel."""
         from ringlet.compressors.kernels import terngrad
 
-        return terngrad.encoder(feedback)
+        return self.encoding(terngrad.encoder(feedback), self.clip)
 
-    def decoder(self, add: bool) -> Any:
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel of the quantisers: ternary codes are levels at equal distances."""
         from ringlet.compressors.kernels import quantize
 
         kernel = quantize.decoder(quantize.Scheme.MAX, add)
-        return lambda codes, scales, bucket, out: kernel(codes, scales, _NO_LOWS, 2, bucket, out)
+        bucket = self.bucket
+        return lambda codes, scales, out: kernel(codes, scales, _NO_LOWS, 2, bucket, out)
 
 
 _NO_LOWS: Array = np.empty(0, np.float32)

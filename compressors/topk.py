@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
-from ringlet.compressors.errors import PayloadError
+from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
+from ringlet.compressors.sparse import Selection, largest_array
 
 
 @register("topk")
-class TopK(Compressor):
+class TopK(Selection):
     """Send the entries of largest magnitude: exactly max(1, floor(ratio * n)) of them.
 
     Among equals the lowest index wins, so the result is deterministic. NaN counts as largest and
@@ -41,27 +41,7 @@ class TopK(Compressor):
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Select in array code; the kernel agrees with it entry for entry."""
-        xp, n, k = ctx.xp, x.size, self.count(x.size)
-        if n == 0:
-            return {"indices": xp.empty(0, "uint32"), "values": x.copy()}
-        # Without its sign a float's bits order like its magnitude, NaN on top.
-        bits = x.view("uint32") & 0x7FFFFFFF
-        threshold = xp.partition(bits, n - k)[n - k]
-        above = xp.flatnonzero(bits > threshold)
-        equal = xp.flatnonzero(bits == threshold)[: k - above.size]
-        indices = xp.sort(xp.concatenate([above, equal])).astype("uint32")
-        return {"indices": indices, "values": x[indices]}
-
-    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Put the values at their places among zeros."""
-        indices, values = payload["indices"], payload["values"]
-        if ctx.xp is not np:
-            out[...] = 0
-            out[indices] = values
-            return
-        from ringlet.compressors.kernels import select
-
-        _inside(select.scatter(indices, values, out), out)
+        return largest_array(x, self.count(x.size), ctx)
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Select without a sort, in one pass in the usual case."""
@@ -69,38 +49,8 @@ class TopK(Compressor):
             return super().encode_into(x, payload, ctx)
         from ringlet.compressors.kernels import select
 
+        indices, values = payload["indices"], payload["values"]
         candidates = ctx.workspace.array("candidates", x.size, np.uint32)
-        select.topk(x, payload["values"].size, candidates, payload["indices"], payload["values"])
+        room = ctx.workspace.array("select", select.ROOM, np.int64)
+        select.topk(x, values.size, candidates, room, indices, values)
         return None
-
-    def feedback_into(
-        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
-    ) -> None:
-        """Add the residual, select, and keep everything not sent."""
-        if ctx.xp is not np or x.size == 0:
-            return super().feedback_into(x, residual, decay, payload, ctx)
-        from ringlet.compressors.kernels import select
-
-        target = ctx.workspace.array("feedback", x.size)
-        select.add_residual(x, residual, np.float32(decay), target)
-        self.encode_into(target, payload, ctx)
-        select.drop_selected(target, payload["indices"], residual)
-        return None
-
-    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Add the values at their places."""
-        if ctx.xp is not np:
-            out[payload["indices"]] += payload["values"]
-            return
-        from ringlet.compressors.kernels import select
-
-        _inside(select.scatter_add(payload["indices"], payload["values"], out), out)
-
-    def warm_up(self, ctx: Context) -> None:
-        """Compile the kernels."""
-        exercise(self, ctx)
-
-
-def _inside(ok: bool, out: Array) -> None:
-    if not ok:
-        raise PayloadError(f"topk received an index beyond the tensor's {out.size} elements")

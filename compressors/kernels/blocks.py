@@ -31,13 +31,13 @@ def select(magnitudes: Any, k: int, picks: Any, found: Any, maxima: Any) -> None
     if n > _FEW and 8 * k <= n:
         floor = _floor(magnitudes, k, maxima)
         count = _collect(magnitudes, floor, picks, found)
-        threshold = _kth(found[:count], k, 0)
-        _filter(found[:count], threshold, k, picks, picks)
+        threshold, reach = _kth(found[:count], k, 0)
+        _filter(found[:count], threshold, reach, k, picks, picks)
     else:
         for i in range(n):
             picks[i] = i
-        threshold = _kth(magnitudes, k, 0)
-        _filter(magnitudes, threshold, k, picks, picks)
+        threshold, reach = _kth(magnitudes, k, 0)
+        _filter(magnitudes, threshold, reach, k, picks, picks)
 
 
 @njit(nogil=True)
@@ -51,7 +51,7 @@ def _floor(magnitudes: Any, k: int, maxima: Any) -> Any:
         piece = magnitudes[start : start + groups]
         for i in range(piece.size):
             maxima[i] = max(maxima[i], piece[i])
-    return _kth(maxima[:groups], k, k // 4)
+    return _kth(maxima[:groups], k, k // 4)[0]
 
 
 @njit(nogil=True)
@@ -72,37 +72,49 @@ def _collect(magnitudes: Any, floor: Any, picks: Any, found: Any) -> int:
 
 @njit(nogil=True)
 def _kth(values: Any, k: int, slack: int) -> Any:
-    """Return a threshold reached by k values, or by k to k + ``slack``, or the k-th largest."""
+    """Return a threshold reached by k values, or by k to k + ``slack``, or the k-th largest.
+
+    And by how many it is reached.
+    """
     low, high = types.int32(2147483647), types.int32(0)
     for i in range(values.size):
         low, high = min(low, values[i]), max(high, values[i])
-    while low < high:
-        middle = types.int32(low + (high - low + 1) // 2)
+    reach, least, most = types.int32(values.size), types.int32(k), types.int32(k + slack)
+    while low < high:  # without branches, which would be mispredicted half of the time
+        middle = types.int32(low + ((high - low + 1) >> 1))
         count = types.uint32(0)
         for i in range(values.size):
             count = types.uint32(count + types.uint32(values[i] >= middle))
-        if count < k:
-            high = types.int32(middle - 1)
-        else:
-            low = middle
-            if count <= k + slack:
-                break
-    return low
+        found = types.int32(count)
+        enough = found >= least
+        low = middle if enough else low
+        reach = found if enough else reach
+        high = high if enough else types.int32(middle - 1)
+        high = low if enough & (found <= most) else high
+    return low, reach
 
 
 @njit(nogil=True)
-def _filter(values: Any, threshold: Any, k: int, indices: Any, picks: Any) -> None:
-    """Keep the ``k`` indices whose values are largest; both arrays may be one."""
+def _filter(values: Any, threshold: Any, reach: int, k: int, indices: Any, picks: Any) -> None:
+    """Keep the ``k`` indices whose values are largest; both arrays may be one.
+
+    ``reach`` values reach the threshold: more than k where some equal it.
+    """
+    taken = types.uint64(0)
+    if reach == k:
+        for i in range(types.uint64(values.size)):
+            picks[taken] = indices[i]
+            taken += types.uint64(values[i] >= threshold)
+        return
     equal = k
     for i in range(values.size):
         equal -= values[i] > threshold
-    taken = 0
-    for i in range(values.size):
+    for i in range(types.uint64(values.size)):
         tied = values[i] == threshold
         kept = (values[i] > threshold) | (tied & (equal > 0))
         equal -= tied & kept
         picks[taken] = indices[i]
-        taken += kept
+        taken += types.uint64(kept)
 
 
 @njit(nogil=True, cache=True)

@@ -129,11 +129,17 @@ def _kept(kept: int, n: int, block: int, rotated: bool) -> Any:
     return kept if rotated or n == block else (kept * n + block - 1) // block
 
 
+def room_size(block: int) -> int:
+    """Return the scratch (int32) that a kernel needs."""
+    return 9 * block + 8
+
+
 @cache
 def encoder(bits: int) -> Any:
     """Return the kernel ``encode(x, residual, decay, feedback, block, kept, width, rotated,
-    forward, inverse, indices, values, scales)``: ``kept`` entries of a full block, indices of
-    ``width`` bits. ``residual`` is empty without ``feedback``.
+    forward, inverse, room, indices, values, scales)``: ``kept`` entries of a full block, indices
+    of ``width`` bits. ``residual`` is unused without ``feedback``; ``room`` (int32) is scratch for
+    ``room_size`` entries.
     """
     # What a cached kernel closes over must be plain values: dispatchers differ between processes.
     per_block = {8: 1, 2: 2}.get(bits, 0)
@@ -141,13 +147,15 @@ def encoder(bits: int) -> Any:
     @njit(nogil=True, cache=True)
     def encode(
         x: Any, residual: Any, decay: Any, feedback: bool, block: int, kept: int, width: int,
-        rotated: bool, forward: Any, inverse: Any, indices: Any, values: Any, scales: Any,
+        rotated: bool, forward: Any, inverse: Any, room: Any, indices: Any, values: Any,
+        scales: Any,
     ) -> None:  # fmt: skip
-        magnitudes, found = np.empty(block, np.int32), np.empty(block, np.int32)
-        picks, maxima = np.empty(block + 1, np.int32), np.empty(block, np.int32)
-        target, turned = np.zeros(block, np.float32), np.empty(block, np.float32)
-        chosen, decoded = np.empty(kept, np.float32), np.empty(kept, np.float32)
-        scratch, sums = np.empty(kept, np.uint8), np.empty((3, LANES), np.float64)
+        magnitudes, found = room[:block], room[block : 2 * block]
+        maxima, picks = room[2 * block : 3 * block], room[3 * block : 4 * block + 1]
+        wide = room[4 * block + 1 :].view(np.float32)
+        target, turned = wide[:block], wide[block : 2 * block]
+        chosen, decoded = wide[2 * block : 2 * block + kept], wide[3 * block : 3 * block + kept]
+        scratch, sums = wide[4 * block :].view(np.uint8)[:kept], np.empty((3, LANES), np.float64)
         stride, step = (kept * width + 7) // 8, (kept * bits + 7) // 8 if bits < 16 else kept
         for b in range((x.size + block - 1) // block):
             piece = x[b * block : (b + 1) * block]
@@ -215,19 +223,21 @@ def encoder(bits: int) -> Any:
 @cache
 def decoder(bits: int) -> Any:
     """Return the kernel ``decode(indices, values, scales, block, kept, width, rotated, inverse,
-    add, out)``.
+    add, room, out)``.
 
-    ``add`` accumulates. It returns False when an index lies outside its block.
+    ``add`` accumulates; ``room`` is scratch as in ``encoder``. It returns False when an index lies
+    outside its block.
     """
     per_block = {8: 1, 2: 2}.get(bits, 0)
 
     @njit(nogil=True, cache=True)
     def decode(
         indices: Any, values: Any, scales: Any, block: int, kept: int, width: int, rotated: bool,
-        inverse: Any, add: bool, out: Any,
+        inverse: Any, add: bool, room: Any, out: Any,
     ) -> bool:  # fmt: skip
-        picks, scratch = np.empty(kept, np.int32), np.empty(kept, np.uint8)
-        decoded, turned = np.empty(kept, np.float32), np.empty(block, np.float32)
+        picks, scratch = room[:kept], room[block : 2 * block].view(np.uint8)[:kept]
+        decoded = room[2 * block : 2 * block + kept].view(np.float32)
+        turned = room[3 * block : 4 * block].view(np.float32)
         stride, step = (kept * width + 7) // 8, (kept * bits + 7) // 8 if bits < 16 else kept
         for b in range((out.size + block - 1) // block):
             piece = out[b * block : (b + 1) * block]
@@ -261,4 +271,4 @@ def decoder(bits: int) -> Any:
     return decode
 
 
-__all__ = ["decoder", "encoder"]
+__all__ = ["decoder", "encoder", "room_size"]

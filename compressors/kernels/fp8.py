@@ -28,50 +28,64 @@ def _scale_byte(top: Any, emax: Any) -> Any:
     return types.uint32(max(byte, types.int32(1)))
 
 
+@njit(inline="always")
+def _encode(
+    x: Any, residual: Any, decay: Any, codes: Any, scales: Any, b: int, first: Any, count: int,
+    mantissa: int, feedback: bool,
+) -> None:  # fmt: skip
+    """Encode the ``count`` values from ``first`` on: block ``b``."""
+    emax, lowest = (8, 121) if mantissa == 3 else (15, 113)
+    half, extra = 1 << mantissa, 23 - mantissa
+    top = types.uint32(0)
+    for i in range(count):
+        at = first + types.uint64(i)
+        value = x[at] + decay * residual[at] if feedback else x[at]
+        top = max(top, f32_bits(value) & types.uint32(_REST))
+    bad = top >= types.uint32(OVERFLOW)
+    byte = _scale_byte(top, emax)
+    scales[b] = types.uint8(255) if bad else types.uint8(byte)
+    if bad:
+        for i in range(count):
+            codes[first + types.uint64(i)] = 0
+    else:
+        scale = bits_f32(byte << types.uint32(23))
+        inverse = bits_f32((types.uint32(254) - byte) << types.uint32(23))
+        for i in range(count):
+            at = first + types.uint64(i)
+            value = x[at] + decay * residual[at] if feedback else x[at]
+            bits = f32_bits(value * inverse)
+            sign = bits & types.uint32(_SIGN)
+            bits &= types.uint32(_REST)
+            exponent = max(bits >> types.uint32(23), types.uint32(lowest))
+            anchor = bits_f32((exponent + types.uint32(extra)) << types.uint32(23))
+            total = bits_f32(bits) + anchor
+            code = ((exponent - types.uint32(lowest - 1)) << types.uint32(mantissa)) + (
+                (f32_bits(total) & types.uint32(4 * half - 1)) - types.uint32(half)
+            )
+            codes[at] = types.uint8(code | (sign >> types.uint32(24)))
+            if feedback:
+                kept = bits_f32(f32_bits(total - anchor) | sign)
+                residual[at] = value - kept * scale
+
+
 @cache
 def encoder(mantissa: int, block: int, feedback: bool) -> Any:
-    """Return the kernel ``encode(x, residual, decay, codes, scales)`` for whole blocks.
+    """Return the kernel ``encode(x, residual, decay, codes, scales)``.
 
     ``mantissa`` bits: 3 for e4m3, 2 for e5m2. ``residual`` is unused without feedback.
     """
-    emax, lowest = (8, 121) if mantissa == 3 else (15, 113)
-    half, extra = 1 << mantissa, 23 - mantissa
 
     @njit(nogil=True, cache=True)
     def encode(x: Any, residual: Any, decay: Any, codes: Any, scales: Any) -> None:
-        for b in range(x.size // block):
-            # Unsigned places spare the handling of negative indices, which keeps vectors away.
+        full = x.size // block
+        for b in range(full):
+            # Unsigned places spare the handling of negative indices, which keeps vectors away; so
+            # would a length that is not known.
             first = types.uint64(b * block)
-            top = types.uint32(0)
-            for i in range(block):
-                at = first + types.uint64(i)
-                value = x[at] + decay * residual[at] if feedback else x[at]
-                top = max(top, f32_bits(value) & types.uint32(_REST))
-            bad = top >= types.uint32(OVERFLOW)
-            byte = _scale_byte(top, emax)
-            scales[b] = types.uint8(255) if bad else types.uint8(byte)
-            if bad:
-                for i in range(block):
-                    codes[first + types.uint64(i)] = 0
-                continue
-            scale = bits_f32(byte << types.uint32(23))
-            inverse = bits_f32((types.uint32(254) - byte) << types.uint32(23))
-            for i in range(block):
-                at = first + types.uint64(i)
-                value = x[at] + decay * residual[at] if feedback else x[at]
-                bits = f32_bits(value * inverse)
-                sign = bits & types.uint32(_SIGN)
-                bits &= types.uint32(_REST)
-                exponent = max(bits >> types.uint32(23), types.uint32(lowest))
-                anchor = bits_f32((exponent + types.uint32(extra)) << types.uint32(23))
-                total = bits_f32(bits) + anchor
-                code = ((exponent - types.uint32(lowest - 1)) << types.uint32(mantissa)) + (
-                    (f32_bits(total) & types.uint32(4 * half - 1)) - types.uint32(half)
-                )
-                codes[at] = types.uint8(code | (sign >> types.uint32(24)))
-                if feedback:
-                    kept = bits_f32(f32_bits(total - anchor) | sign)
-                    residual[at] = value - kept * scale
+            _encode(x, residual, decay, codes, scales, b, first, block, mantissa, feedback)
+        if full * block < x.size:
+            first, left = types.uint64(full * block), x.size - full * block
+            _encode(x, residual, decay, codes, scales, full, first, left, mantissa, feedback)
 
     return encode
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from ringlet.compressors.kernels.intrinsics import f32_bits, is_finite
+
 _CHUNK = 2048  # columns of a product whose factors stay in the first-level cache
 COLUMNS = 1024  # columns that times_columns sums up at a time: ranges begin at multiples
 
@@ -32,21 +34,51 @@ def _dot(a: Any, b: Any, scratch: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def orthonormal(rows: Any, small: float, out: Any) -> None:
+def poison_of(rows: Any) -> Any:
+    """Return 0, or NaN where a value is not finite."""
+    top = types.uint32(0)
+    for k in range(rows.shape[0]):
+        row = rows[k]
+        for i in range(row.size):
+            top = max(top, f32_bits(row[i]) & types.uint32(0x7FFFFFFF))
+    return types.float32(0) if top < types.uint32(0x7F800000) else types.float32(np.nan)
+
+
+@njit(nogil=True, cache=True)
+def keep(rows: Any, poison: Any, old: Any) -> None:
+    """Set ``old`` to the rows divided by their largest magnitudes, where that is not zero.
+
+    Nothing changes if a value, or ``poison``, is not finite.
+    """
+    if not is_finite(types.float32(poison_of(rows) + poison)):
+        return
+    for k in range(rows.shape[0]):
+        top = types.float32(0)
+        for i in range(rows.shape[1]):
+            top = max(top, abs(rows[k, i]))
+        if top > types.float32(0):
+            for i in range(rows.shape[1]):
+                old[k, i] = rows[k, i] / top
+
+
+@njit(nogil=True, cache=True)
+def orthonormal(rows: Any, small: float, room: Any, out: Any) -> None:
     """Fill ``out`` with an orthonormal basis of the rows (r x n, r <= n), as the array code does.
 
     Gram-Schmidt in float64, twice per row. A row of which less than ``small`` is left, relatively,
-    gives way to the next unit vector that is independent of those before.
+    gives way to the next unit vector that is independent of those before. ``room`` is scratch for
+    (r + 1) n + r float64; ``out`` may be ``rows``.
     """
     r, n = rows.shape
-    basis = np.empty((r, n), np.float64)
-    scratch = np.empty(n, np.float64)
-    parts = np.empty(r, np.float64)
+    basis = room[: r * n].reshape(r, n)
+    scratch = room[r * n : (r + 1) * n]
+    parts = room[(r + 1) * n :]
     unit = 0
     for k in range(r):
         row = basis[k]
         for i in range(n):
-            row[i] = types.float64(rows[k, i])
+            value = rows[k, i] if is_finite(rows[k, i]) else types.float32(0)
+            row[i] = types.float64(value)
         while True:
             before = np.sqrt(_dot(row, row, scratch))
             for _ in range(2):
@@ -68,18 +100,18 @@ def orthonormal(rows: Any, small: float, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def product(left: Any, right: Any, out: Any) -> None:
-    """Fill ``out`` (n x m) with the sum over k of left[k, i] * right[k, j], in order of k."""
+def product(left: Any, poison: Any, right: Any, out: Any) -> None:
+    """Fill ``out`` (n x m) with the sum over k of (left[k, i] + poison) * right[k, j], in order."""
     r, n = left.shape
     m = right.shape[1]
     for start in range(0, m, _CHUNK):
         for i in range(n):
             target = out[i, start : min(start + _CHUNK, m)]
-            weight, values = left[0, i], right[0, start : start + target.size]
+            weight, values = left[0, i] + poison, right[0, start : start + target.size]
             for j in range(target.size):
                 target[j] = weight * values[j]
             for k in range(1, r):
-                weight, values = left[k, i], right[k, start : start + target.size]
+                weight, values = left[k, i] + poison, right[k, start : start + target.size]
                 for j in range(target.size):
                     target[j] += weight * values[j]
 
@@ -99,13 +131,16 @@ def times_rows(right: Any, matrix: Any, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def times_columns(left: Any, matrix: Any, begin: int, end: int, out: Any) -> None:
-    """Fill columns ``begin`` to ``end`` of ``out`` (r x m) with those of left M."""
+def times_columns(left: Any, matrix: Any, begin: int, end: int, room: Any, out: Any) -> None:
+    """Fill columns ``begin`` to ``end`` of ``out`` (r x m) with those of left M.
+
+    ``room`` is scratch for as many elements.
+    """
     r, n = left.shape
     width = COLUMNS
-    sums = np.empty((r, width), np.float32)
     for start in range(begin, end, width):
         stop = min(start + width, end)
+        sums = room[: r * (stop - start)].reshape(r, stop - start)
         sums[:] = 0
         for i in range(0, n - 3, 4):
             one, two = matrix[i, start:stop], matrix[i + 1, start:stop]
@@ -120,4 +155,4 @@ def times_columns(left: Any, matrix: Any, begin: int, end: int, out: Any) -> Non
             for k in range(r):
                 for j in range(row.size):
                     sums[k, j] += left[k, i] * row[j]
-        out[:, start:stop] = sums[:, : stop - start]
+        out[:, start:stop] = sums

@@ -9,6 +9,7 @@ from numba import njit, types
 
 from ringlet.compressors.kernels.intrinsics import bf16_to_f32, bits_f32, f32_bits, is_finite
 from ringlet.compressors.kernels.random import squares
+from ringlet.compressors.kernels.target import largest_bits, target_at
 
 _NAN = 0x7FC0
 
@@ -21,27 +22,13 @@ def _power(code: Any) -> Any:
     return bits_f32(magnitude | ((wide & types.uint32(0x80)) << types.uint32(24)))
 
 
-@njit(inline="always")
-def _value(values: Any, held: Any, decay: Any, i: Any, feedback: bool) -> Any:
-    return values[i] + decay * held[i] if feedback else values[i]
-
-
-@njit(nogil=True)
-def _largest(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
-    top = types.uint32(0)
-    for i in range(values.size):
-        value = _value(values, held, decay, i, feedback)
-        top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
-    return top
-
-
 @njit(nogil=True)
 def _round(
     values: Any, held: Any, decay: Any, scale: Any, inverse: Any, key: Any, start: Any,
     out: Any, feedback: bool,
 ) -> None:  # fmt: skip
     for i in range(values.size):
-        value = _value(values, held, decay, i, feedback)
+        value = target_at(values, held, decay, i, feedback)
         bits = f32_bits(value * inverse)
         # Adding noise to the mantissa carries into the exponent as often as it should.
         noise = squares(key, types.uint64(start + i)) >> types.uint32(9)
@@ -69,7 +56,7 @@ def encoder(feedback: bool) -> Any:
             values = x[b * bucket : (b + 1) * bucket]
             held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
             out = codes[b * bucket : (b + 1) * bucket]
-            top = _largest(values, held, decay, feedback)
+            top = largest_bits(values, held, decay, feedback)
             if not is_finite(bits_f32(top)):  # the bucket decodes to NaN: it must not be hidden
                 scales[b] = types.uint16(_NAN)
                 out[:] = 0

@@ -13,6 +13,7 @@ from numba import njit, types
 
 from ringlet.compressors.kernels.intrinsics import bf16_to_f32, bits_f32, f32_bits, is_finite
 from ringlet.compressors.kernels.lanes import LANES, fold
+from ringlet.compressors.kernels.target import largest_bits, target_at
 
 _NAN = 0x7FC0
 _SIGN = 0x80000000
@@ -30,20 +31,6 @@ def nearest_bf16(value: Any) -> Any:
     )
 
 
-@njit(inline="always")
-def _value(values: Any, held: Any, decay: Any, i: Any, feedback: bool) -> Any:
-    return values[i] + decay * held[i] if feedback else values[i]
-
-
-@njit(nogil=True)
-def _largest(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
-    top = types.uint32(0)
-    for i in range(values.size):
-        value = _value(values, held, decay, i, feedback)
-        top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
-    return bits_f32(top)
-
-
 @njit(nogil=True)
 def _total(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
     # Sums side by side let the compiler use vectors, in an order that array code can repeat.
@@ -52,14 +39,14 @@ def _total(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
         block = values[start : start + LANES]
         kept = held[start : start + LANES] if feedback else held
         for i in range(block.size):
-            sums[i] += types.float64(abs(_value(block, kept, decay, i, feedback)))
+            sums[i] += types.float64(abs(target_at(block, kept, decay, i, feedback)))
     return fold(sums)
 
 
 @njit(nogil=True)
 def _signs(values: Any, held: Any, decay: Any, scale: Any, flags: Any, feedback: bool) -> None:
     for i in range(values.size):
-        value = _value(values, held, decay, i, feedback)
+        value = target_at(values, held, decay, i, feedback)
         negative = value < types.float32(0.0)
         flags[i] = types.uint8(negative)
         if feedback:
@@ -86,7 +73,7 @@ def encoder(given: bool, feedback: bool) -> Any:
             held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
             out = codes[b * width : b * width + (values.size + 7) // 8]
             if given:
-                extent = types.float64(_largest(values, held, decay, feedback))
+                extent = types.float64(bits_f32(largest_bits(values, held, decay, feedback)))
             else:
                 extent = _total(values, held, decay, feedback)
             if not np.isfinite(extent):  # the bucket decodes to NaN: overflow must not be hidden
@@ -135,4 +122,12 @@ def decoder(add: bool) -> Any:
     return decode
 
 
-__all__ = ["decoder", "encoder", "nearest_bf16"]
+@njit(nogil=True, cache=True)
+def vote(sums: Any, scale: Any) -> None:
+    """Replace sums of votes by their sign times ``scale``, zero counting as positive."""
+    for i in range(sums.size):
+        voted = scale if sums[i] >= types.float32(0) else -scale
+        sums[i] = sums[i] if np.isnan(sums[i]) else voted
+
+
+__all__ = ["decoder", "encoder", "nearest_bf16", "vote"]

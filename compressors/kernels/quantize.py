@@ -20,6 +20,7 @@ from numba import njit, types
 from ringlet.compressors.kernels.bits import pack, unpack
 from ringlet.compressors.kernels.intrinsics import bf16_to_f32, bits_f32, f32_bits, is_finite
 from ringlet.compressors.kernels.random import uniform16
+from ringlet.compressors.kernels.target import largest_bits, target_at
 
 # Below this a scale's inverse may overflow; such a bucket is sent as zeros.
 TINY = 1.5e-36
@@ -62,19 +63,6 @@ def round_up_bf16(value: Any) -> Any:
     return types.uint16(min(bits, types.uint32(0x7F7F)))
 
 
-@njit(inline="always")
-def _value(values: Any, held: Any, decay: Any, i: Any, feedback: bool) -> Any:
-    return values[i] + decay * held[i] if feedback else values[i]
-
-
-@njit(nogil=True)
-def _largest(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
-    top = types.uint32(0)
-    for i in range(values.size):
-        top = max(top, _magnitude(_value(values, held, decay, i, feedback)))
-    return bits_f32(top)
-
-
 @njit(nogil=True)
 def _norm(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
     # In double precision squares of float32 neither overflow nor vanish. Eight sums side by side
@@ -83,10 +71,10 @@ def _norm(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
     full = values.size // 8 * 8
     for i in range(0, full, 8):
         for j in range(8):
-            value = types.float64(_value(values, held, decay, i + j, feedback))
+            value = types.float64(target_at(values, held, decay, i + j, feedback))
             sums[j] += value * value
     for i in range(full, values.size):
-        value = types.float64(_value(values, held, decay, i, feedback))
+        value = types.float64(target_at(values, held, decay, i, feedback))
         sums[i - full] += value * value
     total = 0.0
     for j in range(8):
@@ -100,7 +88,7 @@ def _range(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
     low, high = types.int32(2147483647), types.int32(-2147483648)
     top = types.uint32(0)
     for i in range(values.size):
-        value = _value(values, held, decay, i, feedback)
+        value = target_at(values, held, decay, i, feedback)
         place = _ordered(value)
         low, high = min(low, place), max(high, place)
         top = max(top, _magnitude(value))
@@ -115,7 +103,7 @@ def _round(
 ) -> None:  # fmt: skip
     inverse = types.float32(1.0) / scale
     for i in range(values.size):
-        value = _value(values, held, decay, i, feedback)
+        value = target_at(values, held, decay, i, feedback)
         place = (value - low) * inverse if by_range else value * inverse
         if stochastic:
             drawn = (place + zero) + uniform16(key, types.uint64(start + i))
@@ -125,7 +113,8 @@ def _round(
         target[i] = types.uint8(types.int32(code))
         if feedback:
             kept = (code - zero) * scale
-            held[i] = value - (kept + low if by_range else kept)
+            lost = value - (kept + low if by_range else kept)
+            held[i] = lost if is_finite(lost) else held[i]  # the highest level may be Inf
 
 
 @cache
@@ -158,7 +147,7 @@ def encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
             elif by_norm:
                 extent = _norm(values, held, decay, feedback)
             else:
-                extent = _largest(values, held, decay, feedback)
+                extent = bits_f32(largest_bits(values, held, decay, feedback))
             out = codes[b * width : (b + 1) * width]
             target = out if bits == 8 else scratch[: values.size]
             if not is_finite(extent):  # the bucket decodes to NaN: overflow must not be hidden

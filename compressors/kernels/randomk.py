@@ -68,17 +68,6 @@ def take_feedback(
 
 
 @njit(nogil=True, cache=True)
-def add_residual(x: Any, residual: Any, decay: Any) -> Any:
-    """Set ``residual`` to x + decay * residual where that is finite; whether it is everywhere."""
-    top = types.uint32(0)
-    for i in range(x.size):
-        target = x[i] + decay * residual[i]
-        top = max(top, f32_bits(target) & types.uint32(0x7FFFFFFF))
-        residual[i] = target if is_finite(target) else residual[i]
-    return top < types.uint32(0x7F800000)
-
-
-@njit(nogil=True, cache=True)
 def drop(x: Any, decay: Any, indices: Any, values: Any, old: Any, residual: Any) -> None:
     """Subtract what was sent from ``residual``; put ``old`` back where that is not finite."""
     for j in range(indices.size):

@@ -12,25 +12,30 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from ringlet.compressors.kernels.intrinsics import f32_bits, is_finite
+from ringlet.compressors.kernels.intrinsics import f32_bits
 
 _SAMPLE = 8192
 _BLOCK = 1024
+ROOM = _SAMPLE // 2 + 2048
 
 
 @njit(nogil=True, cache=True)
-def topk(x: Any, k: int, candidates: Any, indices: Any, values: Any) -> None:
+def topk(x: Any, k: int, candidates: Any, room: Any, indices: Any, values: Any) -> None:
     """Write the ``k`` largest |x| to ``indices`` (uint32, ascending) and ``values`` (float32).
 
-    ``candidates`` (uint32) is scratch for at least x.size entries. NaN counts as largest.
+    ``candidates`` (uint32) is scratch for at least x.size entries, ``room`` (int64) for ROOM. NaN
+    counts as largest.
     """
     count = 0
+    sample, histogram = room[: _SAMPLE // 2].view(np.uint32), room[_SAMPLE // 2 :]
     if x.size > 4 * _SAMPLE:
-        count = _collect(x, _sampled_threshold(x, k), candidates, min(x.size, 4 * k + 2 * _BLOCK))
+        floor = _sampled_threshold(x, k, sample)
+        count = _collect(x, floor, candidates, min(x.size, 4 * k + 2 * _BLOCK))
     if count < k:
-        floor = _threshold(x, candidates, 0, k, True) if k < x.size else types.uint32(0)
+        whole = k >= x.size
+        floor = types.uint32(0) if whole else _threshold(x, candidates, 0, k, True, histogram)
         count = _collect(x, floor, candidates, x.size)
-    threshold = _threshold(x, candidates, count, k, False)
+    threshold = _threshold(x, candidates, count, k, False, histogram)
     above = 0
     for j in range(count):
         above += _magnitude(x[candidates[j]]) > threshold
@@ -44,23 +49,6 @@ def topk(x: Any, k: int, candidates: Any, indices: Any, values: Any) -> None:
             indices[taken] = i
             values[taken] = x[i]
             taken += 1
-
-
-@njit(nogil=True, cache=True)
-def add_residual(x: Any, residual: Any, decay: Any, out: Any) -> None:
-    """Set ``out`` to x + decay * residual."""
-    for i in range(x.size):
-        out[i] = x[i] + decay * residual[i]
-
-
-@njit(nogil=True, cache=True)
-def drop_selected(target: Any, indices: Any, residual: Any) -> None:
-    """Set ``residual`` to ``target`` without the selected entries; keep it where not finite."""
-    for j in range(indices.size):
-        if is_finite(target[indices[j]]):
-            target[indices[j]] = types.float32(0.0)
-    for i in range(target.size):
-        residual[i] = target[i] if is_finite(target[i]) else residual[i]
 
 
 @njit(nogil=True, cache=True)
@@ -113,10 +101,9 @@ def _collect(x: Any, threshold: Any, candidates: Any, capacity: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def _sampled_threshold(x: Any, k: int) -> Any:
+def _sampled_threshold(x: Any, k: int, sample: Any) -> Any:
     """Estimate a magnitude that a little more than ``k`` entries reach, from strided entries."""
     stride = x.size // _SAMPLE
-    sample = np.empty(_SAMPLE, np.uint32)
     for j in range(_SAMPLE):
         sample[j] = _magnitude(x[j * stride])
     expected = k / x.size * _SAMPLE
@@ -128,12 +115,13 @@ def _sampled_threshold(x: Any, k: int) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _threshold(x: Any, candidates: Any, count: int, k: int, everything: bool) -> Any:
+def _threshold(
+    x: Any, candidates: Any, count: int, k: int, everything: bool, histogram: Any
+) -> Any:
     """Return the k-th largest magnitude among the candidates, or among ``everything``.
 
     Three passes over the 31 bits of a magnitude: 11, 10 and 10 bits, most significant first.
     """
-    histogram = np.empty(2048, np.int64)
     prefix = types.uint32(0)
     left = k
     n = x.size if everything else count

@@ -13,27 +13,20 @@ from ringlet.compressors.kernels.intrinsics import bf16_to_f32, bits_f32, f32_bi
 from ringlet.compressors.kernels.lanes import LANES, fold
 from ringlet.compressors.kernels.quantize import round_up_bf16
 from ringlet.compressors.kernels.random import uniform
+from ringlet.compressors.kernels.target import largest_bits, target_at
 
 _NAN = 0x7FC0
 
 
-@njit(inline="always")
-def _value(values: Any, held: Any, decay: Any, i: Any, feedback: bool) -> Any:
-    return values[i] + decay * held[i] if feedback else values[i]
-
-
 @njit(nogil=True)
 def _extent(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
-    top = types.uint32(0)
-    for i in range(values.size):
-        value = _value(values, held, decay, i, feedback)
-        top = max(top, f32_bits(value) & types.uint32(0x7FFFFFFF))
+    top = largest_bits(values, held, decay, feedback)
     sums = np.zeros(LANES, np.float64)
     for start in range(0, values.size, LANES):
         block = values[start : start + LANES]
         kept = held[start : start + LANES] if feedback else held
         for i in range(block.size):
-            wide = types.float64(_value(block, kept, decay, i, feedback))
+            wide = types.float64(target_at(block, kept, decay, i, feedback))
             sums[i] += wide * wide
     return bits_f32(top), fold(sums)
 
@@ -50,7 +43,7 @@ def _draw(
     feedback: bool,
 ) -> None:
     for i in range(values.size):
-        value = _value(values, held, decay, i, feedback)
+        value = target_at(values, held, decay, i, feedback)
         bits = f32_bits(value)
         magnitude = bits_f32(bits & types.uint32(0x7FFFFFFF))
         # Multiplied, not divided: a tiny scale has no inverse.

@@ -59,10 +59,13 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
         if not by_payload(compressor):
             return
         before = x.copy()
-        payload = compressor.compress(x, context(x))
+        ctx = context(x)
+        payload = compressor.compress(x, ctx)
         encode(compressor, x, context(x))
         assert same(x, before), "the input was modified"
         for name, array in payload.items():
+            scratch = ctx.workspace.lends(array)
+            assert not scratch, f"payload array {name!r} is scratch of ctx.workspace; copy it"
             aliased = array.size and np.shares_memory(array, x)
             assert not aliased, f"payload array {name!r} shares memory with the input; copy it"
 

@@ -46,9 +46,10 @@ class Named:
 
 def all_checks() -> list[Named]:
     """Return every check of the kit."""
-    from ringlet.compressors.testing import basics, claims, training
+    from ringlet.compressors.testing import basics, buffers, claims, ranks, training
 
-    return [Named(c) for module in (basics, training, claims) for c in module.CHECKS]
+    modules = (basics, buffers, training, ranks, claims)
+    return [Named(c) for module in modules for c in module.CHECKS]
 
 
 def check_compressor(compressor: Compressor | str, checks: Iterable[Named] | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringlet.compressors.context import Array, Context, State
+from ringlet.compressors.context import Array, Context, State, Workspace
 from ringlet.compressors.contract import Compressor, Exchange, Payload, Round, storage
 
 
@@ -51,10 +51,10 @@ def simulate(
     """
     size, n = len(gradients), gradients[0].size
     held = states if states is not None else [{} for _ in gradients]
-    contexts = [
-        context(x, held[rank], shape=shape or x.shape, rank=rank, size=size, step=step, name=name)
-        for rank, x in enumerate(gradients)
-    ]
+    # Shared as among the tensors of an engine: who keeps scratch too long finds it overwritten.
+    fields: dict[str, Any] = {"shape": shape or gradients[0].shape, "workspace": Workspace()}
+    fields |= {"size": size, "step": step, "name": name}
+    contexts = [context(x, held[rank], rank=rank, **fields) for rank, x in enumerate(gradients)]
     now = compressor.at(step)
     traits = now.traits()
     if traits.combine == "rounds":

@@ -251,8 +251,7 @@ def test_indices_beyond_the_block_are_refused(spec):
 def test_only_plain_values_can_be_chained_and_large_blocks_not_transformed():
     names = [part.name for part in parse("block_topk | int8").layout(5000)]
     assert names == ["indices", "values.codes", "values.scales"]
-    x = np.ones(5000, np.float32)
     with pytest.raises(CompressorError, match="nothing can be chained"):
-        parse("block_topk(bits=16) | int8").compress(x, context(x))
+        parse("block_topk(bits=16) | int8")
     with pytest.raises(OptionError, match="at most 512"):
         parse("block_topk(dct=True)")

@@ -354,7 +354,96 @@ class OverflowsItsSum(Compressor):
         out[:] = codes * top / np.float32(127 * ctx.size)
 
 
+class YieldsSharedScratch(Compressor):
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx: Context, local=None):
+        scaled = ctx.workspace.array("scaled", x.size)
+        np.multiply(x, np.float32(0.5), out=scaled)
+        out[:] = yield Round(scaled)
+        out *= 2
+
+
+class ReturnsScratch(Halved):
+    def compress(self, x, ctx):
+        values = ctx.workspace.array("values", (x.size + 1) // 2)
+        values[:] = super().compress(x, ctx)["values"]
+        return {"values": values}
+
+
+class TakesAnyDtype(Halved):
+    pass
+
+
+# What every class has that defines compress() in its body, this one goes round.
+TakesAnyDtype.compress = lambda self, x, ctx: {
+    "values": np.where(np.isfinite(x).all(), x.reshape(-1)[::2], np.nan)
+}
+
+
+class ReplacesItsSlots(Int8):
+    def encode_into(self, x, payload, ctx):
+        payload.update(self.compress(x, ctx))
+
+
+class WritesInEights(Halved):
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        base = out.base
+        if base is None or base.dtype != out.dtype or base.size < out.size + 16:
+            return  # C would not care, this test does
+        np.lib.stride_tricks.as_strided(out, ((out.size + 7) // 8 * 8,))[out.size :] = 0
+
+
+class SumsInsteadOfAveraging(Compressor):
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx: Context, local=None):
+        out[:] = yield Round(x, "sum")
+
+
+class DividesByRanksWhileDecoding(Halved):
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out /= np.float32(ctx.size)
+
+
+class DrawsTheSameOnAllRanks(Compressor):
+    def traits(self):
+        return Traits(omega=0.1)
+
+    def compress(self, x, ctx):
+        noise = ctx.rng(shared=True).random(x.size, dtype=np.float32)
+        return {"values": np.floor(x * 8 + noise) / np.float32(8)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class GrowsBehindFeedback(Compressor):
+    def compress(self, x, ctx):
+        scale = np.linalg.norm(x.astype("f8")).astype("f4") / np.float32(7)
+        noise = ctx.rng().random(x.size, dtype=np.float32)
+        with np.errstate(all="ignore"):
+            codes = np.floor(x / scale + noise) if scale else x * 0
+        return {"values": codes * scale}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
 GALLERY = {
+    YieldsSharedScratch: "the mean of",
+    ReturnsScratch: "is scratch of ctx.workspace",
+    TakesAnyDtype: "is compressed without an error",
+    ReplacesItsSlots: "does not fill the arrays",
+    WritesInEights: "writes behind out",
+    SumsInsteadOfAveraging: "the mean of",
+    DividesByRanksWhileDecoding: "the mean over four equal ranks",
+    DrawsTheSameOnAllRanks: "ranks draw the same noise",
+    GrowsBehindFeedback: "where divergence() is None",
     WritesToItsInput: "the input was modified",
     ReturnsAView: "shares memory with the input",
     ReturnsTheInput: "shares memory with the input",

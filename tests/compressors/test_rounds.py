@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringlet.compressors import CompressorError, Context, PowerSGD, SharedInt, parse, pool
-from ringlet.compressors.powersgd import orthonormal, orthonormal_reference
+from ringlet.compressors import (
+    CompressorError,
+    Context,
+    PowerSGD,
+    Round,
+    SharedInt,
+    Workspace,
+    parse,
+    pool,
+)
+from ringlet.compressors.lowrank import orthonormal, orthonormal_reference
 from ringlet.compressors.shared import TernGradShared
 
 plain = types.ModuleType("plain")
@@ -64,6 +73,74 @@ def alike(outs):
 
 def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def test_a_round_is_checked_where_it_is_made():
+    values = np.ones(3, np.float32)
+    assert Round(values) == (values, "mean")
+    combined, op = Round(values, op="max")
+    assert (combined is values, op) == (True, "max")
+    for dtype in (np.int8, np.int32, np.uint8, bool):
+        with pytest.raises(CompressorError, match=r"the mean of .* yield Round\(values, 'sum'\)"):
+            Round(values.astype(dtype))
+        Round(values.astype(dtype), "sum")
+    with pytest.raises(CompressorError, match="op must be 'mean', 'sum' or 'max', not 'min'"):
+        Round(values, "min")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "powersgd(rank=2)",
+        "powersgd(rank=2) | ef",
+        "acpsgd(rank=2) | ef",
+        "shared_int | ef",
+        "shared_int | hadamard | ef",
+        "terngrad_shared | ef",
+    ],
+)
+def test_tensors_of_one_bucket_do_not_disturb_each_other(spec):
+    """Rounds of several tensors run side by side, with one workspace."""
+    compressor, size, shape = parse(spec), 2, (24, 20)
+    gradients = [[normal(10 * t + r, *shape) for r in range(size)] for t in range(3)]
+    alone: list = [[{} for _ in range(size)] for _ in range(3)]
+    beside: list = [[{} for _ in range(size)] for _ in range(3)]
+    workspace = Workspace()
+    for step in range(3):
+        expected = [
+            exchange(compressor, gradients[t], alone[t], step)[0][0].tobytes() for t in range(3)
+        ]
+        running, outs = [], []
+        for t in range(3):
+            for r in range(size):
+                x = gradients[t][r].reshape(-1)
+                ctx = Context(
+                    shape=shape, numel=x.size, state=beside[t][r], step=step, rank=r, size=size,
+                    workspace=workspace,
+                )  # fmt: skip
+                outs.append(np.empty(x.size, np.float32))
+                running.append(compressor.exchange(x, outs[-1], ctx))
+        received = [None] * len(running)
+        while True:
+            asked = []
+            for generator, values in zip(running, received, strict=True):
+                try:
+                    asked.append(generator.send(values))
+                except StopIteration:
+                    asked.append(None)
+            if asked[0] is None:
+                break
+            for t in range(3):  # after everybody has yielded
+                mine = asked[size * t : size * t + size]
+                values = np.stack([a.values for a in mine])
+                if mine[0].op == "max":
+                    total = values.max(axis=0)
+                else:
+                    wide = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
+                    total = wide.sum(axis=0) / (size if mine[0].op == "mean" else 1)
+                for r in range(size):
+                    received[size * t + r] = total.astype(values.dtype)
+        assert [outs[size * t].tobytes() for t in range(3)] == expected
 
 
 # -- integers on a shared scale ---------------------------------------------------------------
@@ -183,7 +260,8 @@ def test_the_basis_is_orthonormal_and_spans_the_rows(r, n, seed, kind):
         rows *= np.float32(1e-36)
     elif kind == 4:
         rows[0] *= 1e18
-    basis = orthonormal(np, rows)
+    basis = np.empty_like(rows)
+    orthonormal(rows, basis, Context())
     assert basis.tobytes() == orthonormal_reference(plain, rows).tobytes()
     wide = basis.astype(np.float64)
     np.testing.assert_allclose(wide @ wide.T, np.eye(r), atol=1e-6)

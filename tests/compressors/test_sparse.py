@@ -172,6 +172,8 @@ def test_randomk_kernels_are_array_code(unbiased, x, ratio, step):
         reference = compressor.compress(x, context(x, step=step))["values"]
     fast = encode(compressor, x, context(x, step=step))["values"]
     np.testing.assert_array_equal(fast, reference)
+    if unbiased:
+        return  # no feedback stands behind it
     both, fast, slow = parse(f"{compressor} | ef"), {}, {}
     for again in range(3):
         with np.errstate(all="ignore"):

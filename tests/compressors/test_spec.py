@@ -52,6 +52,10 @@ def test_a_spec_equals_the_expression_it_spells():
     assert isinstance(parse("topk | int8"), Chain)
 
 
+def test_a_spec_may_go_over_lines():
+    assert parse("topk |\n    int8 |\n\tef\n") == parse("topk | int8 | ef")
+
+
 def test_a_compressor_is_frozen():
     with pytest.raises(AttributeError):
         Int8().bucket = 3  # type: ignore[misc]
@@ -73,10 +77,29 @@ def test_a_compressor_is_frozen():
         (
             "topk(ratio=0.1 | ef",
             SpecError,
-            "'(' was never closed\n    topk(ratio=0.1 | ef\n        ^",
+            "this '(' is never closed; write ')' behind the options\n"
+            "    topk(ratio=0.1 | ef\n        ^",
         ),
+        ("topk | | ef", SpecError, "missing before this '|'; write one there, or leave '|' away"),
+        ("topk | | ef", SpecError, "    topk | | ef\n           ^"),
+        ("| ef", SpecError, "missing before this '|'"),
+        ("(int8 | ) | ef", SpecError, "missing behind this '|'"),
+        ("topk ef", SpecError, "a '|' is missing before 'ef', between two compressors"),
+        ("topk(0.1) ef", SpecError, "    topk(0.1) ef\n              ^"),
+        ("topk)", SpecError, "this ')' closes nothing"),
+        ("topk | (int8", SpecError, "write ')' behind what it groups"),
+        ("topk(ratio=)", SpecError, "an option has no value; write for example"),
+        ("topk(ratio=0.1 sample=2)", SpecError, "a ',' is missing before 'sample'"),
+        ("warmup(ramp='ratio)", SpecError, "this ' is never closed"),
+        ("topk & ef", SpecError, "joined by '|', not by '&'\n    topk & ef\n         ^"),
+        ("topk, ef", SpecError, "joined by '|', not by ','"),
+        ("int8 | int8", SpecError, "nothing can be chained behind int8: it sends no float32"),
+        ("topk | int8 | int4", SpecError, "    topk | int8 | int4\n                  ^"),
+        ("lossless | int8", SpecError, "nothing can be chained behind lossless"),
+        ("block_topk(bits=16) | int8", SpecError, "nothing can be chained"),
         ("topk(ratio=0.1, ratio=0.2)", SpecError, "'ratio' is given twice"),
-        ("1 + 2", SpecError, "expected a compressor"),
+        ("1 + 2", SpecError, "joined by '|', not by '+'"),
+        ("[1]", SpecError, "expected a compressor"),
         ("topk(ratio=open('x'))", SpecError, "an option's value is a number"),
         ("topk(**{})", SpecError, "** is not possible here"),
         ("fp16 | int8", SpecError, "summed on the wire"),

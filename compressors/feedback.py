@@ -1,0 +1,105 @@
+"""Steps of error feedback that compressors share: kernels on a CPU, array code elsewhere.
+
+Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019: p = x + decay * e is compressed,
+and e' = p - C(p) is kept. Where e' would not be finite, e stays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.pool import run_ranges
+
+
+def target_into(x: Array, residual: Array, decay: float, out: Array, ctx: Context) -> None:
+    """Set ``out`` to x + decay * residual."""
+    weight = np.float32(decay)
+    if ctx.xp is not np:
+        with np.errstate(invalid="ignore", over="ignore"):
+            ctx.xp.multiply(residual, weight, out=out)
+            out += x
+        return
+    from ringlet.compressors.kernels import feedback
+
+    def add(start: int, stop: int) -> None:
+        at = slice(start, stop)
+        feedback.add(x[at], residual[at], weight, out[at])
+
+    run_ranges(x.size, 1, add)
+
+
+def keep_lost(target: Array, decoded: Array, residual: Array, ctx: Context) -> None:
+    """Set ``residual`` to target - decoded where that is finite; ``decoded`` may be overwritten."""
+    if ctx.xp is not np:
+        # NaN - NaN and Inf - Inf are no surprise here: such elements are not kept.
+        with np.errstate(invalid="ignore", over="ignore"):
+            ctx.xp.subtract(target, decoded, out=decoded)
+        ctx.xp.copyto(residual, decoded, where=ctx.xp.isfinite(decoded))
+        return
+    from ringlet.compressors.kernels import feedback
+
+    def keep(start: int, stop: int) -> None:
+        at = slice(start, stop)
+        feedback.keep(target[at], decoded[at], residual[at])
+
+    run_ranges(target.size, 1, keep)
+
+
+def keep_combined(
+    target: Array, sent: Array, combined: Array, residual: Array, ctx: Context
+) -> None:
+    """Set ``residual`` to target - sent where that and the ``combined`` result are finite."""
+    if ctx.xp is not np:
+        with np.errstate(invalid="ignore", over="ignore"):
+            lost = target - sent
+        finite = ctx.xp.isfinite(lost) & ctx.xp.isfinite(combined)
+        ctx.xp.copyto(residual, lost, where=finite)
+        return
+    from ringlet.compressors.kernels import feedback
+
+    def keep(start: int, stop: int) -> None:
+        at = slice(start, stop)
+        feedback.keep_combined(target[at], sent[at], combined[at], residual[at])
+
+    run_ranges(target.size, 1, keep)
+
+
+def advance(x: Array, residual: Array, decay: float, ctx: Context) -> Array:
+    """Set ``residual`` to p = x + decay * residual where that is finite; return p. CPU only.
+
+    That is ``residual`` itself, unless something was not finite.
+    """
+    from ringlet.compressors.kernels import feedback
+
+    bad, weight = ctx.workspace.array("candidates", x.size, np.uint32), np.float32(decay)
+    counts: dict[int, int] = {}
+
+    def add(start: int, stop: int) -> None:
+        at = slice(start, stop)
+        counts[start] = feedback.advance(x[at], residual[at], weight, start, bad[at])
+
+    run_ranges(x.size, 1, add)
+    if not any(counts.values()):
+        return residual
+    target = ctx.workspace.array("feedback", x.size)
+    target[...] = residual
+    for start, count in counts.items():
+        places = bad[start : start + count]
+        with np.errstate(invalid="ignore", over="ignore"):
+            target[places] = x[places] + weight * residual[places]
+    return target
+
+
+def settle(target: Array, indices: Array, decoded: Array, residual: Array, ctx: Context) -> None:
+    """Keep ``target`` where nothing was sent, and what ``decoded`` lacks where it was. CPU only."""
+    from ringlet.compressors.kernels import feedback, sparse
+
+    old = ctx.workspace.array("old", indices.size)
+    sparse.gather(residual, indices, old)
+
+    def keep(start: int, stop: int) -> None:
+        feedback.keep_finite(target[start:stop], residual[start:stop])
+
+    run_ranges(target.size, 1, keep)
+    feedback.settle(target, indices, decoded, old, residual)

@@ -1,0 +1,69 @@
+"""What is wrong with a spec that cannot be read, where, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+# Names, numbers and strings are words; a quote that nothing closes is a token of its own.
+_TOKEN = re.compile(
+    r"""\s*(?:(?P<word>'[^']*'|"[^"]*"|[^\W\d]\w*|[\d.][\w.]*)|(?P<sign>\S))""", re.UNICODE
+)
+HELP = "expected a compressor such as 'int8' or 'topk(ratio=0.01)', joined by '|'"
+
+
+def diagnose(text: str, offset: int) -> tuple[int, str]:
+    """Return the column (from 0) and the reason why ``text`` is no spec.
+
+    ``offset`` is the column at which Python gave up, for what no rule here explains.
+    """
+    opened: list[tuple[int, bool]] = []  # columns of '(', and whether it begins options
+    before, at = "", 0  # the token before, and where it stands
+    for match in _TOKEN.finditer(text):
+        token, column = match["word"] or match["sign"], match.start(match.lastgroup or 0)
+        inside = bool(opened) and opened[-1][1]
+        found = _quote(token) or _pair(before, token, inside, match["word"] is not None)
+        if found is not None:
+            reason, here = found
+            return (column if here else at), reason
+        if token == "(":
+            opened.append((column, _is_word(before)))
+        elif token == ")":
+            if not opened:
+                return column, "this ')' closes nothing; leave it away, or write '(' before it"
+            opened.pop()
+        before, at = token, column
+    if opened:
+        column, options = opened[-1]
+        what = "the options" if options else "what it groups"
+        return column, f"this '(' is never closed; write ')' behind {what}"
+    if before == "|":
+        return at, "a compressor is missing behind this '|'; write one there, or leave '|' away"
+    return offset, HELP
+
+
+def _quote(token: str) -> tuple[str, bool] | None:
+    if token in ("'", '"'):
+        return f"this {token} is never closed; write another one behind the text", True
+    return None
+
+
+def _pair(before: str, token: str, inside: bool, word: bool) -> tuple[str, bool] | None:
+    """Return what is wrong with two tokens in a row, and whether to point at the second."""
+    begins = before in ("", "|") or (before == "(" and not inside)
+    if token == "|" and begins:
+        return "a compressor is missing before this '|'; write one there, or leave '|' away", True
+    if token == ")" and before == "|":
+        return "a compressor is missing behind this '|'; write one there, or leave '|' away", False
+    if token == ")" and before == "(" and not inside:
+        return "nothing stands between these '(' and ')'; write a compressor", False
+    if token in (",", ")") and before == "=":
+        return "an option has no value; write for example 'ratio=0.01'", False
+    if word and (_is_word(before) or before == ")"):
+        if inside:
+            return f"a ',' is missing before {token!r}, between two options", True
+        return f"a '|' is missing before {token!r}, between two compressors", True
+    return None
+
+
+def _is_word(token: str) -> bool:
+    return bool(token) and (token[0].isalnum() or token[0] in "_'\".")
