@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringlet.as_horovod import install_as_horovod
     from ringlet.ring.launch import run
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "run"]
+__all__ = ["__version__", "install_as_horovod", "run"]
 
-_LAZY = {"run": "ringlet.ring.launch"}
+_LAZY = {"install_as_horovod": "ringlet.as_horovod", "run": "ringlet.ring.launch"}
 
 
 def __getattr__(name: str) -> Any:

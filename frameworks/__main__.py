@@ -10,21 +10,27 @@ from importlib import import_module
 from typing import NoReturn
 
 from ringlet import __version__
+from ringlet.ring.errors import RingError
 
 # A sub-command is a line: its name, the module with `add_arguments(parser)` and
 # `main(options) -> int`, and what it does. Only the module that is needed is imported.
 COMMANDS = {
-    "run": ("ringlet.ring.launch.cli", "start a program on several ranks of this machine"),
+    "run": ("ringlet.ring.launch.cli", "start a program on several ranks, on one or more hosts"),
+    "doctor": ("ringlet.doctor", "say what is installed, and what the network can do"),
     "check": ("ringlet.compressors.testing.cli", "check whether a compressor is what it claims"),
     "new": ("ringlet.compressors.testing.scaffold", "make a package for a compressor of your own"),
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser whose errors are one line, with what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` on the standard error and exit with code 2."""
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        options = [word for action in self._actions for word in action.option_strings]
+        if unknown and (near := difflib.get_close_matches(unknown, options, 1)):
+            message += f"; did you mean {near[0]}?"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -53,7 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = import_module(COMMANDS[name][0])
     command = Parser(prog=f"ringlet {name}", allow_abbrev=False)
     module.add_arguments(command)
-    code: int = module.main(command.parse_args(given[1:]))
+    try:
+        options = command.parse_args(given[1:])
+    except RingError as error:
+        command.error(str(error))
+    code: int = module.main(options)
     return code
 
 

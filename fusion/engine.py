@@ -77,6 +77,11 @@ class Engine:
         """What was counted since the start, or ``reset_stats``."""
         return self._participant.stats
 
+    @property
+    def states(self) -> dict[Hashable, State]:
+        """What compressors remember of tensors that are submitted one by one, by request key."""
+        return self._participant.states
+
     def reset_stats(self) -> None:
         """Start counting anew."""
         self._participant.stats = Stats()

@@ -62,10 +62,12 @@ class Coordinator:
         except (LookupError, ValueError, TypeError) as error:
             return [m.BROKEN + dumps(f"rank {rank} sent a message that makes no sense: {error!r}")]
 
-    def on_lost(self, rank: int) -> list[bytes]:
+    def on_lost(
+        self, rank: int, why: str = "its connection closed without a goodbye"
+    ) -> list[bytes]:
         """Tell everybody that ``rank`` went away without a goodbye."""
         waiting = [name for peers in self._sets.values() for name in peers.waiting()]
-        text = f"rank {rank} is gone: its connection closed without a goodbye"
+        text = f"rank {rank} is gone: {why or 'its connection closed without a goodbye'}"
         return [m.LOST + dumps([rank, text + (f" (waiting: {listed(waiting)})" * bool(waiting))])]
 
     # -- one kind of message each ---------------------------------------------------------------

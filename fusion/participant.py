@@ -57,7 +57,7 @@ class Participant:
         self._cached: dict[int, dict[int, Request]] = {}
         self._ids: dict[Request, int] = {}
         self._members: dict[Hashable, Member] = {}
-        self._states: dict[Hashable, State] = {}
+        self.states: dict[Hashable, State] = {}
         self._plans: OrderedDict[tuple[int, int], Batch] = OrderedDict()
         self._executing: list[Work] = []  # taken, but perhaps not finished
         self._handlers = {
@@ -274,7 +274,7 @@ class Participant:
             returns = ".noname." not in request.name
             state: State = {}
             if returns and not isinstance(compressor, NoCompression):
-                state = self._states.setdefault(request.key, {})
+                state = self.states.setdefault(request.key, {})
             member = self.member(request, compressor, state)
             if returns:
                 self._members[request.key] = member

@@ -74,13 +74,15 @@ class Submissions:
         """Return what is in flight under a name."""
         return self._in_flight.get(key)
 
-    def complete(self, works: Iterable[Work]) -> None:
+    def complete(self, works: Sequence[Work]) -> None:
         """Let the callers of ``works`` go on; their names are free again."""
         with self._lock:
             for work in works:
                 self._forget(work)
                 work.complete()
         self._signal.notify()
+        for work in works:
+            work.tell()
 
     def refuse(self, key: Hashable, error: Exception) -> None:
         """End what is in flight under a name with ``error``."""

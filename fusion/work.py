@@ -51,7 +51,7 @@ class Signal:
 class Handle:
     """The outcome of an operation that is under way."""
 
-    __slots__ = ("_done", "_error", "_signal", "name", "output", "sizes")
+    __slots__ = ("_callbacks", "_done", "_error", "_signal", "name", "output", "sizes")
 
     def __init__(self, name: str, signal: Signal) -> None:
         self.name = name
@@ -60,6 +60,7 @@ class Handle:
         self._signal = signal
         self._done = False
         self._error: Exception | None = None
+        self._callbacks: list[Callable[[], None]] | tuple[()] = ()
 
     def done(self) -> bool:
         """Whether the operation has finished, well or badly."""
@@ -76,11 +77,29 @@ class Handle:
             raise self._error
         return self.output
 
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once the operation is done: now, or on the engine's thread."""
+        self._callbacks = [callback]
+        if self._done:
+            self.tell()
+
     def finish(self, error: Exception | None = None) -> None:
         """Let the waiting caller go on, or raise."""
         self._error = error
         self._done = True
         self._signal.notify()
+        if self._callbacks:
+            self.tell()
+
+    def tell(self) -> None:
+        """Make the call that ``then`` asked for; once, whichever thread gets here first."""
+        callbacks = self._callbacks
+        try:
+            callback = callbacks.pop() if isinstance(callbacks, list) else None
+        except IndexError:
+            return
+        if callback is not None:
+            callback()
 
 
 class Work(Handle):
@@ -103,5 +122,5 @@ class Work(Handle):
         self.compressor = compressor
 
     def complete(self) -> None:
-        """Note that the operation is done; the caller learns of it from the next signal."""
+        """Note that the operation is done; the caller learns of it by ``tell`` and a signal."""
         self._done = True

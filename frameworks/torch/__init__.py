@@ -35,7 +35,9 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.runtime import is_initialized, shutdown
 from ringlet.torch.compression import Compression
+from ringlet.torch.ddp import ddp_hook
 from ringlet.torch.diloco import DiLoCo
+from ringlet.torch.fsdp import compress_fsdp
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.handles import poll, synchronize
 from ringlet.torch.movements import (
@@ -127,10 +129,12 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "compress_fsdp",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "ddp_hook",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -50,8 +50,7 @@ def restore(
         )
     saved_states = given["states"] if given is not None and own else {}
     for name, state in states.items():
-        state.clear()
-        state.update(_to_arrays(saved_states.get(name, {})))
+        _replace(state, _to_arrays(saved_states.get(name, {})))
     step = 0 if given is None else int(given["step"])
     for state in states.values():
         if given is not None and not own:
@@ -90,6 +89,20 @@ def reshard(
 def norm(states: Mapping[str, State]) -> float:
     """Return the Euclidean norm of all residuals."""
     return math.sqrt(sum(_energy(state) for state in states.values()))
+
+
+def _replace(state: State, given: State) -> None:
+    """Make ``state`` equal to ``given``; dicts in it stay the same objects, for they are in use."""
+    for key in state.keys() - given.keys():
+        if isinstance(state[key], dict):
+            _replace(state[key], {})
+        else:
+            del state[key]
+    for key, value in given.items():
+        if isinstance(value, dict):
+            _replace(state.setdefault(key, {}), value)
+        else:
+            state[key] = value
 
 
 def _energy(state: State) -> float:

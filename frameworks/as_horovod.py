@@ -1,0 +1,97 @@
+"""Running Horovod's scripts unchanged: ``import horovod.torch as hvd`` imports Ringlet.
+
+python -m ringlet.as_horovod train.py --epochs 3
+ringlet run -np 4 python -m ringlet.as_horovod train.py --epochs 3
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# What Horovod calls a module, and where Ringlet keeps the same names.
+ALIASES = {
+    "horovod": "ringlet",
+    "horovod.torch": "ringlet.torch",
+    "horovod.torch.mpi_ops": "ringlet.torch",
+    "horovod.torch.functions": "ringlet.torch",
+    "horovod.torch.optimizer": "ringlet.torch",
+    "horovod.torch.sync_batch_norm": "ringlet.torch",
+    "horovod.torch.compression": "ringlet.torch.compression",
+    "horovod.tensorflow": "ringlet.tensorflow",
+    "horovod.tensorflow.keras": "ringlet.tensorflow.keras",
+    "horovod.tensorflow.keras.callbacks": "ringlet.tensorflow.keras.callbacks",
+    "horovod.keras": "ringlet.keras",
+    "horovod.keras.callbacks": "ringlet.keras.callbacks",
+    "horovod.common": "ringlet.process_sets",
+    "horovod.common.process_sets": "ringlet.process_sets",
+    "horovod.common.exceptions": "ringlet.torch",
+    "horovod.runner": "ringlet",
+}
+
+
+class _Aliases(MetaPathFinder, Loader):
+    """Finds ``horovod.*`` in Ringlet."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "horovod" and not name.startswith("horovod."):
+            return None
+        if name not in ALIASES:
+            raise ModuleNotFoundError(
+                f"Ringlet has nothing that stands for {name}; see its README for what it covers",
+                name=name,
+            )
+        return spec_from_loader(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        target = importlib.import_module(ALIASES[name])
+        sys.modules[name] = target
+        parent, _, child = name.rpartition(".")
+        if parent in sys.modules and not hasattr(sys.modules[parent], child):
+            setattr(sys.modules[parent], child, target)
+
+
+def install_as_horovod() -> None:
+    """Let ``import horovod`` and its submodules mean Ringlet, in this process. Idempotent.
+
+    Raises ImportError when Horovod itself is imported already.
+    """
+    if any(isinstance(finder, _Aliases) for finder in sys.meta_path):
+        return
+    if "horovod" in sys.modules:
+        raise ImportError("horovod is imported already; call install_as_horovod() before that")
+    sys.meta_path.insert(0, _Aliases())
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script, or with -m a module, in which ``import horovod`` imports Ringlet."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.exit("usage: python -m ringlet.as_horovod script.py [arguments]")
+    install_as_horovod()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        if len(arguments) < 2 or find_spec(arguments[1]) is None:
+            sys.exit(f"ringlet.as_horovod: there is no module {' '.join(arguments[1:2])!r}")
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    script = Path(arguments[0])
+    if not script.is_file():
+        sys.exit(f"ringlet.as_horovod: there is no script {arguments[0]!r}")
+    sys.argv = arguments
+    sys.path[0] = str(script.parent.resolve())
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

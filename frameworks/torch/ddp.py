@@ -1,0 +1,146 @@
+"""Compression inside DistributedDataParallel: a communication hook.
+
+model = DistributedDataParallel(model)
+model.register_comm_hook(*ringlet.torch.ddp_hook("topk(ratio=0.01) | ef"))
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ringlet.compressors import Compressor
+from ringlet.compressors.context import State
+from ringlet.compressors.routes import Router, Routes, Spec
+from ringlet.fusion import Request
+from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.ring.distributed import TorchCommunicator
+from ringlet.runtime import Runtime, current, init, is_initialized
+from ringlet.torch import residuals
+from ringlet.torch.compression import as_router
+from ringlet.torch.tensors import check, dtype_of, flat
+
+
+class DdpState:
+    """What a hook knows of its model: the compressors, and names for the parameters.
+
+    DDP tells a hook no names. Parameters get theirs from ``named_parameters``, or from the place in
+    which a hook first sees them, which is the same on every rank; both outlast DDP's rebuilding of
+    its buckets. Compressors' memory is kept by name, for each rank alone.
+    """
+
+    def __init__(
+        self,
+        compression: Spec | Routes,
+        named_parameters: Mapping[str, torch.Tensor] | None,
+        runtime: Runtime,
+    ) -> None:
+        self._router: Router = as_router(compression)
+        self._runtime = runtime
+        self._label = runtime.unnamed("ddp").replace(".noname.", ".")
+        self._names: dict[int, str] = {}
+        self._requests: dict[str, tuple[Request, Compressor]] = {}
+        self._seen: list[weakref.ref[torch.Tensor]] = []  # an id is a parameter's while it lives
+        for name, p in (named_parameters or {}).items():
+            self._name(p, name)
+
+    def request(
+        self, p: torch.Tensor, grad: torch.Tensor, place: str
+    ) -> tuple[Request, Compressor]:
+        """Return what is asked for the gradient of ``p``, and its compressor."""
+        name = self._names.get(id(p)) or self._name(p, place)
+        dtype, shape = dtype_of(grad), tuple(grad.shape)
+        known = self._requests.get(name)
+        if known is None or (known[0].dtype, known[0].shape) != (dtype, shape):
+            compressor = self._router(name)
+            full = f"{self._label}.{name}"
+            request = Request(full, "allreduce", dtype, shape, ReduceOp.AVERAGE, str(compressor))
+            known = self._requests[name] = (request, compressor)
+        return known
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
+        return residuals.saved(self._states(), self._runtime.rank, self._runtime.size, 0)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what this rank saved. Warns, and starts anew, if it is another rank's."""
+        for name in state["states"]:
+            self._runtime.engine.states.setdefault(f"{self._label}.{name}", {})
+        residuals.restore(self._states(), state, self._runtime.rank, self._runtime.size)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        return residuals.norm(self._states())
+
+    def _states(self) -> dict[str, State]:
+        start = f"{self._label}."
+        found = self._runtime.engine.states.items()
+        return {k.removeprefix(start): v for k, v in found if str(k).startswith(start)}  # type: ignore[attr-defined]
+
+    def _name(self, p: torch.Tensor, name: str) -> str:
+        self._seen.append(weakref.ref(p))
+        self._names[id(p)] = name
+        return name
+
+
+def ddp_hook(
+    compression: Spec | Routes,
+    named_parameters: Any = None,
+    process_group: Any = None,
+) -> tuple[DdpState, Callable[[DdpState, Any], torch.futures.Future[torch.Tensor]]]:
+    """Return (state, hook) for ``DistributedDataParallel.register_comm_hook``. Collective.
+
+    ``compression`` is a spec, a compressor, or a mapping of name patterns to specs, which needs
+    ``named_parameters`` (``model.named_parameters()``). Where ``ringlet.init`` was not called, the
+    ranks are those of ``process_group`` (default: torch's), which then carries the payloads.
+
+    Gradients accumulate under ``no_sync`` as ever; what fails on one rank raises on all of them.
+    """
+    runtime = current() if is_initialized() else init(comm=_communicator(process_group))
+    state = DdpState(compression, dict(named_parameters or ()) or None, runtime)
+    # A lambda, because DDP compares a hook's annotations with types, and ours are strings.
+    return state, lambda state, bucket: _reduce(state, bucket)
+
+
+def _communicator(process_group: Any) -> Communicator:
+    # Connections of our own: DDP's collectives and the engine's thread must not interleave.
+    group = TorchCommunicator(process_group)
+    own = group.subset(range(group.size))
+    assert own is not None
+    return own
+
+
+def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    buffer = bucket.buffer()
+    check(buffer, "the gradient bucket")
+    items = []
+    for i, (p, grad) in enumerate(zip(bucket.parameters(), bucket.gradients(), strict=True)):
+        request, compressor = state.request(p, grad, f"bucket{bucket.index()}.{i}")
+        # The views are parts of the bucket's buffer, so that the result lies where DDP wants it.
+        items.append((request, flat(grad.contiguous()), None, compressor))
+        if not grad.is_contiguous():
+            raise RuntimeError("DDP handed out a gradient that is no part of its bucket's buffer")
+    handles = current().engine.submit_all(items)
+    left, lock = list(handles), threading.Lock()
+
+    def finished() -> None:
+        with lock:
+            left.pop()
+            if left:
+                return
+        try:
+            for handle in handles:
+                handle.wait()
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(buffer)
+
+    for handle in handles:
+        handle.then(finished)
+    return future

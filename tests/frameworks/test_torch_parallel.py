@@ -1,0 +1,156 @@
+"""Compression inside DistributedDataParallel and FSDP2, beside torch's own reductions."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ringlet.torch as hvd
+
+
+def started():
+    """Join torch's default process group, once a job."""
+    if not dist.is_initialized():
+        place = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
+        where = f"file://{Path(place) / 'store'}"
+        dist.init_process_group("gloo", where, rank=hvd.rank(), world_size=hvd.size())
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
+    return torch.nn.Sequential(*layers)
+
+
+def batches(count):
+    numbers = torch.Generator().manual_seed(10 + hvd.rank())
+    return [torch.randn(8, 64, generator=numbers) for _ in range(count)]
+
+
+def train(wrapped, steps=5, accumulate=False):
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
+    for i, x in enumerate(batches(steps)):
+        optimizer.zero_grad()
+        if accumulate and i % 2:
+            with wrapped.no_sync():
+                wrapped(x * 0.5).square().mean().backward()
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in wrapped.parameters()])
+
+
+def hooked(spec, **options):
+    own = model()
+    wrapped = DistributedDataParallel(own, bucket_cap_mb=0.02)
+    state, hook = hvd.ddp_hook(spec, **options)
+    wrapped.register_comm_hook(state, hook)
+    return own, wrapped, state
+
+
+def case_ddp_uncompressed_is_ddp():
+    started()
+    plain = train(DistributedDataParallel(model()), accumulate=True)
+    ours = train(hooked("none")[1], accumulate=True)
+    assert torch.allclose(plain, ours, atol=1e-6)
+
+
+def case_ddp_compressed_stays_near_and_bit_equal():
+    started()
+    plain = train(DistributedDataParallel(model()))
+    moved = plain - torch.cat([p.detach().flatten() for p in model().parameters()])
+    for spec, allowed in (
+        ("fp16", 0.01), ("int8 | ef", 0.05), ("powersgd(rank=4) | ef", 0.9),
+        ("topk(ratio=0.1) | ef", 0.9),
+    ):  # fmt: skip
+        own, wrapped, state = hooked(spec)
+        ours = train(wrapped)
+        assert (ours - plain).norm() <= allowed * moved.norm(), spec
+        assert hvd.replicas_equal(own.state_dict())
+        assert (state.residual_norm() > 0) == ("ef" in spec)
+
+
+def case_ddp_names_and_routes():
+    started()
+    own = model()
+    wrapped = DistributedDataParallel(own)
+    routes = {"*.bias": "none", "*": "int8 | ef"}
+    state, hook = hvd.ddp_hook(routes, named_parameters=own.named_parameters())
+    wrapped.register_comm_hook(state, hook)
+    train(wrapped)
+    assert set(state._states()) == {"0.weight", "2.weight"}
+
+
+def case_ddp_continues_from_a_checkpoint_bit_for_bit():
+    started()
+    own, wrapped, state = hooked("topk(ratio=0.05) | ef")
+    train(wrapped, 3)
+    saved = {k: v.clone() for k, v in own.state_dict().items()}, state.state_dict()
+    straight = train(wrapped, 3)
+    again, wrapped, state = hooked("topk(ratio=0.05) | ef")
+    train(wrapped, 1)  # DDP has rebuilt its buckets, and parameters have their names
+    again.load_state_dict(saved[0])
+    state.load_state_dict(saved[1])
+    assert torch.equal(train(wrapped, 3), straight)
+
+
+def case_ddp_uneven_inputs():
+    started()
+    own, wrapped, _ = hooked("int8 | ef")
+    with wrapped.join():
+        for x in batches(2 + hvd.rank()):
+            wrapped(x).square().mean().backward()
+            with torch.no_grad():
+                for p in own.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+    hvd.barrier()
+
+
+def case_fsdp2():
+    started()
+    ways = {"none": 1e-5, "fp16": 0.01, "int8": 0.05, "int8 | ef": 0.05, "int4 | ef": 0.5}
+    reference = None
+    for spec, allowed in ways.items():
+        own = model()
+        before = torch.cat([p.detach().flatten() for p in own.parameters()])
+        fully_shard(own[0])
+        fully_shard(own)
+        made = hvd.compress_fsdp(own, spec)
+        assert len(made) == (0 if spec == "none" else 2)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        for x in batches(5):
+            optimizer.zero_grad()
+            own(x).square().mean().backward()
+            optimizer.step()
+        whole = torch.cat([p.full_tensor().detach().flatten() for p in own.parameters()])
+        if reference is None:
+            reference = whole
+        assert (whole - reference).norm() <= allowed * (whole - before).norm(), spec
+        gathered = hvd.allgather(whole[None])
+        assert all(torch.equal(row, gathered[0]) for row in gathered)
+
+
+def case_fsdp2_bad_input():
+    started()
+    with pytest.raises(ValueError, match="fully_shard"):
+        hvd.compress_fsdp(model(), "int8")
+    own = model()
+    fully_shard(own)
+    for spec in ("threshold", "powersgd"):
+        with pytest.raises(ValueError, match="cannot compress a reduce-scatter"):
+            hvd.compress_fsdp(own, spec)
+
+
+CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
+def test_parallel(run_case, case, size):
+    run_case(case, "gloo", size)

@@ -1,0 +1,219 @@
+"""DistributedOptimizer: checkpoints, loss scaling, abandoned steps, groups of parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+
+import ringlet.torch as hvd
+from ringlet.torch import residuals
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.Tanh(), torch.nn.Linear(96, 8))
+
+
+def wrapped(own, compression="topk(ratio=0.05) | ef", base=torch.optim.Adam, **options):
+    return hvd.DistributedOptimizer(
+        base(own.parameters(), lr=0.01), own.named_parameters(), compression, **options
+    )
+
+
+def train(own, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        numbers = torch.Generator().manual_seed(100 * step + hvd.rank())
+        optimizer.zero_grad()
+        own(torch.randn(4, 48, generator=numbers)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in own.parameters()])
+
+
+def stored(state):
+    """Return ``state`` as it comes back from a file, read without executing anything."""
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def case_a_sharded_checkpoint_continues_bit_for_bit():
+    for spec in (
+        "topk(ratio=0.05) | ef", "int4(stochastic=True) | ef", "powersgd(rank=2) | ef",
+        "fp16 | ef", "topk(ratio=0.2) | warmup(steps=6) | ef", "none",
+    ):  # fmt: skip
+        own = model()
+        optimizer = wrapped(own, spec)
+        train(own, optimizer, 3)
+        kept = stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
+        straight = train(own, optimizer, 3, start=3)
+        again = model(1)
+        resumed = wrapped(again, spec)
+        again.load_state_dict(kept["model"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            resumed.load_state_dict(kept["optimizer"])
+        assert torch.equal(train(again, resumed, 3, start=3), straight), spec
+
+
+def case_rank_0s_checkpoint_resets_residuals_with_a_warning():
+    own = model()
+    optimizer = wrapped(own)
+    train(own, optimizer, 3)
+    state = hvd.broadcast_object(stored(optimizer.state_dict()), 0)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(state)
+        assert optimizer.residual_norm() > 0
+    else:
+        with pytest.warns(UserWarning, match="holds the residuals of rank 0"):
+            optimizer.load_state_dict(state)
+        assert optimizer.residual_norm() == 0
+    train(own, optimizer, 2)
+    hvd.broadcast_parameters(own.state_dict())
+    plain = {k: v for k, v in state.items() if k != "ringlet"}
+    with pytest.warns(UserWarning, match="holds no residuals"):
+        optimizer.load_state_dict(plain)
+    train(own, optimizer, 1)
+
+
+def case_all_shards_at_once():
+    own = model()
+    optimizer = wrapped(own)
+    train(own, optimizer, 3)
+    shards = hvd.allgather_object(optimizer.state_dict())
+    kept = copy.deepcopy(own.state_dict())
+    straight = train(own, optimizer, 2, start=3)
+    own.load_state_dict(kept)
+    optimizer.load_sharded(shards)
+    assert torch.equal(train(own, optimizer, 2, start=3), straight)
+    with pytest.raises(ValueError, match="state of every rank once"):
+        optimizer.load_sharded([shards[0], shards[0]])
+
+
+def case_broadcasting_state_leaves_residuals_alone():
+    own = model()
+    optimizer = wrapped(own)
+    train(own, optimizer, 2)
+    before = optimizer.residual_norm()
+    assert before > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hvd.broadcast_optimizer_state(optimizer, 0)
+
+
+def case_grad_scaler_needs_no_change():
+    for spec in ("none", "fp16 | ef", "int8 | ef", "topk(ratio=0.05) | ef", "powersgd | ef"):
+        own = model()
+        optimizer = wrapped(own, spec, base=torch.optim.SGD)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        poisoned = 2
+        for step in range(5):
+            optimizer.zero_grad()
+            numbers = torch.Generator().manual_seed(step + hvd.rank())
+            loss = own(torch.randn(4, 48, generator=numbers)).square().mean()
+            if step == poisoned and hvd.rank() == hvd.size() - 1:
+                loss = loss * float("inf")
+            before = [p.detach().clone() for p in own.parameters()]
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            moved = any(not torch.equal(a, b) for a, b in zip(before, own.parameters()))
+            assert moved == (step != poisoned), (spec, step)
+            assert torch.isfinite(torch.tensor(optimizer.residual_norm()))
+        scales = hvd.allgather_object(scaler.get_scale())
+        assert len(set(scales)) == 1
+        assert hvd.replicas_equal(own.state_dict()), spec
+
+
+def case_a_failed_backward_can_be_given_up():
+    own = model()
+    optimizer = wrapped(own, "int8 | ef")
+    train(own, optimizer, 1)
+    optimizer.zero_grad()
+    if hvd.rank() == 0:
+        out = own(torch.ones(2, 48))
+        out.register_hook(lambda grad: None)
+        own[0].weight.register_hook(_broken)
+        with pytest.raises(KeyError, match="bad batch"):
+            out.sum().backward()
+        with pytest.raises(RuntimeError, match="abandon_step"):
+            optimizer.zero_grad()
+        optimizer.abandon_step("bad batch")
+        own[0].weight._backward_hooks.clear()
+    else:
+        own(torch.ones(2, 48)).sum().backward()
+        with pytest.raises(hvd.StepAbandoned, match="rank 0: abandoned: bad batch"):
+            optimizer.step()
+    train(own, optimizer, 2)
+    assert hvd.replicas_equal(own.state_dict())
+
+
+def _broken(grad):
+    raise KeyError("bad batch")
+
+
+def case_a_dropped_optimizer_leaves_the_engine_alive():
+    own = model()
+    optimizer = wrapped(own, "int8 | ef")
+    own(torch.ones(2, 48)).sum().backward()
+    del optimizer
+    hvd.barrier()
+    train(own, wrapped(own, "int8 | ef"), 2)
+    assert hvd.replicas_equal(own.state_dict())
+
+
+def case_groups_of_parameters():
+    reference = None
+    for groups in (None, 1, 2, 100, "explicit"):
+        own = model()
+        chosen = [list(own[0].parameters())] if groups == "explicit" else groups
+        moved = train(own, wrapped(own, "none", groups=chosen), 3)
+        reference = moved if reference is None else reference
+        assert torch.allclose(moved, reference, atol=1e-6)
+    own = model()
+    for bad in ([[torch.ones(1)]], [[own[0].weight], [own[0].weight]], -1, [1]):
+        with pytest.raises(ValueError, match="groups"):
+            wrapped(own, "none", groups=bad)
+    with pytest.warns(DeprecationWarning, match="groups=N"):
+        wrapped(own, "none", num_groups=2)
+
+
+def case_set_compression_carries_residuals_in_their_units():
+    own = model()
+    optimizer = wrapped(own, "fp16 | ef")
+    train(own, optimizer, 2)
+    before = optimizer.residual_norm()
+    optimizer.set_compression("topk(ratio=0.1) | ef")
+    assert optimizer.residual_norm() == pytest.approx(before * hvd.size(), rel=1e-5)
+    train(own, optimizer, 2)
+    optimizer.set_compression("int8 | ef21")
+    assert optimizer.residual_norm() == 0
+    train(own, optimizer, 2)
+    assert hvd.replicas_equal(own.state_dict())
+
+
+CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
+
+
+@pytest.mark.parametrize(("transport", "size"), [("mpi", 2), ("gloo", 4)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
+def test_state(run_case, case, transport, size):
+    run_case(case, transport, size)
+
+
+def test_another_number_of_ranks_keeps_the_mean_of_residuals():
+    old = [{"w": {"step": 7, "residual": torch.randn(9).numpy()}} for _ in range(3)]
+    shards = [residuals.saved(states, rank, 3, 7) for rank, states in enumerate(old)]
+    for size in (1, 2, 5):
+        new = [{"w": {}} for _ in range(size)]
+        for rank, states in enumerate(new):
+            assert residuals.reshard(states, shards, rank, size) == 7
+        mean = sum(s["w"]["residual"] for s in old) / 3
+        again = sum(s["w"]["residual"] for s in new) / size
+        assert abs(mean - again).max() < 1e-6

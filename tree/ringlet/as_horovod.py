@@ -1,0 +1,1 @@
+../../frameworks/as_horovod.py
