@@ -12,15 +12,20 @@ in common is bit-identical on all of them.
 from __future__ import annotations
 
 import enum
+import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import index
 from typing import ClassVar
 
 import numpy as np
 
-from ringlet.ring.dtypes import Array
+from ringlet.ring.arguments import alike, divided, flat, same
+from ringlet.ring.dtypes import Array, dtype_name
+from ringlet.ring.errors import Mismatch, RingError, again
 
 
 class ReduceOp(enum.IntEnum):
@@ -32,6 +37,19 @@ class ReduceOp(enum.IntEnum):
     MIN = 3
     MAX = 4
     PRODUCT = 5
+
+
+_COMBINING: dict[int, ReduceOp] = {
+    op: op for op in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+}
+
+
+def reducing(op: ReduceOp | int) -> ReduceOp:
+    """Return ``op``, which may be given by value, if it combines two elements into one."""
+    found = _COMBINING.get(op)
+    if found is None:
+        raise ValueError(f"op must be SUM, MIN, MAX or PRODUCT, not {op!r}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -55,13 +73,28 @@ class Topology:
 
 
 class Communicator(ABC):
-    """A group of ``size`` ranks that move arrays between each other; this one is ``rank``."""
+    """A group of ``size`` ranks that move arrays between each other; this one is ``rank``.
+
+    ``origin`` holds, by rank, the ranks of the communicator that everything began with: they
+    differ from 0, 1, ... in a ``subset``, and are what errors name.
+
+    The public methods check their arguments and whether the communicator can still be used, and
+    serve a single rank; what a transport implements is called with valid arguments, by more than
+    one rank.
+    """
 
     name: ClassVar[str]
-    rank: int
-    size: int
 
-    @abstractmethod
+    def __init__(self, rank: int, size: int, origin: Sequence[int] | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.origin = tuple(range(size) if origin is None else origin)
+        self.closed = False
+        self.exchanges = 0  # compressed collectives so far, which payloads carry
+        self.before_close: Callable[[], None] = lambda: None  # such as shutting an engine down
+        self._error: RingError | None = None  # why no further call can be made
+        self._subsets: list[Communicator] = []
+
     def allreduce(
         self, buffer: Array, op: ReduceOp = ReduceOp.SUM, dtype: str | None = None
     ) -> None:
@@ -71,16 +104,28 @@ class Communicator(ABC):
         ``"bfloat16"`` for bfloat16 held as uint16, else it is taken from the array. float16 and
         bfloat16 may be accumulated in float32 by the transport.
         """
+        flat(buffer)
+        op = reducing(op)
+        name = dtype_name(buffer, dtype)
+        self._usable()
+        if self.size > 1:
+            self._allreduce(buffer, op, name)
 
-    @abstractmethod
     def allgather(self, send: Array, receive: Array, counts: Sequence[int] | None = None) -> None:
         """Concatenate every rank's ``send`` into ``receive``, in rank order.
 
         ``counts`` gives the elements each rank sends; None means all send ``send.size``.
         ``receive`` has room for exactly their sum.
         """
+        alike(send, receive)
+        pieces = divided(counts, self.size, receive.size)
+        same(pieces[self.rank], send, "send")
+        self._usable()
+        if self.size > 1:
+            self._allgather(send, receive, pieces)
+        else:
+            receive[:] = send
 
-    @abstractmethod
     def alltoall(
         self,
         send: Array,
@@ -92,8 +137,16 @@ class Communicator(ABC):
 
         Counts are elements per rank; None means equal pieces (``size`` divides the length).
         """
+        alike(send, receive)
+        sends = divided(send_counts, self.size, send.size)
+        receives = divided(receive_counts, self.size, receive.size)
+        self._usable()
+        if self.size > 1:
+            self._alltoall(send, receive, sends, receives)
+        else:
+            same(sends[0], receive, "receive")
+            receive[:] = send
 
-    @abstractmethod
     def reduce_scatter(
         self,
         send: Array,
@@ -103,18 +156,107 @@ class Communicator(ABC):
         dtype: str | None = None,
     ) -> None:
         """Combine ``send`` over all ranks; rank r receives the r-th piece of ``counts[r]``."""
+        alike(send, receive)
+        op = reducing(op)
+        name = dtype_name(send, dtype)
+        pieces = divided(counts, self.size, send.size)
+        same(pieces[self.rank], receive, "receive")
+        self._usable()
+        if self.size > 1:
+            self._reduce_scatter(send, receive, pieces, op, name)
+        else:
+            receive[:] = send
 
-    @abstractmethod
     def broadcast(self, buffer: Array, root: int = 0) -> None:
         """Overwrite ``buffer`` with the one of rank ``root``."""
+        flat(buffer)
+        if not 0 <= root < self.size:
+            raise ValueError(f"root must be a rank below {self.size}, not {root}")
+        self._usable()
+        if self.size > 1:
+            self._broadcast(buffer, root)
 
-    @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
+        self._usable()
+        if self.size > 1:
+            self._barrier()
+
+    def subset(self, ranks: Sequence[int]) -> Communicator | None:
+        """Return a communicator of ``ranks`` only, whose rank r is ``ranks[r]`` of this one.
+
+        Collective over all ranks of this communicator, whether they are members or not, with the
+        same ``ranks``, which ascend. Returns None on ranks that are not among them. Subsets may
+        overlap, and disjoint ones be used at the same time; a member that uses two overlapping
+        ones does so in the same order as the others. Closing this communicator closes its subsets.
+
+        Raises ValueError when ``ranks`` is empty, does not ascend, or names a rank that does not
+        exist; Mismatch, with one text on all ranks, when they do not pass the same.
+        """
+        asked = json.dumps([r if isinstance(r, int) else index(r) for r in ranks])
+        said = [json.loads(text) for text in self.allgather_bytes(asked.encode())]
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise Mismatch(f"rank 0 asked for the subset {said[0]}, rank {rank} for {theirs}")
+        chosen = self._subset(_members(said[0], self.size))
+        self._subsets = [subset for subset in self._subsets if not subset.closed]
+        if chosen is not None:
+            self._subsets.append(chosen)
+        return chosen
+
+    def close(self) -> None:
+        """Release the transport's resources and close subsets. Idempotent; safe after an error."""
+        if self.closed:
+            return
+        self.closed = True
+        self._error = self._error or RingError("this communicator is closed")
+        self.before_close()
+        for subset in self._subsets:
+            subset.close()
+        self._subsets.clear()
+        self._close()
+
+    # What a transport implements.
 
     @abstractmethod
-    def close(self) -> None:
-        """Release the transport's resources. Idempotent, and safe after an error."""
+    def _allreduce(self, buffer: Array, op: ReduceOp, name: str) -> None:
+        """Combine in place; ``name`` is the dtype's."""
+
+    @abstractmethod
+    def _allgather(self, send: Array, receive: Array, counts: list[int]) -> None:
+        """Concatenate."""
+
+    @abstractmethod
+    def _alltoall(
+        self, send: Array, receive: Array, send_counts: list[int], receive_counts: list[int]
+    ) -> None:
+        """Exchange pieces."""
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, send: Array, receive: Array, counts: list[int], op: ReduceOp, name: str
+    ) -> None:
+        """Combine; keep this rank's piece."""
+
+    @abstractmethod
+    def _broadcast(self, buffer: Array, root: int) -> None:
+        """Copy the buffer of rank ``root``."""
+
+    @abstractmethod
+    def _barrier(self) -> None:
+        """Wait for all ranks."""
+
+    @abstractmethod
+    def _subset(self, ranks: list[int]) -> Communicator | None:
+        """Make a communicator of ``ranks``, which are the same on every rank; called by all."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Release what the transport holds; called once."""
+
+    def _usable(self) -> None:
+        if self._error is not None:
+            raise again(self._error)
 
     # What follows is made of the collectives above.
 
@@ -137,6 +279,19 @@ class Communicator(ABC):
             buffer[:] = np.frombuffer(data or b"", np.uint8)
         self.broadcast(buffer, root)
         return buffer.tobytes()
+
+
+def _members(ranks: object, size: int) -> list[int]:
+    """Return ``ranks`` if they make a subset of ``size`` ranks."""
+    if not isinstance(ranks, list) or not ranks:
+        raise ValueError(f"a subset has at least one rank, not {ranks!r}")
+    for rank in ranks:
+        if type(rank) is not int or not 0 <= rank < size:
+            raise ValueError(f"ranks of a subset are integers from 0 to {size - 1}, not {rank!r}")
+    for rank, following in pairwise(ranks):
+        if following <= rank:
+            raise ValueError(f"ranks of a subset ascend: {following} comes after {rank} in {ranks}")
+    return ranks
 
 
 def owner_offset(name: str, size: int) -> int:

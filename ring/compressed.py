@@ -7,13 +7,16 @@ everybody else's, and because payloads are summed in rank order everywhere:
 - scatter-reduce with recompression: rank r receives part r of everybody, sums, encodes the sum
   again and all-gathers it. Sends 2(W-1)/W payloads, at the price of a second rounding.
 
-Encoding comes before (``encode``), so that a codec that fails does so before any byte moves.
+Encoding comes before (``encode``), so that a codec that fails does so before any byte moves. Every
+payload travels with a seal. Ranks tell each other what they found, so that all raise the same
+error, and do so before anything is decoded: an output is written whole or not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +24,7 @@ from ringlet.ring.codec import Codec
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import ProtocolError
+from ringlet.ring.seal import SEAL, Fault, inspect, seal
 
 Allocate = Callable[[int], Array]
 
@@ -31,7 +35,10 @@ def _allocate(nbytes: int) -> Array:
 
 @dataclass
 class Encoded:
-    """This rank's payload of one bucket: ``buffer`` (uint8), and the bytes of each part."""
+    """This rank's payload of one bucket: ``buffer`` (uint8), and the bytes of each part.
+
+    Bytes are those on the wire: every part ends with room for its seal.
+    """
 
     buffer: Array
     counts: list[int]
@@ -44,66 +51,222 @@ class Encoded:
 
 def encode(codec: Codec, allocate: Allocate = _allocate) -> Encoded:
     """Encode every part, one behind the other, into one buffer."""
-    buffer = allocate(sum(codec.capacity(part) for part in range(codec.parts)))
+    buffer = allocate(sum(codec.capacity(part) + SEAL for part in range(codec.parts)))
     counts: list[int] = []
     start = 0
     for part in range(codec.parts):
-        counts.append(codec.encode_into(part, buffer[start:]))
+        counts.append(codec.encode_into(part, buffer[start : buffer.size - SEAL]) + SEAL)
         start += counts[-1]
     return Encoded(buffer[:start], counts)
+
+
+class Exchange(Protocol):
+    """A compressed allreduce in four steps; ``start`` and ``finish`` are collective."""
+
+    sent: int  # bytes that this rank sends
+
+    def start(self) -> None:
+        """Move payloads."""
+
+    def reduce(self) -> None:
+        """Sum and encode what arrived."""
+
+    def finish(self) -> None:
+        """Move sums. Raises ProtocolError on every rank when any rank found a fault."""
+
+    def decode(self) -> None:
+        """Write the output."""
+
+
+class AllgatherReduce:
+    """Gather every rank's payload and decode their sum; ``sizes`` are its bytes by rank."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        codec: Codec,
+        encoded: Encoded,
+        sizes: Sequence[int],
+        allocate: Allocate = _allocate,
+        plan: int = 0,
+    ) -> None:
+        if sizes[comm.rank] != encoded.nbytes:
+            said = sizes[comm.rank]
+            raise ProtocolError(
+                f"rank {comm.rank} encoded {encoded.nbytes} bytes, but announced {said}"
+            )
+        self._comm, self._codec, self._encoded = comm, codec, encoded
+        self._inspector = _Inspector(comm, plan)
+        self._sizes = list(sizes)
+        self._received = allocate(sum(sizes))
+        self.sent = (comm.size - 1) * encoded.nbytes
+
+    def start(self) -> None:
+        """Gather the payloads."""
+        seal(self._encoded.buffer, self._inspector.sequence, self._inspector.plan)
+        self._comm.allgather(self._encoded.buffer, self._received, self._sizes)
+
+    def reduce(self) -> None:
+        """Look at what arrived."""
+        self._inspector.look(_split(self._received, self._sizes))
+
+    def finish(self) -> None:
+        """Agree that all is well."""
+        self._inspector.agree()
+
+    def decode(self) -> None:
+        """Decode the sum of the payloads."""
+        self._codec.decode_sum_into(0, _opened(self._received, self._sizes))
+
+
+class ScatterReduce:
+    """Reduce part r on rank r, encode the sum and gather it. Parts are of fixed size.
+
+    Raises ProtocolError, before any byte moves, when a part does not fill its capacity: the other
+    ranks count on it. When the codec fails to sum, the other ranks raise ProtocolError too.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        codec: Codec,
+        encoded: Encoded,
+        allocate: Allocate = _allocate,
+        plan: int = 0,
+    ) -> None:
+        rank, size = comm.rank, comm.size
+        self._sizes = [codec.capacity(part) + SEAL for part in range(size)]
+        if encoded.counts != self._sizes:
+            raise ProtocolError(
+                f"parts have {encoded.counts} bytes, but fixed sizes are {self._sizes}"
+            )
+        self._comm, self._codec, self._encoded = comm, codec, encoded
+        self._inspector = _Inspector(comm, plan)
+        mine = self._sizes[rank]
+        self._incoming = [mine] * size
+        self._received = allocate(mine * size)
+        self._own = allocate(mine)
+        self._gathered = allocate(sum(self._sizes))
+        self._error: Exception | None = None
+        self.sent = encoded.nbytes - mine + (size - 1) * mine
+
+    def start(self) -> None:
+        """Send part r to rank r."""
+        inspector = self._inspector
+        for part in _split(self._encoded.buffer, self._sizes):
+            seal(part, inspector.sequence, inspector.plan)
+        self._comm.alltoall(self._encoded.buffer, self._received, self._sizes, self._incoming)
+
+    def reduce(self) -> None:
+        """Sum this rank's part and encode the sum; a failure is kept for ``finish``."""
+        rank, out = self._comm.rank, self._own[: self._own.size - SEAL]
+        if self._inspector.look(_split(self._received, self._incoming)):
+            try:
+                payloads = _opened(self._received, self._incoming)
+                used = self._codec.decode_sum_encode(rank, payloads, out)
+                if used != out.size:
+                    text = f"the sum of part {rank} has {used} bytes, its fixed size is {out.size}"
+                    raise ProtocolError(text)
+            except Exception as error:
+                self._error = error
+                self._inspector.failed()
+        seal(self._own, self._inspector.sequence, self._inspector.plan)
+
+    def finish(self) -> None:
+        """Gather the sums and agree that all is well."""
+        self._comm.allgather(self._own, self._gathered, self._sizes)
+        self._inspector.look(_split(self._gathered, self._sizes))
+        try:
+            self._inspector.agree()
+        except ProtocolError:
+            if self._error is not None:
+                raise self._error from None
+            raise
+
+    def decode(self) -> None:
+        """Decode every rank's part."""
+        for part, payload in enumerate(_opened(self._gathered, self._sizes)):
+            self._codec.decode_into(part, payload)
 
 
 def allgather_reduce(
     comm: Communicator,
     codec: Codec,
     encoded: Encoded,
-    sizes: list[int],
+    sizes: Sequence[int],
     allocate: Allocate = _allocate,
+    plan: int = 0,
 ) -> int:
-    """Gather every rank's payload and decode their sum; ``sizes`` are its bytes by rank.
-
-    Returns the bytes this rank sent.
-    """
-    if sizes[comm.rank] != encoded.nbytes:
-        said = sizes[comm.rank]
-        raise ProtocolError(
-            f"rank {comm.rank} encoded {encoded.nbytes} bytes, but announced {said}"
-        )
-    received = allocate(sum(sizes))
-    comm.allgather(encoded.buffer, received, sizes)
-    codec.decode_sum_into(0, _split(received, sizes))
-    return (comm.size - 1) * encoded.nbytes
+    """Run one ``AllgatherReduce``; return the bytes this rank sent."""
+    return run(AllgatherReduce(comm, codec, encoded, sizes, allocate, plan))
 
 
 def scatter_reduce(
-    comm: Communicator, codec: Codec, encoded: Encoded, allocate: Allocate = _allocate
+    comm: Communicator,
+    codec: Codec,
+    encoded: Encoded,
+    allocate: Allocate = _allocate,
+    plan: int = 0,
 ) -> int:
-    """Reduce part r on rank r, encode the sum and gather it. Parts are of fixed size.
-
-    Returns the bytes this rank sent. Raises ProtocolError, before any byte moves if it can, when a
-    part does not fill its capacity: the other ranks count on it.
-    """
-    rank, size = comm.rank, comm.size
-    sizes = [codec.capacity(part) for part in range(size)]
-    if encoded.counts != sizes:
-        raise ProtocolError(f"parts have {encoded.counts} bytes, but fixed sizes are {sizes}")
-    mine = sizes[rank]
-    received = allocate(mine * size)
-    comm.alltoall(encoded.buffer, received, encoded.counts, [mine] * size)
-    own = allocate(mine)
-    used = codec.decode_sum_encode(rank, _split(received, [mine] * size), own)
-    if used != mine:
-        raise ProtocolError(f"the sum of part {rank} has {used} bytes, its fixed size is {mine}")
-    gathered = allocate(sum(sizes))
-    comm.allgather(own, gathered, sizes)
-    for part, payload in enumerate(_split(gathered, sizes)):
-        codec.decode_into(part, payload)
-    return encoded.nbytes - encoded.counts[rank] + (size - 1) * mine
+    """Run one ``ScatterReduce``; return the bytes this rank sent."""
+    return run(ScatterReduce(comm, codec, encoded, allocate, plan))
 
 
-def _split(buffer: Array, sizes: list[int]) -> list[Array]:
+def run(exchange: Exchange) -> int:
+    """Take the four steps of ``exchange``; return the bytes this rank sent."""
+    exchange.start()
+    exchange.reduce()
+    exchange.finish()
+    exchange.decode()
+    return exchange.sent
+
+
+class _Inspector:
+    """Looks at the payloads of one exchange and lets all ranks know what any of them found."""
+
+    def __init__(self, comm: Communicator, plan: int) -> None:
+        comm.exchanges += 1
+        self.sequence, self.plan = comm.exchanges, plan
+        self._comm = comm
+        self._finding = 0  # fault and rank in one integer; 0 while there is none
+
+    def look(self, messages: Sequence[Array]) -> bool:
+        """Inspect every rank's message; return whether nothing was found so far."""
+        for rank, message in enumerate(messages):
+            if self._finding == 0:
+                self._note(inspect(message, self.sequence, self.plan), rank)
+        return self._finding == 0
+
+    def failed(self) -> None:
+        """Note that this rank cannot go on."""
+        self._note(Fault.FAILED, self._comm.rank)
+
+    def _note(self, fault: Fault, rank: int) -> None:
+        self._finding = fault and fault + len(Fault) * rank
+
+    def agree(self) -> None:
+        """Raise ProtocolError, with one text everywhere, if any rank has found a fault."""
+        findings = np.empty(self._comm.size, np.int64)
+        self._comm.allgather(np.array([self._finding], np.int64), findings)
+        if not findings.any():
+            return
+        origin = self._comm.origin
+        witness = int(np.flatnonzero(findings)[0])
+        rank, fault = divmod(int(findings[witness]), len(Fault))
+        raise ProtocolError(
+            f"rank {origin[witness]} received from rank {origin[rank]} a payload"
+            f" {Fault(fault).text} (exchange {self.sequence})"
+        )
+
+
+def _split(buffer: Array, sizes: Sequence[int]) -> list[Array]:
     pieces, start = [], 0
     for size in sizes:
         pieces.append(buffer[start : start + size])
         start += size
     return pieces
+
+
+def _opened(buffer: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return the messages of ``buffer`` without their seals."""
+    return [message[: message.size - SEAL] for message in _split(buffer, sizes)]

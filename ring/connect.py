@@ -29,6 +29,7 @@ from ringlet.ring.environment import (
     installed_wheels,
 )
 from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost, unavailable
+from ringlet.ring.interrupt import remember, watched
 from ringlet.ring.local import this_thread
 
 TIMEOUT = 300.0  # seconds for the ranks to meet
@@ -164,20 +165,27 @@ def _gloo(launched: Launched) -> Communicator:
 
     # A job may connect, close and connect again: keys of one time must not be seen the next.
     store = dist.PrefixStore(f"ringlet/{next(_calls)}", _store(dist, launched))
-    host = "127.0.0.1" if launched.launcher == "ringlet" else None
+    # The launcher knows which of this host's addresses leads to the others.
+    host = os.environ.get("RINGLET_ADDRESS") if launched.launcher == "ringlet" else None
     if launched.size > 1:
         _leave_on_exception(always=False)
-    return GlooCommunicator(store, launched.rank, launched.size, timeout=TIMEOUT, host=host)
+    with watched() as connections:
+        comm = GlooCommunicator(store, launched.rank, launched.size, timeout=TIMEOUT, host=host)
+    remember(comm, connections)
+    return comm
 
 
 def _store(dist: Any, launched: Launched) -> Any:
     place = launched.rendezvous
     if place is None:
         return dist.HashStore()
+    if place.startswith("ringlet://"):
+        from ringlet.ring.store import client, torch_store
+
+        return torch_store(client())
     if place.startswith("file://"):
         path = Path(place.removeprefix("file://"))
-        if launched.launcher != "ringlet":
-            _private(path.parent)
+        _private(path.parent)
         return dist.FileStore(str(path), launched.size)
     where = f"{place}?rank={launched.rank}&world_size={launched.size}"
     try:

@@ -34,6 +34,7 @@ from ringlet.ring.control_frames import (
     shut,
 )
 from ringlet.ring.control_local import Coordinator, Inbox, usable
+from ringlet.ring.control_pulse import Pulse
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
 
 BACKLOG = 256 << 20  # bytes that may wait for a slow reader before it counts as lost
@@ -52,6 +53,7 @@ class _Peer:
         self.frames = Frames()
         self.queue = bytearray()
         self.polite = False  # it said goodbye
+        self.why: str | None = None  # it is lost, though its connection still stands
         self.writing = False  # the selector watches for room to write
 
 
@@ -61,6 +63,8 @@ class TcpHub(ControlPlane):
     def __init__(self, handler: Handler, size: int, secret: bytes, listener: socket.socket) -> None:
         self.rank = 0
         self.size = size
+        self.turns = 0  # calls of receive that have ended
+        self.pulse: Pulse | None = None
         self._secret = secret
         self._listener = listener
         self._inbox = Inbox()
@@ -101,7 +105,18 @@ class TcpHub(ControlPlane):
     def receive(self, timeout: float | None = None) -> list[bytes]:
         """Return the broadcasts since the last call; see ``ControlPlane``."""
         usable(self._closed, self._pid)
-        return self._inbox.take(timeout)
+        try:
+            return self._inbox.take(timeout)
+        finally:
+            self.turns += 1
+
+    def lose(self, rank: int, why: str) -> None:
+        """Count ``rank`` as lost though its connection still stands. From any thread."""
+        with self._lock:
+            peer = self._peers.get(rank)
+            if peer is not None:
+                peer.why = why
+                shut(peer.sock)
 
     def wake(self) -> None:
         """Make ``receive`` return."""
@@ -112,6 +127,8 @@ class TcpHub(ControlPlane):
         """Say goodbye to everybody and stop serving."""
         if self._closed or self._pid != os.getpid():
             return
+        if self.pulse is not None:
+            self.pulse.close()
         self._closed = True
         self._inbox.fail(RingError("this control plane is closed"))
         self._poke()
@@ -235,7 +252,7 @@ class TcpHub(ControlPlane):
         elif peer.polite:
             self._coordinator.goodbye(peer.rank)
         else:
-            self._coordinator.lost(peer.rank)
+            self._coordinator.lost(peer.rank, peer.why)
 
     def _stop_listening(self) -> None:
         self._selector.unregister(self._listener)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -69,6 +70,7 @@ class Coordinator:
     ) -> None:
         self.lock = threading.Lock()
         self._handler = handler
+        self._takes_why = "why" in inspect.signature(handler.on_lost).parameters
         self._deliver = deliver
         self._fail = fail
         self._gone: set[int] = set()
@@ -78,9 +80,10 @@ class Coordinator:
         """Give the handler a message; messages of ranks that have gone are dropped."""
         self._call(rank, lambda: self._handler.on_message(rank, message), leaves=False)
 
-    def lost(self, rank: int) -> None:
+    def lost(self, rank: int, why: str | None = None) -> None:
         """Tell the handler that ``rank`` went away, unless it had said goodbye."""
-        self._call(rank, lambda: self._handler.on_lost(rank), leaves=True)
+        reason = {} if why is None or not self._takes_why else {"why": why}
+        self._call(rank, lambda: self._handler.on_lost(rank, **reason), leaves=True)
 
     def goodbye(self, rank: int) -> None:
         """Expect nothing more of ``rank``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import os
 import secrets
@@ -17,12 +16,14 @@ from ringlet.ring.control import ControlPlane, Handler
 from ringlet.ring.control_frames import HANDSHAKE, MAGIC, NONCE, READY, frame, prepare, proof
 from ringlet.ring.control_hub import TcpHub
 from ringlet.ring.control_local import LocalControl, LocalHub
+from ringlet.ring.control_pulse import Pulse, Register, seconds_from
 from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
+from ringlet.ring.interrupt import interrupter
 from ringlet.ring.local import LocalCommunicator
+from ringlet.ring.network import own_address
 
 TIMEOUT = 60.0  # seconds until all ranks must have joined
-_SIOCGIFADDR = 0x8915
 _SECRET = 32
 
 
@@ -32,8 +33,10 @@ def open_control(
     """Open the control plane of ``comm``'s ranks; collective.
 
     ``handler`` is rank 0's; what other ranks pass is ignored. Ranks of different hosts meet at the
-    address of the network interface that RINGLET_IFACE names on rank 0, else at rank 0's own.
-    Raises PeerLost when a rank has not joined after ``timeout`` seconds.
+    address of the network interface that RINGLET_IFACE names on rank 0, else at the one that the
+    launcher found, else at rank 0's own.
+    Ranks that are silent for RINGLET_HEARTBEAT seconds (default 60, rank 0's counts; 0: for ever)
+    are lost. Raises PeerLost when a rank has not joined after ``timeout`` seconds.
     """
     if isinstance(comm, LocalCommunicator) or comm.size == 1:
         return _open_local(comm, handler)
@@ -42,25 +45,60 @@ def open_control(
         meeting = comm.broadcast_bytes(None)
         if not meeting:
             raise RingError("rank 0 could not open the control plane; its own error says why")
-        address, port = meeting[_SECRET:].decode().rsplit(":", 1)
-        return join((address, int(port)), meeting[:_SECRET], comm.rank, comm.size, timeout)
+        address, port, pulse, heartbeat = meeting[_SECRET:].decode().split(" ")
+        secret = meeting[:_SECRET]
+        control = join((address, int(port)), secret, comm.rank, comm.size, timeout)
+        if float(heartbeat):
+            try:
+                beats = join((address, int(pulse)), secret, comm.rank, comm.size, timeout)
+            except BaseException:
+                control.close()
+                raise
+            _watch(control, beats, float(heartbeat), comm)
+        return control
+    listeners: list[socket.socket] = []
     try:
         if handler is None:
             raise ValueError("rank 0 needs a handler")
+        heartbeat = seconds_from(os.environ)
         address = "127.0.0.1" if len(set(hosts)) == 1 else own_address()
-        listener = listen(address)
+        listeners.extend(listen(address) for _ in range(2))
     except Exception:
         comm.broadcast_bytes(b"")
         raise
+    ports = " ".join(str(listener.getsockname()[1]) for listener in listeners)
     secret = secrets.token_bytes(_SECRET)
-    hub = TcpHub(handler, comm.size, secret, listener)
+    hub = TcpHub(handler, comm.size, secret, listeners[0])
+    register = Register(comm.size)
+    beats_hub = TcpHub(register, comm.size, secret, listeners[1])
     try:
-        comm.broadcast_bytes(secret + f"{address}:{listener.getsockname()[1]}".encode())
+        comm.broadcast_bytes(secret + f"{address} {ports} {heartbeat!r}".encode())
         hub.wait_open(timeout)
+        if heartbeat:
+            beats_hub.wait_open(timeout)
     except BaseException:
+        beats_hub.close()
         hub.close()
         raise
+    if heartbeat:
+        register.forgive()
+        _watch(hub, beats_hub, heartbeat, comm, register)
+    else:
+        beats_hub.close()
     return hub
+
+
+def _watch(
+    control: TcpHub | TcpControl,
+    beats: TcpHub | TcpControl,
+    seconds: float,
+    comm: Communicator,
+    register: Register | None = None,
+) -> None:
+    """Listen, on ``beats``, for signs of life of the ranks that ``control`` connects."""
+    control.pulse = Pulse(
+        beats, seconds, control.lose, lambda: control.turns, interrupter(comm), register
+    )
 
 
 def listen(address: str) -> socket.socket:
@@ -115,32 +153,6 @@ def _receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
             raise ConnectionResetError("the hub closed the connection")
         data += piece
     return data
-
-
-def own_address() -> str:
-    """Return the IPv4 address of this host that other hosts can reach."""
-    named = os.environ.get("RINGLET_IFACE")
-    if named:
-        try:
-            return _interface_address(named)
-        except OSError as error:
-            raise RingError(f"RINGLET_IFACE={named} has no IPv4 address: {error}") from error
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-        if not address.startswith("127."):
-            return address
-    for _, interface in socket.if_nameindex():
-        with contextlib.suppress(OSError):
-            address = _interface_address(interface)
-            if not address.startswith("127."):
-                return address
-    raise RingError("this host has no address but loopback: name an interface in RINGLET_IFACE")
-
-
-def _interface_address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
 
 
 def _host() -> bytes:

@@ -21,6 +21,7 @@ from ringlet.ring.control_frames import (
     shut,
 )
 from ringlet.ring.control_local import usable
+from ringlet.ring.control_pulse import Pulse
 from ringlet.ring.errors import PeerLost, ProtocolError
 
 
@@ -35,6 +36,9 @@ class TcpControl(ControlPlane):
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._gone: str | None = None
+        self._silence: str | None = None
+        self.turns = 0  # calls of receive that have ended
+        self.pulse: Pulse | None = None
         self._closed = False
         self._pid = os.getpid()
         self._waker, self._woken = socket.socketpair()
@@ -54,12 +58,18 @@ class TcpControl(ControlPlane):
                 self._sock.sendall(data)
         except OSError as error:
             usable(self._closed, self._pid)
-            why = self._gone or f"rank 0, the coordinator, is gone: {error}"
+            why = self._gone or self._silence or f"rank 0, the coordinator, is gone: {error}"
             raise PeerLost(why, [0]) from error
 
     def receive(self, timeout: float | None = None) -> list[bytes]:
         """Return the broadcasts since the last call; see ``ControlPlane``."""
         usable(self._closed, self._pid)
+        try:
+            return self._receive(timeout)
+        finally:
+            self.turns += 1
+
+    def _receive(self, timeout: float | None) -> list[bytes]:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._receiving:
             while True:
@@ -84,10 +94,17 @@ class TcpControl(ControlPlane):
         usable(self._closed, self._pid)
         self._wake()
 
+    def lose(self, rank: int, why: str) -> None:
+        """Count rank 0 as lost though the connection still stands. From any thread."""
+        self._silence = f"rank {rank}, the coordinator, is gone: {why}"
+        shut(self._sock)
+
     def close(self) -> None:
         """Say goodbye, and wait a moment until rank 0 has read it."""
         if self._closed or self._pid != os.getpid():
             return
+        if self.pulse is not None:
+            self.pulse.close()
         self._closed = True
         self._wake()
         polite = self._sending.acquire(timeout=LINGER)
@@ -116,10 +133,12 @@ class TcpControl(ControlPlane):
         except BlockingIOError:
             return []
         except (OSError, ProtocolError) as error:
-            self._gone = f"rank 0, the coordinator, is gone: {error}"
+            self._gone = self._silence or f"rank 0, the coordinator, is gone: {error}"
             return []
         if not data:
-            self._gone = "rank 0, the coordinator, is gone: it closed the connection"
+            self._gone = (
+                self._silence or "rank 0, the coordinator, is gone: it closed the connection"
+            )
         elif any(kind == GOODBYE for kind, _ in frames):
             self._gone = "rank 0, the coordinator, closed the control plane"
         return [message for kind, message in frames if kind == MESSAGE]

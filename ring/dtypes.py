@@ -6,6 +6,7 @@ and carry the name ``"bfloat16"`` beside them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "in
 NAMES = FLOATS + INTEGERS
 
 
+@functools.cache
 def storage(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype that holds elements of dtype ``name`` in memory."""
     if name not in NAMES:
@@ -25,9 +27,14 @@ def storage(name: str) -> np.dtype[Any]:
     return np.dtype("uint16" if name == "bfloat16" else name)
 
 
+@functools.cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # NumPy composes it afresh every time
+
+
 def dtype_name(array: Array, dtype: str | None = None) -> str:
     """Return the name of ``array``'s dtype; ``dtype`` overrides it for bfloat16 held as uint16."""
-    name = dtype or array.dtype.name
+    name = dtype or _name_of(array.dtype)
     if storage(name) != array.dtype:
         raise TypeError(f"an array of {array.dtype} cannot hold elements of {name!r}")
     return name

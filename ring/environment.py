@@ -26,8 +26,9 @@ class Launched:
     """One process of a job, as its launcher describes it.
 
     ``launcher`` is ringlet, torchrun, mpiexec, openmpi, slurm or none. ``rendezvous`` says where
-    the ranks meet over gloo: ``env://``, ``file:///path`` or ``tcp://host:port``; None when the
-    transport needs no such place or the launcher names none.
+    the ranks meet over gloo: ``ringlet://host:port`` (the launcher's store), ``env://``,
+    ``file:///path`` or ``tcp://host:port``; None when the transport needs no such place or the
+    launcher names none.
     """
 
     launcher: str

@@ -38,3 +38,12 @@ class ProtocolError(RingError):
 def unavailable(transport: str, why: str, remedy: str) -> TransportUnavailable:
     """Build the error for a transport that cannot be used, always with a way out."""
     return TransportUnavailable(f"transport {transport!r} is not available: {why}. {remedy}")
+
+
+def again(error: RingError) -> RingError:
+    """Return a new error of the same type and content, to raise once more."""
+    return (
+        PeerLost(str(error), error.ranks)
+        if isinstance(error, PeerLost)
+        else type(error)(*error.args)
+    )

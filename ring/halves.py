@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.ring.communicator import Communicator, ReduceOp, reducing
 from ringlet.ring.dtypes import Array, storage
 
 HALVES = ("float16", "bfloat16")
@@ -141,7 +141,8 @@ def combine(pieces: Sequence[Array], outs: Sequence[Array], op: ReduceOp, name: 
     An array may be both a piece and an out. 16-bit floats are accumulated in float32. All NaNs of
     the result have the same bits.
     """
-    ufunc = ufunc_of(op)
+    reducing(op)
+    ufunc = UFUNCS[op]
     if len(pieces) == 1:
         for out in outs:
             if out is not pieces[0]:
@@ -183,34 +184,6 @@ def settle_nans(buffer: Array) -> None:
     """Give every NaN the same bits: whose NaN a sum of two returns depends on their order."""
     if buffer.size and buffer.dtype.kind == "f" and np.isnan(buffer.min()):
         buffer[np.isnan(buffer)] = np.nan
-
-
-def flat(*arrays: Array) -> None:
-    """Refuse arrays that a transport cannot take as they are."""
-    for array in arrays:
-        if array.ndim != 1 or not array.flags.c_contiguous:
-            raise ValueError(f"buffers are flat and contiguous; this one is {array.shape}")
-
-
-def divided(counts: Sequence[int] | None, size: int, total: int) -> list[int]:
-    """Return ``counts`` (None: equal ones), which must divide ``total`` elements over all ranks."""
-    shares = [total // size] * size if counts is None else [int(n) for n in counts]
-    if len(shares) != size or sum(shares) != total or min(shares) < 0:
-        raise ValueError(f"counts {shares} do not divide {total} elements over {size} ranks")
-    return shares
-
-
-def same(count: int, array: Array, which: str) -> None:
-    """Refuse a ``which`` array that has not the ``count`` elements that the counts give it."""
-    if count != array.size:
-        raise ValueError(f"counts give this rank {count} elements, {which} has {array.size}")
-
-
-def ufunc_of(op: ReduceOp) -> np.ufunc:
-    """Return the NumPy function that combines two operands; refuse what is not its business."""
-    if op not in UFUNCS:
-        raise ValueError(f"op must be SUM, MIN, MAX or PRODUCT, not {op!r}")
-    return UFUNCS[op]
 
 
 def even_counts(total: int, size: int) -> list[int]:

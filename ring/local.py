@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array, dtype_name
-from ringlet.ring.errors import Mismatch, PeerLost, RingError
-from ringlet.ring.halves import combine, divided, even_counts, flat, same, ufunc_of
+from ringlet.ring.errors import Mismatch, PeerLost, RingError, again
+from ringlet.ring.halves import combine, even_counts
 
 T = TypeVar("T")
 _thread = threading.local()
@@ -38,12 +39,17 @@ class _Call:
 
 
 class LocalWorld:
-    """``size`` ranks that are threads of this process; ``communicators`` holds one for each."""
+    """``size`` ranks that are threads of this process; ``communicators`` holds one for each.
 
-    def __init__(self, size: int) -> None:
+    ``origin`` holds, by rank, the ranks by which errors name them; None means 0, 1, ...
+    """
+
+    def __init__(self, size: int, origin: Sequence[int] | None = None) -> None:
         if size < 1:
             raise ValueError(f"a world has at least one rank, not {size}")
         self.size = size
+        self.origin = tuple(range(size) if origin is None else origin)
+        self._subsets: weakref.WeakSet[LocalWorld] = weakref.WeakSet()
         self._condition = threading.Condition(threading.Lock())
         self._calls: dict[int, _Call] = {}
         self._met: Sequence[_Call] = ()
@@ -55,14 +61,29 @@ class LocalWorld:
         self.communicators = [LocalCommunicator(self, rank) for rank in range(size)]
 
     def leave(self, rank: int, why: str) -> None:
-        """Note that ``rank`` takes part no more: whoever waits for it raises PeerLost."""
+        """Note that ``rank`` takes part no more: whoever waits for it raises PeerLost.
+
+        It also leaves the subsets of this world.
+        """
+        origin = self.origin[rank]
         with self._condition:
             if self._lost is None:
-                self._lost = PeerLost(f"rank {rank} {why}", [rank])
+                self._lost = PeerLost(f"rank {origin} {why}", [origin])
             watchers = list(self._watchers)
+            subsets = list(self._subsets)
             self._condition.notify_all()
         for watcher in watchers:
             watcher(rank, why)
+        for subset in subsets:
+            if origin in subset.origin:
+                subset.leave(subset.origin.index(origin), why)
+
+    def subset(self, ranks: Sequence[int]) -> LocalWorld:
+        """Return a world of some of this one's ranks, which lose it when they leave this one."""
+        world = LocalWorld(len(ranks), [self.origin[rank] for rank in ranks])
+        with self._condition:
+            self._subsets.add(world)
+        return world
 
     def watch(self, watcher: Callable[[int, str], None]) -> None:
         """Call ``watcher(rank, why)`` whenever a rank leaves."""
@@ -96,7 +117,7 @@ class LocalWorld:
 
     def _check(self) -> None:
         if self._lost is not None:
-            raise PeerLost(str(self._lost), self._lost.ranks)
+            raise again(self._lost)
 
     def _conclude(self, rank: int) -> None:
         calls = [self._calls[r] for r in range(self.size)]
@@ -107,7 +128,8 @@ class LocalWorld:
             try:
                 calls[0].work(calls, 0, self.size)
             except BaseException as error:
-                self._lost = PeerLost(f"rank {rank} failed: {error!r}", [rank])
+                origin = self.origin[rank]
+                self._lost = PeerLost(f"rank {origin} failed: {error!r}", [origin])
                 self._condition.notify_all()
                 raise
         self._meetings += 1
@@ -120,112 +142,73 @@ class LocalCommunicator(Communicator):
     name = "local"
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
+        super().__init__(rank, world.size, world.origin)
         self.world = world
-        self.rank = rank
-        self.size = world.size
-        self.before_close: Callable[[], None] = lambda: None  # such as shutting an engine down
-        self._closed = False
 
-    def allreduce(
-        self, buffer: Array, op: ReduceOp = ReduceOp.SUM, dtype: str | None = None
-    ) -> None:
-        """Combine shard r on rank r, in rank order, and write it to every rank's buffer."""
-        flat(buffer)
-        name, counts = dtype_name(buffer, dtype), even_counts(buffer.size, self.size)
+    def _allreduce(self, buffer: Array, op: ReduceOp, name: str) -> None:
+        # Shard r is combined on rank r, in rank order, and written to every rank's buffer.
+        counts = even_counts(buffer.size, self.size)
 
         def work(calls: Sequence[_Call], first: int, last: int) -> None:
             shard = slice(sum(counts[:first]), sum(counts[:last]))
             shards = [call.send[shard] for call in calls]
             combine(shards, shards, op, name)
 
-        ufunc_of(op)
         what = f"allreduce({op.name}) of {buffer.size} {name}"
         self._perform(_Call(what, buffer.nbytes * self.size, work, buffer))
 
-    def allgather(self, send: Array, receive: Array, counts: Sequence[int] | None = None) -> None:
-        """Copy every rank's ``send`` to its place in ``receive``."""
-        flat(send, receive)
-        counts = divided(counts, self.size, receive.size)
-        same(counts[self.rank], send, "send")
+    def _allgather(self, send: Array, receive: Array, counts: list[int]) -> None:
         what = f"allgather of {_list(counts)} {dtype_name(receive)}"
         self._perform(_Call(what, receive.nbytes * self.size, _gather, send, receive))
 
-    def alltoall(
-        self,
-        send: Array,
-        receive: Array,
-        send_counts: Sequence[int] | None = None,
-        receive_counts: Sequence[int] | None = None,
+    def _alltoall(
+        self, send: Array, receive: Array, send_counts: list[int], receive_counts: list[int]
     ) -> None:
-        """Copy this rank's pieces out of every rank's ``send``."""
-        flat(send, receive)
-        sends = divided(send_counts, self.size, send.size)
-        receives = divided(receive_counts, self.size, receive.size)
         what = f"alltoall of {dtype_name(send)}"
         nbytes = receive.nbytes * self.size
-        self._perform(_Call(what, nbytes, _exchange, send, receive, sends, receives))
+        self._perform(_Call(what, nbytes, _exchange, send, receive, send_counts, receive_counts))
 
-    def reduce_scatter(
-        self,
-        send: Array,
-        receive: Array,
-        counts: Sequence[int],
-        op: ReduceOp = ReduceOp.SUM,
-        dtype: str | None = None,
+    def _reduce_scatter(
+        self, send: Array, receive: Array, counts: list[int], op: ReduceOp, name: str
     ) -> None:
-        """Combine piece r of every rank's ``send`` into rank r's ``receive``, in rank order."""
-        flat(send, receive)
-        pieces = divided(counts, self.size, send.size)
-        same(pieces[self.rank], receive, "receive")
-        name = dtype_name(send, dtype)
-
         def work(calls: Sequence[_Call], first: int, last: int) -> None:
             for rank in range(first, last):
-                piece = slice(sum(pieces[:rank]), sum(pieces[: rank + 1]))
+                piece = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
                 combine([c.send[piece] for c in calls], [calls[rank].receive], op, name)
 
-        ufunc_of(op)
-        what = f"reduce_scatter({op.name}) of {_list(pieces)} {name}"
+        what = f"reduce_scatter({op.name}) of {_list(counts)} {name}"
         self._perform(_Call(what, send.nbytes * self.size, work, send, receive))
 
-    def broadcast(self, buffer: Array, root: int = 0) -> None:
-        """Copy the buffer of rank ``root``."""
-        flat(buffer)
-
+    def _broadcast(self, buffer: Array, root: int) -> None:
         def work(calls: Sequence[_Call], first: int, last: int) -> None:
             for rank in range(first, last):
                 if rank != root:
                     calls[rank].send[:] = calls[root].send
 
-        what = f"broadcast of {buffer.size} {dtype_name(buffer)} from rank {self._root(root)}"
+        what = f"broadcast of {buffer.size} {dtype_name(buffer)} from rank {root}"
         self._perform(_Call(what, buffer.nbytes * self.size, work, buffer))
 
-    def barrier(self) -> None:
-        """Meet."""
+    def _barrier(self) -> None:
         self._perform(_Call("barrier", 0, _nothing))
 
     def share(self, value: T, root: int = 0) -> T:
         """Return rank ``root``'s ``value``, the object itself, on every rank."""
-        what = f"share from rank {self._root(root)}"
-        shared: T = self._perform(_Call(what, 0, _nothing, value))[root].send
+        self._usable()
+        shared: T = self._perform(_Call(f"share from rank {root}", 0, _nothing, value))[root].send
         return shared
 
-    def close(self) -> None:
-        """Leave the world: ranks that still wait for this one raise PeerLost."""
-        if not self._closed:
-            self._closed = True
-            self.before_close()
-            self.world.leave(self.rank, "closed its communicator")
+    def _subset(self, ranks: list[int]) -> LocalCommunicator | None:
+        first = ranks[0]
+        world = self.share(self.world.subset(ranks) if self.rank == first else None, first)
+        if world is None or self.rank not in ranks:
+            return None
+        return world.communicators[ranks.index(self.rank)]
+
+    def _close(self) -> None:
+        self.world.leave(self.rank, "closed its communicator")
 
     def _perform(self, call: _Call) -> Sequence[_Call]:
-        if self._closed:
-            raise RingError(f"the communicator of rank {self.rank} is closed")
         return self.world.perform(self.rank, call)
-
-    def _root(self, root: int) -> int:
-        if not 0 <= root < self.size:
-            raise ValueError(f"root must be a rank below {self.size}, not {root}")
-        return root
 
 
 def this_thread() -> LocalCommunicator | None:

@@ -10,17 +10,26 @@ from collections.abc import Sequence
 
 from ringlet.ring.environment import check_transport
 from ringlet.ring.errors import RingError
+from ringlet.ring.launch.hosts import Host, chosen_hosts
 from ringlet.ring.launch.job import launch
+from ringlet.ring.launch.remote import Reach
+from ringlet.ring.launch.tunables import add_tunables
 
-SUMMARY = "start a program on several ranks of this machine"
+SUMMARY = "start a program on several ranks, here or on several hosts"
 DESCRIPTION = """\
-Start COMMAND once per rank on this machine and connect the ranks, so that
-ringlet's init() finds them. Lines that a rank prints appear with the rank in
-front. When a rank fails, the others are ended, and its exit code is returned."""
+Start COMMAND once per rank, on this machine or on the hosts given, and connect
+the ranks, so that ringlet's init() finds them. Lines that a rank prints appear
+with the rank in front. When a rank fails, the others are ended, and its exit
+code is returned."""
 EPILOG = """\
 examples:
   ringlet run -np 4 python train.py --epochs 3
-  ringlet run -np 2 --transport gloo --env SEED=7 python -m package.train"""
+  ringlet run -np 2 --transport gloo --env SEED=7 python -m package.train
+  ringlet run -np 8 -H host1:4,host2:4 python train.py
+  ringlet run --hostfile hosts --rsh "ssh -p 22" -x WANDB_MODE python train.py
+
+Other hosts need the same Python, packages and directory as this one, and a
+remote shell that asks nothing. docs/launching.md says more."""
 
 
 class UsageError(Exception):
@@ -40,13 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``ringlet run``."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "ringlet run -np N [options] [--] COMMAND [ARGUMENT ...]"
+    parser.usage = "ringlet run [-np N] [-H HOSTS] [options] [--] COMMAND [ARGUMENT ...]"
     parser.add_argument(
-        "-np", "--np", "--num-proc", dest="np", metavar="N", required=True, help="number of ranks"
+        "-np",
+        "--np",
+        "--num-proc",
+        dest="np",
+        metavar="N",
+        help="number of ranks (with hosts: all their slots unless given)",
     )
     parser.add_argument(
         "--transport", metavar="NAME", help="mpi or gloo (default: mpi if it is installed)"
     )
+    for name in ("mpi", "gloo"):
+        parser.add_argument(
+            f"--{name}", dest="transport", action="store_const", const=name, help=argparse.SUPPRESS
+        )
     parser.add_argument(
         "--env",
         action="append",
@@ -54,6 +72,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="set a variable for every rank; may be given several times",
     )
+    parser.add_argument(
+        "-x",
+        dest="forward",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="pass a variable on to ranks on other hosts, besides the usual ones; or set it",
+    )
+    parser.add_argument(
+        "--output-filename",
+        metavar="DIR",
+        help="also write what rank N prints to DIR/rank.N/stdout and stderr",
+    )
+    add_hosts(parser)
+    add_tunables(parser)
     parser.add_argument(
         "--no-prefix",
         dest="prefix",
@@ -69,17 +102,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments that say where ranks run and how their hosts are reached."""
+    group = parser.add_argument_group("hosts")
+    group.add_argument("-H", "--hosts", metavar="HOSTS", help="host1:4,host2:4 (ranks on each)")
+    group.add_argument(
+        "-hostfile",
+        "--hostfile",
+        metavar="FILE",
+        help="a host a line, as `host slots=4` or `host:4`",
+    )
+    group.add_argument(
+        "--rsh",
+        metavar="COMMAND",
+        help="remote shell: called with a host and a command for a shell there (default: ssh)",
+    )
+    group.add_argument("-p", "--ssh-port", metavar="PORT", help="port of ssh")
+    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key file of ssh")
+    group.add_argument(
+        "--network-interface",
+        "--network-interfaces",
+        dest="interfaces",
+        default="",
+        metavar="NAME[,NAME]",
+        help="network interface to use; on each host the first of these that it has",
+    )
+    group.add_argument(
+        "--start-timeout",
+        default="120",
+        metavar="SECONDS",
+        help="how long ranks may take to start (default: 120)",
+    )
+
+
+def reach_of(options: argparse.Namespace, forward: Sequence[str] = ()) -> Reach:
+    """Return how hosts are reached, from the arguments. Raises UsageError."""
+    port: int | None = None
+    if options.ssh_port is not None:
+        if not options.ssh_port.isdecimal() or not 0 < int(options.ssh_port) < 65536:
+            raise UsageError(f"--ssh-port takes a port, not {options.ssh_port!r}")
+        port = int(options.ssh_port)
+    try:
+        timeout = float(options.start_timeout)
+    except ValueError:
+        timeout = -1.0
+    if not 0 < timeout < float("inf"):
+        raise UsageError(f"--start-timeout takes seconds, not {options.start_timeout!r}")
+    return Reach(
+        rsh=options.rsh,
+        ssh_port=port,
+        ssh_identity_file=options.ssh_identity_file,
+        interfaces=tuple(name for name in options.interfaces.split(",") if name),
+        start_timeout=timeout,
+        forward=tuple(forward),
+    )
+
+
+def size_of(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
+    """Return the number of ranks, from the arguments. Raises UsageError."""
+    if options.np is not None:
+        return _ranks(options.np, bool(hosts))
+    if not hosts:
+        raise UsageError("-np is missing: how many ranks? (see ringlet run --help)")
+    return sum(host.slots for host in hosts)
+
+
 def main(options: argparse.Namespace) -> int:
     """Run the job that ``options`` describe and return the exit code."""
     try:
-        np = _ranks(options.np)
-        env = dict(map(_assignment, options.env))
+        hosts = chosen_hosts(options.hosts, options.hostfile)
+        np = size_of(options, hosts)
+        passed = dict(map(_passed_on, options.forward))
+        env = {**options.tunables, **passed, **dict(map(_assignment, options.env))}
+        reach = reach_of(options, tuple(passed))
         if options.transport is not None:
             check_transport(options.transport, "--transport")
         command = options.command[1:] if options.command[:1] == ["--"] else options.command
         check_command(command, {**os.environ, **env}.get("PATH"))
         return launch(
-            command, np, options.transport, env, prefix=options.prefix, verbose=options.verbose
+            command,
+            np,
+            options.transport,
+            env,
+            hosts=hosts,
+            reach=reach,
+            output=options.output_filename,
+            prefix=options.prefix,
+            verbose=options.verbose,
         )
     except UsageError as error:
         return _complain(str(error), error.code)
@@ -92,14 +201,14 @@ def _complain(message: str, code: int) -> int:
     return code
 
 
-def _ranks(text: str) -> int:
+def _ranks(text: str, hosts: bool) -> int:
     try:
         np = int(text)
     except ValueError:
         raise UsageError(f"-np takes a number of ranks, not {text!r}") from None
     if np < 1:
         raise UsageError(f"-np {np}: a job needs at least one rank")
-    if np > most_ranks():
+    if np > most_ranks() and not hosts:
         raise UsageError(f"-np {np}: more than {most_ranks()} ranks on this machine are refused")
     return np
 
@@ -109,6 +218,15 @@ def _assignment(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise UsageError(f"--env takes KEY=VALUE, not {text!r}")
     return key, value
+
+
+def _passed_on(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key:
+        raise UsageError(f"-x takes NAME or NAME=VALUE, not {text!r}")
+    if not equals and key not in os.environ:
+        raise UsageError(f"-x {key}: there is no such variable here; give -x {key}=VALUE")
+    return key, value if equals else os.environ[key]
 
 
 def check_command(command: Sequence[str], path: str | None) -> None:

@@ -6,12 +6,13 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ringlet.ring.errors import LOST_PEER, ProtocolError
 from ringlet.ring.launch import processes
+from ringlet.ring.launch.door import Guest
 from ringlet.ring.launch.output import STDERR, STDOUT, Printer
 from ringlet.ring.launch.wire import Channel, Kind
 
@@ -20,9 +21,11 @@ CAUSE_NS = 2_000_000_000  # how long an effect waits for its cause
 
 @dataclass
 class Rank:
-    """What the launcher knows of one rank."""
+    """What the launcher knows of one rank; ``here`` tells whether it runs on this host."""
 
     number: int
+    host: str = ""
+    here: bool = True
     channel: Channel | None = None
     group: int | None = None
     code: int | None = None  # minus the signal that ended it
@@ -32,12 +35,12 @@ class Rank:
 
 
 class Crew:
-    """All ranks of a job. ``job`` gives what a rank's wrapper is to run, as a JSON object."""
+    """All ``ranks`` of a job. ``job`` gives what a rank's wrapper is to run, as a JSON object."""
 
     def __init__(
-        self, size: int, printer: Printer, job: Callable[[int], Mapping[str, Any]]
+        self, ranks: Sequence[Rank], printer: Printer, job: Callable[[int], Mapping[str, Any]]
     ) -> None:
-        self.ranks = [Rank(number) for number in range(size)]
+        self.ranks = list(ranks)
         self._printer = printer
         self._job = job
 
@@ -70,14 +73,15 @@ class Crew:
         """Whether a rank has failed, but maybe not as the first."""
         return any(rank.code for rank in self.ranks) and self.first_failed() is None
 
-    def engage(self, number: int, channel: Channel, proof: bytes) -> bool:
+    def engage(self, guest: Guest) -> bool:
         """Have a wrapper that has just reported run its rank; false if it is not wanted."""
-        rank = self.ranks[number]
+        rank = self.ranks[guest.rank]
         if rank.channel or rank.done:
-            channel.close()
+            guest.channel.close()
             return False
-        rank.channel = channel
-        channel.send(Kind.JOB, proof + json.dumps(self._job(number)).encode())
+        rank.channel = guest.channel
+        job = json.dumps(self._job(guest.rank)).encode()
+        guest.channel.send(Kind.JOB, guest.proof + job)
         return True
 
     def serve(self, ready: set[int]) -> None:
@@ -101,8 +105,10 @@ class Crew:
         elif kind is Kind.STARTED:
             rank.group = int(body)
         elif kind is Kind.ENDED:
-            code, when = body.split()
-            rank.code, rank.when = int(code), int(when)
+            code, when, now = map(int, body.split())
+            # Another host's clock counts from another moment.
+            skew = 0 if rank.here else time.monotonic_ns() - now
+            rank.code, rank.when = code, when + skew
         elif kind is Kind.DONE:
             self._finish(rank)
         else:
@@ -115,7 +121,7 @@ class Crew:
 
     def _lose(self, rank: Rank) -> None:
         """Count ``rank`` as killed: without its wrapper the kernel ends the program."""
-        if rank.group is not None:
+        if rank.group is not None and rank.here:
             processes.signal_group(rank.group, signal.SIGKILL)  # and what the program had started
         if rank.code is None:
             rank.code, rank.when, rank.lost = -signal.SIGKILL, time.monotonic_ns(), True

@@ -1,4 +1,4 @@
-"""Where wrappers report to their launcher: a loopback port that knows the job's secret."""
+"""Where wrappers report to their launcher: a port, on one address, that knows the job's secret."""
 
 from __future__ import annotations
 
@@ -7,34 +7,49 @@ import hmac
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 
 from ringlet.ring.errors import ProtocolError
-from ringlet.ring.launch.wire import LARGE, NONCE, Channel, Kind, nonce, proof
+from ringlet.ring.launch.wire import LARGE, NONCE, Channel, Kind, nonce, proof, store_key
 
-STRANGERS = 64  # connections that have not proved themselves yet
+STRANGERS = 64  # connections, besides two a rank, that have not proved themselves yet
 PATIENCE = 10.0  # seconds they have to do so
 
 
-class Door:
-    """Accepts connections and lets in, as a rank below ``size``, who proves to know ``secret``."""
+@dataclass(frozen=True)
+class Guest:
+    """Somebody who has been let in: the wrapper of ``rank``, or a visitor to the store.
 
-    def __init__(self, size: int) -> None:
+    ``proof`` is the launcher's, for the first frame to go back.
+    """
+
+    rank: int
+    channel: Channel
+    proof: bytes
+    visitor: bool
+
+
+class Door:
+    """Listens on ``host`` and lets in, as a rank below ``size``, who proves to know the secret.
+
+    Visitors to the store prove that they know the store's key, which is derived from the secret.
+    """
+
+    def __init__(self, size: int, host: str = "127.0.0.1") -> None:
         self.size = size
         self.secret = secrets.token_bytes(32)
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
+        self._key = store_key(self.secret)
+        self._listener = socket.create_server((host, 0), backlog=max(128, 2 * size))
         self._listener.setblocking(False)
         self._strangers: dict[Channel, tuple[bytes, float]] = {}
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def sources(self) -> list[int]:
         """Return the descriptors to poll for reading."""
         return [self._listener.fileno(), *(channel.fileno() for channel in self._strangers)]
 
-    def admit(self, ready: set[int]) -> list[tuple[int, Channel, bytes]]:
-        """Serve what is ``ready``; return rank, channel and the launcher's proof of new wrappers.
-
-        The proof goes in front of the first frame to the wrapper. Everybody else is turned away.
-        """
+    def admit(self, ready: set[int]) -> list[Guest]:
+        """Serve what is ``ready``; return who is let in. Everybody else is turned away."""
         if self._listener.fileno() in ready:
             self._accept()
         admitted = []
@@ -47,7 +62,7 @@ class Door:
             if found:
                 del self._strangers[channel]
                 channel.limit = LARGE
-                admitted.append((found[0], channel, found[1]))
+                admitted.append(found)
             elif channel.closed or time.monotonic() > limit:
                 del self._strangers[channel]
                 channel.close()
@@ -56,22 +71,23 @@ class Door:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
-            if len(self._strangers) >= STRANGERS:
+            if len(self._strangers) >= STRANGERS + 2 * self.size:
                 sock.close()
                 return
             channel, mine = Channel(sock), nonce()
             self._strangers[channel] = (mine, time.monotonic() + PATIENCE)
             channel.send(Kind.HELLO, mine)
 
-    def _hear(self, channel: Channel) -> tuple[int, bytes] | None:
+    def _hear(self, channel: Channel) -> Guest | None:
         mine, _ = self._strangers[channel]
         for kind, body in channel.receive():
+            visitor = kind is Kind.VISIT
+            secret, role = (self._key, "visitor") if visitor else (self.secret, "wrapper")
             rank, theirs = int.from_bytes(body[:4], "big"), body[4 : 4 + NONCE]
-            expected = proof(self.secret, "wrapper", rank, mine, theirs)
-            known = hmac.compare_digest(body[4 + NONCE :], expected)
-            if kind is not Kind.PROVE or not known or rank >= self.size:
+            known = hmac.compare_digest(body[4 + NONCE :], proof(secret, role, rank, mine, theirs))
+            if kind not in (Kind.PROVE, Kind.VISIT) or not known or rank >= self.size:
                 raise ProtocolError("not one of this job's wrappers")
-            return rank, proof(self.secret, "launcher", rank, mine, theirs)
+            return Guest(rank, channel, proof(secret, "launcher", rank, mine, theirs), visitor)
         return None
 
     def close(self) -> None:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
-from ringlet.ring.errors import LaunchError
-from ringlet.ring.launch import processes, start
+from ringlet.ring.errors import LOST_PEER, LaunchError
+from ringlet.ring.launch import hydra, processes, start
 from ringlet.ring.launch.crew import Crew, Rank
 from ringlet.ring.launch.door import Door
+from ringlet.ring.launch.forward import forwarded
+from ringlet.ring.launch.hosts import Host
 from ringlet.ring.launch.output import HIGH, Printer
+from ringlet.ring.launch.parcel import seal
+from ringlet.ring.launch.remote import Reach, start_agent
+from ringlet.ring.launch.shelf import Shelf
 from ringlet.ring.launch.signals import Signals
+from ringlet.ring.launch.site import Site
+from ringlet.ring.launch.start import Started
+from ringlet.ring.launch.wire import store_key
 
 GRACE = 5.0  # seconds between asking the ranks to end and killing them
 STUCK = 5.0  # seconds after that until a rank that cannot be killed is given up
-START = 120.0  # seconds that wrappers have to report
 NOISE = 1 << 14  # bytes kept of what mpiexec and the wrappers say themselves
 
 
@@ -44,19 +49,37 @@ def launch(
     transport: str | None = None,
     env: Mapping[str, str] | None = None,
     *,
+    hosts: Sequence[Host] = (),
+    reach: Reach | None = None,
+    output: str | None = None,
     prefix: bool = True,
     verbose: bool = False,
     grace: float = GRACE,
 ) -> int:
-    """Run ``command`` as ``np`` ranks on this machine and return the job's exit code.
+    """Run ``command`` as ``np`` ranks and return the job's exit code.
+
+    They run on this machine, or on ``hosts``, filled one after the other; ``reach`` says how those
+    are reached.
 
     It is 0 when every rank exits with 0, otherwise the code of the rank that failed first (128 +
     number for a signal). ``transport`` is mpi or gloo; None prefers mpi. ``env`` adds to this
     process's environment. Output goes to descriptors 1 and 2, whole lines at a time, with
-    ``[rank]<stdout>: `` in front unless ``prefix`` is false. After a failure the other ranks have
+    ``[rank]<stdout>: `` in front unless ``prefix`` is false, and, as it was written, into files
+    of the directory ``output`` if that is given. After a failure the other ranks have
     ``grace`` seconds to end. Raises LaunchError or TransportUnavailable if the job cannot start.
     """
-    job = Job(command, np, transport, env, prefix=prefix, verbose=verbose, grace=grace)
+    job = Job(
+        command,
+        np,
+        transport,
+        env,
+        hosts=hosts,
+        reach=reach,
+        output=output,
+        prefix=prefix,
+        verbose=verbose,
+        grace=grace,
+    )
     return job.run().code
 
 
@@ -70,6 +93,9 @@ class Job:
         transport: str | None = None,
         env: Mapping[str, str] | None = None,
         *,
+        hosts: Sequence[Host] = (),
+        reach: Reach | None = None,
+        output: str | None = None,
         prefix: bool = True,
         verbose: bool = False,
         grace: float = GRACE,
@@ -80,50 +106,107 @@ class Job:
             raise LaunchError("a job needs a command")
         self.size, self.grace, self.command = np, grace, list(command)
         self.transport, remark = start.choose_transport(transport)
+        self.reach = reach or Reach()
+        self.site = Site(hosts, np, self.reach)
         self.env = {**os.environ, **(env or {})}
-        self.printer = Printer(np, prefix)
+        asked = {*(env or {}), *self.reach.forward}
+        self._remote_env = forwarded(self.env, asked)
+        self.shelf = Shelf()
+        self.printer = Printer(np, prefix, output)
         if remark:
             self.printer.note(remark)
         if verbose:
             ranks = "1 rank" if np == 1 else f"{np} ranks"
-            self.printer.note(f"{ranks} over {self.transport}: {' '.join(self.command)}")
-        self._crew = Crew(np, self.printer, self._task)
+            where = f" on {self.site.listed()}" if self.site.several else ""
+            self.printer.note(f"{ranks}{where} over {self.transport}: {' '.join(self.command)}")
+        self._crew = Crew(self.site.ranks(), self.printer, self._task)
         self._first: Rank | None = None  # the rank that failed first
+        self._running: list[Rank] = []  # when that was known
         self._announced = False
         self._forwarded: list[int] = []
         self._broken = False  # nobody reads what is printed
         self._kill_at: float | None = None
         self._killed = False
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[Started] = []
         self._said = bytearray()  # by mpiexec and the wrappers themselves
 
-    def run(self) -> Outcome:
-        """Start the ranks and serve them until none is left. Raises LaunchError."""
+    def run(self, parcels: Mapping[str, bytes] | None = None) -> Outcome:
+        """Start the ranks and serve them until none is left. Raises LaunchError.
+
+        ``parcels`` are left for them in the store, sealed with ``key``.
+        """
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # what was printed before comes before
         with contextlib.ExitStack() as stack:
-            self._scratch = tempfile.mkdtemp(prefix="ringlet-")
-            stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
-            self._door = stack.enter_context(contextlib.closing(Door(self.size)))
+            stack.callback(self.printer.close)
+            self._door = Door(self.size, self.site.address())
+            stack.enter_context(contextlib.closing(self._door))
+            self.key = store_key(self._door.secret)
+            for name, data in (parcels or {}).items():
+                self.shelf.put(name, seal(self.key, name, data))
             reader, writer = os.pipe()
             self._noise = stack.enter_context(os.fdopen(reader, "rb", buffering=0))
             os.set_blocking(reader, False)
             self._signals = stack.enter_context(Signals())
             stack.callback(self._release)
-            self._start_limit = time.monotonic() + START
-            with os.fdopen(writer, "wb"):
-                self._started = start.start_wrappers(
-                    self.size, self.transport, self._door.address, self._door.secret, writer
-                )
+            self._start_limit = time.monotonic() + self.reach.start_timeout
+            with os.fdopen(writer, "wb") as noise:
+                self._start(noise)
             while self.printer.pending or not self._crew.done or not self._explained():
                 self._step()
         return self._outcome()
 
+    def _start(self, noise: BinaryIO) -> None:
+        """Start what brings the ranks up; whatever has been started is in ``_started``."""
+        env = start.wrapper_environment(self._door.address, self._door.secret)
+        site, started = self.site, self._started
+        programs: dict[str, list[dict[str, Any]]]
+        if self.transport == "gloo":
+            for wrapper in start.start_wrappers(site.here, env, noise):
+                started.append(wrapper)  # at once: what follows may fail
+            programs = {
+                host: [{"command": None, "env": {"RINGLET_RANK": str(rank)}} for rank in ranks]
+                for host, ranks in site.elsewhere.items()
+            }
+        elif not site.several:
+            started.append(start.start_mpiexec(self.size, env, noise))
+            return
+        else:
+            manager = start.start_hydra(site.counts(), env, site.interface(), noise)
+            started.append(manager)
+            commands = hydra.commands(self._noise, manager.process, self._start_limit)
+            proxies = dict(zip(site.by_host, commands, strict=True))
+            for host, ranks in site.by_host.items():
+                if host not in site.elsewhere:
+                    process = start.start_process(proxies[host], env, noise)
+                    started.append(Started(process, "hydra_pmi_proxy", frozenset(ranks)))
+            programs = {host: [{"command": proxies[host], "env": {}}] for host in site.elsewhere}
+        shell = self.reach.shell() if programs else []
+        for host, wanted in programs.items():
+            order = {
+                "address": self._door.address,
+                "secret": self._door.secret.hex(),
+                "programs": wanted,
+            }
+            process = start_agent(shell, host, self._remote_env, order, noise)
+            who = f"`{' '.join([*shell, host])} ...`"
+            started.append(Started(process, who, frozenset(site.elsewhere[host])))
+
     def _task(self, rank: int) -> dict[str, Any]:
-        env = start.rank_environment(self.env, rank, self.size, self.transport, self._scratch)
-        drop = start.dropped()
-        return {"command": self.command, "env": env, "drop": drop, "scratch": self._scratch}
+        there = self._crew.ranks[rank]
+        base = self.env if there.here else self._remote_env
+        seat = self.site.seats[rank]
+        env = start.rank_environment(
+            base, rank, self.size, self.transport, self._door.address, seat
+        )
+        return {
+            "command": self.command,
+            "env": env,
+            "drop": start.dropped(),
+            "local_size": seat.local_size,
+            "interfaces": self.reach.interfaces,
+        }
 
     # One turn of the loop: wait, take what came, decide, print.
 
@@ -134,11 +217,14 @@ class Job:
                 self._forward(number)
         if not self._noise.closed and self._noise.fileno() in ready:
             self._listen()
-        for number, channel, proof in self._door.admit(ready):
-            if self._crew.engage(number, channel, proof):
+        for guest in self._door.admit(ready):
+            if guest.visitor:
+                self.shelf.admit(guest)
+            elif self._crew.engage(guest):
                 for earlier in self._forwarded:
                     self._crew.signal(earlier)
         self._crew.serve(ready)
+        self.shelf.serve(ready)
         self._judge()
         if missing := self._crew.missing():
             self._check_start(missing)
@@ -159,6 +245,8 @@ class Job:
         reading = select.POLLIN if self.printer.pending < HIGH else 0
         for channel in self._crew.channels():
             poll.register(channel, reading | (select.POLLOUT if channel.pending else 0))
+        for channel in self.shelf.channels():
+            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
         if (output := self.printer.wants) is not None:
             poll.register(output, select.POLLOUT)
         timeout: float | None = None
@@ -182,19 +270,27 @@ class Job:
 
     def _check_start(self, missing: list[int]) -> None:
         """Raise LaunchError when a rank that has not reported never will."""
-        if self.transport == "mpi":
-            who, expected = "mpiexec", self._started
-        else:
-            who, expected = "its process", [self._started[rank] for rank in missing]
-        gone = [process for process in expected if process.poll() is not None]
+        gone = [
+            started
+            for started in self._started
+            if not started.ranks.isdisjoint(missing) and started.process.poll() is not None
+        ]
         if not gone and time.monotonic() < self._start_limit:
             return
+        why = f"{self.reach.start_timeout:g} s have passed"
+        if gone:
+            missing = sorted(gone[0].ranks.intersection(missing))
+            why = f"{gone[0].who} ended with code {gone[0].process.returncode}"
+        elif self.site.several:
+            tried = [s.who for s in self._started if s.process.stdin and s.ranks & {*missing}]
+            why += f" since {', '.join(tried)} was started (see --start-timeout)"
+        where = ""
+        if self.site.several:
+            names = dict.fromkeys(self._crew.ranks[rank].host for rank in missing)
+            where = f" on {', '.join(names)}"
         ranks = ", ".join(map(str, missing))
-        why = (
-            f"{who} ended with code {gone[0].returncode}" if gone else f"{START:.0f} s have passed"
-        )
         said = f"; it said:\n{heard}" if (heard := self._heard()) else ""
-        raise LaunchError(f"rank {ranks} did not start: {why}{said}")
+        raise LaunchError(f"rank {ranks}{where} did not start: {why}{said}")
 
     def _forward(self, number: int) -> None:
         if number == signal.SIGINT and number in self._forwarded:
@@ -211,12 +307,12 @@ class Job:
     def _judge(self) -> None:
         if not (self._first or self._broken) and (failed := self._crew.first_failed()):
             self._first = failed
-            self._others = any(rank.code is None for rank in self._crew.ranks)
+            self._running = [rank for rank in self._crew.ranks if rank.code is None]
             self._end_others()
         if self._first and self._first.done and not self._announced and self._explained():
             self._announced = True  # after what the rank had to say itself
             if not self._forwarded:
-                others = self._others and self._aborted() is None
+                others = bool(self._running) and self._aborted() is None
                 ending = "; ending the other ranks" if others else ""
                 self.printer.note(f"{self._reason(self._first)}{ending}")
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
@@ -226,22 +322,31 @@ class Job:
         """Whether all is known about why the first rank failed."""
         if self._first and self._first.lost and self.transport == "mpi":
             # mpiexec kills all wrappers when one goes or a rank calls MPI_Abort: its code tells.
-            return self._crew.done and (self._killed or self._started[0].poll() is not None)
+            return self._crew.done and (self._killed or self._started[0].process.poll() is not None)
         return True
 
     def _aborted(self) -> int | None:
         """Return the code of MPI_Abort if that is how the ranks were lost."""
         if self._first and self._first.lost and self.transport == "mpi":
-            code = self._started[0].poll()
+            code = self._started[0].process.poll()
             return code if code and code > 0 and code != signal.SIGKILL else None
         return None
 
     def _reason(self, rank: Rank) -> str:
+        name = f"rank {rank.number}" + (f" on {rank.host}" if self.site.several else "")
         if not rank.lost:
-            return f"rank {rank.number} {processes.describe(rank.code or 0)}"
+            text = f"{name} {processes.describe(rank.code or 0)}"
+            running = [str(r.number) for r in self._running]
+            if rank.code == LOST_PEER and running:
+                text += (
+                    f", as one does that has lost another rank; still there: {', '.join(running)}"
+                )
+            return text
         if (code := self._aborted()) is not None:
             return f"mpiexec ended every rank with code {code}, as after MPI_Abort"
-        return f"rank {rank.number} was killed together with its wrapper"
+        if not rank.here:
+            return f"{name} was killed together with its wrapper, or its host cannot be reached"
+        return f"{name} was killed together with its wrapper"
 
     def _end_others(self) -> None:
         if self._kill_at is None:
@@ -262,8 +367,14 @@ class Job:
         """Leave no process behind."""
         self._door.close()
         self._crew.release()
-        limit = time.monotonic() + STUCK
-        for process in self._started:
+        self.shelf.close()
+        for started in self._started:
+            if started.process.stdin:
+                with contextlib.suppress(OSError):
+                    started.process.stdin.close()  # an agent ends with its input
+        # What never brought its ranks up has nothing to tidy up.
+        limit = time.monotonic() + (1.0 if self._crew.missing() else STUCK)
+        for process in [started.process for started in self._started]:
             try:
                 process.wait(max(0.0, limit - time.monotonic()))
             except subprocess.TimeoutExpired:

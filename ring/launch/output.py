@@ -7,6 +7,10 @@ import re
 import select
 import stat
 from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+from ringlet.ring.errors import LaunchError
 
 STDOUT, STDERR = 1, 2
 HIGH = 1 << 20  # bytes waiting to be printed from which on no more should be fed
@@ -21,11 +25,13 @@ class Printer:
 
     Lines leave in the order in which they became whole, and a line is finished before the next
     begins, also when both descriptors are one pipe. A carriage return ends a line as well, as
-    progress bars need. Bytes are passed through as they are.
+    progress bars need. Bytes are passed through as they are. If there is a ``directory``, what a
+    rank writes goes to ``rank.N/stdout`` and ``rank.N/stderr`` in it too, as it is.
     """
 
-    def __init__(self, size: int, prefix: bool = True) -> None:
+    def __init__(self, size: int, prefix: bool = True, directory: str | None = None) -> None:
         self.size = size
+        self._files = {} if directory is None else _open_files(directory, size)
         self.prefix = prefix
         self.pending = 0
         self._muted = False
@@ -34,6 +40,8 @@ class Printer:
 
     def feed(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes that ``rank`` wrote to ``stream`` (1 or 2); queue the lines now whole."""
+        if (rank, stream) in self._files:
+            self._files[rank, stream].write(data)
         if self._muted:
             return
         partial = self._partial.setdefault((rank, stream), bytearray())
@@ -102,3 +110,24 @@ class Printer:
         self._queue.clear()
         self._partial.clear()
         self.pending = 0
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        for file in self._files.values():
+            file.close()
+
+
+def _open_files(directory: str, size: int) -> dict[tuple[int, int], BinaryIO]:
+    files: dict[tuple[int, int], BinaryIO] = {}
+    width = len(str(size - 1))
+    try:
+        for rank in range(size):
+            folder = Path(directory) / f"rank.{rank:0{width}d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream, name in _NAMES.items():
+                files[rank, stream] = (folder / name.decode()).open("wb", buffering=0)
+    except OSError as error:
+        for file in files.values():
+            file.close()
+        raise LaunchError(f"--output-filename {directory}: {error}") from error
+    return files

@@ -7,11 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ringlet.ring.environment import check_transport
 from ringlet.ring.errors import LaunchError, unavailable
+from ringlet.ring.launch.hosts import Seat
 from ringlet.ring.launch.wire import ADDRESS, SECRET
 
 WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.launch.worker"]
@@ -47,23 +50,28 @@ def choose_transport(asked: str | None) -> tuple[str, str | None]:
     """
     if asked is not None and check_transport(asked) == "local":
         raise LaunchError("transport 'local' joins threads of one process; use mpi or gloo")
-    lacking = {
+    why = lacking()
+    remedy = {"mpi": "pip install 'ringlet[mpi]'", "gloo": "pip install 'ringlet[torch]'"}
+    if asked is not None:
+        if missing := why[asked]:
+            raise unavailable(asked, missing, remedy[asked])
+        return asked, None
+    if why["mpi"] is None:
+        return "mpi", None
+    if why["gloo"] is None:
+        return "gloo", f"using gloo, because {why['mpi']} ({remedy['mpi']} for MPI)"
+    raise LaunchError(
+        f"no transport can be used: {why['mpi']} and {why['gloo']}."
+        f" {remedy['mpi']} or {remedy['gloo']}"
+    )
+
+
+def lacking() -> dict[str, str | None]:
+    """Return what each transport between processes lacks here, None if nothing."""
+    return {
         "mpi": _missing("mpi4py") or ("no mpiexec was found" if mpiexec() is None else None),
         "gloo": _missing("torch"),
     }
-    remedy = {"mpi": "pip install 'ringlet[mpi]'", "gloo": "pip install 'ringlet[torch]'"}
-    if asked is not None:
-        if why := lacking[asked]:
-            raise unavailable(asked, why, remedy[asked])
-        return asked, None
-    if lacking["mpi"] is None:
-        return "mpi", None
-    if lacking["gloo"] is None:
-        return "gloo", f"using gloo, because {lacking['mpi']} ({remedy['mpi']} for MPI)"
-    raise LaunchError(
-        f"no transport can be used: {lacking['mpi']} and {lacking['gloo']}."
-        f" {remedy['mpi']} or {remedy['gloo']}"
-    )
 
 
 def _missing(module: str) -> str | None:
@@ -71,23 +79,23 @@ def _missing(module: str) -> str | None:
 
 
 def rank_environment(
-    base: Mapping[str, str], rank: int, size: int, transport: str, scratch: str
+    base: Mapping[str, str], rank: int, size: int, transport: str, address: str, seat: Seat
 ) -> dict[str, str]:
-    """Return what rank ``rank`` finds in its environment; ``base`` wins where it is the user's."""
-    cores = len(os.sched_getaffinity(0))
+    """Return what rank ``rank`` finds in its environment; ``base`` wins where it is the user's.
+
+    ``address`` is where the launcher, and so the job's store, is found.
+    """
     kept = {name: value for name, value in base.items() if not name.startswith(_OUTER)}
-    defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(max(1, cores // size))}
     return (
-        defaults
+        {"PYTHONUNBUFFERED": "1"}
         | kept
         | {
             "RINGLET_TRANSPORT": transport,
             "RINGLET_RANK": str(rank),
             "RINGLET_SIZE": str(size),
-            "RINGLET_LOCAL_RANK": str(rank),
-            "RINGLET_LOCAL_SIZE": str(size),
-            # A file, not a port: it needs no free port, and nobody else can open it.
-            "RINGLET_RENDEZVOUS": f"file://{scratch}/store",
+            "RINGLET_LOCAL_RANK": str(seat.local_rank),
+            "RINGLET_LOCAL_SIZE": str(seat.local_size),
+            "RINGLET_RENDEZVOUS": f"ringlet://{address}",
         }
     )
 
@@ -97,34 +105,60 @@ def dropped() -> list[str]:
     return [ADDRESS, SECRET, *_PROCESS_MANAGER, *_WRAPPER_ONLY, "RINGLET_RANK"]
 
 
-def start_wrappers(
-    size: int, transport: str, address: str, secret: bytes, noise: int
-) -> list[subprocess.Popen[bytes]]:
-    """Start one wrapper per rank; what they or mpiexec say themselves goes to ``noise``.
-
-    Returns the processes this one is the parent of. Raises LaunchError if one cannot be started.
-    """
+def wrapper_environment(address: str, secret: bytes) -> dict[str, str]:
+    """Return the environment of wrappers on this host, and of whatever starts them."""
     outer = (*_OUTER, "RINGLET_RANK")
     env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    env |= _WRAPPER_ONLY | {ADDRESS: address, SECRET: secret.hex()}
-    if transport == "mpi":
-        program = mpiexec()
-        assert program is not None
-        return [_start([program, "-n", str(size), *WRAPPER], env | _PROCESS_MANAGER, noise)]
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        started.extend(
-            _start(WRAPPER, env | {"RINGLET_RANK": str(rank)}, noise) for rank in range(size)
-        )
-    except LaunchError:
-        for process in started:
-            process.kill()
-            process.wait()
-        raise
-    return started
+    return env | _WRAPPER_ONLY | {ADDRESS: address, SECRET: secret.hex()}
 
 
-def _start(command: list[str], env: Mapping[str, str], noise: int) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True)
+class Started:
+    """A process that the launcher is the parent of, and the ranks that it brings up."""
+
+    process: subprocess.Popen[bytes]
+    who: str
+    ranks: frozenset[int]
+
+
+def start_wrappers(ranks: Iterable[int], env: Mapping[str, str], noise: Any) -> Iterator[Started]:
+    """Start the wrappers of ``ranks`` on this host; what they say themselves goes to ``noise``.
+
+    Raises LaunchError if one cannot be started.
+    """
+    for rank in ranks:
+        process = start_process(WRAPPER, {**env, "RINGLET_RANK": str(rank)}, noise)
+        yield Started(process, "its process", frozenset({rank}))
+
+
+def start_mpiexec(size: int, env: Mapping[str, str], noise: Any) -> Started:
+    """Have mpiexec start ``size`` wrappers on this host. Raises LaunchError."""
+    command = [_mpiexec(), "-n", str(size), *WRAPPER]
+    process = start_process(command, {**env, **_PROCESS_MANAGER}, noise)
+    return Started(process, "mpiexec", frozenset(range(size)))
+
+
+def start_hydra(
+    hosts: Sequence[tuple[str, int]], env: Mapping[str, str], interface: str, noise: Any
+) -> Started:
+    """Have MPICH's mpiexec expect ``hosts`` (name, ranks); it prints what to start on each.
+
+    Nothing of ``env`` reaches the ranks by this way, which is open to eavesdroppers. Raises
+    LaunchError.
+    """
+    own = {name: value for name, value in env.items() if name not in (ADDRESS, SECRET)}
+    manager = {"HYDRA_LAUNCHER": "manual", "HYDRA_RMK": "user", "HYDRA_IFACE": interface}
+    size = sum(count for _, count in hosts)
+    listed = ",".join(f"{name}:{count}" for name, count in hosts)
+    command = [_mpiexec(), "-genvnone", "-hosts", listed, "-n", str(size), *WRAPPER]
+    process = start_process(command, own | manager, noise)
+    return Started(process, "mpiexec", frozenset(range(size)))
+
+
+def start_process(
+    command: list[str], env: Mapping[str, str], noise: Any
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` with nothing to read. Raises LaunchError."""
     try:
         # In a session of their own, so that the terminal's Ctrl-C reaches the launcher alone.
         return subprocess.Popen(
@@ -137,3 +171,9 @@ def _start(command: list[str], env: Mapping[str, str], noise: int) -> subprocess
         )
     except OSError as error:
         raise LaunchError(f"cannot start {command[0]}: {error.strerror}") from error
+
+
+def _mpiexec() -> str:
+    program = mpiexec()
+    assert program is not None  # or mpi would not have been chosen
+    return program

@@ -1,42 +1,41 @@
-"""One rank of ``ringlet.run``: ``python -m ringlet.ring.launch.task DIRECTORY``.
+"""One rank of ``ringlet.run``: ``python -m ringlet.ring.launch.task``.
 
-The directory is private to the caller's user; call and results are files in it.
+The call comes from the job's store, and the result goes there.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
 import traceback
-from pathlib import Path
 
 from ringlet.ring.errors import LOST_PEER, PeerLost
-from ringlet.ring.launch.parcel import error_file, pickler, result_file
+from ringlet.ring.launch.parcel import error_name, pickler, result_name, seal, unseal
+from ringlet.ring.launch.wire import STORE_KEY
+from ringlet.ring.store import Client, client
 
 
-def main(directory: Path, rank: int) -> int:
+def main(store: Client, key: bytes, rank: int) -> int:
     """Call the function, leave its result or its traceback; return the exit code."""
     try:
-        with (directory / "call").open("rb") as file:
-            sys.path[:] = pickle.load(file)  # before the function's modules are needed
-            fn, args, kwargs = pickle.load(file)
+        call = io.BytesIO(unseal(key, "call", store.fetch("call")))
+        sys.path[:] = pickle.load(call)  # before the function's modules are needed
+        fn, args, kwargs = pickle.load(call)
         data = pickler().dumps(fn(*args, **kwargs))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
-        error_file(directory, rank).write_text(text, errors="backslashreplace")
+        store.leave(error_name(rank), text.encode(errors="backslashreplace"))
         if isinstance(error, KeyboardInterrupt):
             raise
         return LOST_PEER if isinstance(error, PeerLost) else 1
-    # Renamed when complete: a result is there as a whole or not at all.
-    partial = directory / f"partial-{rank}"
-    partial.write_bytes(data)
-    partial.replace(result_file(directory, rank))
+    store.leave(result_name(rank), seal(key, result_name(rank), data))
     return 0
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), int(os.environ["RINGLET_RANK"]))
+    code = main(client(), bytes.fromhex(os.environ[STORE_KEY]), int(os.environ["RINGLET_RANK"]))
     if code:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

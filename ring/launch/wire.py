@@ -10,8 +10,10 @@ from __future__ import annotations
 import enum
 import hmac
 import secrets
+import select
 import socket
 import struct
+import time
 from collections.abc import Iterator
 
 from ringlet.ring.errors import ProtocolError
@@ -24,8 +26,11 @@ NONCE = 32
 
 # Names through which the launcher tells a wrapper where it is. The user's program sees neither.
 ADDRESS, SECRET = "RINGLET_LAUNCHER", "RINGLET_LAUNCHER_SECRET"
+# The program does see this one: with it a rank may use the job's store, and nothing more.
+STORE_KEY = "RINGLET_STORE_KEY"
 
 _HEADER = struct.Struct("!BI")
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
 
 
 class Kind(enum.IntEnum):
@@ -37,15 +42,24 @@ class Kind(enum.IntEnum):
     STARTED = 4  # wrapper: process id, which is the process group too (decimal)
     STDOUT = 5  # wrapper: bytes
     STDERR = 6  # wrapper: bytes
-    ENDED = 7  # wrapper: exit code (minus the signal), then the monotonic time in ns (decimal)
+    ENDED = 7  # wrapper: exit code (minus the signal), when, and now (monotonic ns; decimal)
     DONE = 8  # wrapper: nothing is left of the program, and all of its output was sent
     SIGNAL = 9  # launcher: number of a signal to pass on (decimal)
     RELEASE = 10  # launcher: the wrapper may go
+    VISIT = 11  # rank: as PROVE, but by the store's key, to use the store
+    WELCOME = 12  # launcher: its proof to a visitor
+    ASK = 13  # rank: a request to the store, see ringlet.ring.launch.shelf
+    ANSWER = 14  # launcher: what the store says
 
 
 def proof(secret: bytes, who: str, rank: int, launcher: bytes, wrapper: bytes) -> bytes:
     """Return what shows that ``who`` knows ``secret``; valid for this pair of nonces only."""
     return hmac.digest(secret, b"%s %d " % (who.encode(), rank) + launcher + wrapper, "sha256")
+
+
+def store_key(secret: bytes) -> bytes:
+    """Return the key to the job's store, which tells nothing of the secret itself."""
+    return hmac.digest(secret, b"store", "sha256")
 
 
 def nonce() -> bytes:
@@ -59,11 +73,16 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that vanished without a word is noticed within a minute.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.limit = HANDSHAKE
         self.closed = False
         self._sock = sock
         self._incoming = bytearray()
         self._outgoing = bytearray()
+        self.own_address, self.peer_address = _ends(sock)
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""
@@ -117,7 +136,30 @@ class Channel:
             del self._incoming[:end]
             yield Kind(number), body
 
+    def wait(self, seconds: float | None) -> bool:
+        """Send what is queued, until something can be received; false when the time is up."""
+        limit = None if seconds is None else time.monotonic() + seconds
+        while not self.closed:
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+            events = poll.poll(None if left is None else 1000 * left)
+            self.flush()
+            if any(event & ~select.POLLOUT for _, event in events):
+                return True
+            if left == 0:
+                return False
+        return False
+
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self.closed = True
         self._sock.close()
+
+
+def _ends(sock: socket.socket) -> tuple[str, str]:
+    """Return this end's address and the other's; empty for one that is gone already."""
+    try:
+        return sock.getsockname()[0], sock.getpeername()[0]
+    except OSError:
+        return "", ""

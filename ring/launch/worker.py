@@ -7,11 +7,9 @@ told that the rank is done; if the launcher goes away, everything is killed at o
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,19 +17,19 @@ import sys
 import time
 from typing import Any
 
-from ringlet.ring.errors import ProtocolError
+from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch import processes
+from ringlet.ring.launch.enter import enter
+from ringlet.ring.launch.network import network
 from ringlet.ring.launch.wire import (
     ADDRESS,
     CHUNK,
     HIGH,
-    LARGE,
-    NONCE,
     SECRET,
+    STORE_KEY,
     Channel,
     Kind,
-    nonce,
-    proof,
+    store_key,
 )
 
 LEFTOVERS = 1.0  # seconds that processes outliving the program get to end by themselves
@@ -40,11 +38,12 @@ RANK_NAMES = ("RINGLET_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 class Wrapper:
-    """Runs one program; ``channel`` leads to the launcher."""
+    """Runs one program; ``channel`` leads to the launcher, ``extra`` is for the environment."""
 
-    def __init__(self, channel: Channel, job: dict[str, Any]) -> None:
+    def __init__(self, channel: Channel, job: dict[str, Any], extra: dict[str, str]) -> None:
         self.channel = channel
         self.job = job
+        self.extra = extra
         self.streams: dict[int, Kind] = {}
         self.group = 0
         self.alone = True  # no child, not even an adopted one
@@ -62,11 +61,16 @@ class Wrapper:
 
     def start(self) -> None:
         """Start the program, or report why it cannot be started as a shell would."""
-        environment = self.job["env"] | {
-            name: value
-            for name, value in os.environ.items()
-            if name not in self.job["env"] and name not in self.job["drop"]
-        }
+        inherited = {n: v for n, v in os.environ.items() if n not in self.job["drop"]}
+        environment = inherited | self.job["env"] | self.extra
+        try:
+            environment |= network(self.job["interfaces"], self.channel.own_address, environment)
+        except LaunchError as error:
+            self.channel.send(Kind.STDERR, f"{error}\n".encode())
+            self._ended(1)
+            return
+        cores = len(os.sched_getaffinity(0))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.job["local_size"])))
         me = os.getpid()
         try:
             # Descriptors of the process manager (PMI_FD) are inheritable and must reach it.
@@ -169,7 +173,8 @@ class Wrapper:
     def _ended(self, code: int) -> None:
         self.code = code
         self.deadline = time.monotonic() + LEFTOVERS
-        self.channel.send(Kind.ENDED, b"%d %d" % (code, time.monotonic_ns()))
+        now = time.monotonic_ns()
+        self.channel.send(Kind.ENDED, b"%d %d %d" % (code, now, now))
 
     def _pass_on(self, number: int) -> None:
         if self.alone:
@@ -187,40 +192,12 @@ class Wrapper:
         while not self.alone and processes.reap() is not None and time.monotonic() < limit:
             processes.kill_children()
             time.sleep(0.005)
-        shutil.rmtree(self.job["scratch"], ignore_errors=True)
-
-
-def _frame(channel: Channel, wanted: Kind, seconds: float = 60.0) -> bytes:
-    """Wait for the next frame, which has to be of kind ``wanted``."""
-    limit = time.monotonic() + seconds
-    while not channel.closed and (left := limit - time.monotonic()) > 0:
-        poll = select.poll()
-        poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
-        poll.poll(1000 * left)
-        channel.flush()
-        for kind, body in channel.receive():
-            if kind is wanted:
-                return body
-            raise ProtocolError(f"expected {wanted.name} from the launcher, got {kind.name}")
-    raise ProtocolError(f"the launcher did not send {wanted.name}")
 
 
 def join(address: str, secret: bytes, rank: int) -> tuple[Channel, dict[str, Any]]:
     """Connect to the launcher, prove and have proved the secret; return link and job."""
-    host, _, port = address.rpartition(":")
-    channel = Channel(socket.create_connection((host, int(port)), timeout=60))
-    theirs, mine = _frame(channel, Kind.HELLO), nonce()
-    if len(theirs) != NONCE:
-        raise ProtocolError("the launcher's greeting is malformed")
-    answer = proof(secret, "wrapper", rank, theirs, mine)
-    channel.send(Kind.PROVE, rank.to_bytes(4, "big") + mine + answer)
-    channel.limit = LARGE
-    body = _frame(channel, Kind.JOB)
-    expected = proof(secret, "launcher", rank, theirs, mine)
-    # Compared in constant time: what follows is a command to run.
-    if not hmac.compare_digest(body[: len(expected)], expected):
-        raise ProtocolError("whoever answers at the launcher's address is not the launcher")
-    job: dict[str, Any] = json.loads(body[len(expected) :])
+    channel, body = enter(address, secret, rank)
+    job: dict[str, Any] = json.loads(body)
     return channel, job
 
 
@@ -232,7 +209,7 @@ def main() -> int:
     secret = bytes.fromhex(os.environ.pop(SECRET))
     rank = next(int(os.environ[name]) for name in RANK_NAMES if name in os.environ)
     channel, job = join(os.environ.pop(ADDRESS), secret, rank)
-    wrapper = Wrapper(channel, job)
+    wrapper = Wrapper(channel, job, {STORE_KEY: store_key(secret).hex()})
     wrapper.start()
     return wrapper.run()
 

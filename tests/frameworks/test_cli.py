@@ -35,7 +35,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         ([], "a command is missing; commands: run"),
         (["rum"], "unknown command 'rum'. Did you mean 'run'?"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
-        (["run"], "the following arguments are required: -np"),
+        (["run"], "-np is missing: how many ranks?"),
         (["run", "-np"], "expected one argument"),
         (["run", "-np", "2"], "a command is missing: ringlet run -np 2 python train.py"),
         (["run", "-np", "2", "--"], "a command is missing"),
@@ -49,7 +49,17 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["run", "-np", "2", "--transport", "local", "true"], "joins threads of one process"),
         (["run", "-np", "2", "--env", "A", "true"], "--env takes KEY=VALUE, not 'A'"),
         (["run", "-np", "2", "--env", "=A", "true"], "--env takes KEY=VALUE, not '=A'"),
-        (["run", "-np", "2", "--verbos", "true"], "unrecognized arguments"),
+        (["run", "-np", "2", "--verbos", "true"], "--verbos; did you mean --verbose?"),
+        (["run", "-np", "2", "--hostfiles=x", "true"], "did you mean --hostfile?"),
+        (["run", "-np", "2", "--min-np", "1", "true"], "elastic training is not there yet"),
+        (["run", "-np", "2", "--cycle-time-ms", "x", "true"], "takes a number of at least 0"),
+        (["run", "-np", "2", "-x", "NO_SUCH_NAME", "true"], "there is no such variable here"),
+        (["run", "-np", "2", "-x", "=A", "true"], "-x takes NAME or NAME=VALUE, not '=A'"),
+        (["run", "-np", "2", "-H", "a:1", "true"], "the hosts have 1: a:1"),
+        (["run", "-H", "a:1", "--hostfile", "b", "true"], "give --hosts or --hostfile, not both"),
+        (["run", "-np", "2", "--ssh-port", "70000", "true"], "--ssh-port takes a port"),
+        (["run", "-np", "2", "--start-timeout", "0", "true"], "--start-timeout takes seconds"),
+        (["doctor", "--transports", "mpi"], "did you mean --transport?"),
     ],
 )
 def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,13 +124,22 @@ def test_verbose_says_what_is_started() -> None:
     assert ended.stderr.startswith("ringlet run: 1 rank over ")
 
 
+def test_the_flags_of_horovodrun_become_variables() -> None:
+    flags = ["--gloo", "--fusion-threshold-mb", "0.5", "--cycle-time-ms=2", "--no-stall-check"]
+    names = ("FUSION_THRESHOLD", "CYCLE_TIME", "STALL_CHECK_DISABLE", "TRANSPORT")
+    shown = " ".join(f"$RINGLET_{name}" for name in names)
+    command = [str(SCRIPT), "run", "-np", "1", "--no-prefix", *flags, "sh", "-c", f"echo {shown}"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout == "524288 2 1 gloo\n"
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--version"], [f"ringlet {ringlet.__version__}"]),
         (["--help"], ["cheap to communicate", *COMMANDS]),
         (
             ["run", "--help"],
-            ["-np", "--num-proc", "--transport", "--env", "--no-prefix"],
+            ["-np", "--num-proc", "--transport", "--env", "--no-prefix", "--hosts", "--rsh", "-x"],
         ),
     ):
         with pytest.raises(SystemExit) as end:

@@ -6,9 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import ProtocolError
-from ringlet.ring.compressed import allgather_reduce, encode, scatter_reduce
+from ringlet.ring.compressed import (
+    AllgatherReduce,
+    ScatterReduce,
+    allgather_reduce,
+    encode,
+    scatter_reduce,
+)
 from ringlet.ring.halves import even_counts
 from ringlet.ring.local import run_local
+from ringlet.ring.pipeline import run_pipelined
+from ringlet.ring.seal import SEAL, Fault, inspect, seal
 
 
 class Int8Codec:
@@ -82,8 +90,10 @@ def test_replicas_are_bit_equal_and_close_to_the_sum(size, n, seed, scatter):
     assert (np.abs(results[0][0] - gradients.sum(0)) <= bound + 1e-12).all()
     counts = even_counts(n, size)
     for rank, (_, sent) in enumerate(results):
-        others = sum(4 + counts[r] for r in range(size) if r != rank)
-        expected = others + (size - 1) * (4 + counts[rank]) if scatter else (size - 1) * (4 + n)
+        parts = [SEAL + 4 + counts[r] for r in range(size)]
+        others = sum(parts) - parts[rank]
+        every = others + (size - 1) * parts[rank]
+        expected = every if scatter else (size - 1) * (SEAL + 4 + n)
         assert sent == expected
 
 
@@ -105,13 +115,13 @@ def test_payloads_of_different_sizes_are_gathered():
     def ragged(comm):
         codec = Ragged(np.full(1, comm.rank, np.float32), 1)
         encoded = encode(codec)
-        assert encoded.nbytes == encoded.buffer.size == comm.rank
+        assert encoded.nbytes == encoded.buffer.size == comm.rank + SEAL
         sizes = [int.from_bytes(b) for b in comm.allgather_bytes(encoded.nbytes.to_bytes(4))]
         return codec.output, allgather_reduce(comm, codec, encoded, sizes)
 
     for rank, (output, sent) in enumerate(run_local(ragged, 4)):
         assert output[0] == 3210
-        assert sent == 3 * rank
+        assert sent == 3 * (rank + SEAL)
 
 
 def test_a_part_that_is_not_of_its_fixed_size_is_refused():
@@ -130,3 +140,179 @@ def test_an_announcement_that_is_not_kept_is_refused():
 
     with pytest.raises(ProtocolError, match="announced 5"):
         run_local(wrong, 2)
+
+
+def damaged(comm, method, damage, victim, calls=1):
+    """Let ``damage`` have what ``comm`` receives from ``victim`` in the ``calls``-th call."""
+    original = getattr(comm, method)
+    seen = []
+
+    def call(send, receive, *counts):
+        original(send, receive, *counts)
+        seen.append(1)
+        if len(seen) == calls:
+            sizes = counts[-1]
+            start = sum(sizes[:victim])
+            damage(receive[start : start + sizes[victim]])
+
+    setattr(comm, method, call)
+
+
+def flip(message):
+    message[message.size // 3] ^= 4
+
+
+def flip_number(message):
+    message[-SEAL] ^= 1
+
+
+def truncate(message):
+    """What a receiver sees of a message that ended early: a shorter one, and what lay behind."""
+    short = message[: message.size - 8].copy()
+    seal(short, 1, 0)
+    message[: short.size] = short
+    message[short.size :] = message[short.size - 8 : short.size]
+    seal_of = short[-SEAL:].copy()
+    message[-SEAL:] = seal_of
+
+
+def stale(message):
+    seal(message, 0, 0)
+
+
+def other_plan(message):
+    seal(message, 1, 77)
+
+
+@pytest.mark.parametrize(
+    ("scatter", "method", "text"),
+    [
+        (True, "_alltoall", "rank 2 received from rank 1"),
+        (True, "_allgather", "rank 2 received from rank 1"),
+        (False, "_allgather", "rank 2 received from rank 1"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (flip, "damaged: its checksum"),
+        (flip_number, "damaged: its checksum"),
+        (truncate, "length"),
+        (stale, "another exchange: its sequence"),
+        (other_plan, "another plan: its plan hash"),
+    ],
+)
+def test_a_wrong_payload_is_the_same_error_on_every_rank_and_no_output_is_touched(
+    scatter, method, text, damage, what
+):
+    def faulty(comm):
+        codec = Int8Codec(gradient(comm.rank, 60, 0), comm.size if scatter else 1)
+        encoded = encode(codec)
+        if comm.rank == 2:
+            damaged(comm, method, damage, 1)
+        arguments = [comm, codec, encoded] + [[encoded.nbytes] * comm.size] * (not scatter)
+        with pytest.raises(ProtocolError) as caught:
+            (scatter_reduce if scatter else allgather_reduce)(*arguments)
+        assert np.isnan(codec.output).all()
+        return str(caught.value), run(comm, 60, 0, scatter)[0].tobytes()
+
+    results = run_local(faulty, 4)
+    assert len(set(results)) == 1  # and the communicator still serves
+    assert text in results[0][0]
+    assert what in results[0][0]
+
+
+def test_ranks_of_a_subset_are_named_by_their_first_rank():
+    def faulty(comm):
+        subset = comm.subset([1, 3])
+        if subset is None:
+            return
+        codec = Int8Codec(gradient(comm.rank, 60, 0), 1)
+        encoded = encode(codec)
+        if comm.rank == 3:
+            damaged(subset, "_allgather", flip, 0)
+        with pytest.raises(ProtocolError, match="rank 3 received from rank 1"):
+            allgather_reduce(subset, codec, encoded, [encoded.nbytes] * 2)
+
+    run_local(faulty, 4)
+
+
+def test_different_plans_are_noticed():
+    def differ(comm):
+        codec = Int8Codec(gradient(comm.rank, 60, 0), comm.size)
+        with pytest.raises(ProtocolError, match="plan hash differs") as caught:
+            scatter_reduce(comm, codec, encode(codec), plan=5 + (comm.rank == 1))
+        return str(caught.value)
+
+    assert len(set(run_local(differ, 3))) == 1
+
+
+def test_a_codec_that_fails_to_sum_leaves_nobody_waiting():
+    class Failing(Int8Codec):
+        def decode_sum_encode(self, part, payloads, out):
+            raise KeyError("boom")
+
+    def failing(comm):
+        kind = Failing if comm.rank == 1 else Int8Codec
+        codec = kind(gradient(comm.rank, 60, 0), comm.size)
+        with pytest.raises((KeyError, ProtocolError)) as caught:
+            scatter_reduce(comm, codec, encode(codec))
+        assert np.isnan(codec.output).all()
+        return repr(caught.value)
+
+    first, second, third = run_local(failing, 3)
+    assert second == "KeyError('boom')"
+    assert first == third
+    assert "from rank 1 a payload that could not be made" in first
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=6),
+    st.integers(0, 99),
+)
+def test_exchanges_in_a_pipeline_equal_those_one_by_one(size, shapes, seed):
+    def both(comm):
+        sequential = [run(comm, n, seed + i, scatter) for i, (n, scatter) in enumerate(shapes)]
+        codecs, exchanges = [], []
+        for i, (n, scatter) in enumerate(shapes):
+            codecs.append(Int8Codec(gradient(comm.rank, n, seed + i), size if scatter else 1))
+            encoded = encode(codecs[-1])
+            if scatter:
+                exchanges.append(ScatterReduce(comm, codecs[-1], encoded))
+            else:
+                sizes = [encoded.nbytes] * size
+                exchanges.append(AllgatherReduce(comm, codecs[-1], encoded, sizes))
+        assert run_pipelined(exchanges) == sum(sent for _, sent in sequential)
+        for codec, (output, _) in zip(codecs, sequential, strict=True):
+            np.testing.assert_array_equal(codec.output, output)
+
+    run_local(both, size)
+
+
+def test_a_fault_in_a_pipeline_is_raised_on_every_rank():
+    def faulty(comm):
+        codecs = [Int8Codec(gradient(comm.rank, 60, i), comm.size) for i in range(5)]
+        exchanges = [ScatterReduce(comm, codec, encode(codec)) for codec in codecs]
+        if comm.rank == 0:
+            damaged(comm, "_alltoall", flip, 1, calls=3)
+        with pytest.raises(ProtocolError, match=r"rank 0 received from rank 1 .* \(exchange 3\)"):
+            run_pipelined(exchanges)
+        assert not np.isnan(codecs[0].output).any()
+        assert all(np.isnan(codec.output).all() for codec in codecs[2:])
+
+    run_local(faulty, 3)
+
+
+@given(st.binary(max_size=200), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.data())
+def test_a_seal_accepts_its_message_and_no_other(payload, sequence, plan, data):
+    message = np.frombuffer(payload + bytes(SEAL), np.uint8).copy()
+    seal(message, sequence, plan)
+    assert inspect(message, sequence, plan) == Fault.NONE
+    assert inspect(message, sequence ^ 1, plan) == Fault.SEQUENCE
+    assert inspect(message, sequence, plan ^ 1) == Fault.PLAN
+    assert inspect(message[: SEAL - 1], sequence, plan) == Fault.LENGTH
+    bit = data.draw(st.integers(0, 8 * message.size - 1))
+    message[bit // 8] ^= 1 << bit % 8
+    assert inspect(message, sequence, plan) in (Fault.CHECKSUM, Fault.LENGTH)

@@ -17,9 +17,10 @@ from ringlet.ring import Communicator, PeerLost, RingError, control_frames, cont
 from ringlet.ring.control_frames import MAGIC, MESSAGE, NONCE, READY, frame
 from ringlet.ring.control_hub import TcpHub
 from ringlet.ring.control_local import LocalControl
-from ringlet.ring.control_open import _prove, join, listen, open_control, own_address
+from ringlet.ring.control_open import _prove, join, listen, open_control
 from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.local import LocalWorld, run_local
+from ringlet.ring.network import own_address
 
 WORKER = Path(__file__).with_name("worker_control.py")
 SECRET = secrets.token_bytes(32)
@@ -52,7 +53,8 @@ class Wrapped(Communicator):
         for method in ("allgather", "broadcast", "barrier", "close"):
             setattr(self, method, getattr(comm, method))
 
-    allreduce = allgather = alltoall = reduce_scatter = broadcast = barrier = close = None
+    _allreduce = _allgather = _alltoall = _reduce_scatter = _broadcast = _barrier = None
+    _subset = _close = None
 
 
 def collect(control, n):

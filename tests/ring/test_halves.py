@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import ReduceOp
+from ringlet.ring.arguments import divided
 from ringlet.ring.dtypes import storage
-from ringlet.ring.halves import HALVES, combine, divided, even_counts, kernels
+from ringlet.ring.halves import HALVES, combine, even_counts, kernels
 
 EVERY_HALF = np.arange(1 << 16, dtype=np.uint16)
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from ringlet.ring.connect import connect
 from ringlet.ring.errors import LaunchError, ProtocolError, TransportUnavailable
 from ringlet.ring.launch import WorkerFailed, call, launch, run, start
-from ringlet.ring.launch.door import Door
+from ringlet.ring.launch.door import Door, Guest
 from ringlet.ring.launch.output import STDERR, STDOUT, Printer
 from ringlet.ring.launch.wire import HANDSHAKE, NONCE, Channel, Kind
 from ringlet.ring.launch.worker import join
@@ -412,10 +412,13 @@ def test_the_environment_of_a_rank(ringlet: Launcher, transport: str) -> None:
         assert "OPENBLAS_NUM_THREADS" not in set(env) - set(os.environ)
 
 
-def test_threads_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    threads = [start.rank_environment({}, 0, n, "gloo", "/x")["OMP_NUM_THREADS"] for n in (1, 3, 9)]
-    assert threads == ["8", "2", "1"]
+def test_threads_are_divided(ringlet: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    for np in (1, cores + 1):
+        returned, out, _ = ringlet("import os; print(os.environ['OMP_NUM_THREADS'])", np).end()
+        assert returned == 0
+        assert {line.split()[-1] for line in out.splitlines()} == {b"%d" % max(1, cores // np)}
 
 
 @both
@@ -515,7 +518,7 @@ def test_frames_that_are_not_allowed(data: bytes) -> None:
     two.close()
 
 
-def serve(door: Door, times: int = 1) -> list[tuple[int, Channel, bytes]]:
+def serve(door: Door, times: int = 1) -> list[Guest]:
     """Serve ``door`` until it has taken ``times`` events that admit nobody, or one that does."""
     limit = time.monotonic() + DEADLINE
     while times > 0 and time.monotonic() < limit:

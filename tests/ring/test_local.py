@@ -16,7 +16,7 @@ from ringlet.ring.local import LocalWorld, run_local
 WORKER = runpy.run_path(str(Path(__file__).with_name("worker_collectives.py")))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_the_table_of_cases(size):
     digests = run_local(WORKER["play_all"], size)
     assert all(d == digests[0] for d in digests)
@@ -118,6 +118,46 @@ def test_a_rank_that_returns_early_is_lost_to_those_who_wait():
     with pytest.raises(PeerLost, match="rank 0 closed") as caught:
         run_local(lambda comm: comm.rank and comm.barrier(), 2)
     assert caught.value.ranks == (0,)
+
+
+def test_a_rank_that_fails_breaks_the_subsets_it_is_in_and_is_named_by_its_first_rank():
+    seen = {}
+
+    def run(comm):
+        high = comm.subset([1, 2, 3])
+        inner = high.subset([1, 2]) if high is not None else None  # ranks 2 and 3
+        low = comm.subset([0, 1])
+        if comm.rank == 3:
+            raise KeyError("boom")
+        if low is not None:
+            low.barrier()  # does not contain the lost rank
+        try:
+            (inner or high or comm).barrier()
+        except PeerLost as error:
+            seen[comm.rank] = error
+            raise
+
+    with pytest.raises(KeyError, match="boom"):
+        run_local(run, 4)
+    assert {r: e.ranks for r, e in seen.items()} == dict.fromkeys(range(3), (3,))
+    assert all("rank 3 failed with KeyError" in str(error) for error in seen.values())
+
+
+def test_a_member_that_closes_a_subset_is_lost_to_the_subset_only():
+    def run(comm):
+        subset = comm.subset([1, 2])
+        if comm.rank == 1:
+            subset.close()
+        if comm.rank == 2:
+            with pytest.raises(PeerLost, match="rank 1 closed its communicator"):
+                subset.barrier()
+        comm.barrier()
+        comm.close()
+        if subset is not None:
+            with pytest.raises(RingError, match="closed"):
+                subset.barrier()
+
+    run_local(run, 3)
 
 
 def test_threads_of_the_callers_own():

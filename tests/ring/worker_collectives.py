@@ -1,6 +1,6 @@
 """Every collective against an oracle, on whatever communicator: imported, or run one per rank.
 
-As a script: ``worker_collectives.py mpi OUT``, or ``... gloo OUT STORE RANK SIZE``.
+As a script: ``worker_collectives.py mpi OUT``, or ``... gloo OUT STORE RANK SIZE`` (or torch).
 Each rank checks its own results; rank 0 checks that ranks agree bit for bit and writes OUT (JSON).
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringlet.ring import Communicator, ReduceOp
+from ringlet.ring import Communicator, Mismatch, ReduceOp, RingError, TransportUnavailable
 from ringlet.ring.dtypes import FLOATS, INTEGERS, NAMES, storage
 
 OPS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
@@ -53,6 +53,8 @@ def cases(size):
             table += [Case(kind, dtype, n) for n in (1, 20001)[short:]]
             table += [Case(kind, dtype, n, uneven=True) for n in (7, 9001)[: 2 - short]]
         table += [Case("broadcast", dtype, n, root=n % size) for n in (5, 20001)[short:]]
+    large = {"bool": ReduceOp.SUM, "int16": ReduceOp.MIN, "float32": ReduceOp.SUM}
+    table += [Case("allreduce", d, 1200011, op, special=True) for d, op in large.items()]
     for kind in ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast"):
         table += [Case(kind, dtype, 0) for dtype in ("bfloat16", "float32", "bool")]
     table += [Case("bytes", "uint8", n, uneven=u) for n in (0, 9) for u in (False, True)]
@@ -158,11 +160,87 @@ def play(comm: Communicator, case: Case) -> bytes:
     return b""
 
 
+def play_in(subset, salt):
+    """Play a few cases on a subset (None: this rank is not in it); return their bytes."""
+    if subset is None:
+        return b""
+    kinds = (
+        "allreduce",
+        "reduce_scatter",
+        "allgather",
+        "alltoall",
+        "broadcast",
+        "barrier",
+        "bytes",
+    )
+    table = [Case(kind, "float32", n, seed=salt) for kind in kinds for n in (3, 90)]
+    table.append(Case("allreduce", "float32", 100003, seed=salt))
+    table.append(Case("allreduce", "bfloat16", 20001, ReduceOp.MAX, seed=salt))
+    return b"".join(play(subset, case) for case in table)
+
+
+def play_subsets(comm: Communicator) -> dict[str, str]:
+    """Play cases on subsets of 4 ranks; return a digest for each that this rank is in."""
+    digests = {}
+
+    def note(name, subset, salt):
+        if subset is not None:
+            assert subset.origin[subset.rank] == comm.rank
+            digests[name] = hashlib.sha256(play_in(subset, salt)).hexdigest()
+
+    even, odd = comm.subset([0, 2]), comm.subset(np.array([1, 3]))
+    assert (even is None, odd is None) == (comm.rank % 2 == 1, comm.rank % 2 == 0)
+    for salt in range(3):  # both at the same time
+        note(f"even {salt}", even, salt)
+        note(f"odd {salt}", odd, 9 + salt)
+    low, high = comm.subset((0, 1, 2)), comm.subset(range(1, 4))
+    note("low", low, 20)
+    note("high", high, 21)
+    note("low again", low, 22)
+    inner = high.subset([0, 2]) if high is not None else None
+    assert inner is None or inner.origin == (1, 3)
+    note("inner", inner, 23)
+    alone = comm.subset([comm.size - 1])
+    note("alone", alone, 24)
+    note("all", comm.subset(range(comm.size)), 25)
+    bad = ([], [2, 1], [1, 1], [0, comm.size], [-1], [True])
+    for ranks in bad:
+        try:
+            comm.subset(ranks)
+        except ValueError as error:
+            assert "subset" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError(f"{ranks} were accepted")
+    try:
+        comm.subset([0, 1] if comm.rank != 2 else [0, 2])
+    except Mismatch as error:
+        assert str(error) == "rank 0 asked for the subset [0, 1], rank 2 for [0, 2]"  # noqa: PT017
+    else:
+        raise AssertionError("two different subsets were accepted")
+    comm.barrier()
+    if even is not None:
+        even.close()
+        try:
+            even.barrier()
+        except RingError as error:
+            assert "closed" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("a closed subset went on")
+    note("odd after even was closed", odd, 26)
+    return digests
+
+
 def play_all(comm: Communicator) -> dict[str, str]:
     """Play the whole table; return a digest per case, the same on every rank."""
     digests = {}
     for case in cases(comm.size):
         digests[repr(case)] = hashlib.sha256(play(comm, case)).hexdigest()
+    if comm.size == 4:
+        subsets = json.dumps(play_subsets(comm)).encode()
+        for name, digest in (
+            x for t in comm.allgather_bytes(subsets) for x in json.loads(t).items()
+        ):
+            assert digests.setdefault(name, digest) == digest, f"members of {name} differ"
     mine = json.dumps(digests).encode()
     for rank, theirs in enumerate(comm.allgather_bytes(mine)):
         assert json.loads(theirs) == digests, f"rank {rank} has other bits than rank {comm.rank}"
@@ -175,6 +253,8 @@ def main():
         from ringlet.ring.mpi import MpiCommunicator
 
         comm = MpiCommunicator()
+    elif transport == "torch":
+        comm = torch_communicator(*sys.argv[3:6])
     else:
         from torch.distributed import FileStore
 
@@ -189,6 +269,32 @@ def main():
             json.dump(digests, file)
     comm.close()
     comm.close()
+    if transport == "torch":  # the group is its owner's
+        import torch.distributed as dist
+
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def torch_communicator(store, rank, size):
+    """Make the default group of torch.distributed, and a communicator of it."""
+    import torch.distributed as dist
+
+    from ringlet.ring.distributed import TorchCommunicator
+
+    where = f"file://{store}"
+    dist.init_process_group("gloo", init_method=where, rank=int(rank), world_size=int(size))
+    group = dist.new_group([int(size) - 1])
+    if int(rank) == int(size) - 1:
+        alone = TorchCommunicator(group)
+        assert (alone.rank, alone.size, alone.origin) == (0, 1, (int(rank),))
+        alone.close()
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        try:
+            TorchCommunicator(group)
+        except TransportUnavailable as error:
+            assert "not in the group" in str(error)  # noqa: PT017
+    return TorchCommunicator()
 
 
 if __name__ == "__main__":

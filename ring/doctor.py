@@ -1,0 +1,104 @@
+"""What this machine has, and whether ranks can be started and connected with it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ringlet.ring.environment import detect
+from ringlet.ring.errors import RingError
+from ringlet.ring.launch import start
+
+PACKAGES = ("ringlet", "numpy", "numba", "torch", "mpi4py", "cloudpickle")
+NEEDED = ("numpy", "numba")
+_MPI = "from mpi4py import MPI; print(MPI.Get_library_version().strip())"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report. ``good`` is False for what has to be put right."""
+
+    name: str
+    text: str
+    good: bool = True
+
+
+def versions() -> dict[str, str]:
+    """Return the version of Python and of every package that matters; empty if it is missing."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def examine(env: Mapping[str, str]) -> list[Finding]:
+    """Return what there is to say about this machine and about ``env``."""
+    findings = []
+    for name, version in versions().items():
+        missing = not version and name in NEEDED
+        findings.append(Finding(name, version or "not installed", not missing))
+    if findings_mpi := _mpi_library():
+        findings.append(findings_mpi)
+    cores = len(os.sched_getaffinity(0))
+    findings.append(Finding("cpu", f"{_cpu()}, {cores} of {os.cpu_count()} cores usable"))
+    lacking = start.lacking()
+    for name, why in lacking.items():
+        findings.append(Finding(f"transport {name}", f"not available: {why}" if why else "yes"))
+    findings.append(Finding("transport local", "yes (ranks as threads of one process)"))
+    findings.append(Finding("transport nccl", "not available: it is not there yet"))
+    if all(lacking.values()):
+        remedy = "pip install 'ringlet[mpi]' or 'ringlet[torch]'"
+        findings.append(Finding("transports", f"none that joins processes: {remedy}", False))
+    ssh = shutil.which("ssh")
+    findings.append(Finding("remote shell", ssh or "no ssh here: other hosts need --rsh"))
+    try:
+        found = detect(env)
+        text = f"{found.launcher}: rank {found.rank} of {found.size} over {found.transport}"
+        findings.append(Finding("launcher", text))
+    except RingError as error:
+        findings.append(Finding("launcher", str(error), False))
+    return findings
+
+
+def _mpi_library() -> Finding | None:
+    """Ask the MPI library who it is, in a process of its own, which some libraries end."""
+    if start.lacking()["mpi"] is not None:
+        return None
+    outer = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _MPI],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("mpi library", "does not start within 60 s", False)
+    lines = done.stdout.split("\n")
+    if done.returncode or not lines[0]:
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        return Finding("mpi library", f"does not start; it said: {said}", False)
+    return Finding("mpi library", " ".join(lines[0].split()))
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,70 @@
+"""Which network interface a job uses on a host, and the names under which transports ask for it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping, Sequence
+
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.launch.hosts import address_of
+from ringlet.ring.network import interface_address, own_address
+
+# MPICH's UCX, its libfabric, gloo and NCCL each have a name of their own for it.
+_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_TCP_IFACE")
+
+
+def network(interfaces: Sequence[str], address: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what a rank should find in its environment about this host's network.
+
+    The first of ``interfaces`` that is here is used; none given means the one with ``address``,
+    by which this host reaches the launcher. What ``env`` says already is the user's. Raises
+    LaunchError when none of them is here.
+    """
+    if not interfaces:
+        return {"RINGLET_ADDRESS": address}
+    name, address = find_interface(interfaces)
+    chosen = {variable: name for variable in _NAMES if variable not in env}
+    return chosen | {"RINGLET_IFACE": name, "RINGLET_ADDRESS": address}
+
+
+def find_interface(interfaces: Sequence[str]) -> tuple[str, str]:
+    """Return the first of ``interfaces`` that this host has, and its IPv4 address."""
+    for name in interfaces:
+        with contextlib.suppress(OSError):
+            return name, interface_address(name)
+    here = ", ".join(name for _, name in socket.if_nameindex())
+    raise LaunchError(
+        f"host {socket.gethostname()} has no network interface {' or '.join(interfaces)} with an"
+        f" IPv4 address; it has {here}"
+    )
+
+
+def launcher_address(interfaces: Sequence[str], others: Sequence[str]) -> str:
+    """Return the address of this host at which the hosts ``others`` can reach the launcher.
+
+    That of one of ``interfaces`` if any are given, else the one that packets to the first host
+    whose name can be resolved would leave from. Raises LaunchError when there is none.
+    """
+    if interfaces:
+        return find_interface(interfaces)[1]
+    for name in others:
+        if address := address_of(name):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.connect((address, 9))  # sends nothing: it only finds the route
+                except OSError as error:
+                    raise LaunchError(
+                        f"there is no route to host {name} ({address}): {error}"
+                    ) from error
+                return str(probe.getsockname()[0])
+    return own_address()
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has ``address``. Raises LaunchError."""
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            if interface_address(name) == address:
+                return name
+    raise LaunchError(f"no network interface of this host has the address {address}")

@@ -1,0 +1,127 @@
+"""The flags of horovodrun that tune a job, and the variables that carry them to the ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from ringlet.ring.errors import LaunchError
+
+
+def _megabytes(text: str) -> str:
+    return str(round(float(text) * (1 << 20)))
+
+
+def _number(text: str) -> str:
+    if not 0 <= float(text) < float("inf"):
+        raise ValueError
+    return text
+
+
+def _whole(text: str) -> str:
+    return str(int(text))
+
+
+# Flag: variable, what its value is converted by, what it is.
+_VALUES: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "--fusion-threshold-mb": ("FUSION_THRESHOLD", _megabytes, "size of a fusion buffer, MiB"),
+    "--cycle-time-ms": ("CYCLE_TIME", _number, "how long tensors wait for company, ms"),
+    "--cache-capacity": ("CACHE_CAPACITY", _whole, "responses that are remembered"),
+    "--timeline-filename": ("TIMELINE", str, "write a trace of what is communicated"),
+    "--autotune-log-file": ("AUTOTUNE_LOG", str, "write what autotuning tries, CSV"),
+    "--autotune-warmup-samples": ("AUTOTUNE_WARMUP_SAMPLES", _whole, "samples to throw away"),
+    "--autotune-steps-per-sample": ("AUTOTUNE_STEPS_PER_SAMPLE", _whole, "steps of a sample"),
+    "--autotune-bayes-opt-max-samples": (
+        "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+        _whole,
+        "samples until the best is kept",
+    ),
+    "--stall-check-warning-time-seconds": (
+        "STALL_CHECK_TIME_SECONDS",
+        _number,
+        "warn of a rank that others wait for this long",
+    ),
+    "--stall-check-shutdown-time-seconds": (
+        "STALL_SHUTDOWN_TIME_SECONDS",
+        _number,
+        "end a job that waits this long (0: never)",
+    ),
+    "--log-level": ("LOG_LEVEL", str, "debug, info, warning or error"),
+    "--heartbeat-seconds": ("HEARTBEAT", _number, "silence after which a rank is lost (0: never)"),
+}
+_SWITCHES: dict[str, tuple[str, str, str]] = {
+    "--autotune": ("AUTOTUNE", "1", "tune threshold and cycle time while training"),
+    "--no-autotune": ("AUTOTUNE", "0", ""),
+    "--timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "1", "mark cycles in the trace"),
+    "--no-timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "0", ""),
+    "--hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", "1", "reduce inside hosts first"),
+    "--no-hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", "0", ""),
+    "--stall-check": ("STALL_CHECK_DISABLE", "0", ""),
+    "--no-stall-check": ("STALL_CHECK_DISABLE", "1", "do not warn of stalls"),
+}
+
+# What horovodrun has besides, and what to do instead.
+ABSENT = {
+    "--min-np": "elastic training is not there yet",
+    "--min-num-proc": "elastic training is not there yet",
+    "--max-np": "elastic training is not there yet",
+    "--max-num-proc": "elastic training is not there yet",
+    "--host-discovery-script": "elastic training is not there yet",
+    "--config-file": "there are no configuration files; give the flags",
+    "--mpi-args": "set MPI's own variables, as in --env MPIR_CVAR_DEBUG_SUMMARY=1",
+    "--jsrun": "use the system's own launcher; ranks find each other under any mpiexec",
+    "--check-build": "see ringlet doctor",
+    "-cb": "see ringlet doctor",
+}
+
+
+class _Set(argparse.Action):
+    """Collects variables; the last word on each counts."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        options: argparse.Namespace,
+        value: object,
+        flag: str | None = None,
+    ) -> None:
+        assert flag is not None
+        if flag in _SWITCHES:
+            name, text, _ = _SWITCHES[flag]
+        else:
+            name, convert, meaning = _VALUES[flag]
+            try:
+                text = convert(str(value))
+            except ValueError:
+                parser.error(f"{flag} ({meaning}) takes a number of at least 0, not {value!r}")
+        options.tunables = {**options.tunables, f"RINGLET_{name}": text}
+
+
+def add_tunables(parser: argparse.ArgumentParser) -> None:
+    """Define the flags; what they set is ``options.tunables``, by variable."""
+    group = parser.add_argument_group(
+        "tuning", "Each sets the variable RINGLET_... that is named for every rank."
+    )
+    parser.set_defaults(tunables={})
+    for flag, (name, _, meaning) in _VALUES.items():
+        text = f"{meaning} ({name})"
+        group.add_argument(flag, action=_Set, metavar="X", dest="tunables", help=text)
+    for flag, (name, value, meaning) in _SWITCHES.items():
+        text = f"{meaning} ({name}={value})" if meaning else argparse.SUPPRESS
+        group.add_argument(flag, action=_Set, nargs=0, dest="tunables", help=text)
+    for flag in ABSENT:
+        parser.add_argument(flag, action=_Refuse, nargs=0, help=argparse.SUPPRESS)
+
+
+class _Refuse(argparse.Action):
+    """Says what to do instead of a flag that horovodrun has."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        options: argparse.Namespace,
+        value: object,
+        flag: str | None = None,
+    ) -> None:
+        assert flag is not None
+        raise LaunchError(f"{flag} is horovodrun's: {ABSENT[flag]}")

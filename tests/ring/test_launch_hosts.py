@@ -1,0 +1,473 @@
+"""Jobs over several hosts: over a remote shell that runs things here, and over namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringlet.ring.errors import LaunchError, ProtocolError
+from ringlet.ring.launch import WorkerFailed, run, start
+from ringlet.ring.launch.forward import forwarded
+from ringlet.ring.launch.hosts import Host, Seat, is_here, parse_hosts, read_hostfile, seat
+from ringlet.ring.launch.network import find_interface, interface_of, launcher_address
+from ringlet.ring.launch.parcel import seal, unseal
+from ringlet.ring.launch.remote import Reach
+
+DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
+MARK = "RINGLET_TEST_MARK"
+RINGLET = [sys.executable, "-m", "ringlet", "run"]
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+HOSTS = "localhost:2,127.0.0.2:2"  # the second is reached through the remote shell only
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_MPI = importlib.util.find_spec("mpi4py") is not None and start.mpiexec() is not None
+both = pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param("gloo", marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch")),
+        pytest.param(
+            "mpi",
+            marks=[
+                pytest.mark.mpi,
+                pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py and mpiexec"),
+            ],
+        ),
+    ],
+)
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+
+
+def rig() -> Any:
+    """Load benchmarks/netns.py, which belongs to no package."""
+    path = Path(__file__).parents[2] / "benchmarks" / "netns.py"
+    spec = importlib.util.spec_from_file_location("ringlet_netns", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+netns = rig()
+missing = netns.unavailable()
+needs_hosts = pytest.mark.skipif(missing is not None, reason=str(missing))
+
+
+# What is asked for.
+
+
+def test_hosts_and_slots() -> None:
+    assert parse_hosts("a:4, b.example.org:2,c") == [
+        Host("a", 4),
+        Host("b.example.org", 2),
+        Host("c", 1),
+    ]
+    assert parse_hosts("me@10.0.0.1:3,[fe80::1]:2") == [
+        Host("me@10.0.0.1", 3),
+        Host("[fe80::1]", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected host:slots, not ''"),
+        ("a:4,,b", "expected host:slots, not ''"),
+        ("a:x", "not 'a:x'"),
+        ("a:0", "host a has no slots"),
+        ("a:-1", "not 'a:-1'"),
+        ("-oProxyCommand=x:2", "expected host:slots"),
+        ("-a:2", "expected host:slots"),
+        ("a b:2", "not 'a b:2'"),
+        ("$(id):2", "expected host:slots"),
+        ("a:2,a:3", "host a is named twice"),
+    ],
+)
+def test_hosts_that_are_refused(text: str, words: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        parse_hosts(text)
+    assert words in str(caught.value)
+    assert "--hosts" in str(caught.value)
+
+
+def test_hostfiles(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# all of them\n\na slots=4  # the big one\nb:2\n  c\nd   slots = 3\n")
+    assert read_hostfile(str(file)) == [Host("a", 4), Host("b", 2), Host("c", 1), Host("d", 3)]
+    for text, words in (
+        ("a\nb slots=x\n", "line 2: expected `host slots=4`"),
+        ("a max_slots=2\n", "line 1: expected"),
+        ("a:2 slots=2\n", "line 1: expected"),
+        ("a slots=0\n", "line 1: host a has no slots"),
+        ("#\n", "names no host"),
+    ):
+        file.write_text(text)
+        with pytest.raises(LaunchError, match=words):
+            read_hostfile(str(file))
+    with pytest.raises(LaunchError, match="cannot be read"):
+        read_hostfile(str(tmp_path / "absent"))
+
+
+def test_seats_fill_host_after_host() -> None:
+    hosts = [Host("a", 2), Host("b", 3)]
+    seats = [Seat("a", 0, 2), Seat("a", 1, 2), Seat("b", 0, 2), Seat("b", 1, 2)]
+    assert seat(hosts, 4) == seats
+    assert seat(hosts, 1) == [Seat("a", 0, 1)]
+    with pytest.raises(LaunchError, match="-np 6 needs 6 slots, but the hosts have 5: a:2, b:3"):
+        seat(hosts, 6)
+
+
+def test_the_remote_shell() -> None:
+    reach = Reach(ssh_port=2222, ssh_identity_file="key", start_timeout=9.5)
+    words = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=9", "-p", "2222", "-i", "key"]
+    assert reach.shell() == words
+    assert Reach(rsh="ssh -p 22").shell() == ["ssh", "-p", "22"]
+    for wrong in (Reach(rsh="ssh", ssh_port=2), Reach(rsh="ssh 'x"), Reach(rsh=" ")):
+        with pytest.raises(LaunchError, match="--rsh"):
+            wrong.shell()
+
+
+def test_what_is_forwarded() -> None:
+    kept = {"PATH": "p", "RINGLET_SEED": "1", "HOROVOD_X": "2", "OMP_NUM_THREADS": "3"}
+    private = {"AWS_SECRET_ACCESS_KEY": "x", "RINGLET_API_TOKEN": "y", "HOME": "/root", "LANG": "C"}
+    assert forwarded(kept | private) == kept
+    assert forwarded(kept | private, ["LANG"]) == kept | {"LANG": "C"}
+
+
+def test_interfaces() -> None:
+    assert find_interface(["nosuchif0", "lo"]) == ("lo", "127.0.0.1")
+    assert interface_of("127.0.0.1") == "lo"
+    assert launcher_address((), ["127.0.0.2"]) == "127.0.0.1"
+    with pytest.raises(LaunchError, match="no network interface nosuchif0 with an IPv4 address"):
+        launcher_address(["nosuchif0"], [])
+    assert is_here("localhost")
+    assert not is_here("127.0.0.2", resolve=False)
+    assert is_here("127.0.0.2")
+
+
+def test_parcels_of_others_are_refused() -> None:
+    sealed = seal(b"key", "result-0", b"data")
+    assert unseal(b"key", "result-0", sealed) == b"data"
+    for key, name, data in (
+        (b"other", "result-0", sealed),
+        (b"key", "result-1", sealed),
+        (b"key", "result-0", sealed[:-1] + b"A"),
+        (b"key", "result-0", b""),
+    ):
+        with pytest.raises(ProtocolError, match="was not made by this job"):
+            unseal(key, name, data)
+
+
+# Real processes.
+
+
+def left(mark: str) -> list[int]:
+    """Return the ids of the living processes that were started under ``mark``."""
+    found = []
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def gone(mark: str) -> bool:
+    limit = time.monotonic() + DEADLINE
+    while left(mark) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return not left(mark)
+
+
+Begin = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """A mark that started processes carry; afterwards none of them may be left."""
+    name = uuid.uuid4().hex
+    yield name
+    for pid in left(name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> str:
+    """A remote shell that runs things here, joins its arguments as ssh does, and writes them up."""
+    path = tmp_path / "a shell"
+    log = shlex.quote(str(tmp_path / "log"))
+    path.write_text(f'#!/bin/sh\necho "$@" >> {log}\nshift\ncd /\nexec sh -c "$*"\n')
+    path.chmod(0o755)
+    return shlex.quote(str(path))
+
+
+@pytest.fixture
+def ringlet(mark: str, shell: str) -> Begin:
+    def begin(
+        code: str, transport: str, *options: str, rsh: str = shell, **popen: Any
+    ) -> subprocess.Popen[bytes]:
+        where = ["-H", HOSTS, "--network-interface", "lo", "--rsh", rsh]
+        return subprocess.Popen(
+            [*RINGLET, "--transport", transport, *where, *options, *PYTHON, code],
+            env=os.environ | {MARK: mark} | popen.pop("env", {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **popen,
+        )
+
+    return begin
+
+
+RANK = "import os, sys, signal, json; rank = int(os.environ['RINGLET_RANK'])\n"
+SAY = RANK + "print(json.dumps([rank, os.getcwd(), dict(os.environ)]))"
+
+
+@both
+def test_ranks_find_themselves_on_several_hosts(
+    ringlet: Begin, mark: str, transport: str, tmp_path: Path
+) -> None:
+    odd = "a 'quoted' \"thing\" $HOME `id`; \\ \n*"
+    folder = tmp_path / "a 'folder'; $HOME"
+    folder.mkdir()
+    options = ("--no-prefix", "-x", "LOOK", "-x", f"ODD={odd}", "--env", "A=b=c", "-x", "MY_KEY=1")
+    env = {"LOOK": "here", "HIDDEN": "x", "OMP_NUM_THREADS": "7"}
+    job = ringlet(SAY, transport, *options, env=env, cwd=folder)
+    out, err = job.communicate(timeout=DEADLINE)
+    assert job.returncode == 0, err
+    told = sorted(json.loads(line) for line in out.splitlines())
+    assert [rank for rank, _, _ in told] == [0, 1, 2, 3]
+    for rank, cwd, found in told:
+        assert cwd == str(folder)
+        assert (found["LOOK"], found["ODD"], found["A"], found["MY_KEY"]) == (
+            "here",
+            odd,
+            "b=c",
+            "1",
+        )
+        assert found["OMP_NUM_THREADS"] == "7"
+        assert (found["RINGLET_SIZE"], found["RINGLET_LOCAL_SIZE"]) == ("4", "2")
+        assert found["RINGLET_LOCAL_RANK"] == str(rank % 2)
+        assert found["RINGLET_ADDRESS"] == "127.0.0.1"
+        assert found["GLOO_SOCKET_IFNAME"] == "lo"
+        assert not any("SECRET" in name or name.startswith("HYDRA") for name in found)
+    keys = {found["RINGLET_STORE_KEY"] for _, _, found in told}
+    assert len(keys) == 1
+    log = (tmp_path / "log").read_text()
+    assert log.count("127.0.0.2 cd ") == 1  # one shell for the host
+    assert "SECRET" not in log
+    assert keys.pop() not in log
+    assert gone(mark)
+
+
+@both
+def test_connect_over_several_hosts(ringlet: Begin, mark: str, shell: str, transport: str) -> None:
+    code = (
+        "import numpy\nfrom ringlet.ring.connect import connect\n"
+        "c = connect(); x = numpy.full(3, c.rank + 1.0, numpy.float32); c.allreduce(x)\n"
+        "print(c.name, c.rank, c.size, int(x[0]), flush=True)\n"
+    )
+    where = ["-H", HOSTS, "--network-interface", "lo", "--rsh", shell, "--transport", transport]
+    done = subprocess.run(
+        [*RINGLET, *where, sys.executable, "-c", code],
+        env=os.environ | {MARK: mark},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = [f"[{r}]<stdout>: {transport} {r} 4 10" for r in range(4)]
+    assert sorted(done.stdout.splitlines()) == expected
+    assert gone(mark)
+
+
+@both
+def test_the_first_failure_is_named_with_its_host(
+    ringlet: Begin, mark: str, transport: str
+) -> None:
+    job = ringlet(RANK + "if rank == 3: sys.exit(5)\nwhile True: signal.pause()", transport)
+    _, err = job.communicate(timeout=DEADLINE)
+    assert job.returncode == 5
+    assert b"ringlet run: rank 3 on 127.0.0.2 exited with code 5; ending the other ranks" in err
+    assert gone(mark)
+
+
+@both
+def test_a_host_that_cannot_be_reached(ringlet: Begin, mark: str, transport: str) -> None:
+    job = ringlet("pass", transport, rsh="sh -c 'echo no route >&2; exit 255'")
+    _, err = job.communicate(timeout=DEADLINE)
+    assert job.returncode == 2
+    assert b"ringlet run: rank 2, 3 on 127.0.0.2 did not start: `sh -c" in err
+    assert b"127.0.0.2 ...` ended with code 255; it said:\nno route" in err
+    assert gone(mark)
+
+
+@both
+def test_a_host_that_does_not_answer(ringlet: Begin, mark: str, transport: str) -> None:
+    job = ringlet("pass", transport, "--start-timeout", "3", rsh="sh -c 'sleep 1000'")
+    _, err = job.communicate(timeout=DEADLINE)
+    assert job.returncode == 2
+    assert b" on 127.0.0.2 did not start: 3 s have passed since `sh -c sleep 1000 127.0" in err
+    assert gone(mark)
+
+
+def test_a_remote_shell_that_is_not_there(ringlet: Begin, mark: str) -> None:
+    job = ringlet("pass", "gloo", rsh="no-such-shell")
+    _, err = job.communicate(timeout=DEADLINE)
+    assert (job.returncode, err) == (
+        2,
+        b"ringlet run: cannot start no-such-shell: No such file or directory\n",
+    )
+    assert gone(mark)
+
+
+@both
+@pytest.mark.parametrize("who", ["launcher", "agent", "signal"])
+def test_nothing_is_left_when_somebody_is_killed(
+    ringlet: Begin, mark: str, transport: str, who: str
+) -> None:
+    family = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+    job = ringlet(RANK + family + "os.write(1, b'ready\\n')\nwhile True: signal.pause()", transport)
+    assert job.stdout is not None
+    for _ in range(4):
+        assert job.stdout.readline().endswith(b"ready\n")
+    if who == "agent":
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left(mark)}
+        [agent] = [pid for pid, line in lines.items() if b"ringlet.ring.launch.agent" in line]
+        os.kill(agent, signal.SIGKILL)
+    elif who == "launcher":
+        job.kill()
+    else:
+        job.terminate()
+    job.communicate(timeout=DEADLINE)
+    # The agent's end is no failure of a rank's own; what the ranks make of it is not said.
+    assert job.returncode in {"launcher": [-9], "signal": [143], "agent": [137, 143]}[who]
+    assert gone(mark)
+
+
+def test_output_goes_to_files_too(ringlet: Begin, mark: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    code = RANK + "print('out', rank, end=''); print('err', file=sys.stderr)"
+    job = ringlet(code, "gloo", "--output-filename", str(folder))
+    out, _ = job.communicate(timeout=DEADLINE)
+    assert job.returncode == 0
+    assert b"[3]<stdout>: out 3\n" in out
+    for rank in range(4):
+        assert (folder / f"rank.{rank}" / "stdout").read_bytes() == b"out %d" % rank
+        assert (folder / f"rank.{rank}" / "stderr").read_bytes() == b"err\n"
+
+
+@both
+def test_run_on_several_hosts(shell: str, transport: str) -> None:
+    def place(data: bytes) -> tuple[str, str, int]:
+        return os.environ["RINGLET_RANK"], os.environ["MINE"], len(data)
+
+    where: dict[str, Any] = {"hosts": HOSTS, "rsh": shell, "network_interface": "lo"}
+    big = bytes(9 << 20)  # more than one piece
+    told = run(place, (big,), transport=transport, env={"MINE": "x"}, **where)
+    assert told == [(str(r), "x", len(big)) for r in range(4)]
+
+    def fail() -> bytes:
+        if os.environ["RINGLET_RANK"] == "2":
+            raise ZeroDivisionError("on purpose")
+        return bytes(5 << 20)
+
+    with pytest.raises(WorkerFailed, match="rank 2 raised") as caught:
+        run(fail, transport=transport, **where)
+    assert "ZeroDivisionError: on purpose" in caught.value.traceback
+
+
+def test_run_says_what_is_wrong_with_hosts() -> None:
+    with pytest.raises(LaunchError, match="not both"):
+        run(print, hosts="a:1", hostfile="b")
+    with pytest.raises(LaunchError, match="as threads here"):
+        run(print, hosts="a:1", transport="local")
+
+
+# Hosts made of network namespaces.
+
+REPORT = """
+import socket
+import numpy
+from ringlet import runtime
+runtime.init()
+now = runtime.current()
+comm = now._comm
+x = numpy.ones(1 << 20, numpy.float32)
+comm.allreduce(x)
+there = now.topology
+print(now.rank, now.transport, int(x[0]), socket.gethostname(), there.local_rank, there.cross_rank)
+runtime.shutdown()
+"""
+
+
+@needs_hosts
+@both
+@pytest.mark.parametrize("by", ["interface", "address"])
+def test_hosts_with_networks_of_their_own(transport: str, by: str, mark: str) -> None:
+    with netns.Hosts(2) as hosts:
+        names = hosts.names if by == "interface" else hosts.addresses
+        listed = ",".join(f"{name}:2" for name in names)
+        network = ["--network-interface", "nosuchif0,v0"] if by == "interface" else []
+        # Here alone do hosts share memory, which UCX would find.
+        ucx = ["--env", "UCX_TLS=tcp,self", "--env", "UCX_NET_DEVICES=v0"]
+        options = ["-H", listed, "--rsh", hosts.rsh, "--transport", transport, *network, *ucx]
+        before = hosts.sent(1)
+        job = hosts.popen(
+            0,
+            [*RINGLET, *options, "--no-prefix", sys.executable, "-c", REPORT],
+            env=os.environ | {MARK: mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        out, err = job.communicate(timeout=DEADLINE)
+        assert job.returncode == 0, err
+        assert sorted(out.splitlines()) == [
+            f"{r} {transport} 4 node{r // 2} {r % 2} {r // 2}" for r in range(4)
+        ]
+        assert hosts.sent(1) - before > 4 << 20  # the tensor did cross the network
+        assert gone(mark)
+
+
+@needs_hosts
+@needs_torch
+def test_a_host_without_the_interface_says_so() -> None:
+    with netns.Hosts(2) as hosts:
+        subprocess.run(
+            hosts.command(1, ["ip", "link", "set", "v0", "down"]), check=True, capture_output=True
+        )
+        subprocess.run(
+            hosts.command(1, ["ip", "link", "set", "v0", "name", "w0"]),
+            check=True,
+            capture_output=True,
+        )
+        subprocess.run(
+            hosts.command(1, ["ip", "link", "set", "w0", "up"]), check=True, capture_output=True
+        )
+        options = ["-H", hosts.slots(1), "--rsh", hosts.rsh, "--network-interface", "v0"]
+        job = hosts.popen(
+            0,
+            [*RINGLET, "--gloo", *options, "sleep", "1000"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        _, err = job.communicate(timeout=DEADLINE)
+        assert job.returncode == 1
+        assert b"[1]<stderr>: host node1 has no network interface v0 with an IPv4" in err
+        assert b"; it has lo, w0" in err

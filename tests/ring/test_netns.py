@@ -1,0 +1,82 @@
+"""The rig of shaped hosts: what it makes, what it measures, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def rig() -> Any:
+    """Load benchmarks/netns.py, which belongs to no package."""
+    path = Path(__file__).parents[2] / "benchmarks" / "netns.py"
+    spec = importlib.util.spec_from_file_location("ringlet_netns", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+netns = rig()
+missing = netns.unavailable()
+pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
+
+RECEIVE = (
+    "import socket\ns = socket.create_server(('10.77.0.2', 5000))\nprint('up', flush=True)\n"
+    "c, _ = s.accept()\nn = 0\nwhile data := c.recv(1 << 20): n += len(data)\nprint(n)"
+)
+SEND = (
+    "import socket\ns = socket.create_connection(('10.77.0.2', 5000))\n"
+    "s.sendall(bytes(4 << 20))\ns.close()"
+)
+
+
+def left() -> list[str]:
+    return [path.name for path in Path("/run/netns").glob(f"{netns.PREFIX}-{netns.os.getpid()}-*")]
+
+
+def test_hosts_have_names_and_a_link_of_the_rate_asked_for() -> None:
+    with netns.Hosts(2, mbit=100) as hosts:
+        told = subprocess.run(hosts.command(1, ["hostname"]), capture_output=True, check=True)
+        assert told.stdout == b"node1\n"
+        python = [sys.executable, "-I", "-S", "-c"]
+        with hosts.popen(1, [*python, RECEIVE], stdout=subprocess.PIPE) as receiver:
+            assert receiver.stdout.readline() == b"up\n"
+            before = hosts.sent(0)
+            begin = netns.time.monotonic()
+            hosts.popen(0, [*python, SEND]).wait()
+            assert receiver.stdout.readline() == b"4194304\n"
+            seconds = netns.time.monotonic() - begin
+        assert 4 << 20 <= hosts.sent(0) - before < 1.1 * (4 << 20)
+        assert seconds > 8 * (4 << 20) / 100e6 * 0.8  # the bucket lets a burst through
+    assert left() == []
+
+
+def test_what_still_runs_is_killed_whatever_happens() -> None:
+    started = []
+    with pytest.raises(KeyboardInterrupt), netns.Hosts(2) as hosts:
+        started.append(hosts.popen(1, ["sleep", "1000"]))
+        code = "import time; print('up', flush=True); time.sleep(1000)"
+        command = [sys.executable, "-c", code]
+        with hosts.popen(0, command, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            started.append(process)
+            raise KeyboardInterrupt
+    assert all(process.wait(30) for process in started)
+    assert left() == []
+
+
+def test_a_rig_that_cannot_be_built_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="1 to 249 hosts"):
+        netns.Hosts(250)
+    with pytest.raises(ValueError, match="more than 0 Mbit/s"):
+        netns.Hosts(2, mbit=-1)
+    monkeypatch.setattr(netns, "INTERFACE", "a name that no interface can have")
+    with pytest.raises(RuntimeError, match="a name that no interface can have"), netns.Hosts(2):
+        pass
+    assert left() == []

@@ -1,0 +1,49 @@
+"""A rank that reduces until rank ``sys.argv[1]`` freezes; then it says what it learnt.
+
+With ``idle`` it waits for messages instead of in a collective.
+"""
+
+import os
+import signal
+import sys
+
+import numpy as np
+
+from ringlet.ring.connect import connect
+from ringlet.ring.control_open import open_control
+from ringlet.ring.errors import LOST_PEER, PeerLost
+
+
+class Handler:
+    """Broadcasts who was lost, and why."""
+
+    def on_message(self, rank, message):
+        return []
+
+    def on_lost(self, rank, why="its connection closed"):
+        return [f"rank {rank} is gone: {why}".encode()]
+
+
+victim, idle = int(sys.argv[1]), "idle" in sys.argv
+comm = connect()
+control = open_control(comm, Handler() if comm.rank == 0 else None)
+values = np.ones(1 << 20, np.float32)
+comm.allreduce(values)
+comm.barrier()
+if comm.rank == victim:
+    sys.stdout.write("freezing\n")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    if not idle:
+        while True:
+            comm.allreduce(values)
+except PeerLost:
+    pass  # which rank, only the control plane knows
+try:
+    told = control.receive(60.0)[0].decode()
+except PeerLost as error:
+    told = str(error)
+sys.stdout.write(f"{told}\n")
+sys.stdout.flush()
+os._exit(LOST_PEER)
