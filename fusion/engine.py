@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -64,7 +65,9 @@ class Engine:
         self._hurried = False
         self._seen = self._cycles = 0  # how the queue has grown since the last flush
         self._closing = False
+        self._open = True  # false once submissions may have to be refused
         self._pid = os.getpid()
+        _engines.add(self)
         self._thread = threading.Thread(
             target=self._run, name=f"ringlet-engine-{self.rank}", daemon=True
         )
@@ -131,7 +134,16 @@ class Engine:
         The result goes to ``output``, or in place where it has the same size; the arrays belong
         to the engine until the handle is done. Raises DuplicateName while the name is in flight.
         """
-        return self.submit_all([(request, values, output, compressor)])[0]
+        chosen = _PLAIN if compressor is None else compressor
+        if not self._submissions.was_checked(request, chosen):
+            self._submissions.check(request, chosen, self._size_of(request.process_set))
+        work = Work(request, self._signal, values, values if output is None else output, chosen)
+        if not self._open:
+            self._check_open()
+        if self._submissions.add_one(work):
+            self._hurried = False
+            self._control.wake()
+        return work
 
     def submit_all(
         self, items: Sequence[tuple[Request, Array, Array | None, Compressor | None]]
@@ -178,7 +190,7 @@ class Engine:
         with self._lock:
             if self._closing:
                 return
-            self._closing = True
+            self._closing, self._open = True, False
         if os.getpid() != self._pid:
             return
         self._control.wake()
@@ -324,8 +336,15 @@ class Engine:
 
     def _break(self, error: Exception) -> None:
         with self._lock:
-            self._error = error
+            self._error, self._open = error, False
         self._participant.close(error)
 
 
+def _close_in_child() -> None:
+    for engine in _engines:
+        engine._open = False
+
+
 _PLAIN = NoCompression()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)

@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ class Request:
     splits: tuple[int, ...] = ()
     group: str = ""
     group_size: int = 0
+    key: Hashable = field(init=False, repr=False, compare=False, default=None)
+    """What must not be in flight twice: the name, within its process set."""
 
     def __post_init__(self) -> None:
         """Make plain values of NumPy's and others', on the thread of whoever asks."""
@@ -51,15 +53,11 @@ class Request:
         plain["root"] = operator.index(self.root)
         plain["prescale"] = float(self.prescale)
         plain["postscale"] = float(self.postscale)
+        plain["key"] = self.name if self.process_set == 0 else (self.process_set, self.name)
         plain["_hash"] = hash((self.name, self.kind, self.shape, self.process_set))
 
     def __hash__(self) -> int:
         return int(self.__dict__["_hash"])
-
-    @property
-    def key(self) -> Hashable:
-        """What must not be in flight twice: the name, within its process set."""
-        return self.name if self.process_set == 0 else (self.process_set, self.name)
 
     @property
     def numel(self) -> int:
@@ -89,7 +87,7 @@ class Request:
         return cls(**(plain | {"op": ReduceOp(plain["op"])}))
 
 
-_FIELDS = [field.name for field in fields(Request)]
+_FIELDS = [each.name for each in fields(Request) if each.init]
 
 
 def dumps(value: Any) -> bytes:

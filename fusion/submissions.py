@@ -28,8 +28,7 @@ class Submissions:
 
     def check(self, request: Request, compressor: Compressor, size: int) -> None:
         """Raise CompressorError unless ``request`` can be done by ``size`` ranks."""
-        known = self._checked.get(request.key)
-        if known is not None and known[1] is compressor and known[0] == request:
+        if self.was_checked(request, compressor):
             return
         check_op(compressor, request.op)
         choose(effective(compressor, request.dtype, request.numel), size, request.collective)
@@ -37,20 +36,31 @@ class Submissions:
             self._checked.clear()
         self._checked[request.key] = (request, compressor)
 
+    def was_checked(self, request: Request, compressor: Compressor) -> bool:
+        """Whether this very request was found to be in order."""
+        known = self._checked.get(request.key)
+        return known is not None and known[0] is request and known[1] is compressor
+
+    def add_one(self, work: Work) -> bool:
+        """Queue ``work``; see ``add``."""
+        key = work.request.key
+        with self._lock:
+            if self._error is not None or key in self._in_flight:
+                return self._refused(work)
+            self._in_flight[key] = work
+            self.queued_bytes += work.input.nbytes
+            self._queue.append(work)
+            return len(self._queue) == 1
+
     def add(self, works: Sequence[Work]) -> bool:
         """Queue ``works`` together; return whether the queue was empty.
 
         Raises DuplicateName, and queues none, if one of the names is in flight.
         """
         with self._lock:
-            if self._error is not None:
-                raise self._error
             for work in works:
-                if work.request.key in self._in_flight:
-                    raise DuplicateName(
-                        f"{work.name!r} was submitted again before its first submission "
-                        "finished; give each tensor its own name, or wait"
-                    )
+                if self._error is not None or work.request.key in self._in_flight:
+                    self._refused(work)
             for work in works:
                 self._in_flight[work.request.key] = work
                 self.queued_bytes += work.input.nbytes
@@ -77,12 +87,15 @@ class Submissions:
     def complete(self, works: Sequence[Work]) -> None:
         """Let the callers of ``works`` go on; their names are free again."""
         with self._lock:
+            in_flight = self._in_flight
             for work in works:
-                self._forget(work)
+                if in_flight.get(work.request.key) is work:
+                    del in_flight[work.request.key]
                 work.complete()
         self._signal.notify()
         for work in works:
-            work.tell()
+            if work.awaited:
+                work.tell()
 
     def refuse(self, key: Hashable, error: Exception) -> None:
         """End what is in flight under a name with ``error``."""
@@ -111,6 +124,14 @@ class Submissions:
             self._queue.clear()
         for work in works:
             work.finish(error)
+
+    def _refused(self, work: Work) -> bool:
+        if self._error is not None:
+            raise self._error
+        raise DuplicateName(
+            f"{work.name!r} was submitted again before its first submission finished; give each "
+            "tensor its own name, or wait"
+        )
 
     def _forget(self, work: Work) -> None:
         if self._in_flight.get(work.request.key) is work:

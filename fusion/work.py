@@ -83,6 +83,11 @@ class Handle:
         if self._done:
             self.tell()
 
+    @property
+    def awaited(self) -> bool:
+        """Whether ``then`` was called."""
+        return bool(self._callbacks)
+
     def finish(self, error: Exception | None = None) -> None:
         """Let the waiting caller go on, or raise."""
         self._error = error
