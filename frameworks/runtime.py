@@ -66,12 +66,22 @@ def limits_from(env: Mapping[str, str]) -> Limits:
     Raises ValueError naming the variable when a value is not a number, or negative.
     """
     default = Limits()
+    warning = _number(env, "STALL_CHECK_TIME_SECONDS", default.stall_warning)
     return Limits(
         fusion_threshold=int(_number(env, "FUSION_THRESHOLD", default.fusion_threshold)),
         cycle_time=_number(env, "CYCLE_TIME", default.cycle_time * 1e3) / 1e3,
         seed=int(_number(env, "SEED", default.seed)),
         cache_capacity=int(_number(env, "CACHE_CAPACITY", default.cache_capacity)),
+        stall_warning=0.0 if _flag(env, "STALL_CHECK_DISABLE") else warning,
+        stall_shutdown=_number(env, "STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown),
     )
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    for variable in (f"RINGLET_{name}", f"HOROVOD_{name}"):
+        if variable in env:
+            return env[variable].strip().lower() in ("1", "true", "yes", "on")
+    return False
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:

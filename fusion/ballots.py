@@ -93,10 +93,15 @@ class Ballots:
                 told += self.fail(ballot.peers, number, ballot.epoch, why, gone)
         return told
 
-    def waiting(self) -> dict[int, list[int]]:
-        """Return the groups that some ranks have voted on, and those ranks."""
-        found = {number: ballot.votes.values() for number, ballot in self._of.items()}
-        return {n: sorted({r for v in votes for r in v}) for n, votes in found.items() if votes}
+    def waiting(self) -> dict[int, tuple[Readiness, list[int]]]:
+        """Return the groups whose step waits: their ranks, and those that it does not wait for."""
+        found: dict[int, tuple[Readiness, list[int]]] = {}
+        for number, ballot in self._of.items():
+            votes = list(ballot.votes.values())
+            if votes:
+                ready = [r for r in ballot.peers.ranks if all(r in of for of in votes)]
+                found[number] = ballot.peers, ready
+        return found
 
     def _wanted(self, vote: m.Vote, ballot: _Ballot) -> list[bytes]:
         votes = ballot.votes[vote.bucket]

@@ -24,6 +24,7 @@ from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import Coordinator
 from ringlet.fusion.participant import Participant
 from ringlet.fusion.request import Request, dumps, loads
+from ringlet.fusion.stall import StallInspector
 from ringlet.fusion.stats import Stats
 from ringlet.fusion.submissions import Submissions
 from ringlet.fusion.work import Handle, Signal, Work
@@ -51,7 +52,12 @@ class Engine:
         self.limits = limits or Limits()
         self.rank, self.size = comm.rank, comm.size
         leads = self.rank == 0
-        coordinator = Coordinator(self.size, self.limits.cache_capacity) if leads else None
+        limits = self.limits
+        stalls = StallInspector(limits.stall_warning, limits.stall_shutdown)
+        coordinator = Coordinator(self.size, limits.cache_capacity, stalls) if leads else None
+        shortest = min((s for s in (limits.stall_warning, limits.stall_shutdown) if s), default=0)
+        self._check_every = shortest / 4 if leads and self.size > 1 and shortest else None
+        self._checked = time.monotonic()
         self._control = open_control(comm, coordinator)
         self._signal = Signal(self._hurry)
         self._submissions = Submissions(self._signal)
@@ -252,6 +258,7 @@ class Engine:
                     participant.release(self._released.popleft())
                 participant.encode_complete()
                 self._flush()
+                self._look_for_stalls()
             self._control.send(m.GOODBYE)
             self._keep_promises()
             self._break(EngineClosed("the engine was shut down"))
@@ -276,7 +283,7 @@ class Engine:
         if self._participant.complete or self._closing or self._joining:
             return 0.0
         if not self._submissions.queued:
-            return None
+            return self._check_every
         return 0.0 if self._hurried else self.limits.cycle_time
 
     def _flush(self) -> None:
@@ -299,6 +306,13 @@ class Engine:
             number = self._joining.popleft()
             self._participant.joined.add(number)
             self._control.send(m.JOIN + dumps(number))
+
+    def _look_for_stalls(self) -> None:
+        if self._check_every is not None:
+            now = time.monotonic()
+            if now - self._checked >= self._check_every:
+                self._checked = now
+                self._control.send(m.CHECK)
 
     def _company_is_complete(self) -> bool:
         """Whether to send what is queued: a step's tensors that go together are planned once."""

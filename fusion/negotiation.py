@@ -15,6 +15,7 @@ from ringlet.fusion import messages as m
 from ringlet.fusion.ballots import Ballots
 from ringlet.fusion.readiness import Readiness
 from ringlet.fusion.request import Request, dumps, loads
+from ringlet.fusion.stall import StallInspector
 from ringlet.fusion.validation import listed
 
 CACHE_CAPACITY = 4096
@@ -26,8 +27,15 @@ class Coordinator:
     Process set 0 is all of them; others come and go when all ranks call for it.
     """
 
-    def __init__(self, size: int, cache_capacity: int = CACHE_CAPACITY) -> None:
+    def __init__(
+        self,
+        size: int,
+        cache_capacity: int = CACHE_CAPACITY,
+        stalls: StallInspector | None = None,
+    ) -> None:
         self._capacity = cache_capacity
+        self._stalls = stalls or StallInspector()
+        self._group_names: dict[int, str] = {}
         self._numbers = itertools.count(1)  # of groups and batches
         self._set_numbers = itertools.count(1)
         self._ballots = Ballots()
@@ -43,6 +51,7 @@ class Coordinator:
             m.JOIN: self._join,
             m.ADD_SET: self._change_sets,
             m.REMOVE_SET: self._change_sets,
+            m.CHECK: lambda rank, message: self._check(),
             m.GOODBYE: lambda rank, _: self._leave(rank),
         }
 
@@ -91,7 +100,10 @@ class Coordinator:
     def _declare(self, rank: int, message: bytes) -> list[bytes]:
         number, name, fields = loads(message[1:])
         peers, requests = self._sets[number], [Request.from_list(f) for f in fields]
-        told = self._ballots.declare(peers, rank, name, requests, next(self._numbers))
+        group = next(self._numbers)
+        told = self._ballots.declare(peers, rank, name, requests, group)
+        if told:
+            self._group_names[group] = name
         return told + self._refused_for_gone(peers)
 
     def _vote(self, rank: int, message: bytes) -> list[bytes]:
@@ -108,6 +120,31 @@ class Coordinator:
         told = peers.join(rank)
         told += self._ballots.joined(peers) if peers.joined else []
         return told + self._refused_for_gone(peers)
+
+    # -- stalls ---------------------------------------------------------------------------------
+
+    def _check(self) -> list[bytes]:
+        text, over = self._stalls.inspect(self._waiting())
+        told = [m.STALLED + dumps(text)] if text else []
+        if over:
+            after = self._stalls.give_up_after
+            told.append(
+                m.BROKEN + dumps(f"a stall of more than {after:.0f} s; rank 0's log says which")
+            )
+        return told
+
+    def _waiting(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Return what some ranks wait for, with those and the others, in words."""
+        found: dict[str, tuple[list[int], list[int]]] = {}
+        for peers in self._sets.values():
+            within = f" of process set {peers.number}" if peers.number else ""
+            for name, ready in peers.waiting().items():
+                found[f"{name!r}{within}"] = ready, [r for r in peers.active if r not in ready]
+        for number, (peers, ready) in self._ballots.waiting().items():
+            name = self._group_names.get(number, "a batch")
+            missing = [r for r in peers.ranks if r not in ready]
+            found[f"a step of {name!r} ({number})"] = ready, missing
+        return {what: both for what, both in found.items() if both[1]}
 
     # -- process sets ---------------------------------------------------------------------------
 

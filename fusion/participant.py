@@ -70,6 +70,7 @@ class Participant:
             m.WANTED: self._wanted,
             m.JOINED: self._all_joined,
             m.SET: self._set_changed,
+            m.STALLED: self._stalled,
         }
 
     def expect(self, key: Hashable, handle: Handle, detail: Any = None) -> bool:
@@ -310,6 +311,10 @@ class Participant:
         if expected is not None:
             expected[0].output = last
             expected[0].finish(PeerLost(text, gone) if text else None)
+
+    def _stalled(self, message: bytes) -> None:
+        if self.rank == 0:
+            log.warning("%s", loads(message[1:]))
 
     def _refused(self, message: bytes) -> None:
         process_set, names, text, gone = loads(message[1:])

@@ -1,0 +1,61 @@
+"""The stall inspector: as a pure function of what waits, and in the engine's log."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from ringlet.compressors import parse
+from ringlet.fusion import Engine, EngineClosed, Limits, Request
+from ringlet.fusion.stall import StallInspector
+from ringlet.ring.control_open import open_control
+from ringlet.ring.local import run_local
+
+
+def test_warns_once_per_period_and_forgets_what_went_on():
+    now = [0.0]
+    inspector = StallInspector(10.0, 35.0, lambda: now[0])
+    waiting = {"'x'": ([0, 2], [1])}
+    told = []
+    for now[0] in (0.0, 5.0, 10.0, 15.0, 20.0):
+        told.append(inspector.inspect(waiting)[0])
+    assert [bool(text) for text in told] == [False, False, True, False, True]
+    assert "'x': 10 s, ready on ranks 0, 2, waiting for rank 1" in told[2]
+    assert "rank 1 is missing in 1 of them" in told[2]
+    assert inspector.inspect({}) == ("", False)
+    now[0] = 30.0
+    assert inspector.inspect(waiting) == ("", False)
+    now[0] = 65.0
+    text, over = inspector.inspect(waiting)
+    assert over
+    assert "35 s" in text
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_the_log_names_tensors_and_ranks_and_the_engine_gives_up(declared, caplog):
+    def body(engine):
+        if declared:
+            request = Request("w", shape=(2000,))
+            group = engine.declare("model", [request], [parse("none")], [{}])
+        with pytest.raises(EngineClosed, match="a stall of more than"):
+            if engine.rank == 1:
+                engine.submit(Request("other", shape=(1,)), np.ones(1, np.float32)).wait(60)
+            elif declared:
+                group.submit("w", np.ones(2000, np.float32))
+                group.wait(60)
+            else:
+                engine.submit(Request("x", shape=(1,)), np.ones(1, np.float32)).wait(60)
+
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits(stall_warning=0.2, stall_shutdown=0.6))
+        try:
+            body(engine)
+        finally:
+            engine.shutdown()
+
+    with caplog.at_level(logging.WARNING, "ringlet"):
+        run_local(rank_main, 3)
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert "'other'" in text
+    assert "ready on rank 1, waiting for ranks 0, 2" in text
+    assert ("a step of 'model'" if declared else "'x'") in text
