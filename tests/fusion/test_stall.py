@@ -37,14 +37,14 @@ def test_the_log_names_tensors_and_ranks_and_the_engine_gives_up(declared, caplo
         if declared:
             request = Request("w", shape=(2000,))
             group = engine.declare("model", [request], [parse("none")], [{}])
+        if engine.rank != 1 and declared:
+            group.submit("w", np.ones(2000, np.float32))
+            waiting = group
+        else:
+            name = "other" if engine.rank == 1 else "x"
+            waiting = engine.submit(Request(name, shape=(1,)), np.ones(1, np.float32))
         with pytest.raises(EngineClosed, match="a stall of more than"):
-            if engine.rank == 1:
-                engine.submit(Request("other", shape=(1,)), np.ones(1, np.float32)).wait(60)
-            elif declared:
-                group.submit("w", np.ones(2000, np.float32))
-                group.wait(60)
-            else:
-                engine.submit(Request("x", shape=(1,)), np.ones(1, np.float32)).wait(60)
+            waiting.wait(60)
 
     def rank_main(comm):
         engine = Engine(comm, open_control, Limits(stall_warning=0.2, stall_shutdown=0.6))
