@@ -30,7 +30,7 @@ ALIASES = {
     "horovod.tensorflow.keras.callbacks": "ringlet.tensorflow.keras.callbacks",
     "horovod.keras": "ringlet.keras",
     "horovod.keras.callbacks": "ringlet.keras.callbacks",
-    "horovod.common": "ringlet.process_sets",
+    "horovod.common": "",  # a package with nothing of its own
     "horovod.common.process_sets": "ringlet.process_sets",
     "horovod.common.exceptions": "ringlet.torch",
     "horovod.runner": "ringlet",
@@ -55,6 +55,8 @@ class _Aliases(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
+        if not ALIASES[name]:
+            return
         target = importlib.import_module(ALIASES[name])
         sys.modules[name] = target
         parent, _, child = name.rpartition(".")

@@ -1,0 +1,116 @@
+"""The examples run as their first lines say, on two ranks, and print what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RINGLET = [sys.executable, "-m", "ringlet", "run", "-np", "2", sys.executable]
+TORCHRUN = [
+    sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+    "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
+]  # fmt: skip
+
+
+def run(starter, script, *arguments, cwd=ROOT):
+    command = [*starter, str(ROOT / "examples" / script), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=cwd, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_transformer_and_its_resumption(tmp_path):
+    first = run(RINGLET, "pytorch_transformer.py", "--steps", "20", cwd=tmp_path)
+    assert "replicas bit-equal: yes" in first
+    kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {"model.pt", "optimizer.0.pt", "optimizer.1.pt"}
+    again = run(
+        RINGLET, "pytorch_transformer.py", "--steps", "30", "--resume", "checkpoints", cwd=tmp_path
+    )
+    assert "step   20" in again
+    assert float(re.search(r"held out ([\d.]+)", again)[1]) < 4.5
+
+
+def test_embedding():
+    text = run(RINGLET, "pytorch_embedding.py")
+    before, after = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", text).groups())
+    assert after < before
+    assert "replicas bit-equal: yes" in text
+
+
+def test_ddp():
+    text = run(TORCHRUN, "pytorch_ddp.py")
+    assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 75
+    assert "replicas bit-equal: yes" in text
+
+
+def test_fsdp2():
+    text = run(TORCHRUN, "pytorch_fsdp2.py")
+    assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 80
+
+
+SCRIPT = """
+import sys
+import torch
+import horovod.torch as hvd
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.compression import Compression
+import horovod
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+optimizer = hvd.DistributedOptimizer(
+    optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.fp16
+)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+total = hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum)
+try:
+    hvd.allreduce(torch.ones(2 + hvd.rank()), name="shape")
+except HorovodInternalError as error:
+    print("told:", error)
+print(sys.argv[1:], total.item(), Compression is hvd.Compression, horovod.__version__)
+"""
+
+
+@pytest.mark.parametrize("way", ["runner", "install"])
+def test_a_script_of_horovods_runs_unchanged(tmp_path, way):
+    script = tmp_path / "train.py"
+    start = "import ringlet\nringlet.install_as_horovod()\n" if way == "install" else ""
+    script.write_text(start + SCRIPT)
+    runner = ["-m", "ringlet.as_horovod"] if way == "runner" else []
+    done = subprocess.run(
+        [*RINGLET, *runner, str(script), "--epochs", "3"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("['--epochs', '3'] 1.0 True") == 2
+    assert done.stdout.count("told: allreduce of tensor 'shape'") == 2
+
+
+def test_what_has_no_counterpart_says_so():
+    code = "import ringlet; ringlet.install_as_horovod(); import horovod.torch.elastic"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "Ringlet has nothing that stands for horovod.torch.elastic" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "ringlet.as_horovod", "missing.py"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert "there is no script 'missing.py'" in done.stderr
