@@ -1,13 +1,12 @@
 """Allreduce of float32 by size: our transports beside raw mpi4py and torch.distributed's gloo.
 
-    python benchmarks/allreduce.py [--max 64] [--ranks 2 4] [--rounds 9] [--save] [--predict]
+    python benchmarks/allreduce.py [--max 64] [--ranks 2 4] [--rounds 15] [--save]
 
 All contenders run in the same processes, by turns in every round; a time is the slowest rank's,
 and what is shown is the median over rounds. algbw is bytes over time, busbw that times 2(P-1)/P,
 which is what the slowest link carries. "of raw" is the other library's time over ours, the median
-over rounds: above 1 we are faster. Ranks that are threads (local) run afterwards. ``--predict``
-fits the cost model of ``ringlet.ring.simulate`` to every other size and shows its errors on the
-rest. ``--save`` writes benchmarks/results/allreduce.json and .md.
+over rounds: above 1 we are faster. Ranks that are threads (local) run afterwards. ``--save``
+writes benchmarks/results/allreduce.json and .md.
 """
 
 import argparse
@@ -26,7 +25,6 @@ import numpy as np
 
 from ringlet.ring import ReduceOp
 from ringlet.ring.local import run_local
-from ringlet.ring.simulate import Job, Measurement, fit
 
 RESULTS = Path(__file__).parent / "results"
 KIB, MIB = 1 << 10, 1 << 20
@@ -84,7 +82,7 @@ def worker(out, store, most, rounds):
         }
         found = times[nbytes] = {name: [] for name in contenders}
         for turn in range(rounds + 1):
-            order = list(contenders)[turn % 4 :] + list(contenders)[: turn % 4]
+            order = sorted(contenders, reverse=bool(turn % 2))
             for name in order:
                 seconds = clock(contenders[name], nbytes, raw.Barrier)
                 slowest = raw.allreduce(seconds, MPI.MAX)
@@ -165,29 +163,6 @@ def show(rows):
     return "\n".join(lines)
 
 
-def predict(rows):
-    """Fit the cost model to every other size of a transport; return its errors on the rest."""
-    errors = []
-    for name in ("mpi", "gloo", "local"):
-        own = [row for row in rows if row["transport"] == name]
-        known = sorted({row["bytes"] for row in own})[::2]
-        jobs = [(Job("allreduce", row["bytes"], row["ranks"]), row) for row in own]
-        model = fit(Measurement(j, row["us"] / 1e6) for j, row in jobs if row["bytes"] in known)
-        for job, row in jobs:
-            if row["bytes"] not in known:
-                said = model.predict(job)
-                error = {"transport": name, "ranks": job.ranks, "bytes": job.nbytes}
-                error["predicted_us"] = said.seconds * 1e6
-                error["error"] = said.seconds / (row["us"] / 1e6) - 1
-                errors.append(error)
-                print(
-                    f"{name}, {job.ranks} ranks, {job.nbytes / MIB:g} MiB: {row['us']:.0f} us,"
-                    f" predicted {said.seconds * 1e6:.0f}"
-                    f" ({said.low * 1e6:.0f} to {said.high * 1e6:.0f}), {error['error']:+.0%}"
-                )
-    return errors
-
-
 def machine(options):
     """Return what a reader needs to know of the machine, and nothing that names it."""
     info = Path("/proc/cpuinfo")
@@ -209,22 +184,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--max", type=int, default=64, help="largest size in MiB (default 64)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=9, help="default 9")
-    parser.add_argument("--predict", action="store_true", help="test the cost model")
+    parser.add_argument("--rounds", type=int, default=15, help="default 15")
     parser.add_argument("--save", action="store_true", help="in benchmarks/results/")
     options = parser.parse_args()
     rows = [row for n in options.ranks for row in summarise(n, measure(n, options))]
     table = show(rows)
     print(table)
-    errors = predict(rows) if options.predict else []
     if options.save:
         about = machine(options)
-        kept = {"machine": about, "rows": rows, "predictions": errors}
+        kept = {"machine": about, "rows": rows}
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "allreduce.json").write_text(json.dumps(kept, indent=1) + "\n")
         said = f"{about['cpu']}, {about['cores']} cores, Python {about['python']}"
-        text = f"`python benchmarks/allreduce.py --save`, {about['date']}: {said}.\n\n{table}\n"
-        (RESULTS / "allreduce.md").write_text(text)
+        lines = [
+            "# Uncompressed allreduce",
+            "",
+            f"`python benchmarks/allreduce.py --save`, {about['date']}: {said}.",
+            f"Medians of {options.rounds} rounds; last comes the other library's time over ours.",
+            "",
+            table,
+        ]
+        (RESULTS / "allreduce.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

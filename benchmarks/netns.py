@@ -25,6 +25,8 @@ from typing import Any
 
 PREFIX = "ringlet-rig"
 INTERFACE = "v0"
+# Loss-based, as hosts commonly are: with bbr, connections that share a shaped link leave it idle.
+CONGESTION_CONTROL = "reno"
 BURST_KB = 256  # kilobytes; a quarter of it halves the throughput
 
 
@@ -126,6 +128,8 @@ class Hosts:
             _ip("-n", self._bridge, "link", "set", port, "master", "br0", "up")
             _ip("-n", namespace, "addr", "add", f"{self.addresses[i]}/24", "dev", INTERFACE)
             _ip("-n", namespace, "link", "set", INTERFACE, "up")
+            control = "/proc/sys/net/ipv4/tcp_congestion_control"
+            _ip("netns", "exec", namespace, "sh", "-c", f"echo {CONGESTION_CONTROL} > {control}")
             if self.mbit is not None:
                 for where, device in ((namespace, INTERFACE), (self._bridge, port)):
                     _shape(where, device, self.mbit)

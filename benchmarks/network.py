@@ -233,7 +233,7 @@ def main():
     cpu = next(finding.text for finding in examine({}) if finding.name == "cpu")
     about = (
         f"{options.hosts} hosts over {options.transport}, {options.megabytes:g} MiB float32,"
-        f" {options.runs} interleaved runs; {cpu}; {date.today()}"
+        f" {options.runs} interleaved runs, TCP {netns.CONGESTION_CONTROL}; {cpu}; {date.today()}"
     )
     lines, results, short, wrong = [about, ""], {"about": about, "versions": versions()}, [], []
     for mbit in options.mbit:

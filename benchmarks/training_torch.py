@@ -1,0 +1,242 @@
+"""Training over slow links: DDP and its hooks beside Ringlet's compressors, step for step.
+
+    python benchmarks/training_torch.py                # loopback, then 1 Gbit/s and 100 Mbit/s
+    python benchmarks/training_torch.py --mbit 1000 --save    # also writes benchmarks/results/
+
+Four ranks on four hosts (network namespaces; without root only loopback is measured) train a CNN of
+10M parameters on digits, or a byte transformer. All contenders run in one job, a few steps each in
+turn; a time is the slowest rank's, the figure the median over the turns. The floor trains without
+any communication. Four ranks share this machine's cores, so codecs and backward compete.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import netns
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+OURS = ["none", "fp16", "int4 | ef", "topk(ratio=0.01) | ef", "powersgd(rank=4) | ef"]
+FLOOR, DDP = "no communication", "DDP"
+HOOKS = ["DDP + fp16 hook", "DDP + PowerSGD hook"]
+TO_REACH = {1000: 1.2, 100: 1.4}  # times the floor, for the best of ours
+
+
+def cnn():
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 1900), nn.ReLU(), nn.Linear(1900, 10),
+    )  # fmt: skip
+
+
+def transformer():
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    from pytorch_transformer import ByteTransformer
+
+    return ByteTransformer(width=384)
+
+
+class Digits:
+    def __init__(self):
+        import torch
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        self.images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)
+        self.labels = torch.tensor(digits.target)
+
+    def loss(self, model, step, rank):
+        from torch.nn.functional import cross_entropy
+
+        rows = np.random.default_rng([step, rank]).integers(0, 1500, 16)
+        return cross_entropy(model(self.images[rows]), self.labels[rows])
+
+    def held_out(self, model):
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(model(self.images[1500:]), self.labels[1500:]).item()
+
+
+class Bytes:
+    def __init__(self):
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+        import pytorch_transformer as example
+
+        self.example = example
+        self.train, self.test = example.load_text()
+
+    def loss(self, model, step, rank):
+        rng = np.random.default_rng([step, rank])
+        return self.example.loss_of(model, *self.example.batch(self.train, 4, rng))
+
+    def held_out(self, model):
+        rng = np.random.default_rng(0)
+        return self.example.loss_of(model, *self.example.batch(self.test, 64, rng)).item()
+
+
+TASKS = {"cnn": (cnn, Digits), "bytes": (transformer, Bytes)}
+
+
+def contender(name, make, lr):
+    """Return (model to call, its parameters' module, optimizer)."""
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    import ringlet.torch as hvd
+
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    if name == FLOOR:
+        return model, model, optimizer
+    if name == DDP or name in HOOKS:
+        # Over gloo, torch's PowerSGD hook hangs when several buckets wait in gloo's two threads.
+        cap = 10_000 if name == HOOKS[1] else 25
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=cap)
+        if name == HOOKS[0]:
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif name == HOOKS[1]:
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=4, start_powerSGD_iter=2
+            )
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped, model, optimizer
+    named = model.named_parameters()
+    return model, model, hvd.DistributedOptimizer(optimizer, named, compression=name)
+
+
+def run_rank(options):
+    import torch
+    import torch.distributed as dist
+
+    import ringlet.torch as hvd
+
+    runtime = hvd.init()
+    torch.set_num_threads(1)
+    place = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
+    dist.init_process_group("gloo", f"file://{place}/store", rank=hvd.rank(), world_size=hvd.size())
+    make, task = TASKS[options.task]
+    task = task()
+    built = {name: contender(name, make, options.lr) for name in options.contenders}
+    times = {name: [] for name in built}
+    for turn in range(options.turns + 1):
+        for name, (call, _, optimizer) in built.items():
+            hvd.barrier()
+            start = time.perf_counter()
+            for step in range(turn * options.steps, (turn + 1) * options.steps):
+                optimizer.zero_grad()
+                task.loss(call, step, hvd.rank()).backward()
+                optimizer.step()
+            spent = torch.tensor([(time.perf_counter() - start) / options.steps])
+            slowest = hvd.allreduce(spent, op=hvd.Max, name="slowest").item()
+            if turn:  # the first turn compiles, connects, and warms PowerSGD's hook up
+                times[name].append(slowest)
+        if hvd.rank() == 0:
+            print(f"turn {turn} of {options.turns}", file=sys.stderr, flush=True)
+    found = {}
+    for name, (_, model, _) in built.items():
+        with torch.no_grad():
+            found[name] = {"seconds": times[name], "held_out": task.held_out(model)}
+    if hvd.rank() == 0:
+        parameters = sum(p.numel() for p in next(iter(built.values()))[1].parameters())
+        told = {"found": found, "parameters": parameters, "transport": runtime.transport}
+        Path(options.output).write_text(json.dumps(told))
+    hvd.barrier()
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+def measure(mbit, options):
+    """Run the job, on shaped hosts unless ``mbit`` is 0; return what rank 0 reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = str(Path(folder) / "found.json")
+        rank = [sys.executable, str(Path(__file__).resolve()), "--rank", "--output", output]
+        rank += ["--task", options.task, "--turns", str(options.turns), "--lr", str(options.lr)]
+        rank += ["--steps", str(options.steps), "--contenders", *options.contenders]
+        run = [sys.executable, "-m", "ringlet", "run", "--no-prefix", "--transport", "gloo"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if not mbit:
+            command = [*run, "-np", str(options.hosts), *rank]
+            subprocess.run(command, check=True, env=environment)
+        else:
+            with netns.Hosts(options.hosts, mbit) as hosts:
+                where = ["-H", hosts.slots(1), "--rsh", hosts.rsh]
+                where += ["--network-interface", netns.INTERFACE]
+                where += ["--env", f"GLOO_SOCKET_IFNAME={netns.INTERFACE}"]
+                command = hosts.command(0, [*run, *where, *rank])
+                subprocess.run(command, check=True, env=environment)
+        return json.loads(Path(output).read_text())
+
+
+def table(mbit, told):
+    found = told["found"]
+    medians = {name: statistics.median(of["seconds"]) for name, of in found.items()}
+    floor, ddp = medians.get(FLOOR, float("nan")), medians.get(DDP, float("nan"))
+    where = f"{mbit} Mbit/s" if mbit else "loopback"
+    yield f"### {where}, {told['parameters'] / 1e6:.1f}M parameters"
+    yield ""
+    yield "| | ms a step | x the floor | x faster than DDP | held-out loss |"
+    yield "|---|---|---|---|---|"
+    for name, median in medians.items():
+        shown = name.replace("|", "\\|")  # which would end a table's cell
+        ours = "" if name in (FLOOR, DDP, *HOOKS) else "Ringlet "
+        yield (
+            f"| {ours}{shown} | {median * 1e3:.0f} | {median / floor:.2f} | {ddp / median:.2f} "
+            f"| {found[name]['held_out']:.3f} |"
+        )
+    yield ""
+    best = min((n for n in medians if n in OURS), key=lambda n: medians[n], default=None)
+    if best and mbit in TO_REACH:
+        ratio = medians[best] / floor
+        verdict = "reached" if ratio <= TO_REACH[mbit] else "not reached"
+        yield f"Best of ours: {best}, {ratio:.2f} x the floor ({TO_REACH[mbit]} is {verdict})."
+        yield ""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mbit", type=int, nargs="+", default=[0, 1000, 100], help="0: loopback")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--task", choices=list(TASKS), default="cnn")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="a turn")
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--contenders", nargs="+", default=[FLOOR, DDP, *HOOKS, *OURS])
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        return run_rank(options)
+    if any(options.mbit) and (why := netns.unavailable()):
+        print(f"shaped links skipped: {why}")
+        options.mbit = [mbit for mbit in options.mbit if not mbit] or [0]
+    lines = [
+        f"{options.hosts} ranks, {options.task}, {options.turns} turns of {options.steps} steps; "
+        f"{os.cpu_count()} cores; {date.today()}",
+        "",
+    ]
+    for mbit in options.mbit:
+        lines += table(mbit, measure(mbit, options))
+    print("\n".join(lines))
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        title = "# Training over shaped links (benchmarks/training_torch.py)\n\n"
+        path = RESULTS / f"training_torch_{options.task}.md"
+        path.write_text(title + "\n".join(lines).rstrip() + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()
