@@ -17,7 +17,7 @@ class Handler(Protocol):
     def on_message(self, rank: int, message: bytes) -> list[bytes]:
         """Take a message of ``rank``; return what is to be broadcast to every rank."""
 
-    def on_lost(self, rank: int, why: str = ...) -> list[bytes]:
+    def on_lost(self, rank: int, why: str = "") -> list[bytes]:
         """Learn that ``rank`` went away without saying goodbye; return what to broadcast.
 
         ``why`` is how that shows, if not by the end of its connection.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -70,7 +69,6 @@ class Coordinator:
     ) -> None:
         self.lock = threading.Lock()
         self._handler = handler
-        self._takes_why = "why" in inspect.signature(handler.on_lost).parameters
         self._deliver = deliver
         self._fail = fail
         self._gone: set[int] = set()
@@ -82,8 +80,7 @@ class Coordinator:
 
     def lost(self, rank: int, why: str | None = None) -> None:
         """Tell the handler that ``rank`` went away, unless it had said goodbye."""
-        reason = {} if why is None or not self._takes_why else {"why": why}
-        self._call(rank, lambda: self._handler.on_lost(rank, **reason), leaves=True)
+        self._call(rank, lambda: self._handler.on_lost(rank, why or ""), leaves=True)
 
     def goodbye(self, rank: int) -> None:
         """Expect nothing more of ``rank``."""

@@ -45,16 +45,16 @@ def open_control(
         meeting = comm.broadcast_bytes(None)
         if not meeting:
             raise RingError("rank 0 could not open the control plane; its own error says why")
-        address, port, pulse, heartbeat = meeting[_SECRET:].decode().split(" ")
+        address, port, pulse, seconds = meeting[_SECRET:].decode().split(" ")
         secret = meeting[:_SECRET]
         control = join((address, int(port)), secret, comm.rank, comm.size, timeout)
-        if float(heartbeat):
+        if float(seconds):
             try:
                 beats = join((address, int(pulse)), secret, comm.rank, comm.size, timeout)
             except BaseException:
                 control.close()
                 raise
-            _watch(control, beats, float(heartbeat), comm)
+            _watch(control, beats, float(seconds), comm)
         return control
     listeners: list[socket.socket] = []
     try:

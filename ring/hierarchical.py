@@ -26,7 +26,8 @@ class HierarchicalCommunicator(Communicator):
 
     ``local`` holds the ranks of this host and ``cross`` those of other hosts with the same local
     rank; both are subsets of ``flat``. What is not an allreduce is ``flat``'s business. Every
-    result is bit-identical on all ranks, as the contract demands.
+    result is bit-identical on all ranks, as the contract demands; 16-bit floats are rounded once in
+    each level.
 
     Collective. ``close`` closes ``flat`` too. Raises ValueError when hosts have different numbers
     of ranks, or when ``topology`` is of other ranks.

@@ -42,9 +42,16 @@ def remember(comm: Communicator, connections: Connections) -> None:
 
 
 def interrupter(comm: Communicator) -> Callable[[], None] | None:
-    """Return what ends a collective that waits in ``comm``, None if nothing can."""
-    known = _connections.get(comm)
-    return None if known is None else known.interrupt
+    """Return what ends collectives that wait, in ``comm`` or any other; None if nothing can.
+
+    A rank that is lost breaks every communicator, so all that are known are interrupted.
+    """
+    return _interrupt_all if comm in _connections else None
+
+
+def _interrupt_all() -> None:
+    for known in list(_connections.values()):
+        known.interrupt()
 
 
 @contextmanager

@@ -67,10 +67,10 @@ def measure_links(comm: Communicator, hosts: Sequence[str], seconds: float = 1.0
     try:
         for source, target in pairs:
             link: Link | None = None
-            address, error = places[target]
+            address, why_not = places[target]
             try:
-                if error:
-                    raise OSError(error)
+                if why_not:
+                    raise OSError(why_not)
                 if comm.rank == leaders[source]:
                     link = _drive(source, target, address, shared, seconds)
                 elif comm.rank == leaders[target]:

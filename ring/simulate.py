@@ -4,14 +4,16 @@ Every collective is a sum of terms, each a constant times something known before
 before compression, of which the fraction r travels, P ranks, L of them on each of H = P / L hosts:
 
     allreduce       2(P-1) alpha + 2(P-1)/P n beta + (P-1)/P n gamma
-    allgather        (P-1) alpha + (P-1) r n beta + n encode + P n decode
-    scatter_reduce  2(P-1) alpha + 2(P-1)/P r n beta + (1 + 1/P) n encode + 2 n decode
+    allgather       2(P-1) alpha + (P-1) r n beta + n encode + P n decode
+    scatter_reduce  3(P-1) alpha + 2(P-1)/P r n beta + (1 + 1/P) n encode + 2 n decode
     two_level       2(L-1) alpha_local + 2(L-1)/L n beta_local + (L-1)/L n gamma
                     + scatter_reduce of n / L bytes among H ranks
 
-(two_level with r = 1 has an allreduce between hosts instead). See Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH", IJHPCA 2005, for the terms. Nothing
-here knows of congestion, stragglers or caches: ranges are those of the measurement's own scatter.
+(two_level with r = 1 has an allreduce between hosts instead). One alpha of each compressed
+collective is for what ranks tell each other of the payloads they received. For the terms see
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+IJHPCA 2005. Nothing here knows of congestion, stragglers or caches: ranges are those of the
+measurement's own scatter.
 """
 
 from __future__ import annotations
@@ -70,9 +72,9 @@ class Job:
         if self.collective == "allreduce":
             return Constants(2 * (p - 1), 2 * (p - 1) / p * n, (p - 1) / p * n)
         if self.collective == "allgather":
-            return Constants(p - 1, (p - 1) * r * n, 0.0, n, p * n)
+            return Constants(2 * (p - 1), (p - 1) * r * n, 0.0, n, p * n)
         if self.collective == "scatter_reduce":
-            return Constants(2 * (p - 1), 2 * (p - 1) / p * r * n, 0.0, (1 + 1 / p) * n, 2 * n)
+            return Constants(3 * (p - 1), 2 * (p - 1) / p * r * n, 0.0, (1 + 1 / p) * n, 2 * n)
         share = self.local_size
         kind = "allreduce" if r == 1.0 else "scatter_reduce"
         between = Job(kind, n / share, p // share, r).terms()
@@ -120,18 +122,23 @@ class Model:
         fitted = terms @ found
         self.constants = Constants(*(float(x) for x in found))
         self.residuals = times / np.where(fitted > 0, fitted, times) - 1.0
-        # A fit hides as much of the scatter as it has constants.
+        # A fit hides as much of the scatter as it has constants. Short jobs scatter more than long
+        # ones, so every measurement keeps its own residual, with either sign (a wild bootstrap).
         free = max(1, len(measurements) - int(np.count_nonzero(found)))
-        scatter = self.residuals * np.sqrt(len(measurements) / free)
-        draws = np.random.default_rng(seed).choice(scatter, (_DRAWS, 1 + len(measurements)))
-        draws = np.maximum(draws, -0.9)
-        self._noise = 1.0 + draws[:, 0]
-        self._others = np.array([_solve(terms, fitted * (1.0 + row[1:])) for row in draws])
+        self._scatter = np.clip(self.residuals * np.sqrt(len(measurements) / free), -0.9, 9.0)
+        self._fitted = np.where(fitted > 0, fitted, times)
+        self._seed = seed
+        signs = np.random.default_rng(seed).choice([-1.0, 1.0], (_DRAWS, len(measurements)))
+        drawn = np.maximum(fitted * (1.0 + signs * self._scatter), 0.1 * times)
+        self._others = np.array([_solve(terms, row) for row in drawn])
 
     def predict(self, job: Job) -> Prediction:
         """Return what ``job`` should take."""
         seconds = job.seconds(self.constants)
-        possible = self._others @ np.array(astuple(job.terms())) * self._noise
+        distance = np.abs(np.log(self._fitted / max(seconds, 1e-9)))
+        alike = self._scatter[np.argsort(distance)[: max(4, distance.size // 3)]]
+        noise = np.random.default_rng(self._seed).choice([*alike, *-alike], _DRAWS)
+        possible = self._others @ np.array(astuple(job.terms())) * np.maximum(1.0 + noise, 0.1)
         low, high = (float(x) for x in np.quantile(possible, [0.05, 0.95]))
         return Prediction(seconds, min(low, seconds), max(high, seconds))
 
@@ -141,8 +148,8 @@ def fit(measurements: Iterable[Measurement], seed: int = 0) -> Model:
 
     Constants of which no measurement tells anything stay 0: measure every collective and level that
     is to be predicted, with two rank counts and sizes that differ a hundredfold. Ranges come from
-    refits to resampled residuals, drawn with ``seed``. Raises ValueError without measurements, or
-    when one took no time.
+    refits to residuals of random sign, drawn with ``seed``. Raises ValueError without measurements,
+    or when one took no time.
     """
     return Model(list(measurements), seed)
 

@@ -11,17 +11,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from ringlet.ring.errors import LOST_PEER, LaunchError
-from ringlet.ring.launch import hydra, processes, start
+from ringlet.ring.launch import processes, start
+from ringlet.ring.launch.bringup import Noise, bring_up, complaint, hopeless
 from ringlet.ring.launch.crew import Crew, Rank
 from ringlet.ring.launch.door import Door
 from ringlet.ring.launch.forward import forwarded
 from ringlet.ring.launch.hosts import Host
 from ringlet.ring.launch.output import HIGH, Printer
 from ringlet.ring.launch.parcel import seal
-from ringlet.ring.launch.remote import Reach, start_agent
+from ringlet.ring.launch.remote import Reach
 from ringlet.ring.launch.shelf import Shelf
 from ringlet.ring.launch.signals import Signals
 from ringlet.ring.launch.site import Site
@@ -152,46 +153,19 @@ class Job:
             stack.callback(self._release)
             self._start_limit = time.monotonic() + self.reach.start_timeout
             with os.fdopen(writer, "wb") as noise:
-                self._start(noise)
+                helpers = Noise(noise, self._noise)
+                for started in bring_up(
+                    self.site,
+                    self.transport,
+                    self._door,
+                    self._remote_env,
+                    helpers,
+                    self._start_limit,
+                ):
+                    self._started.append(started)  # at once: what follows may fail
             while self.printer.pending or not self._crew.done or not self._explained():
                 self._step()
         return self._outcome()
-
-    def _start(self, noise: BinaryIO) -> None:
-        """Start what brings the ranks up; whatever has been started is in ``_started``."""
-        env = start.wrapper_environment(self._door.address, self._door.secret)
-        site, started = self.site, self._started
-        programs: dict[str, list[dict[str, Any]]]
-        if self.transport == "gloo":
-            for wrapper in start.start_wrappers(site.here, env, noise):
-                started.append(wrapper)  # at once: what follows may fail
-            programs = {
-                host: [{"command": None, "env": {"RINGLET_RANK": str(rank)}} for rank in ranks]
-                for host, ranks in site.elsewhere.items()
-            }
-        elif not site.several:
-            started.append(start.start_mpiexec(self.size, env, noise))
-            return
-        else:
-            manager = start.start_hydra(site.counts(), env, site.interface(), noise)
-            started.append(manager)
-            commands = hydra.commands(self._noise, manager.process, self._start_limit)
-            proxies = dict(zip(site.by_host, commands, strict=True))
-            for host, ranks in site.by_host.items():
-                if host not in site.elsewhere:
-                    process = start.start_process(proxies[host], env, noise)
-                    started.append(Started(process, "hydra_pmi_proxy", frozenset(ranks)))
-            programs = {host: [{"command": proxies[host], "env": {}}] for host in site.elsewhere}
-        shell = self.reach.shell() if programs else []
-        for host, wanted in programs.items():
-            order = {
-                "address": self._door.address,
-                "secret": self._door.secret.hex(),
-                "programs": wanted,
-            }
-            process = start_agent(shell, host, self._remote_env, order, noise)
-            who = f"`{' '.join([*shell, host])} ...`"
-            started.append(Started(process, who, frozenset(site.elsewhere[host])))
 
     def _task(self, rank: int) -> dict[str, Any]:
         there = self._crew.ranks[rank]
@@ -270,27 +244,10 @@ class Job:
 
     def _check_start(self, missing: list[int]) -> None:
         """Raise LaunchError when a rank that has not reported never will."""
-        gone = [
-            started
-            for started in self._started
-            if not started.ranks.isdisjoint(missing) and started.process.poll() is not None
-        ]
-        if not gone and time.monotonic() < self._start_limit:
-            return
-        why = f"{self.reach.start_timeout:g} s have passed"
-        if gone:
-            missing = sorted(gone[0].ranks.intersection(missing))
-            why = f"{gone[0].who} ended with code {gone[0].process.returncode}"
-        elif self.site.several:
-            tried = [s.who for s in self._started if s.process.stdin and s.ranks & {*missing}]
-            why += f" since {', '.join(tried)} was started (see --start-timeout)"
-        where = ""
-        if self.site.several:
-            names = dict.fromkeys(self._crew.ranks[rank].host for rank in missing)
-            where = f" on {', '.join(names)}"
-        ranks = ", ".join(map(str, missing))
-        said = f"; it said:\n{heard}" if (heard := self._heard()) else ""
-        raise LaunchError(f"rank {ranks}{where} did not start: {why}{said}")
+        gone = hopeless(self._started, missing)
+        if gone or time.monotonic() >= self._start_limit:
+            said, ranks = self._heard(), self._crew.ranks
+            raise LaunchError(complaint(self.site, ranks, self._started, missing, gone, said))
 
     def _forward(self, number: int) -> None:
         if number == signal.SIGINT and number in self._forwarded:

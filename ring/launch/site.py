@@ -18,7 +18,7 @@ class Site:
     """
 
     def __init__(self, hosts: Sequence[Host], np: int, reach: Reach) -> None:
-        self._reach = reach
+        self.reach = reach
         self.seats: list[Seat] = seat(hosts or [Host("localhost", np)], np)
         self.by_host: dict[str, list[int]] = {}
         for rank, place in enumerate(self.seats):
@@ -44,7 +44,7 @@ class Site:
         if self._address is None:
             others = list(self.elsewhere)
             self._address = (
-                launcher_address(self._reach.interfaces, others) if others else "127.0.0.1"
+                launcher_address(self.reach.interfaces, others) if others else "127.0.0.1"
             )
         return self._address
 

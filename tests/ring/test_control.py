@@ -38,7 +38,7 @@ class Echo:
             raise ValueError("handler")
         return [b"%d:" % rank + message] if message else []
 
-    def on_lost(self, rank):
+    def on_lost(self, rank, why=""):
         self.lost.append(rank)
         return [b"lost %d" % rank]
 

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import ReduceOp, Topology
 from ringlet.ring.compressed import encode, scatter_reduce
 from ringlet.ring.dtypes import NAMES
+from ringlet.ring.halves import HALVES
 from ringlet.ring.hierarchical import LEAST, HierarchicalCommunicator
 from ringlet.ring.local import run_local
 from ringlet.ring.seal import SEAL
@@ -23,7 +24,7 @@ def two_levels(comm, hosts):
     return HierarchicalCommunicator(comm, Topology.from_hosts(comm.rank, hosts))
 
 
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(
     hosts=st.sampled_from(["a", "ab", "aabb", "abab", "aaabbb", "abcabc", "aabbcc"]),
     kind=st.sampled_from(
@@ -36,7 +37,9 @@ def two_levels(comm, hosts):
     seed=st.integers(0, 1000),
 )
 def test_any_case_equals_the_oracle_on_every_rank(hosts, kind, dtype, n, op, special, seed):
-    case = WORKER["Case"](kind, dtype, n, op, False, special, 0, seed)
+    # Products of 16-bit floats may overflow inside a host and be finite over all.
+    assume(not (dtype in HALVES and op == ReduceOp.PRODUCT))
+    case = WORKER["Case"](kind, dtype, n, op, False, special, 0, seed, rounded=2)
     results = run_local(lambda comm: WORKER["play"](two_levels(comm, hosts), case), len(hosts))
     assert all(r == results[0] for r in results)
 

@@ -275,7 +275,7 @@ def test_ranks_find_themselves_on_several_hosts(
 
 
 @both
-def test_connect_over_several_hosts(ringlet: Begin, mark: str, shell: str, transport: str) -> None:
+def test_connect_over_several_hosts(mark: str, shell: str, transport: str) -> None:
     code = (
         "import numpy\nfrom ringlet.ring.connect import connect\n"
         "c = connect(); x = numpy.full(3, c.rank + 1.0, numpy.float32); c.allreduce(x)\n"
@@ -471,3 +471,28 @@ def test_a_host_without_the_interface_says_so() -> None:
         assert job.returncode == 1
         assert b"[1]<stderr>: host node1 has no network interface v0 with an IPv4" in err
         assert b"; it has lo, w0" in err
+
+
+@needs_hosts
+@needs_torch
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_host_that_vanishes_without_a_word(victim: int, tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("worker_pulse.py")
+    with netns.Hosts(3) as hosts:
+        # The launcher is on the host that stays, and no rank is.
+        listed = f"{hosts.names[0]}:1,{hosts.names[1]}:1"
+        options = ["-H", listed, "--rsh", hosts.rsh, "--network-interface", "v0", "--no-prefix"]
+        job = hosts.popen(
+            2,
+            [*RINGLET, "--gloo", *options, sys.executable, str(worker), "-1"],
+            env=os.environ | {"RINGLET_HEARTBEAT": "2", "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert [job.stdout.readline() for _ in range(2)] == ["reducing\n"] * 2
+        hosts.cut(victim)
+        out, err = job.communicate(timeout=DEADLINE)
+    name = "rank 0, the coordinator," if victim == 0 else "rank 1"
+    assert out == f"{name} is gone: no sign of life for 2 s\n", err
+    assert job.returncode == 75

@@ -59,15 +59,21 @@ def test_hosts_have_names_and_a_link_of_the_rate_asked_for() -> None:
 
 def test_what_still_runs_is_killed_whatever_happens() -> None:
     started = []
-    with pytest.raises(KeyboardInterrupt), netns.Hosts(2) as hosts:
-        started.append(hosts.popen(1, ["sleep", "1000"]))
-        code = "import time; print('up', flush=True); time.sleep(1000)"
-        command = [sys.executable, "-c", code]
-        with hosts.popen(0, command, stdout=subprocess.PIPE) as process:
-            process.stdout.readline()
-            started.append(process)
+
+    def interrupted() -> None:
+        with netns.Hosts(2) as hosts:
+            code = "import time; print('up', flush=True); time.sleep(1000)"
+            for host in range(2):
+                command = [sys.executable, "-c", code]
+                started.append(hosts.popen(host, command, stdout=subprocess.PIPE))
+                assert started[-1].stdout.readline() == b"up\n"
             raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert all(process.wait(30) for process in started)
+    for process in started:
+        process.stdout.close()
     assert left() == []
 
 

@@ -101,7 +101,7 @@ def test_waiting_ends_when_the_last_name_is_there(launcher: Launcher) -> None:
     one.ask(Op.ADD, b"b", b"1")
     waiting.join(60)
     assert heard == [b""]
-    with pytest.raises(TimeoutError, match="never did not appear in the store for 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"never did not appear in the store for 0\.05 s"):
         two.ask(Op.GET, b"never", timeout=0.05)
     one.ask(Op.SET, b"never", b"late")  # the answer to a wait that was given up does not count
     assert two.ask(Op.GET, b"a") == b"1"

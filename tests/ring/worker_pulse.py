@@ -1,6 +1,6 @@
 """A rank that reduces until rank ``sys.argv[1]`` freezes; then it says what it learnt.
 
-With ``idle`` it waits for messages instead of in a collective.
+With ``idle`` it waits for messages instead of in a collective. If the rank is -1, none freezes.
 """
 
 import os
@@ -20,7 +20,7 @@ class Handler:
     def on_message(self, rank, message):
         return []
 
-    def on_lost(self, rank, why="its connection closed"):
+    def on_lost(self, rank, why=""):
         return [f"rank {rank} is gone: {why}".encode()]
 
 
@@ -34,6 +34,8 @@ if comm.rank == victim:
     sys.stdout.write("freezing\n")
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGSTOP)
+if victim < 0:
+    print("reducing", flush=True)
 try:
     if not idle:
         while True:

@@ -1,0 +1,128 @@
+"""``ringlet doctor`` as a user runs it: alone, with ranks, and over hosts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringlet import doctor
+from ringlet.doctor import Codec, _compare, _crossing, _verdict
+from ringlet.ring.launch import start
+from ringlet.ring.links import Link
+
+DOCTOR = [sys.executable, "-m", "ringlet", "doctor"]
+transports = [name for name, why in start.lacking().items() if why is None]
+
+
+def rig() -> Any:
+    """Load benchmarks/netns.py, which belongs to no package."""
+    path = Path(__file__).parents[2] / "benchmarks" / "netns.py"
+    spec = importlib.util.spec_from_file_location("ringlet_netns", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+netns = rig()
+missing = netns.unavailable()
+
+
+def ran(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, **options
+    )
+
+
+def test_alone() -> None:
+    done = ran(*DOCTOR)
+    assert done.returncode == 0, done.stdout
+    assert "\n  numpy " in done.stdout
+    assert "ringlet doctor -np 4" in done.stdout
+
+
+@pytest.mark.skipif(not transports, reason="needs a transport between processes")
+@pytest.mark.parametrize("way", ["doctor", "run"])
+def test_with_ranks_on_one_host(way: str) -> None:
+    run = [*DOCTOR[:-1], "run", "--no-prefix", "-np", "2", *DOCTOR]
+    done = ran(*([*DOCTOR, "-np", "2"] if way == "doctor" else run))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("  numpy ") == 1
+    assert "2 ranks over " in done.stdout
+    assert "Inside one host compression saves no time" in done.stdout
+
+
+@pytest.mark.skipif(missing is not None, reason=str(missing))
+@pytest.mark.skipif("gloo" not in transports, reason="needs torch")
+def test_over_shaped_hosts() -> None:
+    with netns.Hosts(2, mbit=100) as hosts:
+        where = ["-H", hosts.slots(1), "--rsh", hosts.rsh, "--network-interface", "v0"]
+        done = ran(*hosts.command(0, [*DOCTOR, "--transport", "gloo", *where]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if "node0 -> node1" in line)
+    assert 80 < float(line.split("us, ")[1].split()[0]) < 110
+    assert "  fp16 " in done.stdout
+    assert "Fastest by this model: compression='" in done.stdout
+
+
+def test_what_is_wrong_is_said() -> None:
+    done = ran(*DOCTOR, env=os.environ | {"RINGLET_RANK": "1"})
+    assert done.returncode == 1
+    assert "! launcher         RINGLET_RANK is set but RINGLET_SIZE is not" in done.stdout
+    for wrong, words in (
+        (["-np", "x"], "-np takes a number of ranks"),
+        (["--transport", "glo", "-np", "2"], "Did you mean 'gloo'?"),
+        (["-H", "a:0"], "host a has no slots"),
+    ):
+        done = ran(*DOCTOR, *wrong)
+        assert (done.returncode, words in done.stderr) == (2, True)
+
+
+def test_ranks_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _compare([{"numpy": "2"}, {"numpy": "2"}], ["a", "b"])
+    assert not _compare([{"numpy": "2"}, {"numpy": ""}], ["a", "b"])
+    assert "! numpy differs: 2 on a, none on b" in capsys.readouterr().out
+
+
+def test_what_crosses_a_link() -> None:
+    hosts = ["a", "a", "b", "b"]
+    assert _crossing("sum", 0.5, hosts) == 2 * 3 / 4 * 0.5
+    assert _crossing("scatter_reduce", 0.25, hosts) == 2 * 2 * 2 / 4 * 0.25
+    assert _crossing("allgather", 0.01, hosts) == 2 * 2 * 0.01
+    assert _crossing("sum", 1.0, ["a", "b", "c"]) == pytest.approx(4 / 3)
+
+
+def test_the_verdict_depends_on_the_link(capsys: pytest.CaptureFixture[str]) -> None:
+    codec = Codec("int8", "scatter_reduce", 0.002, 0.002, 0.25)
+    slow, fast = (Link("a", "b", 1e-5, rate) for rate in (12.5e6, 12.5e9))
+    _verdict([codec], ["a", "b"], [slow])
+    assert "compression='int8'" in capsys.readouterr().out
+    _verdict([codec], ["a", "b"], [slow, fast])
+    assert "compression='int8'" in capsys.readouterr().out  # the slowest link counts
+    _verdict([codec], ["a", "b"], [fast])
+    told = capsys.readouterr().out
+    assert "costs" in told
+    assert "compression='none'" in told
+    _verdict([codec], ["a", "b"], [Link("a", "b", error="refused")])
+    assert "No verdict" in capsys.readouterr().out
+
+
+def test_codecs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SIDE", 64)
+    for spec, combine, ratio in (
+        ("fp16", "sum", 0.5),
+        ("int8", "scatter_reduce", 0.25),
+        ("topk(ratio=0.01)", "allgather", 0.02),
+        ("powersgd(rank=4)", "rounds", 0.125),
+    ):
+        codec = doctor._codec(doctor.parse(spec))
+        assert codec.combine == combine
+        assert codec.encode > 0
+        assert codec.ratio == pytest.approx(ratio, rel=0.2)

@@ -1,0 +1,76 @@
+"""Compressed collectives between real processes: ``worker_compressed.py mpi``, or ``... gloo STORE
+RANK SIZE``. Rank 0 prints DONE once every rank has the bits that threads of one process get.
+"""
+
+import hashlib
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from ringlet.ring import Topology
+from ringlet.ring.compressed import AllgatherReduce, ScatterReduce, encode, scatter_reduce
+from ringlet.ring.hierarchical import HierarchicalCommunicator
+from ringlet.ring.local import run_local
+from ringlet.ring.pipeline import run_pipelined
+
+CODEC = runpy.run_path(str(Path(__file__).with_name("test_compressed.py")))
+SIZES = (0, 1, 1000, 400_001, 3_000_000, 17)
+
+
+def play(comm):
+    """Return a digest of many exchanges, in a pipeline and over two levels."""
+    gradient, codec_of = CODEC["gradient"], CODEC["Int8Codec"]
+    digest = hashlib.sha256()
+    for repeat in range(3):
+        codecs, exchanges = [], []
+        for i, n in enumerate(SIZES):
+            scatter = (i + repeat) % 2 == 0
+            codec = codec_of(gradient(comm.rank, n, i), comm.size if scatter else 1)
+            encoded = encode(codec)
+            if scatter:
+                exchanges.append(ScatterReduce(comm, codec, encoded, plan=7))
+            else:
+                sizes = [encoded.nbytes] * comm.size
+                exchanges.append(AllgatherReduce(comm, codec, encoded, sizes, plan=7))
+            codecs.append(codec)
+        run_pipelined(exchanges)
+        for codec in codecs:
+            digest.update(codec.output.tobytes())
+    if comm.size == 4:
+        two = HierarchicalCommunicator(comm, Topology.from_hosts(comm.rank, "aabb"))
+        total = np.arange(100_000, dtype=np.int64)
+        two.allreduce(total)
+        np.testing.assert_array_equal(total, 4 * np.arange(100_000))
+        shard, result = np.empty(50_000, np.float32), np.empty(100_000, np.float32)
+        two.reduce_within(gradient(comm.rank, 100_000, 9), shard, [50_000] * 2)
+        codec = codec_of(shard, 2)
+        scatter_reduce(two.cross, codec, encode(codec))
+        two.gather_within(codec.output, result, [50_000] * 2)
+        digest.update(result.tobytes())
+    return digest.digest()
+
+
+def main():
+    if sys.argv[1] == "mpi":
+        from ringlet.ring.mpi import MpiCommunicator
+
+        comm = MpiCommunicator()
+    else:
+        from torch.distributed import FileStore
+
+        from ringlet.ring.gloo import GlooCommunicator
+
+        rank, size = int(sys.argv[3]), int(sys.argv[4])
+        store = FileStore(sys.argv[2], size)
+        comm = GlooCommunicator(store, rank, size, timeout=60.0, host="127.0.0.1")
+    found = set(comm.allgather_bytes(play(comm)))
+    if comm.rank == 0:
+        assert found == set(run_local(play, comm.size)), "other bits than between threads"
+        print("DONE")
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()
