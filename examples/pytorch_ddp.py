@@ -1,6 +1,6 @@
 """Compress inside DistributedDataParallel: one more line.
 
-    torchrun --nproc-per-node 2 examples/pytorch_ddp.py --compression "powersgd(rank=4)"
+torchrun --nproc-per-node 2 examples/pytorch_ddp.py --compression "powersgd(rank=4)"
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Train a model whose embedding has sparse gradients: its rows travel as indices and values.
 
-    ringlet run -np 2 python examples/pytorch_embedding.py
+ringlet run -np 2 python examples/pytorch_embedding.py
 """
 
 import argparse

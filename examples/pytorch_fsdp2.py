@@ -1,6 +1,6 @@
 """Compress the reduce-scatter of FSDP2: one more line.
 
-    torchrun --nproc-per-node 2 examples/pytorch_fsdp2.py --compression int8
+torchrun --nproc-per-node 2 examples/pytorch_fsdp2.py --compression int8
 """
 
 import argparse

@@ -40,6 +40,7 @@ from ringlet.torch.diloco import DiLoCo
 from ringlet.torch.fsdp import compress_fsdp
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.handles import poll, synchronize
+from ringlet.torch.mixed import apply_precision
 from ringlet.torch.movements import (
     allgather,
     allgather_async,
@@ -120,6 +121,7 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "apply_precision",
     "barrier",
     "broadcast",
     "broadcast_",

@@ -10,12 +10,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ringlet.compressors.routes import Routes, Spec
+from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
 from ringlet.torch import residuals
 from ringlet.torch.adasum_optimizer import AdasumMixin
 from ringlet.torch.functions import STATE_KEY
+from ringlet.torch.mixed import PRECISION_KEY, Masters, check_policy
 from ringlet.torch.naming import Named, grouped_names, name_parameters
 from ringlet.torch.reducer import Reducer
 
@@ -32,6 +34,7 @@ class _Distributed:
     _ringlet_synchronized: bool
     _ringlet_implied: bool
     _ringlet_skip: bool
+    _ringlet_masters: Masters | None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -68,12 +71,15 @@ class _Distributed:
         """Synchronise, then take the wrapped optimizer's step.
 
         With a ``closure``, every evaluation of it is followed by a synchronisation, and the loss
-        that it returns is reduced like the gradients.
+        that it returns is reduced like the gradients. With a ``precision``, a step in which a
+        gradient overflowed on some rank is skipped on all of them.
         """
         inner: Any = super()
         # A scheduler that was made for the original asks whether that has stepped.
         self._ringlet_original._opt_called = True
         if closure is not None:
+            if self._ringlet_masters is not None:
+                raise ValueError("step(closure) does not go together with precision")
 
             def synchronized() -> Any:
                 with torch.enable_grad():
@@ -94,7 +100,28 @@ class _Distributed:
                 )
             self.synchronize()
         self._ringlet_synchronized = False
-        return inner.step()
+        masters = self._ringlet_masters
+        if masters is None:
+            return inner.step()
+        overflow = masters.take_gradients()
+        result = None if overflow else inner.step()
+        masters.put_parameters()
+        masters.advance(overflow, self._ringlet)
+        return result
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss`` times the loss scale of ``precision``: what ``backward`` is called on."""
+        return loss if self._ringlet_masters is None else loss * self._ringlet_masters.scale.scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale; 1 without ``precision``."""
+        return 1.0 if self._ringlet_masters is None else self._ringlet_masters.scale.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps an overflow has cost."""
+        return 0 if self._ringlet_masters is None else self._ringlet_masters.skipped
 
     # torch wraps `step` for profiling and step hooks; the step inside is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
@@ -110,6 +137,12 @@ class _Distributed:
         self._ringlet_implied = False
         inner: Any = super()
         inner.zero_grad(set_to_none=set_to_none)
+        if self._ringlet_masters is not None:
+            for p, _ in self._ringlet_masters.pairs.values():
+                if set_to_none or p.grad is None:
+                    p.grad = None
+                else:
+                    p.grad.detach_().zero_()
 
     def abandon_step(self, why: str = "the script gave the step up") -> None:
         """Give up the step under way, for example after an exception in ``backward``.
@@ -129,6 +162,8 @@ class _Distributed:
             state[STATE_KEY] = residuals.saved(
                 reducer.states, runtime.rank, runtime.size, reducer.step
             )
+        if self._ringlet_masters is not None:
+            state[PRECISION_KEY] = self._ringlet_masters.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -184,7 +219,10 @@ class _Distributed:
 
     def _load_inner(self, state_dict: dict[str, Any]) -> None:
         inner: Any = super()
+        masters = state_dict.pop(PRECISION_KEY, None)
         inner.load_state_dict(state_dict)
+        if self._ringlet_masters is not None and masters is not None:
+            self._ringlet_masters.load_state_dict(masters)
         # Loading replaces both; a scheduler made for the original goes on setting its groups.
         self._ringlet_original.param_groups = self._ringlet_groups
         self._ringlet_original.state = self.state
@@ -206,6 +244,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    precision: str | Policy | None = None,
 ) -> Opt:
     """Return ``optimizer`` with gradients reduced over all ranks before every step. Collective.
 
@@ -222,6 +261,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
       by default tensors are fused as they fit. (``num_groups`` is its deprecated form.)
     - ``sparse_as_dense``: reduce sparse gradients as dense ones even where they are large.
     - ``process_set``: the ranks that take part; on others gradients stay as they are.
+    - ``precision``: a policy such as ``"bf16"`` or ``"fp16"`` that ``apply_precision`` gave the
+      model: float32 masters, a loss scale (see ``scale``), and its wire if ``compression`` is None.
 
     Raises Mismatch, the same on every rank, when ranks hold different parameters or arguments;
     ValueError for names that do not fit the parameters; SpecError for a bad ``compression``.
@@ -234,6 +275,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         warnings.warn("num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     named = name_parameters(optimizer, named_parameters)
+    policy = parse_policy(precision)
+    if compression is None:
+        compression = policy.compression
+    check_policy(policy, named, ReduceOp(op))
     mixin: type = _Distributed
     extra: dict[str, Any]
     if ReduceOp(op) is ReduceOp.ADASUM:
@@ -261,6 +306,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if mixin is _Distributed:
         distributed.__dict__.pop("param_groups", None)
         distributed._ringlet_groups = optimizer.param_groups
+        distributed._ringlet_masters = Masters(optimizer, named, policy) if policy.masters else None
     distributed._ringlet_original = optimizer
     distributed._ringlet_synchronized = False
     distributed._ringlet_skip = False

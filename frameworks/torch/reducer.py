@@ -170,6 +170,11 @@ class Reducer:
             return allreduce(wide, name=name, op=self._op, process_set=process_set).item()
         return loss
 
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals, which are in units of a loss scale that has changed."""
+        for state in self.states.values():
+            residuals.rescale(state, factor)
+
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what this rank's compressors hold back."""
         return residuals.norm(self.states)

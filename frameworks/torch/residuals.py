@@ -86,6 +86,15 @@ def reshard(
     return step
 
 
+def rescale(state: State, factor: float) -> None:
+    """Multiply every residual in ``state``."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            rescale(value, factor)
+        elif key == "residual":
+            value *= np.float32(factor)
+
+
 def norm(states: Mapping[str, State]) -> float:
     """Return the Euclidean norm of all residuals."""
     return math.sqrt(sum(_energy(state) for state in states.values()))

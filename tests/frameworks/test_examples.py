@@ -47,6 +47,12 @@ def test_embedding():
     assert "replicas bit-equal: yes" in text
 
 
+def test_mixed_precision():
+    text = run(RINGLET, "pytorch_mixed_precision.py", "--precision", "fp16(init=1024)")
+    assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 80
+    assert "replicas bit-equal: yes" in text
+
+
 def test_ddp():
     text = run(TORCHRUN, "pytorch_ddp.py")
     assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 75
