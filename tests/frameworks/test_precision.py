@@ -151,7 +151,9 @@ def case_an_overflow_on_one_rank_skips_the_step_on_all():
             before = [p.detach().clone() for p in model.parameters()]
             scale = optimizer.loss_scale
             train(model, optimizer, 1, start=3, poisoned={(3, hvd.size() - 1)})
-            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), spec
+            assert all(
+                torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+            ), spec
             assert optimizer.skipped_steps == 1
             assert optimizer.loss_scale == (scale / 2 if "init" in precision else scale)
             assert torch.isfinite(torch.tensor(optimizer.residual_norm()))
@@ -192,7 +194,7 @@ def case_a_checkpoint_in_mid_growth_continues_bit_for_bit():
         resumed.load_state_dict(kept["optimizer"])
     train(again, resumed, 4, start=3)
     assert resumed.loss_scale == optimizer.loss_scale
-    assert all(torch.equal(a, b) for a, b in zip(straight, again.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(straight, again.parameters(), strict=True))
 
 
 def case_gradients_accumulate():
@@ -220,8 +222,8 @@ def case_bad_input():
     counts = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=torch.int64), False)])
     with pytest.raises(ValueError, match="has no use for"):
         hvd.apply_precision(counts, "bf16")
+    optimizer = torch.optim.SGD(make("bf16").parameters(), lr=0.1)
     with pytest.raises(ValueError, match="Adasum"):
-        optimizer = torch.optim.SGD(make("bf16").parameters(), lr=0.1)
         hvd.DistributedOptimizer(optimizer, op=hvd.Adasum, precision="bf16")
 
 

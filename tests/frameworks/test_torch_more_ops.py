@@ -1,4 +1,4 @@
-"""ringlet.torch: grouped operations, process sets, joins, sparse tensors, objects, SyncBatchNorm."""
+"""ringlet.torch: groups, process sets, joins, sparse tensors, objects, SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -295,8 +295,8 @@ def case_horovod_compressors():
             return tensor / 2
 
     assert hvd.allreduce(torch.ones(3), compression=Twice).tolist() == [1.0] * 3
+    p = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(TypeError, match="one of Horovod's compressors"):
-        p = torch.nn.Parameter(torch.ones(1))
         hvd.DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], compression=Twice)
 
 
@@ -304,7 +304,8 @@ def case_build_queries():
     assert hvd.mpi_built()
     assert hvd.gloo_built()
     assert hvd.mpi_enabled() != hvd.gloo_enabled()
-    assert not (hvd.nccl_built() or hvd.cuda_built() or hvd.ddl_built() or hvd.rocm_built())
+    for absent in (hvd.nccl_built, hvd.cuda_built, hvd.ddl_built, hvd.rocm_built):
+        assert not absent()
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

@@ -123,7 +123,9 @@ def case_grad_scaler_needs_no_change():
             torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            moved = any(not torch.equal(a, b) for a, b in zip(before, own.parameters()))
+            moved = any(
+                not torch.equal(a, b) for a, b in zip(before, own.parameters(), strict=True)
+            )
             assert moved == (step != poisoned), (spec, step)
             assert torch.isfinite(torch.tensor(optimizer.residual_norm()))
         scales = hvd.allgather_object(scaler.get_scale())
