@@ -120,9 +120,8 @@ def main():
     save(args.save, model, optimizer, args.steps)
     equal = hvd.replicas_equal(model.state_dict())
     if hvd.rank() == 0:
-        print(
-            f"held out {held_out:.3f} nats a byte; {hvd.stats().ratio:.1f} times fewer bytes sent"
-        )
+        ratio = hvd.stats().ratio
+        print(f"held out {held_out:.3f} nats a byte; {ratio:.1f} times fewer bytes sent")
         print(f"replicas bit-equal: {'yes' if equal else 'NO'}")
     hvd.shutdown()
 

@@ -29,7 +29,6 @@ from ringlet.ring.environment import (
     installed_wheels,
 )
 from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost, unavailable
-from ringlet.ring.interrupt import remember, watched
 from ringlet.ring.local import this_thread
 
 TIMEOUT = 300.0  # seconds for the ranks to meet
@@ -169,10 +168,7 @@ def _gloo(launched: Launched) -> Communicator:
     host = os.environ.get("RINGLET_ADDRESS") if launched.launcher == "ringlet" else None
     if launched.size > 1:
         _leave_on_exception(always=False)
-    with watched() as connections:
-        comm = GlooCommunicator(store, launched.rank, launched.size, timeout=TIMEOUT, host=host)
-    remember(comm, connections)
-    return comm
+    return GlooCommunicator(store, launched.rank, launched.size, timeout=TIMEOUT, host=host)
 
 
 def _store(dist: Any, launched: Launched) -> Any:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from ringlet.ring.errors import PeerLost, unavailable
+from ringlet.ring.interrupt import remember, watched
 from ringlet.ring.process_group import ProcessGroupCommunicator
 
 
@@ -88,7 +89,10 @@ class GlooCommunicator(ProcessGroupCommunicator):
             raise unavailable("gloo", str(error).split("\n")[0], remedy) from error
         prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
         try:
-            return gloo(prefixed, self.rank, self.size, options)
+            with watched() as connections:
+                group = gloo(prefixed, self.rank, self.size, options)
         except RuntimeError as error:
             text = f"rank {self.rank} of {self.size} could not reach the others over gloo: {error}"
             raise PeerLost(text) from error
+        remember(self, connections)
+        return group
