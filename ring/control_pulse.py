@@ -26,7 +26,7 @@ log = logging.getLogger("ringlet")
 
 DEFAULT = 60.0  # seconds of silence after which a rank is lost
 LONGEST = 5.0  # seconds between two beats
-STUCK = 10.0  # seconds that a collective may go on waiting for a rank that is known to be lost
+STUCK = 10.0  # seconds that a collective may go on waiting for a lost rank, at most
 
 Lose = Callable[[int, str], None]
 
@@ -167,7 +167,7 @@ class Pulse:
 
     def _insist(self, rank: int, why: str, turns: int) -> None:
         """End this process if the loss does not get through: MPI waits for ever."""
-        limit = time.monotonic() + STUCK
+        limit = time.monotonic() + min(STUCK, self._seconds)
         while time.monotonic() < limit:
             if self._closing or self._turns() != turns:
                 return
