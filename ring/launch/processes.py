@@ -64,9 +64,11 @@ def kill_children() -> None:
 
 
 def signal_group(group: int, number: int) -> None:
-    """Send signal ``number`` to process group ``group``, which may have gone."""
+    """Send signal ``number`` to process group ``group``, which may have gone, or be stopped."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+        if number == signal.SIGTERM:
+            os.killpg(group, signal.SIGCONT)  # a stopped process ends when it goes on
 
 
 def signal_process(pid: int, number: int) -> None:
