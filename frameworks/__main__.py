@@ -17,6 +17,8 @@ from ringlet.ring.errors import RingError
 COMMANDS = {
     "run": ("ringlet.ring.launch.cli", "start a program on several ranks, on one or more hosts"),
     "doctor": ("ringlet.doctor", "say what is installed, and what the network can do"),
+    "report": ("ringlet.observe.report", "draw what compression saved or cost in a run"),
+    "timeline": ("ringlet.timeline", "merge the parts of a timeline that a crash left behind"),
     "check": ("ringlet.compressors.testing.cli", "check whether a compressor is what it claims"),
     "new": ("ringlet.compressors.testing.scaffold", "make a package for a compressor of your own"),
 }

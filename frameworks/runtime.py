@@ -6,6 +6,7 @@ There is one per process, or one per thread for ranks that are threads of one pr
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ringlet.fusion import Engine, Limits
+from ringlet.fusion.tune.space import BOUNDS
 from ringlet.ring.communicator import Communicator, Topology
 from ringlet.ring.connect import connect
 from ringlet.ring.control_open import open_control
@@ -66,6 +68,10 @@ def limits_from(env: Mapping[str, str]) -> Limits:
     Raises ValueError naming the variable when a value is not a number, or negative.
     """
     default = Limits()
+    tuned = [name for name in BOUNDS if _given(env, name.upper()) is None]  # what is set stays
+    autotune = ",".join(tuned) if _flag(env, "AUTOTUNE") else ""
+    if autotune and importlib.util.find_spec("bayes_opt") is None:
+        raise ImportError("RINGLET_AUTOTUNE needs more: pip install 'ringlet[tune]'")
     warning = _number(env, "STALL_CHECK_TIME_SECONDS", default.stall_warning)
     return Limits(
         fusion_threshold=int(_number(env, "FUSION_THRESHOLD", default.fusion_threshold)),
@@ -74,6 +80,13 @@ def limits_from(env: Mapping[str, str]) -> Limits:
         cache_capacity=int(_number(env, "CACHE_CAPACITY", default.cache_capacity)),
         stall_warning=0.0 if _flag(env, "STALL_CHECK_DISABLE") else warning,
         stall_shutdown=_number(env, "STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown),
+        autotune=autotune,
+        autotune_log=_given(env, "AUTOTUNE_LOG") or default.autotune_log,
+        autotune_warmup=int(_number(env, "AUTOTUNE_WARMUP_SAMPLES", default.autotune_warmup)),
+        autotune_steps=int(_number(env, "AUTOTUNE_STEPS_PER_SAMPLE", default.autotune_steps)),
+        autotune_samples=int(
+            _number(env, "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", default.autotune_samples)
+        ),
     )
 
 
@@ -82,6 +95,10 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
         if variable in env:
             return env[variable].strip().lower() in ("1", "true", "yes", "on")
     return False
+
+
+def _given(env: Mapping[str, str], name: str) -> str | None:
+    return env.get(f"RINGLET_{name}", env.get(f"HOROVOD_{name}"))
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:
@@ -130,6 +147,13 @@ def init(transport: str | None = None, comm: Communicator | None = None) -> Runt
     else:
         _process = runtime
         atexit.register(runtime.close)
+    from ringlet.observe.environment import switch_on  # which needs this module
+
+    try:
+        switch_on(runtime, os.environ)
+    except BaseException:
+        shutdown()
+        raise
     return runtime
 
 

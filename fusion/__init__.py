@@ -4,7 +4,13 @@ if __name__ != "ringlet.fusion":
     raise ImportError("import this package as ringlet.fusion, not as fusion")
 
 from ringlet.fusion.engine import Engine
-from ringlet.fusion.errors import CompressionFailed, DuplicateName, EngineClosed, StepAbandoned
+from ringlet.fusion.errors import (
+    CompressionFailed,
+    DuplicateName,
+    EngineClosed,
+    OutOfMemory,
+    StepAbandoned,
+)
 from ringlet.fusion.group import Group
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.request import Request
@@ -19,6 +25,7 @@ __all__ = [
     "Group",
     "Handle",
     "Limits",
+    "OutOfMemory",
     "Request",
     "Stats",
     "StepAbandoned",

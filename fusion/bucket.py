@@ -19,7 +19,8 @@ from ringlet.fusion.codec import BucketCodec
 from ringlet.fusion.convert import from_float32
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.member import Member
-from ringlet.fusion.stats import Stats
+from ringlet.fusion.meter import Meter
+from ringlet.fusion.observe.events import Span
 from ringlet.ring import compressed
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array, storage
@@ -37,22 +38,25 @@ class Bucket(ABC):
         self.phantom = False  # whether this step's values are the zeros of a rank that joined
         self._pool = pool
         self._lease = Lease(pool)
-        self._raw = 2 * (size - 1) / size * sum(member.nbytes for member in self.members)
+        self.raw_bytes = 2 * (size - 1) / size * sum(member.nbytes for member in self.members)
+        self.spans: list[Span] = []  # of this step, while somebody observes
+        self.costs: tuple[float, ...] = (0.0, 0.0, 0.0)
 
-    def encode(self, stats: Stats) -> int:
+    def encode(self, meter: Meter) -> int:
         """Compress this step's values; return the bytes of the payload."""
         start = time.perf_counter()
         self.done = False
         nbytes = self._encode()
-        stats.compress_s += time.perf_counter() - start
+        meter.compressed(start, time.perf_counter())
         return nbytes
 
-    def exchange(self, comm: Communicator, sizes: Sequence[int], stats: Stats) -> None:
+    def exchange(self, comm: Communicator, sizes: Sequence[int], meter: Meter) -> None:
         """Combine with the other ranks, whose payloads take ``sizes`` bytes, and decode."""
-        self._exchange(comm, list(sizes), stats)
+        self._exchange(comm, list(sizes), meter)
         if self.more:
             return
-        stats.raw_bytes += self._raw
+        stats = meter.stats
+        stats.raw_bytes += self.raw_bytes
         stats.buckets += 1
         stats.tensors += len(self.members)
         self._count()
@@ -62,6 +66,10 @@ class Bucket(ABC):
     def _count(self) -> None:
         for member in self.members:
             member.finish()
+
+    def shares(self) -> list[float]:
+        """Return what each member has of the bytes on the wire, in any unit."""
+        return [float(member.nbytes) for member in self.members]
 
     def abandon(self) -> None:
         """Give buffers back and wait for the next step's tensors."""
@@ -74,7 +82,7 @@ class Bucket(ABC):
         """Fill the send buffer; return its bytes."""
 
     @abstractmethod
-    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
+    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
         """Move bytes, decode into the members' outputs, and count both."""
 
 
@@ -93,6 +101,10 @@ class SumBucket(Bucket):
         ]
         self._buffer: Array = np.empty(0, storage(self._dtype))
 
+    def shares(self) -> list[float]:
+        """Return the elements of each member's payload."""
+        return [float(place.stop - place.start) for _, _, place in self._places]
+
     def _encode(self) -> int:
         self._buffer = self._lease.allocate(self._nbytes).view(storage(self._dtype))
         for member, name, place in self._places:
@@ -101,15 +113,14 @@ class SumBucket(Bucket):
             member.call(encode, member.values(), payload, member.context(0, 1))
         return self._nbytes
 
-    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
+    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
         start = time.perf_counter()
         comm.allreduce(self._buffer, ReduceOp.SUM, self._dtype)
         middle = time.perf_counter()
         for member, name, place in self._places:
             self._decode(member, {name: self._buffer[place]})
-        stats.wire_bytes += 2 * (self.size - 1) / self.size * self._nbytes
-        stats.communicate_s += middle - start
-        stats.decompress_s += time.perf_counter() - middle
+        meter.communicated(start, middle, 2 * (self.size - 1) / self.size * self._nbytes)
+        meter.decompressed(middle, time.perf_counter())
 
     def _decode(self, member: Member, payload: Payload) -> None:
         dtype = member.request.dtype
@@ -131,22 +142,25 @@ class CompressedBucket(Bucket):
         self.codec = BucketCodec(self.members, size if self._scattered else 1)
         self._encoded = compressed.Encoded(np.empty(0, np.uint8), [])
 
+    def shares(self) -> list[float]:
+        """Return the bytes of each member's payload, in this step."""
+        return self.codec.member_bytes()
+
     def _encode(self) -> int:
         self.codec.compress_variable()
         self._encoded = compressed.encode(self.codec, self._lease.allocate)
         return self._encoded.nbytes
 
-    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
+    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
         start, self.codec.seconds = time.perf_counter(), 0.0
+        self.codec.note = meter.note if meter.observers else None
         allocate = self._lease.allocate
         if self._scattered:
             sent = compressed.scatter_reduce(comm, self.codec, self._encoded, allocate)
         else:
             sent = compressed.allgather_reduce(comm, self.codec, self._encoded, sizes, allocate)
-        elapsed = time.perf_counter() - start
-        stats.wire_bytes += sent
-        stats.decompress_s += self.codec.seconds
-        stats.communicate_s += elapsed - self.codec.seconds
+        meter.communicated(start, time.perf_counter(), sent, self.codec.seconds)
+        self.codec.note = None
         failure, self.codec.failure = self.codec.failure, None
         if failure is not None:
             raise CompressionFailed(str(failure)) from failure

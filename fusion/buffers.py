@@ -19,17 +19,28 @@ class BufferPool:
         self._in_use = self._most = self._idle = 0  # bytes
 
     def take(self, nbytes: int) -> Array:
-        """Return a uint8 buffer of at least ``nbytes``; its contents are undefined."""
+        """Return a uint8 buffer of at least ``nbytes``; its contents are undefined.
+
+        Raises MemoryError when there is no memory even without the buffers that lie unused.
+        """
         fitting = [b for b in self._free if nbytes <= b.size <= max(4 * nbytes, 1 << 16)]
         if fitting:
             buffer = min(fitting, key=lambda buffer: buffer.size)
             self._free = [b for b in self._free if b is not buffer]
             self._idle -= buffer.size
         else:
-            buffer = np.empty(_rounded(nbytes), np.uint8)
+            buffer = self._allocate(_rounded(nbytes))
         self._in_use += buffer.size
         self._most = max(self._most, self._in_use)
         return buffer
+
+    def _allocate(self, nbytes: int) -> Array:
+        try:
+            return np.empty(nbytes, np.uint8)
+        except MemoryError:
+            self._free.clear()
+            self._idle = 0
+            return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffer: Array) -> None:
         """Return a buffer that ``take`` gave out; those unused for longest may be freed."""

@@ -8,7 +8,7 @@ and compressors write straight into their place; others are serialised behind th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from ringlet.compressors.payload import (
 from ringlet.fusion.convert import from_float32
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.member import Member
+from ringlet.fusion.observe.events import Span
 from ringlet.ring.dtypes import Array
 
 _CACHED_VIEWS = 4096
@@ -38,6 +39,7 @@ class BucketCodec:
         self.fixed = all(member.compressor.traits().fixed_size for member in self.members)
         self.seconds = 0.0  # spent inside compressors, since the caller last reset it
         self.failure: Exception | None = None  # of decoding; encoding raises at once
+        self.note: Callable[[Span], None] | None = None  # told of stretches of time
         self._variable: list[Payload] = []
         self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
         self._views: dict[tuple[int, int], list[Payload]] = {}
@@ -52,6 +54,15 @@ class BucketCodec:
         if self.fixed:
             return self._slots[part][-1]
         return 8 * len(self._variable) + sum(map(serialised_size, self._variable))
+
+    def member_bytes(self) -> list[float]:
+        """Return the bytes of each member's payload, in all parts together."""
+        if not self.fixed:
+            return [8.0 + serialised_size(payload) for payload in self._variable]
+        return [
+            float(sum(slots[i + 1] - slots[i] for slots in self._slots))
+            for i in range(len(self.members))
+        ]
 
     def compress_variable(self) -> None:
         """Compress this step's values, where only that tells how many bytes they take."""
@@ -87,7 +98,7 @@ class BucketCodec:
 
     def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
-        with self._attempt():
+        with self._attempt("decode sum"):
             decoded = [self._payloads(part, payload) for payload in payloads]
             for i, member in enumerate(self.members):
                 total = self._sum(member, part, [payload[i] for payload in decoded])
@@ -96,7 +107,7 @@ class BucketCodec:
 
     def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
         """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
-        with self._attempt():
+        with self._attempt("decode sum encode"):
             decoded = [self._payloads(part, payload) for payload in payloads]
             for i, member in enumerate(self.members):
                 target = self._payloads(part, out)[i]
@@ -108,7 +119,7 @@ class BucketCodec:
 
     def decode_into(self, part: int, payload: Array) -> None:
         """Overwrite the outputs of a shard."""
-        with self._attempt():
+        with self._attempt("decode"):
             for member, encoded in zip(self.members, self._payloads(part, payload), strict=True):
                 start, stop = member.shard(part, self._parts)
                 if stop == start:
@@ -200,17 +211,17 @@ class BucketCodec:
         return payloads
 
     def _timed(self) -> _Stopwatch:
-        return _Stopwatch(self)
+        return _Stopwatch(self, "encode")
 
-    def _attempt(self) -> _Attempt:
-        return _Attempt(self)
+    def _attempt(self, what: str) -> _Attempt:
+        return _Attempt(self, what)
 
 
 class _Stopwatch:
     """Adds the time of a with-block to a codec's ``seconds``."""
 
-    def __init__(self, codec: BucketCodec) -> None:
-        self._codec = codec
+    def __init__(self, codec: BucketCodec, what: str) -> None:
+        self._codec, self._what = codec, what
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
@@ -218,7 +229,10 @@ class _Stopwatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool | None:
-        self._codec.seconds += time.perf_counter() - self._start
+        end = time.perf_counter()
+        self._codec.seconds += end - self._start
+        if self._codec.note is not None:
+            self._codec.note(Span(self._what, self._start, end))
         return None
 
 

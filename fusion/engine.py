@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ringlet.compressors import Compressor, NoCompression
@@ -20,13 +21,17 @@ from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
 from ringlet.fusion.errors import DuplicateName, EngineClosed
 from ringlet.fusion.group import Group
+from ringlet.fusion.hooks import ENGINE_THREAD, Hooks
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import Coordinator
+from ringlet.fusion.observe.control import MetricsControl
+from ringlet.fusion.observe.timelines import Timelines
 from ringlet.fusion.participant import Participant
 from ringlet.fusion.request import Request, dumps, loads
 from ringlet.fusion.stall import StallInspector
 from ringlet.fusion.stats import Stats
 from ringlet.fusion.submissions import Submissions
+from ringlet.fusion.tune.control import LimitsControl
 from ringlet.fusion.work import Handle, Signal, Work
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control import ControlPlane, Handler
@@ -71,11 +76,18 @@ class Engine:
         self._hurried = False
         self._seen = self._cycles = 0  # how the queue has grown since the last flush
         self._closing = False
-        self._open = True  # false once submissions may have to be refused
+        self._direct = True  # false once submissions may have to be refused, or noted
+        self.hooks = Hooks(
+            comm, self._control, self._participant, self._signal, self._check_open, self._note
+        )
+        self.timelines, self.metrics = Timelines(self.hooks), MetricsControl(self.hooks)
+        self.tuning = LimitsControl(self.hooks, self._participant, self._use)
+        if leads and limits.autotune:
+            self.tuning.start(limits)
         self._pid = os.getpid()
         _engines.add(self)
         self._thread = threading.Thread(
-            target=self._run, name=f"ringlet-engine-{self.rank}", daemon=True
+            target=self._run, name=f"{ENGINE_THREAD}{self.rank}", daemon=True
         )
         self._thread.start()
 
@@ -84,7 +96,7 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """What was counted since the start, or ``reset_stats``."""
-        return self._participant.stats
+        return self._participant.meter.stats
 
     @property
     def states(self) -> dict[Hashable, State]:
@@ -93,7 +105,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._participant.stats = Stats()
+        self._participant.meter.stats = Stats()
 
     def declare(
         self,
@@ -144,8 +156,8 @@ class Engine:
         if not self._submissions.was_checked(request, chosen):
             self._submissions.check(request, chosen, self._size_of(request.process_set))
         work = Work(request, self._signal, values, values if output is None else output, chosen)
-        if not self._open:
-            self._check_open()
+        if not self._direct:
+            self._attend([work])
         if self._submissions.add_one(work):
             self._hurried = False
             self._control.wake()
@@ -161,7 +173,8 @@ class Engine:
             self._submissions.check(request, compressor, self._size_of(request.process_set))
             target = values if output is None else output
             works.append(Work(request, self._signal, values, target, compressor))
-        self._check_open()
+        if not self._direct:
+            self._attend(works)
         if self._submissions.add(works):
             self._hurried = False
             self._control.wake()
@@ -193,10 +206,12 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the thread and close the control plane; idempotent. What is in flight fails."""
+        if not self._closing and os.getpid() == self._pid:
+            self.hooks.last_calls()
         with self._lock:
             if self._closing:
                 return
-            self._closing, self._open = True, False
+            self._closing, self._direct = True, False
         if os.getpid() != self._pid:
             return
         self._control.wake()
@@ -215,6 +230,21 @@ class Engine:
     def _expect(self, key: Hashable, handle: Handle, detail: object = None) -> None:
         if not self._participant.expect(key, handle, detail):
             raise DuplicateName(f"another thread waits for the same already: {key}")
+
+    def _attend(self, works: Sequence[Work]) -> None:
+        """Check whether ``works`` can be submitted, and note when they were."""
+        self._check_open()
+        meter = self._participant.meter
+        if meter.observers:
+            now = time.perf_counter()
+            meter.submitted.update({work.request.key: now for work in works})
+
+    def _use(self, setting: dict[str, Any]) -> None:
+        self.limits = replace(self.limits, **setting)
+
+    def _note(self, submissions: bool) -> None:
+        with self._lock:
+            self._direct = not (submissions or self._closing or self._error is not None)
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
@@ -256,7 +286,8 @@ class Engine:
                     participant.dispatch(message)
                 while self._released:
                     participant.release(self._released.popleft())
-                participant.encode_complete()
+                self.hooks.run_errands()
+                participant.encode_next()
                 self._flush()
                 self._look_for_stalls()
             self._control.send(m.GOODBYE)
@@ -289,6 +320,8 @@ class Engine:
     def _flush(self) -> None:
         """Ask for what was submitted since the last time, together with what still comes in."""
         works = self._submissions.drain() if self._company_is_complete() else []
+        if works and self._participant.meter.observers:
+            self._participant.meter.cycle(len(works))
         by_set: dict[int, int] = {}
         fresh: list[Request] = []
         for work in works:
@@ -350,13 +383,14 @@ class Engine:
 
     def _break(self, error: Exception) -> None:
         with self._lock:
-            self._error, self._open = error, False
+            self._error, self._direct = error, False
         self._participant.close(error)
+        self.hooks.over()
 
 
 def _close_in_child() -> None:
     for engine in _engines:
-        engine._open = False
+        engine._direct = False
 
 
 _PLAIN = NoCompression()

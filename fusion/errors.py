@@ -19,3 +19,7 @@ class CompressionFailed(RingError):
 
 class StepAbandoned(RingError):
     """A rank gave up a step that others were in; the message names the rank and says why."""
+
+
+class OutOfMemory(StepAbandoned):
+    """A rank had no memory for a fusion buffer; the step can be repeated, in smaller buckets."""

@@ -12,10 +12,11 @@ from ringlet.compressors import NoCompression, Workspace
 from ringlet.fusion.bucket import Bucket, make_bucket
 from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.convert import scale_into
+from ringlet.fusion.limits import Limits
 from ringlet.fusion.lookahead import pack
 from ringlet.fusion.member import Member
+from ringlet.fusion.meter import Meter
 from ringlet.fusion.peers import Peers
-from ringlet.fusion.stats import Stats
 from ringlet.fusion.submissions import Submissions
 from ringlet.fusion.work import Work
 from ringlet.ring.communicator import ReduceOp
@@ -34,14 +35,15 @@ class Batch:
         self,
         peers: Peers,
         members: Sequence[Member],
-        threshold: int,
+        limits: Limits,
         pool: BufferPool,
         submissions: Submissions,
     ) -> None:
         self.peers, self.members = peers, list(members)
         self.number, self.epoch = 0, 0
         self.buckets: list[Bucket] = [
-            make_bucket(b, peers.size, pool) for b in pack(members, threshold)
+            make_bucket(b, peers.size, pool)
+            for b in pack(members, limits.fusion_threshold, limits.lookahead)
         ]
         self._submissions = submissions
         self._works: dict[Member, Work] = {}
@@ -54,18 +56,43 @@ class Batch:
             member.input, member.output = work.input, work.output
             self._works[member] = work
 
-    def run_plain(self, stats: Stats) -> list[int]:
+    @property
+    def name(self) -> str:
+        """Nothing: a batch belongs to no group."""
+        return ""
+
+    @property
+    def step(self) -> int:
+        """A number that no other batch has."""
+        return self.number
+
+    def run_plain(self, meter: Meter) -> list[int]:
         """Reduce the uncompressed buckets; return the indices of those that need a vote."""
         compressed: list[int] = []
         for index, bucket in enumerate(self.buckets):
             if isinstance(bucket.members[0].compressor, NoCompression):
-                nbytes = bucket.encode(stats)
-                bucket.exchange(self.peers.comm, [nbytes] * self.peers.size, stats)
+                if meter.observers:
+                    meter.encoding("", self.number, bucket)
+                    meter.exchanging(bucket)
+                nbytes = bucket.encode(meter)
+                bucket.exchange(self.peers.comm, [nbytes] * self.peers.size, meter)
+                if meter.observers:
+                    self.observed(index, meter)
                 self._finish(bucket)
             else:
                 compressed.append(index)
         self._left = len(compressed)
         return compressed
+
+    def observed(self, index: int, meter: Meter) -> None:
+        """Tell of a bucket that was exchanged, while somebody observes."""
+        bucket, pop = self.buckets[index], meter.submitted.pop
+        if bucket.done:
+            times = [(m.request.name, pop(m.request.key, None)) for m in bucket.members]
+            submitted = {name: at for name, at in times if at is not None}
+            meter.exchanged("", self.number, index, bucket, submitted)
+        else:
+            meter.exchanged("", self.number, index, bucket, {})
 
     @property
     def finished(self) -> bool:

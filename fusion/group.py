@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,8 +18,10 @@ from ringlet.compressors import Context
 from ringlet.fusion.bucket import Bucket, make_bucket
 from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.errors import DuplicateName
+from ringlet.fusion.limits import Limits
 from ringlet.fusion.lookahead import pack
 from ringlet.fusion.member import Member
+from ringlet.fusion.meter import Meter
 from ringlet.fusion.peers import Peers
 from ringlet.fusion.request import dumps
 from ringlet.ring.dtypes import Array
@@ -27,9 +30,11 @@ Ready = Callable[["Group", int, int], None]  # group, bucket, epoch
 Abandon = Callable[["Group", int, str], None]  # group, epoch, why
 
 
-def plan(members: Sequence[Member], threshold: int) -> list[list[Member]]:
+def plan(
+    members: Sequence[Member], threshold: int, lookahead: int | None = None
+) -> list[list[Member]]:
     """Divide declared members into buckets, last declared first, as backward produces them."""
-    return pack(list(reversed(members)), threshold)
+    return pack(list(reversed(members)), threshold, lookahead)
 
 
 def plan_hash(buckets: Sequence[Sequence[Member]]) -> str:
@@ -50,7 +55,7 @@ class Group:
         number: int,
         members: Sequence[Member],
         peers: Peers,
-        threshold: int,
+        limits: Limits,
         pool: BufferPool,
         ready: Ready,
         abandoned: Abandon,
@@ -58,7 +63,8 @@ class Group:
     ) -> None:
         self.name, self.number, self.peers = name, number, peers
         self.epoch, self.step = 0, step
-        self._threshold, self._pool = threshold, pool
+        self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
+        self._pool = pool
         self._declared = list(members)
         self._scheduled = any(member.scheduled for member in members)
         self._plan([member.at(step) for member in members])
@@ -66,6 +72,9 @@ class Group:
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._submitted: set[str] = set()
+        self._handed_in: dict[str, float] = {}  # when, while somebody observes
+        self._retunes: list[tuple[int, int]] = []  # from which step on, which threshold
+        self._phantoms = 0  # buckets of the step at hand that went without this rank's values
         self._unfinished = len(self.buckets)
         self._error: Exception | None = None
         self._broken: Exception | None = None
@@ -73,17 +82,20 @@ class Group:
 
     def _plan(self, members: list[Member]) -> None:
         self.members = {member.request.name: member for member in members}
-        planned = plan(members, self._threshold)
+        planned = plan(members, self._threshold, self._lookahead)
         self.hash = plan_hash(planned)
         self.buckets: list[Bucket] = [make_bucket(b, self.peers.size, self._pool) for b in planned]
         self._bucket_of = {
             member.request.name: i for i, bucket in enumerate(planned) for member in bucket
         }
 
-    def _follow_schedules(self) -> None:
-        """Plan anew when a compressor's schedule says so: at the same step on every rank."""
+    def _replan(self) -> None:
+        """Plan anew when a schedule or a new threshold says so: at the same step on every rank."""
+        due = False
+        while self._retunes and self._retunes[0][0] <= self.step:
+            due, self._threshold = True, self._retunes.pop(0)[1]
         now = [member.at(self.step) for member in self._declared]
-        if [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
+        if due or [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
             self._plan(now)
 
     def warm_up(self) -> None:
@@ -99,7 +111,8 @@ class Group:
         """Hand in this step's ``values`` (flat); the result goes to ``output``, or in place.
 
         Both belong to the engine until ``wait`` returns. Raises DuplicateName when the member was
-        handed in before in this step. After a failure of the step it does nothing: ``wait`` tells.
+        handed in before in this step, and ValueError when its size is not the declared one. After
+        a failure of the step it does nothing: ``wait`` tells.
         """
         member = self.members[name]
         with self._lock:
@@ -109,7 +122,9 @@ class Group:
                 raise DuplicateName(f"{name!r} was submitted twice in one step of {self.name!r}")
             if values.size != member.request.numel:
                 raise ValueError(
-                    f"{name!r} has {values.size} elements now, {member.request.numel} when declared"
+                    f"{name!r} has {values.size} elements in step {self.step} of {self.name!r}; it "
+                    f"was declared with shape {list(member.request.shape)}, which is "
+                    f"{member.request.numel}. Declare again what has changed its shape"
                 )
             self._submitted.add(name)
             member.input = values
@@ -164,6 +179,53 @@ class Group:
 
     # -- called by the engine's thread ----------------------------------------------------------
 
+    def retune(self, threshold: int, step: int) -> None:
+        """Plan with another threshold from ``step`` on, which no rank may have begun."""
+        with self._lock:
+            if self.step >= step:
+                raise RuntimeError(
+                    f"group {self.name!r} was to change its fusion threshold in step {step}, but "
+                    f"has begun step {self.step}; train without autotuning"
+                )
+            self._retunes.append((step, threshold))
+
+    def halve(self, step: int) -> str:
+        """Plan with half the threshold from ``step`` on, which no rank has begun; say so."""
+        with self._lock:
+            last = self._retunes[-1][1] if self._retunes else self._threshold
+            biggest = max(sum(m.nbytes for m in bucket.members) for bucket in self.buckets)
+            threshold = max(1, min(last, biggest) // 2)
+            self._retunes = [due for due in self._retunes if due[0] < step]
+            self._retunes.append((step, threshold))
+        return f"from step {step} on buckets have at most {threshold} bytes; repeat the step"
+
+    def pass_over(self) -> None:
+        """Note that a step failed in which this rank, which has joined, had nothing of its own."""
+        with self._lock:
+            self.epoch += 1
+            for bucket in self.buckets:
+                bucket.abandon()
+                bucket.phantom = False
+            self._begin()
+
+    def note_times(self, on: bool) -> None:
+        """Note from now on when members are handed in, or stop that."""
+        with self._lock:
+            if on != isinstance(self._submitted, _Noted):
+                self._handed_in.clear()
+                names = self._submitted
+                self._submitted = _Noted(self._handed_in) if on else set()
+                self._submitted.update(names)
+
+    def observed(self, index: int, meter: Meter) -> None:
+        """Tell of a bucket that was exchanged, while somebody observes."""
+        bucket, at = self.buckets[index], self._handed_in
+        names = [member.request.name for member in bucket.members]
+        submitted = {name: at[name] for name in names if name in at}
+        meter.exchanged(self.name, self.step, index, bucket, submitted)
+        if bucket.done and self._unfinished <= 1 and not bucket.phantom:
+            meter.step_done(self.name, self.step, min(at.values(), default=time.perf_counter()))
+
     def submit_zeros(self, index: int) -> bool:
         """Stand in for a rank that has joined; False if the bucket has this rank's own values.
 
@@ -185,6 +247,9 @@ class Group:
             bucket = self.buckets[index]
             if bucket.phantom:
                 bucket.phantom = False
+                self._phantoms += 1
+                if self._phantoms == len(self.buckets):
+                    self._begin()  # the others' next step, whose plan may be another
                 return
             self._unfinished -= 1
             if self._unfinished == 0:
@@ -211,10 +276,29 @@ class Group:
 
     def _begin(self) -> None:
         self._submitted.clear()
+        self._phantoms = 0
         self.step += 1
-        if self._scheduled:
-            self._follow_schedules()
+        if self._scheduled or self._retunes:
+            self._replan()
         self._unfinished = len(self.buckets)
 
     def _has_ended(self) -> bool:
         return self._unfinished == 0 or self._error is not None
+
+
+class _Noted(set[str]):
+    """A set of names that keeps when each was added."""
+
+    def __init__(self, times: dict[str, float]) -> None:
+        super().__init__()
+        self._times = times
+
+    def add(self, name: str) -> None:
+        """Add ``name``, now."""
+        super().add(name)
+        self._times[name] = time.perf_counter()
+
+    def clear(self) -> None:
+        """Forget all names and times."""
+        super().clear()
+        self._times.clear()

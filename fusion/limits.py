@@ -14,6 +14,14 @@ class Limits:
     requests get a number of their own. ``seed`` feeds the random numbers of compressors. What waits
     for other ranks for ``stall_warning`` seconds is reported on rank 0, and after
     ``stall_shutdown`` seconds ends the engine on all ranks; 0 stands for never.
+
+    ``lookahead`` is how many bytes of other streams the scan for a bucket's next tensor passes:
+    None stands for ``fusion_threshold``, and 0 ends a bucket wherever the type changes.
+
+    ``autotune`` names what is tuned while training goes on, "fusion_threshold,cycle_time" or one of
+    them; nothing that changes a compressor's result is. ``autotune_log`` is a CSV file on rank 0.
+    A setting's score is the median of five windows of ``autotune_steps`` steps; after
+    ``autotune_warmup`` windows and ``autotune_samples`` settings the best one stays.
     """
 
     fusion_threshold: int = 16 << 20
@@ -22,3 +30,9 @@ class Limits:
     cache_capacity: int = 4096
     stall_warning: float = 60.0
     stall_shutdown: float = 0.0
+    lookahead: int | None = None
+    autotune: str = ""
+    autotune_log: str = ""
+    autotune_warmup: int = 3
+    autotune_steps: int = 10
+    autotune_samples: int = 24

@@ -19,6 +19,7 @@ JOIN = b"J"  # process set: this rank has no more data
 ADD_SET = b"A"  # [rank, ...]: make a process set of these
 REMOVE_SET = b"M"  # process set
 CHECK = b"C"  # look for stalls; from rank 0
+ANNOUNCE = b"O"  # [action, argument]: something that all ranks are to do at the same point
 BROKEN = b"X"  # text: this rank's engine is broken
 GOODBYE = b"S"  # this rank shuts down
 
@@ -31,6 +32,7 @@ GO = b"G"  # Verdict, then the payloads' bytes by rank
 WANTED = b"w"  # Vote of a rank that has data: those that joined vote with zeros
 JOINED = b"j"  # [process set, rank that joined last, text if not all can, [rank that left, ...]]
 SET = b"s"  # [process set, [rank, ...], text]: made; removed if without ranks; not done if text
+ANNOUNCED = b"o"  # [action, argument, whether all ranks are still there]
 STALLED = b"T"  # text: a warning for rank 0's log
 LOST = b"L"  # [rank, text]
 GONE = b"g"  # rank: its goodbye has been heard, and nothing after this needs it

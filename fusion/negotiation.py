@@ -51,6 +51,7 @@ class Coordinator:
             m.JOIN: self._join,
             m.ADD_SET: self._change_sets,
             m.REMOVE_SET: self._change_sets,
+            m.ANNOUNCE: lambda _, message: self._announce(message),
             m.CHECK: lambda rank, message: self._check(),
             m.GOODBYE: lambda rank, _: self._leave(rank),
         }
@@ -120,6 +121,10 @@ class Coordinator:
         told = peers.join(rank)
         told += self._ballots.joined(peers) if peers.joined else []
         return told + self._refused_for_gone(peers)
+
+    def _announce(self, message: bytes) -> list[bytes]:
+        action, argument = loads(message[1:])
+        return [m.ANNOUNCED + dumps([action, argument, not self._gone])]
 
     # -- stalls ---------------------------------------------------------------------------------
 

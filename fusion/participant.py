@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,16 @@ from ringlet.compressors import Compressor, NoCompression, Workspace, resolve
 from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
 from ringlet.fusion.buffers import BufferPool
-from ringlet.fusion.errors import CompressionFailed, EngineClosed, StepAbandoned
+from ringlet.fusion.errors import CompressionFailed, EngineClosed, OutOfMemory, StepAbandoned
 from ringlet.fusion.executor import Batch, execute_single
 from ringlet.fusion.group import Group
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.member import Member
+from ringlet.fusion.meter import Meter
+from ringlet.fusion.observe.events import Observer
+from ringlet.fusion.observe.hops import unwatched
 from ringlet.fusion.peers import Peers
 from ringlet.fusion.request import Request, dumps, loads
-from ringlet.fusion.stats import Stats
 from ringlet.fusion.submissions import Submissions
 from ringlet.fusion.work import Handle, Signal, Work
 from ringlet.ring.communicator import Communicator
@@ -29,6 +32,7 @@ from ringlet.ring.errors import Mismatch, PeerLost, RingError
 
 log = logging.getLogger("ringlet")
 
+_NO_MEMORY = "no memory in step "
 _PLANS = 64  # batches that are kept to be run again
 
 
@@ -44,7 +48,7 @@ class Participant:
         signal: Signal,
     ) -> None:
         self.rank = comm.rank
-        self.stats = Stats()
+        self.meter = Meter()
         self.sets = {0: Peers(0, tuple(range(comm.size)), comm)}
         self.complete: deque[tuple[Group | Batch, int, int]] = deque()
         self.joined: set[int] = set()
@@ -71,11 +75,19 @@ class Participant:
             m.JOINED: self._all_joined,
             m.SET: self._set_changed,
             m.STALLED: self._stalled,
+            m.ANNOUNCED: self._announced,
         }
+        self.actions: dict[str, Callable[[Any, bool], None]] = {}
 
     def expect(self, key: Hashable, handle: Handle, detail: Any = None) -> bool:
         """Finish ``handle`` when the answer to ``key`` comes; False if one is awaited already."""
         return self._expected.setdefault(key, (handle, detail))[0] is handle
+
+    def answer(self, key: Hashable, error: Exception | None = None) -> None:
+        """Finish what waits for ``key``, if anything does. From any thread."""
+        expected = self._expected.pop(key, None)
+        if expected is not None:
+            expected[0].finish(error)
 
     def member(self, request: Request, compressor: Compressor, state: State) -> Member:
         """Return ``request`` as a member of buckets."""
@@ -98,19 +110,44 @@ class Participant:
         elif message[:1] == m.BROKEN:
             raise EngineClosed(f"the engine broke on {loads(message[1:])}")
 
-    def encode_complete(self) -> None:
-        """Compress buckets whose tensors are all there, and vote for them."""
-        while self.complete:
-            group, index, epoch = self.complete.popleft()
-            if epoch != group.epoch:
-                continue  # of a step that failed meanwhile
-            try:
-                nbytes = group.buckets[index].encode(self.stats)
-            except Exception as error:
-                self._fail_elsewhere(group, epoch, error)
-                continue
-            vote = m.Vote(group.number, epoch, index, nbytes, group.peers.number)
-            self._control.send(m.pack_vote(vote))
+    def encode_next(self) -> None:
+        """Compress a bucket whose tensors are all there, and vote for it.
+
+        The one that the next forward pass needs first: of the layers declared first.
+        """
+        if not self.complete:
+            return
+        complete = self.complete
+        chosen = max(complete, key=_urgency) if len(complete) > 1 else complete[0]
+        complete.remove(chosen)
+        group, index, epoch = chosen
+        if epoch != group.epoch:
+            return  # of a step that failed meanwhile
+        bucket = group.buckets[index]
+        if self.meter.observers:
+            self.meter.encoding(group.name, group.step, bucket)
+        try:
+            nbytes = bucket.encode(self.meter)
+        except MemoryError:
+            raw = sum(member.nbytes for member in bucket.members)
+            self.abandon(group, epoch, f"{_NO_MEMORY}{group.step}, for a bucket of {raw} bytes")
+            return
+        except Exception as error:
+            self._fail_elsewhere(group, epoch, error)
+            return
+        vote = m.Vote(group.number, epoch, index, nbytes, group.peers.number)
+        self._control.send(m.pack_vote(vote))
+
+    def watch(self, observers: Sequence[Observer]) -> None:
+        """Tell ``observers`` of everything from now on, and nobody else."""
+        self.meter.observers = tuple(observers)
+        for peers in self.sets.values():
+            peers.watch(self.meter.note if observers else None)
+        for group in self._groups.values():
+            if isinstance(group, Group):
+                group.note_times(bool(observers))
+        if not observers:
+            self.meter.submitted.clear()
 
     def release(self, group: Group) -> None:
         """Forget a group; in the middle of a step, once all ranks know that it cannot end."""
@@ -122,6 +159,20 @@ class Participant:
             self.abandon(group, group.epoch, why)
         else:
             del self._groups[group.number]
+
+    def steps(self) -> dict[int, int]:
+        """Return the step that each declared group is in, by number."""
+        groups = self._groups.values()
+        return {group.number: group.step for group in groups if isinstance(group, Group)}
+
+    def retune(self, setting: dict[str, Any], steps: dict[int, int]) -> None:
+        """Use other limits: declared groups from the given steps on, the rest at once."""
+        self._limits = replace(self._limits, **setting)
+        self._plans.clear()
+        for number, step in steps.items():
+            group = self._groups.get(number)
+            if isinstance(group, Group):
+                group.retune(self._limits.fusion_threshold, step)
 
     def abandon(self, group: Group | Batch, epoch: int, why: str) -> None:
         """Tell the other ranks that this one gives up a step."""
@@ -146,7 +197,11 @@ class Participant:
             return  # of another process set's ranks
         bucket = group.buckets[verdict.bucket]
         # What fails here breaks the engine: other ranks may hold this step's result already.
-        bucket.exchange(group.peers.comm, verdict.sizes, self.stats)
+        if self.meter.observers:
+            self.meter.exchanging(bucket)
+        bucket.exchange(group.peers.comm, verdict.sizes, self.meter)
+        if self.meter.observers:
+            group.observed(verdict.bucket, self.meter)
         if bucket.more:
             self.complete.append((group, verdict.bucket, verdict.epoch))
             return
@@ -164,13 +219,14 @@ class Participant:
             number,
             [by_name[n] for n in order],
             self.sets[process_set],
-            self._limits.fusion_threshold,
+            self._limits,
             self._pool,
             ready,
             abandoned,
             step,
         )
         group.warm_up()
+        group.note_times(bool(self.meter.observers))
         handle.output = self._groups[number] = group
         handle.finish()
 
@@ -180,7 +236,17 @@ class Participant:
         if group is None or group.epoch != epoch:
             return
         kind = StepAbandoned if ": abandoned: " in text else CompressionFailed
-        group.fail(PeerLost(text, gone) if gone else kind(text))
+        if kind is StepAbandoned and f": {_NO_MEMORY}" in text:
+            kind = OutOfMemory
+            if isinstance(group, Group):
+                # The failing rank's number: another rank may still have to collect the step before.
+                failed = int(text.partition(f": {_NO_MEMORY}")[2].partition(",")[0])
+                text = f"{text}; {group.halve(failed + 1)}"
+        self.meter.abandoned(group.name, group.step, text)
+        if isinstance(group, Group) and group.peers.number in self.joined and not gone:
+            group.pass_over()
+        else:
+            group.fail(PeerLost(text, gone) if gone else kind(text))
         self._forget_batch(group)
         if number in self._released:
             self._released.discard(number)
@@ -245,18 +311,21 @@ class Participant:
         plan: Batch | None = None
         if reductions:
             members = [self._member_for(work) for work in reductions]
-            threshold = self._limits.fusion_threshold
-            plan = Batch(peers, members, threshold, self._pool, self._submissions)
+            plan = Batch(peers, members, self._limits, self._pool, self._submissions)
             self._run(plan, batch, reductions)
         for work, sizes in ready:
             if work.request.kind != "allreduce":
+                if self.meter.observers:
+                    self.meter.single_begins()
                 execute_single(peers, work, sizes, self._workspace)
+                if self.meter.observers:
+                    self.meter.single_done(work.request.kind, work.request.key, work.name)
                 self._submissions.complete([work])
         return plan
 
     def _run(self, plan: Batch, number: int, works: Sequence[Work]) -> None:
         plan.begin(number, works)
-        for index in plan.run_plain(self.stats):
+        for index in plan.run_plain(self.meter):
             self._groups[number] = plan
             self.complete.append((plan, index, plan.epoch))
 
@@ -300,7 +369,9 @@ class Participant:
         else:
             comm = self.sets[0].comm.subset(ranks)
             if comm is not None:
-                self.sets[number] = Peers(number, tuple(ranks), comm)
+                self.sets[number] = Peers(number, tuple(ranks), unwatched(comm))
+                if self.meter.observers:
+                    self.sets[number].watch(self.meter.note)
         handle.output = number
         handle.finish()
 
@@ -311,6 +382,10 @@ class Participant:
         if expected is not None:
             expected[0].output = last
             expected[0].finish(PeerLost(text, gone) if text else None)
+
+    def _announced(self, message: bytes) -> None:
+        action, argument, all_here = loads(message[1:])
+        self.actions[action](argument, all_here)
 
     def _stalled(self, message: bytes) -> None:
         if self.rank == 0:
@@ -327,3 +402,9 @@ class Participant:
         for name in names:
             key = name if process_set == 0 else (process_set, name)
             self._submissions.refuse(key, error)
+
+
+def _urgency(item: tuple[Group | Batch, int, int]) -> float:
+    """Return how soon a bucket is needed: somebody waits for a batch, then the last one planned."""
+    group, index, _ = item
+    return index if isinstance(group, Group) else float("inf")

@@ -12,7 +12,7 @@ from ringlet.fusion.bucket import Bucket
 from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.convert import scale_into
 from ringlet.fusion.member import Member
-from ringlet.fusion.stats import Stats
+from ringlet.fusion.meter import Meter
 from ringlet.ring.adasum import adasum
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array, storage
@@ -46,7 +46,7 @@ class PlainBucket(Bucket):
             scale_into(self._buffer, prescale, self._buffer, self._dtype, self._scratch)
         return self._nbytes
 
-    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
+    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
         start = time.perf_counter()
         buffer = self._buffer
         if self._op is ReduceOp.ADASUM:
@@ -60,9 +60,8 @@ class PlainBucket(Bucket):
         if len(self.members) > 1:
             for member, place in zip(self.members, self._places, strict=True):
                 member.output[:] = buffer[place]
-        stats.wire_bytes += 2 * (self.size - 1) / self.size * self._nbytes
-        stats.communicate_s += middle - start
-        stats.decompress_s += time.perf_counter() - middle
+        meter.communicated(start, middle, 2 * (self.size - 1) / self.size * self._nbytes)
+        meter.decompressed(middle, time.perf_counter())
 
     def _count(self) -> None:
         pass  # no compressor that could see the result or remember anything

@@ -17,7 +17,7 @@ from ringlet.fusion.bucket import Bucket
 from ringlet.fusion.buffers import BufferPool, Lease
 from ringlet.fusion.convert import from_float32
 from ringlet.fusion.member import Member
-from ringlet.fusion.stats import Stats
+from ringlet.fusion.meter import Meter
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 
@@ -70,17 +70,17 @@ class RoundsBucket(Bucket):
         before.release()
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def _exchange(self, comm: Communicator, sizes: list[int], stats: Stats) -> None:
-        start = time.perf_counter()
+    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
+        start, sent = time.perf_counter(), 0.0
         for (op, _), buffer in sorted(self._buffers.items(), key=lambda pair: pair[0]):
             comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
             if op == "mean":
                 np.multiply(buffer, buffer.dtype.type(1.0 / self.size), out=buffer)
-            stats.wire_bytes += 2 * (self.size - 1) / self.size * buffer.nbytes
+            sent += 2 * (self.size - 1) / self.size * buffer.nbytes
         middle = time.perf_counter()
         self._resume()
-        stats.communicate_s += middle - start
-        stats.compress_s += time.perf_counter() - middle
+        meter.communicated(start, middle, sent)
+        meter.compressed(middle, time.perf_counter())
 
     def _start(self) -> None:
         for member in self.members:

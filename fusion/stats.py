@@ -12,7 +12,8 @@ class Stats:
     ``raw_bytes`` is what this rank would have sent for the same tensors uncompressed by ring
     allreduce, 2 (W-1)/W of their bytes; ``wire_bytes`` is the payload it did send. Times are
     seconds of the engine's thread: compressing, waiting for the network and peers inside
-    collectives, and decompressing.
+    collectives, and decompressing. Abandoned steps failed on all ranks; skipped ones were reduced
+    and then not taken, because of an overflow.
     """
 
     raw_bytes: float = 0.0
@@ -22,6 +23,8 @@ class Stats:
     decompress_s: float = 0.0
     buckets: int = 0
     tensors: int = 0
+    abandoned_steps: int = 0
+    skipped_steps: int = 0
 
     @property
     def ratio(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Sequence
 
-from ringlet.compressors import Compressor
+from ringlet.compressors import Compressor, NoCompression
 from ringlet.fusion.errors import DuplicateName
 from ringlet.fusion.request import Request
 from ringlet.fusion.strategy import check_op, choose, effective
@@ -27,9 +27,15 @@ class Submissions:
         self.queued_bytes = 0
 
     def check(self, request: Request, compressor: Compressor, size: int) -> None:
-        """Raise CompressorError unless ``request`` can be done by ``size`` ranks."""
+        """Raise CompressorError unless ``request`` can be done by ``size`` ranks.
+
+        ValueError when a compressed tensor comes with another shape under its old name.
+        """
         if self.was_checked(request, compressor):
             return
+        known = self._checked.get(request.key)
+        if known is not None and known[0].shape != request.shape:
+            _refuse_new_shape(known[0], request, compressor)
         check_op(compressor, request.op)
         choose(effective(compressor, request.dtype, request.numel), size, request.collective)
         if len(self._checked) >= _REMEMBERED:
@@ -136,3 +142,13 @@ class Submissions:
     def _forget(self, work: Work) -> None:
         if self._in_flight.get(work.request.key) is work:
             del self._in_flight[work.request.key]
+
+
+def _refuse_new_shape(before: Request, now: Request, compressor: Compressor) -> None:
+    """Raise ValueError if what a compressor remembers of a tensor would not fit any more."""
+    if before.kind == now.kind and not isinstance(compressor, NoCompression):
+        raise ValueError(
+            f"{now.name!r} has shape {list(now.shape)} now and had {list(before.shape)} before; "
+            f"what {str(compressor)!r} remembers of it does not fit. Give tensors of different "
+            "shapes different names"
+        )

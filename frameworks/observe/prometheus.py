@@ -1,0 +1,110 @@
+"""Metrics for Prometheus, through ``prometheus_client``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Record = dict[str, Any]
+
+PHASES = ("compress", "communicate", "decompress")
+
+
+class Prometheus:
+    """Keeps counters and gauges in a ``registry`` (None: one of its own); a sink of records.
+
+    Every metric has the label ``rank``. Raises ImportError when prometheus_client is missing.
+    """
+
+    def __init__(self, rank: int, registry: Any = None) -> None:
+        client = _client()
+        self.registry = client.CollectorRegistry() if registry is None else registry
+        self._rank = str(rank)
+        self._server: Any = None
+
+        def make(kind: Any, name: str, text: str, *labels: str) -> Any:
+            return kind(f"ringlet_{name}", text, ["rank", *labels], registry=self.registry)
+
+        counter, gauge = client.Counter, client.Gauge
+        self._raw = make(counter, "raw_bytes", "What would have been sent uncompressed.")
+        self._wire = make(counter, "wire_bytes", "What was sent.")
+        self._phase = make(counter, "phase_seconds", "Time of the engine's thread.", "phase")
+        self._tensors = make(counter, "tensors", "Tensors reduced.")
+        self._steps = make(counter, "steps", "Steps of groups.", "group")
+        self._abandoned = make(counter, "abandoned_steps", "Steps that failed on all ranks.")
+        self._skipped = make(counter, "skipped_steps", "Steps reduced and then not taken.")
+        self._ratio = make(gauge, "compression_ratio", "Raw bytes over wire bytes, last step.")
+        self._seconds = make(client.Histogram, "step_seconds", "First tensor to last result.")
+        self._plain = make(gauge, "uncompressed_step_seconds", "Estimate for the last step.")
+        self._error = make(gauge, "relative_error", "What an encoding loses.", "layer")
+        self._residual = make(gauge, "residual_norm", "What compression holds back.", "layer")
+
+    def write(self, record: Record) -> None:
+        """Count a record."""
+        kind = record["kind"]
+        if kind in ("step", "loose"):
+            self._count(record)
+        elif kind == "layers":
+            for layer in record["layers"]:
+                if "relative_error" in layer:
+                    self._error.labels(self._rank, layer["name"]).set(layer["relative_error"])
+                if "residual_norm" in layer:
+                    self._residual.labels(self._rank, layer["name"]).set(layer["residual_norm"])
+        elif kind == "abandoned":
+            self._abandoned.labels(self._rank).inc()
+        elif kind == "skipped":
+            self._skipped.labels(self._rank).inc()
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._server = None
+
+    def listen(self, host: str, port: int) -> int:
+        """Serve the registry over HTTP at /metrics; return the port. OSError if it is taken."""
+        self._server = _client().start_http_server(port, host, self.registry)
+        return int(self._server[0].server_port)
+
+    def _count(self, record: Record) -> None:
+        rank = self._rank
+        self._raw.labels(rank).inc(record["raw_bytes"])
+        self._wire.labels(rank).inc(record["wire_bytes"])
+        self._tensors.labels(rank).inc(record["tensors"])
+        for phase in PHASES:
+            self._phase.labels(rank, phase).inc(record[f"{phase}_s"])
+        if record["kind"] == "step":
+            self._steps.labels(rank, record["group"]).inc()
+            self._ratio.labels(rank).set(record["ratio"])
+            self._seconds.labels(rank).observe(record["seconds"])
+            if "uncompressed_s" in record:
+                self._plain.labels(rank).set(record["uncompressed_s"])
+
+
+def serve(where: str | int, rank: int, local_rank: int) -> Prometheus:
+    """Serve metrics at ``where``, "[host:]port", the local rank added to the port unless it is 0.
+
+    Raises ValueError when ``where`` makes no sense, OSError when the port cannot be had.
+    """
+    host, _, port = str(where).rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) <= 65535 - local_rank:
+        raise ValueError(f"prometheus={where!r} is not [host:]port")
+    sink = Prometheus(rank)
+    number = int(port) + local_rank if int(port) else 0
+    try:
+        sink.listen(host or "127.0.0.1", number)
+    except OSError as error:
+        raise OSError(f"metrics cannot be served on port {number}: {error}") from error
+    return sink
+
+
+def _client() -> Any:
+    try:
+        import prometheus_client
+    except ImportError:
+        raise ImportError(
+            "metrics for Prometheus need prometheus_client: pip install 'ringlet[viz]'"
+        ) from None
+    return prometheus_client

@@ -1,0 +1,1 @@
+"""Eyes on the engine: timelines, metrics, exporters and reports."""

@@ -1,0 +1,93 @@
+"""What compression does to single layers: bytes, what an encoding loses, what is held back."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ringlet.compressors import NoCompression, Workspace
+from ringlet.fusion.bucket import Bucket
+from ringlet.fusion.member import Member
+
+log = logging.getLogger("ringlet")
+
+
+def sizes(bucket: Bucket, wire_bytes: float) -> list[dict[str, Any]]:
+    """Return each member's facts, and its part of the bucket's ``wire_bytes``."""
+    shares = bucket.shares()
+    whole = sum(shares) or 1.0
+    size = bucket.size
+    return [
+        {
+            "name": member.request.name,
+            "compressor": str(member.compressor),
+            "collective": member.strategy,
+            "elements": member.request.numel,
+            "raw_bytes": 2 * (size - 1) / size * member.nbytes,
+            "wire_bytes": wire_bytes * share / whole,
+        }
+        for member, share in zip(bucket.members, shares, strict=True)
+    ]
+
+
+def losses(bucket: Bucket) -> dict[str, dict[str, float]]:
+    """Return, by name, the gradient's norm and the relative error of its encoding on this rank.
+
+    Compresses once more, on a copy of what the compressor remembers, so that nothing changes. The
+    error is that of what was to be sent, residual included: |p - C(p)| / |p|. Exchanges in rounds
+    have none of their own.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for member in bucket.members:
+        x = member.values().copy()
+        found[member.request.name] = {"norm": _norm(x)}
+        if member.strategy != "rounds" and not isinstance(member.compressor, NoCompression):
+            error = _relative_error(member, x)
+            if error is not None:
+                found[member.request.name]["relative_error"] = error
+    return found
+
+
+def residual_norm(state: Mapping[str, Any]) -> float | None:
+    """Return the Euclidean norm of all residuals in ``state``, or None if it has none."""
+    energies = list(_energies(state))
+    return math.sqrt(sum(energies)) if energies else None
+
+
+def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) -> float | None:
+    context = replace(
+        member.context(0, 1), state=copy.deepcopy(member.state), workspace=Workspace()
+    )
+    decoded = np.empty(x.size, np.float32)
+    try:
+        payload = member.compressor.compress(x, context)
+        member.compressor.decompress(payload, decoded, context)
+    except Exception:
+        log.debug("no relative error of %r", member.request.name, exc_info=True)
+        return None
+    residual = context.state.get("residual")
+    lost = x - decoded
+    if isinstance(residual, np.ndarray) and residual.size == x.size:
+        lost = residual
+    target = _norm(decoded + lost)
+    return _norm(lost) / target if target > 0 else 0.0
+
+
+def _energies(state: Mapping[str, Any]) -> list[float]:
+    found: list[float] = []
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            found += _energies(value)
+        elif key == "residual" and isinstance(value, np.ndarray):
+            found.append(_norm(value) ** 2)
+    return found
+
+
+def _norm(x: Any) -> float:
+    return float(np.linalg.norm(np.asarray(x, np.float64)))

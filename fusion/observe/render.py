@@ -1,0 +1,180 @@
+"""Turns what the engine tells into Chrome's trace events.
+
+A rank is a process with two threads: the engine's, where compressing, moving and decompressing lie
+one behind the other, and the program's, with marks for tensors handed in. Every bucket has a track
+of its own from its first tensor to its result, in stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ringlet.fusion.observe.events import BucketDone, Span, StepDone
+from ringlet.fusion.observe.merge import CLOCK
+
+Event = dict[str, Any]
+ENGINE, PROGRAM = 1, 2
+
+
+class Single(NamedTuple):
+    """An operation that was not fused."""
+
+    kind: str
+    name: str
+    submitted: float
+    spans: Sequence[Span]
+
+
+class Mark(NamedTuple):
+    """Something that happened at once: a cycle, an abandoned step."""
+
+    name: str
+    at: float
+    detail: dict[str, Any]
+
+
+class Stretch(NamedTuple):
+    """A stretch of the program's time that it named itself."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Clock(NamedTuple):
+    """How far this rank's clock was from rank 0's."""
+
+    at: float
+    offset: float
+    uncertainty: float
+
+
+class Renderer:
+    """Renders one rank's items; used by its writer's thread."""
+
+    def __init__(self, rank: int, host: str) -> None:
+        self._rank, self._host = rank, host
+        self._ids = itertools.count()
+        self._raw = self._wire = 0.0
+        self._begun = False
+
+    def __call__(self, item: Any) -> Iterator[Event]:
+        """Yield the events of one item."""
+        if not self._begun:
+            self._begun = True
+            yield from self._names()
+        if isinstance(item, BucketDone):
+            yield from self._bucket(item)
+        elif isinstance(item, StepDone):
+            detail = {"step": item.step}
+            yield self._whole(f"step of {item.owner}", item.start, item.end, PROGRAM, detail)
+        elif isinstance(item, Single):
+            yield from self._single(item)
+        elif isinstance(item, Mark):
+            yield self._instant(item.name, item.at, ENGINE, item.detail)
+        elif isinstance(item, Stretch):
+            yield self._whole(item.name, item.start, item.end, PROGRAM + 1, {})
+        elif isinstance(item, Clock):
+            found = {"offset_us": item.offset * 1e6, "uncertainty_us": item.uncertainty * 1e6}
+            yield self._instant(CLOCK, item.at, ENGINE, found)
+
+    def _names(self) -> Iterator[Event]:
+        process = f"rank {self._rank} ({self._host})"
+        yield self._meta("process_name", 0, {"name": process})
+        yield self._meta("process_sort_index", 0, {"sort_index": self._rank})
+        threads = {ENGINE: "engine", PROGRAM: "tensors handed in, steps", PROGRAM + 1: "program"}
+        for tid, name in threads.items():
+            yield self._meta("thread_name", tid, {"name": name})
+            yield self._meta("thread_sort_index", tid, {"sort_index": tid})
+
+    def _bucket(self, done: BucketDone) -> Iterator[Event]:
+        name = f"{done.owner or 'batch'}/{done.index}"
+        members = done.bucket.members
+        detail = {
+            "step": done.step,
+            "tensors": [member.request.name for member in members[:20]],
+            "count": len(members),
+            "compressor": str(members[0].compressor),
+            "collective": members[0].strategy,
+            "dtype": members[0].request.dtype,
+            "raw_bytes": round(done.raw_bytes),
+            "wire_bytes": round(done.wire_bytes),
+        }
+        for tensor, at in done.submitted.items():
+            yield self._instant(tensor, at, PROGRAM, {"step": done.step})
+        for span in done.spans:
+            extra = {"bytes": span.nbytes} if span.nbytes else {}
+            yield self._whole(span.phase, span.start, span.end, ENGINE, {"bucket": name} | extra)
+        yield from self._stages(name, done, detail)
+        self._raw += done.raw_bytes
+        self._wire += done.wire_bytes
+        counted = {"uncompressed": round(self._raw), "sent": round(self._wire)}
+        yield self._counter("bytes", done.spans[-1].end if done.spans else 0.0, counted)
+
+    def _stages(self, name: str, done: BucketDone, detail: Event) -> Iterator[Event]:
+        """Yield a bucket's own track: gather, queue, compress, wait, exchange."""
+        encoded = [span for span in done.spans if span.phase == "compress"]
+        moved = [span for span in done.spans if span.phase not in ("compress", "encode")]
+        if not encoded or not moved:
+            return
+        first = min(done.submitted.values(), default=encoded[0].start)
+        last = max(done.submitted.values(), default=encoded[0].start)
+        go, end = moved[0].start, max(span.end for span in done.spans)
+        number = f"{self._rank}.{next(self._ids)}"
+        yield self._async("b", name, first, number, detail)
+        yield self._async("b", "negotiate", first, number)
+        stages = [
+            ("gather tensors", first, last),
+            ("wait for the engine", last, encoded[0].start),
+            ("compress", encoded[0].start, encoded[0].end),
+            ("wait for ranks", encoded[0].end, go),
+        ]
+        for stage, start, stop in stages:
+            if stop > start:
+                yield self._async("b", stage, start, number)
+                yield self._async("e", stage, stop, number)
+        yield self._async("e", "negotiate", go, number)
+        yield self._async("b", "exchange", go, number)
+        yield self._async("e", "exchange", end, number)
+        yield self._async("e", name, end, number)
+
+    def _single(self, item: Single) -> Iterator[Event]:
+        detail = {"tensor": item.name, "kind": item.kind}
+        for span in item.spans:
+            extra = {"bytes": span.nbytes} if span.nbytes else {}
+            yield self._whole(span.phase, span.start, span.end, ENGINE, detail | extra)
+        if item.spans:
+            number = f"{self._rank}.{next(self._ids)}"
+            yield self._async("b", item.name, item.submitted, number, detail)
+            yield self._async("b", "negotiate", item.submitted, number)
+            yield self._async("e", "negotiate", item.spans[0].start, number)
+            yield self._async("e", item.name, item.spans[-1].end, number)
+
+    # -- one event each -------------------------------------------------------------------------
+
+    def _whole(self, name: str, start: float, end: float, tid: int, detail: Event) -> Event:
+        where = {"pid": self._rank, "tid": tid}
+        times = {"ts": _us(start), "dur": _us(end - start)}
+        return {"ph": "X", "name": name, **where, **times, "args": detail}
+
+    def _instant(self, name: str, at: float, tid: int, detail: Event) -> Event:
+        where = {"pid": self._rank, "tid": tid, "ts": _us(at), "s": "t"}
+        return {"ph": "i", "name": name, **where, "args": detail}
+
+    def _counter(self, name: str, at: float, values: Event) -> Event:
+        return {"ph": "C", "name": name, "pid": self._rank, "ts": _us(at), "args": values}
+
+    def _async(
+        self, ph: str, name: str, at: float, number: str, detail: Event | None = None
+    ) -> Event:
+        where = {"cat": "bucket", "id": number, "pid": self._rank, "tid": PROGRAM, "ts": _us(at)}
+        return {"ph": ph, "name": name, **where, "args": detail or {}}
+
+    def _meta(self, name: str, tid: int, detail: Event) -> Event:
+        return {"ph": "M", "name": name, "pid": self._rank, "tid": tid, "args": detail}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,189 @@
+"""The timeline of all ranks, started and stopped at run time, at one point of everybody's order.
+
+Every rank writes a file of its own, and leaves valid JSON behind if it is killed. At the end the
+files of ranks that rank 0 cannot see travel to it, and it merges all of them by its own clock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringlet.fusion.observe.clocks import estimate
+from ringlet.fusion.observe.events import BucketDone, Quiet, Span, StepDone
+from ringlet.fusion.observe.merge import merge, rank_file
+from ringlet.fusion.observe.render import Clock, Mark, Renderer, Single, Stretch
+from ringlet.fusion.observe.tracefile import TraceFile
+from ringlet.ring.communicator import Communicator
+
+log = logging.getLogger("ringlet")
+
+_PIECE = 1 << 20  # bytes of a file that a rank sends at once
+
+
+class Timeline(Quiet):
+    """One rank's part of a timeline, and at the end its share of merging. An observer."""
+
+    def __init__(self, comm: Communicator, path: Path, mark_cycles: bool, all_here: bool) -> None:
+        """Open this rank's file; collective, unless ranks have left (``all_here`` is false)."""
+        self.path = path
+        self._comm, self._marks = comm, mark_cycles
+        self._own = rank_file(path, comm.rank)
+        self._file: TraceFile | None = None
+        self.problem: OSError | None = None
+        try:
+            if not path.parent.is_dir():  # another machine, with another disk
+                self._own = Path(tempfile.mkdtemp(prefix="ringlet-")) / self._own.name
+            self._file = TraceFile(self._own, Renderer(comm.rank, socket.gethostname()))
+        except OSError as error:
+            self.problem = error
+            log.warning("this rank's part of the timeline cannot be written: %s", error)
+        if all_here:
+            self._measure_clock()
+
+    # -- what the engine tells ------------------------------------------------------------------
+
+    def bucket_done(self, event: BucketDone) -> None:
+        """Draw a bucket."""
+        self._put(event)
+
+    def step_done(self, event: StepDone) -> None:
+        """Draw a step."""
+        self._put(event)
+
+    def single_done(self, kind: str, name: str, submitted: float, spans: Sequence[Span]) -> None:
+        """Draw an operation that is not fused."""
+        self._put(Single(kind, name, submitted, spans))
+
+    def abandoned(self, owner: str, step: int, why: str) -> None:
+        """Mark a step that failed."""
+        detail = {"group": owner, "step": step, "why": why}
+        self._put(Mark("step abandoned", time.perf_counter(), detail))
+
+    def cycle(self, at: float, tensors: int) -> None:
+        """Mark a cycle, if that was asked for."""
+        if self._marks:
+            self._put(Mark("CYCLE_START", at, {"tensors": tensors}))
+
+    def stretch(self, name: str, start: float, end: float) -> None:
+        """Draw a stretch of the program's own time. From any thread."""
+        self._put(Stretch(name, start, end))
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Write what is left of this rank's part."""
+        if self._file is not None:
+            self._file.close()
+
+    def finish(self, all_here: bool, done: Callable[[Exception | None], None]) -> None:
+        """Close this rank's part, and merge all on rank 0. Collective if ``all_here``.
+
+        ``done`` is called on this thread, or on rank 0 by another one once the file is there.
+        """
+        if all_here:
+            self._measure_clock()
+        self.close()
+        parts = [self._own]
+        if all_here:
+            parts = _collected(self._comm, self.path, self._own)
+        elif self._comm.rank == 0:
+            parts = [p for r in range(self._comm.size) if (p := rank_file(self.path, r)).exists()]
+        if self._comm.rank != 0:
+            done(None)
+            return
+
+        def work() -> None:
+            try:
+                present = [part for part in parts if part.exists()]
+                merge(self.path, present)
+                for part in present:
+                    part.unlink()
+            except Exception as error:
+                log.warning("the timeline could not be merged: %s", error)
+                done(error)
+            else:
+                done(None)
+
+        threading.Thread(target=work, name="ringlet-merge").start()
+
+    def _measure_clock(self) -> None:
+        offset = estimate(self._comm)
+        self._put(Clock(time.perf_counter(), *offset))
+
+    def _put(self, item: Any) -> None:
+        if self._file is not None:
+            self._file.put(item)
+
+
+def _collected(comm: Communicator, path: Path, own: Path) -> list[Path]:
+    """Return every rank's file as rank 0 can open it; those it cannot see are sent to it."""
+    token = path.with_name(f"{path.name}.{secrets.token_hex(8)}.here")
+    token = Path(comm.broadcast_bytes(str(token).encode()).decode())
+    if comm.rank == 0:
+        _quietly(token.touch)
+    comm.barrier()
+    data = b"" if token.exists() and own.parent == token.parent else _content(own)
+    said = [json.loads(text) for text in comm.allgather_bytes(json.dumps(len(data)).encode())]
+    if comm.rank == 0:
+        _quietly(token.unlink)
+    received = [bytearray() for _ in range(comm.size)]
+    for start in range(0, max(said), _PIECE):
+        lengths = [max(0, min(n - start, _PIECE)) for n in said]
+        piece = np.frombuffer(data[start : start + _PIECE], np.uint8).copy()
+        counts = [piece.size, *([0] * (comm.size - 1))]
+        incoming = lengths if comm.rank == 0 else [0] * comm.size
+        into = np.empty(sum(incoming), np.uint8)
+        comm.alltoall(piece, into, counts, incoming)
+        end = 0
+        for rank, n in enumerate(incoming):
+            received[rank] += into[end : end + n].tobytes()
+            end += n
+    parts = [rank_file(path, rank) for rank in range(comm.size)]
+    for rank, content in enumerate(received):
+        if content:
+            _quietly(partial(parts[rank].write_bytes, content))
+    if data and comm.rank != 0:
+        _quietly(own.unlink)
+        _quietly(own.parent.rmdir)
+    return parts
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except OSError:
+        log.debug("a file of the timeline", exc_info=True)
+
+
+def usable(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` made absolute. Raises ValueError or OSError where no file can be written."""
+    if not os.fspath(path):
+        raise ValueError("a timeline needs the name of a file")
+    where = Path(path).absolute()
+    if where.is_dir():
+        raise IsADirectoryError(f"the timeline {where} is a directory; name a file in it")
+    if not where.parent.is_dir():
+        raise FileNotFoundError(f"the timeline's directory {where.parent} does not exist")
+    if not os.access(where.parent, os.W_OK):
+        raise PermissionError(f"the timeline's directory {where.parent} cannot be written to")
+    return where

@@ -1,0 +1,64 @@
+"""Changing limits on all ranks at one point of the coordinator's order, and the autotuner's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ringlet.fusion.limits import Limits
+
+if TYPE_CHECKING:
+    from ringlet.fusion.hooks import Hooks
+    from ringlet.fusion.participant import Participant
+    from ringlet.fusion.tune.tuner import Autotuner
+
+# No rank can begin a step that lies this far ahead of rank 0's before it hears of the change, which
+# rank 0 announces before its votes for the next step; more than 2, for steps that are given up.
+AHEAD = 4
+
+
+class LimitsControl:
+    """One rank's end. ``changed`` is told of limits that are in effect from now on.
+
+    Declared groups plan anew at a step that rank 0 names, tensors submitted one by one from the
+    next batch on, and groups declared later from the start: always alike on all ranks.
+    """
+
+    def __init__(
+        self, hooks: Hooks, participant: Participant, changed: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._hooks, self._participant, self._changed = hooks, participant, changed
+        self.tuner: Autotuner | None = None
+        hooks.on_announced("limits", self._change)
+
+    def start(self, limits: Limits) -> None:
+        """Tune from now on, on rank 0. Raises ImportError when the search is not installed."""
+        from ringlet.fusion.tune.tuner import Autotuner
+
+        tuner = Autotuner(limits, self.announce, self._finished)
+        self.tuner = tuner
+        self._hooks.observe(tuner)
+        self._hooks.when_over(tuner.close)
+
+    def announce(self, setting: dict[str, Any]) -> None:
+        """Let all ranks use ``setting``, by the names of ``Limits``. On rank 0, any thread."""
+        self._hooks.call_soon(lambda: self._announce(setting))
+
+    def _announce(self, setting: dict[str, Any]) -> None:
+        # On the engine's thread, so that this rank votes for no later step before.
+        steps = {number: step + AHEAD for number, step in self._participant.steps().items()}
+        self._hooks.announce_only("limits", [setting, steps])
+
+    def _change(self, argument: Any, all_here: bool) -> None:
+        setting, steps = argument
+        if not all_here:
+            return  # ranks are leaving: nothing to gain any more
+        self._changed(setting)
+        by_group = {int(number): step for number, step in steps.items()}
+        self._participant.retune(setting, by_group)
+        if self.tuner is not None and not self.tuner.frozen:
+            self.tuner.restart()
+
+    def _finished(self) -> None:
+        if self.tuner is not None:
+            self._hooks.unobserve(self.tuner)

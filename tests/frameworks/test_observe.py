@@ -1,0 +1,254 @@
+"""Metrics and timelines as users switch them on, and the report that is drawn from them."""
+
+import json
+import re
+import socket
+import urllib.request
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import ringlet.runtime as runtime_module
+from ringlet.__main__ import main
+from ringlet.compressors import parse
+from ringlet.fusion import Request
+from ringlet.observe import start_metrics, step_skipped
+from ringlet.observe.charts import scale
+from ringlet.observe.prometheus import Prometheus, serve
+from ringlet.observe.summary import NotARun, Run, amount, duration, read, verdict
+from ringlet.ring.local import run_local
+from ringlet.timeline import start_timeline, stop_timeline, timeline_span
+
+
+def train(steps=4, spec="int8 | ef"):
+    engine = runtime_module.current().engine
+    requests = [Request(f"layer{i}.weight", shape=(5000,), spec=spec) for i in range(3)]
+    group = engine.declare("model", requests, [parse(spec)] * 3, [{} for _ in requests])
+    for _ in range(steps):
+        for request in requests:
+            group.submit(request.name, np.ones(5000, np.float32))
+        group.wait(60)
+
+
+def ranks(size, body):
+    def rank_main(comm):
+        runtime_module.init()
+        try:
+            return body(comm.rank)
+        finally:
+            runtime_module.shutdown()
+
+    return run_local(rank_main, size)
+
+
+def test_the_environment_switches_everything_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "t.json"))
+    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", "1")
+    monkeypatch.setenv("RINGLET_METRICS", str(tmp_path / "run{rank}.jsonl"))
+    monkeypatch.setenv("RINGLET_METRICS_EVERY", "2")
+    monkeypatch.setenv("RINGLET_TENSORBOARD", str(tmp_path / "board"))
+    pytest.importorskip("tensorboard")
+    ranks(2, lambda rank: train())
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    for rank in range(2):
+        run = read(tmp_path / f"run{rank}.jsonl")
+        assert (run.facts["rank"], run.facts["size"], len(run.steps)) == (rank, 2, 4)
+        assert len(run.layers) == 2
+        assert list((tmp_path / "board" / f"rank{rank}").glob("events*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RINGLET_METRICS_EVERY", "often", "RINGLET_METRICS_EVERY='often' is not a number"),
+        ("RINGLET_PROMETHEUS", "here", r"prometheus='here' is not \[host:\]port"),
+        ("RINGLET_TIMELINE", "/nowhere/at/all.json", "directory /nowhere/at does not exist"),
+    ],
+)
+def test_what_the_environment_gets_wrong_is_named(name, value, said, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises((ValueError, OSError), match=said):
+        ranks(1, lambda rank: None)
+    assert not runtime_module.is_initialized()
+
+
+def test_timelines_and_metrics_by_call(tmp_path):
+    def body(rank):
+        got = []
+        start_timeline(tmp_path / "t.json")
+        recording = start_metrics(callbacks=[got.append], network=False)
+        with timeline_span("backward"):
+            train()
+        step_skipped(3)
+        recording.stop()
+        stop_timeline()
+        with pytest.raises(ValueError, match="say where metrics go"):
+            start_metrics()
+        with pytest.raises(ValueError, match="number of steps"):
+            start_metrics(callbacks=[got.append], sample_every=-1)
+        return [record["kind"] for record in got]
+
+    for kinds in ranks(2, body):
+        assert kinds == ["run", "step", "layers", "step", "step", "step", "skipped"]
+    assert "backward" in (tmp_path / "t.json").read_text()
+
+
+def test_prometheus_serves_what_was_counted():
+    pytest.importorskip("prometheus_client")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="cannot be served on port"):
+            serve(taken.getsockname()[1], 0, 0)
+
+    def body(rank):
+        recording = start_metrics(prometheus="127.0.0.1:0", sample_every=1)
+        (sink,) = recording._dispatcher._sinks
+        train()
+        runtime_module.current().engine.hooks.settle()
+        while recording._dispatcher._queue:
+            pass
+        port = sink._server[0].server_port
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            text = page.read().decode()
+        recording.stop()
+        with pytest.raises(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2)
+        return text
+
+    for rank, text in enumerate(ranks(2, body)):
+        values = dict(re.findall(r"^(ringlet_\S+) (\S+)$", text, re.MULTILINE))
+        label = f'rank="{rank}"'
+        assert float(values[f'ringlet_steps_total{{group="model",{label}}}']) >= 3
+        assert 3 < float(values[f"ringlet_compression_ratio{{{label}}}"]) < 4
+        error = f'ringlet_relative_error{{layer="layer0.weight",{label}}}'
+        assert float(values[error]) < 0.1
+
+
+def test_missing_packages_are_named(monkeypatch):
+    import builtins
+
+    real = builtins.__import__
+
+    def lacking(name, *args, **kwargs):
+        if name.startswith(("prometheus_client", "torch.utils.tensorboard")):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", lacking)
+    with pytest.raises(ImportError, match=r"pip install 'ringlet\[viz\]'"):
+        Prometheus(0)
+    from ringlet.observe.tensorboard import TensorBoard
+
+    with pytest.raises(ImportError, match=r"pip install 'ringlet\[torch,viz\]'"):
+        TensorBoard("/tmp/none")
+
+
+class Parser(HTMLParser):
+    """Checks that elements are closed, and collects what a page would load."""
+
+    void = {"meta", "br"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.void:
+            self.open.append(tag)
+        self.loads += [v for k, v in attrs if k in ("src", "href", "xlink:href")]
+        assert tag not in ("script", "link", "iframe", "img")
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def report(path, capsys):
+    code = main(["report", str(path)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_report_is_one_sound_page(tmp_path, capsys):
+    path = tmp_path / "run.jsonl"
+
+    def body(rank):
+        if rank == 0:
+            start_metrics(path, sample_every=2)
+        train(spec="topk(ratio=0.01) | ef")
+
+    ranks(2, body)
+    with path.open("a") as out:
+        out.write('{"kind": "step", "torn')
+    code, out, _ = report(path, capsys)
+    assert code == 0
+    text = (tmp_path / "run.html").read_text()
+    parser = Parser()
+    parser.feed(text)
+    assert parser.open == []
+    assert parser.loads == []
+    assert "url(" not in text
+    assert "http" not in text
+    assert "layer0.weight" in text
+    assert "1 unreadable lines left out" in text
+    assert out.startswith(("Compression paid", "Compression cost", "Compression made no"))
+
+
+@pytest.mark.parametrize("content", ["", "not json\n", '{"kind":"run"}\n', "[1]\n"])
+def test_a_file_without_steps_is_refused(tmp_path, content, capsys):
+    path = tmp_path / "run.jsonl"
+    path.write_text(content)
+    code, _, err = report(path, capsys)
+    assert code == 2
+    assert f"{path} holds no step of a training run" in err
+    with pytest.raises(NotARun):
+        read(path)
+    assert report(tmp_path / "none.jsonl", capsys)[0] == 2
+
+
+def made(ratio, took, plain, steps=20):
+    third = {f"{p}_s": took / 3 for p in ("compress", "communicate", "decompress")}
+    extra = {} if plain is None else {"uncompressed_s": plain}
+    return Run(steps=[{"raw_bytes": ratio * 1e6, "wire_bytes": 1e6, **third, **extra}] * steps)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind", "said"),
+    [
+        (made(4, 0.010, 0.030), "paid", "took 10.0 ms instead of about 30.0 ms"),
+        (made(4, 0.030, 0.010), "cost", "train with compression='none'"),
+        (made(4, 0.0100, 0.0105), "even", "made no difference to the time"),
+        (made(1, 0.010, 0.010), "even", "Nothing was compressed"),
+        (made(4, 0.010, None), "unknown", "the network was not measured"),
+    ],
+)
+def test_the_verdict_is_honest(run, kind, said):
+    found, sentence = verdict(run)
+    assert found == kind
+    assert said in sentence
+
+
+def test_leftovers_of_a_crash_are_merged_by_command(tmp_path, capsys):
+    for rank in range(2):
+        event = {"name": "x", "ph": "i", "pid": rank, "ts": 5.0 + rank}
+        (tmp_path / f"t.rank{rank}.json").write_text("[\n" + json.dumps(event) + ",\n{tor")
+    assert main(["timeline", str(tmp_path / "t.json")]) == 0
+    assert "2 events of 2 ranks" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) == 2
+    assert main(["timeline", str(tmp_path / "u.json")]) == 2
+    assert "there is no" in capsys.readouterr().err
+
+
+def test_ticks_are_round_and_cover():
+    for most in (1e-7, 0.3, 1, 7, 99, 1234567):
+        ticks = scale(most)
+        assert ticks[0] == 0
+        assert ticks[-1] >= most * 0.999
+        assert 3 <= len(ticks) <= 6
+    assert scale(0) == [0, 1]
+    assert (duration(0.0123), duration(2e-6), amount(1234567)) == ("12.3 ms", "2.00 µs", "1.23 MB")

@@ -1,0 +1,178 @@
+"""Autotuning: the search finds good places, and all ranks change their limits at the same point."""
+
+import csv
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringlet.compressors import parse
+from ringlet.fusion import Engine, Limits, Request, StepAbandoned
+from ringlet.fusion.tune.search import BayesianSearch, RandomSearch
+from ringlet.fusion.tune.space import BOUNDS, from_unit, names, to_unit
+from ringlet.ring.control_open import open_control
+from ringlet.ring.local import run_local
+
+SIZES = [700, 3000, 5000, 1200, 2500, 900]
+
+
+def with_engines(size, body, **limits):
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits(**limits))
+        try:
+            return body(engine)
+        finally:
+            engine.shutdown()
+
+    return run_local(rank_main, size)
+
+
+def declare(engine, spec="int8 | ef"):
+    requests = [Request(f"t{i}", shape=(n,), spec=spec) for i, n in enumerate(SIZES)]
+    return engine.declare("g", requests, [parse(spec)] * len(SIZES), [{} for _ in SIZES])
+
+
+def step(engine, group, number):
+    arrays = {
+        f"t{i}": np.random.default_rng([engine.rank, number, i]).standard_normal(n, np.float32)
+        for i, n in enumerate(SIZES)
+    }
+    for name in reversed(arrays):
+        group.submit(name, arrays[name])
+    group.wait(60)
+    return [array.tobytes() for array in arrays.values()]
+
+
+@given(st.sampled_from(sorted(BOUNDS)), st.floats(0, 1))
+def test_places_and_settings_are_one_to_one(name, place):
+    setting = from_unit({name: place})
+    low, high = BOUNDS[name]
+    assert low <= setting[name] <= high
+    assert to_unit(setting, [name])[name] == pytest.approx(place, abs=0.01)
+
+
+def test_only_what_is_lossless_can_be_tuned():
+    assert names("fusion_threshold, cycle_time") == ["fusion_threshold", "cycle_time"]
+    with pytest.raises(ValueError, match="'compression' is not one of fusion_threshold"):
+        names("compression")
+
+
+def test_bayesian_optimisation_beats_random_search():
+    pytest.importorskip("bayes_opt")
+
+    def score(place, rng):
+        x, y = place["fusion_threshold"], place["cycle_time"]
+        bump = math.exp(-((x - 0.72) ** 2 / 0.03 + (y - 0.15) ** 2 / 0.06))
+        return (0.2 + bump) * rng.lognormal(0, 0.03)
+
+    def best_of(search, seed):
+        rng = np.random.default_rng(seed)
+        tried = []
+        for _ in range(24):
+            place = search.ask()
+            search.tell(place, score(place, rng))
+            tried.append(place)
+        return max(score(place, np.random.default_rng(0)) for place in tried) / 1.2
+
+    both = list(BOUNDS)
+    bayes = [best_of(BayesianSearch(both, seed), seed) for seed in range(5)]
+    chance = [best_of(RandomSearch(both, seed), seed) for seed in range(5)]
+    assert min(bayes) > 0.9
+    assert np.mean(bayes) > np.mean(chance)
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_all_ranks_plan_anew_at_the_same_step(data):
+    """Another threshold at any time changes no result, and the plan in the same step everywhere."""
+    thresholds = data.draw(st.lists(st.integers(1, 60_000), min_size=1, max_size=4))
+    delays = data.draw(st.lists(st.floats(0, 0.002), min_size=12, max_size=12))
+
+    def body(engine, tune):
+        group = declare(engine)
+        results, hashes = [], []
+        for number in range(16):
+            if tune and engine.rank == 0 and number % 3 == 0 and number // 3 < len(thresholds):
+                engine.tuning.announce({"fusion_threshold": thresholds[number // 3]})
+            time.sleep(delays[(number * (engine.rank + 1)) % 12])
+            hashes.append(group.hash)
+            results += step(engine, group, number)
+        late = engine.declare("late", [Request("l", shape=(9,))], [parse("none")], [{}])
+        return results, hashes, engine.limits.fusion_threshold, late._threshold
+
+    plain = with_engines(3, lambda engine: body(engine, False))
+    tuned = with_engines(3, lambda engine: body(engine, True))
+    assert all(rank[0] == plain[0][0] for rank in [*plain, *tuned])
+    assert len({tuple(rank[1]) for rank in tuned}) == 1
+    assert {rank[2:] for rank in tuned} == {(thresholds[-1], thresholds[-1])}
+
+
+def test_plans_change_while_a_rank_has_joined_and_steps_fail():
+    def body(engine):
+        group = declare(engine, "none")
+        step(engine, group, 0)
+        if engine.rank == 2:
+            engine.join()
+        else:
+            for number in range(1, 12):
+                if engine.rank == 0 and number == 2:
+                    engine.tuning.announce({"fusion_threshold": 4000})
+                if number == 4:  # given up by rank 1: rank 2 must count it too
+                    if engine.rank == 1:
+                        group.submit("t0", np.ones(SIZES[0], np.float32))
+                        group.abandon("a test")
+                    else:
+                        with pytest.raises(StepAbandoned):
+                            step(engine, group, number)
+                else:
+                    step(engine, group, number)
+            engine.join()
+        return [step(engine, group, 20 + i) for i in range(3)], group.hash, len(group.buckets)
+
+    results = with_engines(3, body)
+    assert len({repr(result) for result in results}) == 1
+    assert results[0][2] >= len(SIZES) - 1
+
+
+def test_it_ends_with_the_best_setting_everywhere_and_logs(tmp_path):
+    pytest.importorskip("bayes_opt")
+    log = tmp_path / "tune.csv"
+
+    def body(engine):
+        group = declare(engine, "none")
+        number = 0
+        done = np.zeros(1, np.float32)
+        while not done[0]:
+            number += 1
+            step(engine, group, number)
+            done[0] = engine.rank == 0 and engine.tuning.tuner.frozen
+            done = engine.submit(Request("done", shape=(1,)), done).wait(60)
+        for extra in range(8):
+            step(engine, group, extra)
+        tuner = engine.tuning.tuner
+        return engine.limits, group.hash, tuner.tried if tuner else None
+
+    tune = {"autotune": "fusion_threshold,cycle_time", "autotune_log": str(log)}
+    small = {"autotune_samples": 6, "autotune_steps": 2, "autotune_warmup": 1}
+    results = with_engines(2, body, fusion_threshold=1 << 16, cycle_time=0.02, **tune, **small)
+    assert len({limits for limits, _, _ in results}) == 1
+    assert len({digest for _, digest, _ in results}) == 1
+    limits, _, tried = results[0]
+    best, score = max(tried, key=lambda pair: pair[1])
+    assert (limits.fusion_threshold, limits.cycle_time) == tuple(best.values())
+    rows = list(csv.DictReader(log.open()))
+    assert [row["sample"] for row in rows] == ["1", "2", "3", "4", "5", "6", "0"]
+    assert rows[0]["fusion_threshold"] == str(1 << 16)
+    assert rows[-1]["fusion_threshold"] == str(best["fusion_threshold"])
+    assert float(rows[-1]["score_bytes_per_s"]) == pytest.approx(score, abs=1)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "bayes_opt", None)
+    with pytest.raises(ImportError, match=r"pip install 'ringlet\[tune\]'"):
+        BayesianSearch(["cycle_time"])

@@ -1,0 +1,270 @@
+"""The timeline: what it shows, when it can be started and stopped, and what a crash leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ringlet.compressors import parse
+from ringlet.fusion import Engine, Limits, Request
+from ringlet.fusion.observe import clocks
+from ringlet.fusion.observe.merge import CLOCK, merge, rank_file, rank_files
+from ringlet.fusion.observe.tracefile import TraceFile
+from ringlet.ring.control_open import open_control
+from ringlet.ring.local import run_local
+
+
+def with_engines(size, body, **limits):
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits(**limits))
+        try:
+            return body(engine)
+        finally:
+            engine.shutdown()
+
+    return run_local(rank_main, size)
+
+
+def train(engine, steps=3, spec="int8 | ef", name="model", tensors=4):
+    requests = [Request(f"{name}.{i}", shape=(3000,), spec=spec) for i in range(tensors)]
+    group = engine.declare(name, requests, [parse(spec)] * tensors, [{} for _ in requests])
+    for _ in range(steps):
+        for request in reversed(requests):
+            group.submit(request.name, np.ones(3000, np.float32))
+        group.wait(60)
+
+
+def events_of(path):
+    whole = json.loads(path.read_text())
+    return whole["traceEvents"], whole["otherData"]
+
+
+def test_all_ranks_are_in_one_file_and_spans_nest(tmp_path):
+    path = tmp_path / "t.json"
+
+    def body(engine):
+        train(engine, 1, name="before")
+        engine.timelines.start(path, mark_cycles=True)
+        with engine.timelines.stretch("backward"):
+            train(engine)
+        engine.submit(Request("x", shape=(10,)), np.ones(10, np.float32)).wait(60)
+        engine.submit(Request("b", "broadcast", shape=(10,)), np.ones(10, np.float32)).wait(60)
+        engine.timelines.stop()
+        train(engine, 1, name="after")
+
+    with_engines(3, body, fusion_threshold=30_000)
+    events, said = events_of(path)
+    assert os.listdir(tmp_path) == ["t.json"]
+    assert said["ranks"] == 3
+    assert {e["pid"] for e in events} == {0, 1, 2}
+    names = {e["name"] for e in events}
+    assert {"compress", "communicate", "alltoall", "allgather", "decode sum encode"} <= names
+    assert {"negotiate", "gather tensors", "wait for ranks", "exchange", "backward"} <= names
+    assert {"allreduce", "broadcast", "CYCLE_START", "step of model", "bytes", CLOCK} <= names
+    assert not any("before" in name or "after" in name for name in names)
+    for rank in range(3):
+        mine = [e for e in events if e["pid"] == rank]
+        steps = [e for e in mine if e["name"] == "step of model"]
+        assert [e["args"]["step"] for e in steps] == [0, 1, 2]
+        assert sum(e["name"] == "model.0" and e["ph"] == "i" for e in mine) == 3
+        thread = sorted(
+            (e for e in mine if e["ph"] == "X" and e["tid"] == 1),
+            key=lambda e: (e["ts"], -e["dur"]),
+        )
+        open_until = []
+        for event in thread:  # one behind the other, or one inside the other
+            while open_until and open_until[-1] <= event["ts"] + 1e-3:
+                open_until.pop()
+            end = event["ts"] + event["dur"]
+            assert all(end <= until + 1e-2 for until in open_until), event
+            open_until.append(end)
+        stages = [e for e in mine if e.get("cat") == "bucket"]
+        for number in {e["id"] for e in stages}:
+            depth = sum({"b": 1, "e": -1}[e["ph"]] for e in stages if e["id"] == number)
+            assert depth == 0
+        counters = [e["args"] for e in mine if e["ph"] == "C"]
+        assert counters[-1]["sent"] < counters[-1]["uncompressed"] / 2
+    assert min(e["ts"] for e in events if "ts" in e) >= 0
+
+
+def test_any_rank_starts_and_stops_and_may_do_so_again(tmp_path):
+    def body(engine):
+        for i in range(3):
+            path = tmp_path / f"{i}.json"
+            if i < 2 and engine.rank == i:
+                engine.timelines.start(path)
+            elif i == 2:
+                engine.timelines.start(path)  # all ranks call
+            train(engine, 2, name=f"g{i}")
+            if engine.rank == 0 or i == 2:
+                engine.timelines.stop()
+            train(engine, 1, name=f"quiet{i}")
+
+    with_engines(2, body)
+    for i in range(3):
+        events, said = events_of(tmp_path / f"{i}.json")
+        assert said["ranks"] == 2
+        assert any(e["name"] == f"step of g{i}" for e in events)
+        assert not any("quiet" in e["name"] for e in events)
+
+
+def test_a_timeline_ends_with_the_first_rank_that_shuts_down(tmp_path):
+    path = tmp_path / "t.json"
+
+    def body(engine):
+        if engine.rank == 1:
+            engine.timelines.start(path)
+        train(engine)
+        time.sleep(0.1 * engine.rank)
+
+    with_engines(3, body)
+    events, said = events_of(path)
+    assert said["ranks"] == 3
+    assert sum(e["name"] == "step of model" for e in events) == 9
+
+
+def test_what_is_wrong_with_a_path_is_told(tmp_path):
+    def body(engine):
+        with pytest.raises(FileNotFoundError, match=r"directory .*nowhere does not"):
+            engine.timelines.start(tmp_path / "nowhere" / "t.json")
+        with pytest.raises(IsADirectoryError, match="name a file in it"):
+            engine.timelines.start(tmp_path)
+        with pytest.raises(ValueError, match="needs the name"):
+            engine.timelines.start("")
+        engine.timelines.start(tmp_path / "a.json")
+        with pytest.raises(ValueError, match=r"being written to .*a\.json; stop it"):
+            engine.timelines.start(tmp_path / "b.json")
+        engine.timelines.stop()
+        engine.timelines.stop()
+
+    with_engines(1, body)
+    assert events_of(tmp_path / "a.json")
+
+
+def test_files_of_other_machines_travel_to_rank_0(tmp_path, monkeypatch):
+    from ringlet.fusion.observe import timeline
+
+    monkeypatch.setattr(timeline, "_PIECE", 1000)
+    elsewhere = {r: tmp_path / f"disk{r}" for r in (1, 2)}
+    for place in elsewhere.values():
+        place.mkdir()
+    own = timeline.rank_file
+    local = threading.local()
+
+    def of_rank(path, rank):
+        there = elsewhere.get(rank) if getattr(local, "rank", 0) == rank else None
+        return own(there / path.name if there else path, rank)
+
+    monkeypatch.setattr(timeline, "rank_file", of_rank)
+
+    def body(engine):
+        engine.hooks.call_soon(lambda: setattr(local, "rank", engine.rank))
+        engine.submit(Request("s", shape=(1,)), np.ones(1, np.float32)).wait(60)
+        engine.timelines.start(tmp_path / "t.json")
+        train(engine)
+        engine.timelines.stop()
+
+    with_engines(3, body)
+    events, said = events_of(tmp_path / "t.json")
+    assert said["ranks"] == 3
+    assert sum(e["name"] == "step of model" for e in events) == 9
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["t.json"]
+
+
+def test_clock_offsets_are_enclosed():
+    def body(comm):
+        skew = [0.0, 12.5, -3.25][comm.rank]
+        return clocks.estimate(comm, lambda: time.perf_counter() + skew)
+
+    offsets = run_local(body, 3)
+    for offset, skew in zip(offsets, [0.0, 12.5, -3.25], strict=True):
+        assert abs(offset.seconds - skew) <= offset.uncertainty + 1e-9
+        assert offset.uncertainty < 0.05
+    assert run_local(clocks.estimate, 2) == [clocks.Offset(0.0, 0.0)] * 2
+
+
+def test_merging_uses_rank_0s_clock_and_lets_clocks_drift(tmp_path):
+    for rank, (first, last) in enumerate([(0.0, 0.0), (1000.0, 1010.0)]):
+        with rank_file(tmp_path / "t.json", rank).open("w") as out:
+            out.write("[\n")
+            for at, offset in ((0.0, first), (100.0, last)):
+                clock = {"name": CLOCK, "ph": "i", "pid": rank, "args": {"offset_us": offset}}
+                out.write(json.dumps(clock | {"ts": 500 + at + offset}) + ",\n")
+            middle = 500 + 50 + (first + last) / 2
+            out.write(json.dumps({"name": "x", "ph": "i", "pid": rank, "ts": middle}) + ",\n")
+            out.write('{"name": "cut of')
+    merge(tmp_path / "t.json", rank_files(tmp_path / "t.json"))
+    events, _ = events_of(tmp_path / "t.json")
+    assert [e["ts"] for e in events if e["name"] == "x"] == pytest.approx([50, 50], abs=0.5)
+
+
+def test_the_queue_is_bounded_and_a_full_disk_costs_events_only(tmp_path, caplog):
+    def render(item):
+        if item == "wait":
+            entered.set()
+            release.wait(20)
+        return [{"name": str(item), "ph": "i", "ts": 0, "pid": 0}]
+
+    entered, release = threading.Event(), threading.Event()
+    file = TraceFile(tmp_path / "t.json", render, limit=5)
+    file.put("wait")
+    assert entered.wait(20)
+    for i in range(9):
+        file.put(i)
+    release.set()
+    file.close()
+    assert file.dropped == 4
+    events = json.loads((tmp_path / "t.json").read_text())
+    assert [e["name"] for e in events] == ["wait", "0", "1", "2", "3", "4", "dropped"]
+
+    full = TraceFile(tmp_path / "full.json", render)
+    full.put("a")
+    while full._at < 5:
+        time.sleep(0.01)
+    real, os_pwrite = os.pwrite, lambda fd, data, at: real(fd, data[:9], at)
+    try:
+        os.pwrite = os_pwrite
+        full.put("b")
+        while not full.dropped:
+            time.sleep(0.01)
+    finally:
+        os.pwrite = real
+    assert [e["name"] for e in json.loads((tmp_path / "full.json").read_text())] == ["a"]
+    full.put("c")
+    full.close()
+    names = [e["name"] for e in json.loads((tmp_path / "full.json").read_text())]
+    assert names == ["a", "c", "dropped"]
+    assert "drops events: the disk is full" in caplog.text
+
+
+def test_a_killed_process_leaves_valid_json(tmp_path):
+    script = textwrap.dedent(
+        f"""
+        import itertools, time, numpy as np
+        from pathlib import Path
+        from ringlet.fusion import Engine, Request
+        from ringlet.ring.control_open import open_control
+        from ringlet.ring.local import LocalWorld
+        engine = Engine(LocalWorld(1).communicators[0], open_control)
+        engine.timelines.start({str(tmp_path / "t.json")!r})
+        print("ready", flush=True)
+        for i in itertools.count():
+            engine.submit(Request("x", shape=(9,)), np.ones(9, np.float32)).wait()
+            time.sleep(0.005)
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        time.sleep(0.6)
+        process.send_signal(signal.SIGKILL)
+    (part,) = rank_files(tmp_path / "t.json")
+    assert len(json.loads(part.read_text())) > 10
+    merge(tmp_path / "t.json", [part])
+    assert len(events_of(tmp_path / "t.json")[0]) > 10
