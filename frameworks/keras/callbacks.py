@@ -1,0 +1,238 @@
+"""Callbacks for ``model.fit`` on several ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from ringlet.keras.agreement import agree
+from ringlet.keras.checkpoint import load_compressor_state, save_compressor_state, state_path
+from ringlet.keras.functions import averaged, broadcast_variables
+from ringlet.process_sets import global_process_set
+from ringlet.runtime import current
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Start all ranks from rank ``root_rank``'s weights and optimizer state.
+
+    Before the first batch, or after it where the model has no weights until then. Random seeds
+    stay each rank's own. ``device`` and ``local_variables`` are accepted for Horovod's sake.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._left_out = {id(variable) for variable in local_variables or ()}
+        self._done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast if there is something to broadcast."""
+        self._done = False
+        if self.model.built and self.model.weights:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast after the first batch if that was not possible before."""
+        if not self._done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        optimizer = getattr(self.model, "optimizer", None)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        state = [] if optimizer is None else optimizer.variables
+        every = [*self.model.weights, *state]
+        broadcast_variables([v for v in every if id(v) not in self._left_out], self.root_rank)
+        self._done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Average an epoch's metrics over all ranks; put it before callbacks that look at them.
+
+    All ranks need the same metrics (Mismatch). ``device`` is accepted for Horovod's sake.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Overwrite the numbers in ``logs``."""
+        if not logs:
+            return
+        names = sorted(logs)
+        agree("metrics", "metrics", [(name, "") for name in names], global_process_set)
+        means = averaged([float(logs[name]) for name in names], "metrics")
+        logs.update(zip(names, means, strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Set the learning rate to ``initial_lr`` times ``multiplier(epoch)``.
+
+    ``multiplier`` is a function of the epoch or a constant, and applies from ``start_epoch`` to
+    before ``end_epoch``. With ``staircase`` it is called at the start of epochs, otherwise before
+    each batch with fractions of epochs, for which ``steps_per_epoch`` is needed where ``fit`` does
+    not know it. With ``momentum_correction`` SGD's momentum is scaled with the rate (Goyal et al.,
+    2017, section 2).
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None or initial_lr <= 0:
+            raise ValueError(f"initial_lr must be above 0, got {initial_lr}")
+        self.initial_lr = initial_lr
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.staircase = staircase if callable(multiplier) else True
+        self.momentum_correction, self.steps_per_epoch = momentum_correction, steps_per_epoch
+        self._multiplier = multiplier
+        self._epoch = 0
+
+    def multiplier(self, epoch: float) -> float:
+        """Return the factor at ``epoch``, which may be a fraction."""
+        return self._multiplier(epoch) if callable(self._multiplier) else self._multiplier
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how many batches an epoch has."""
+        if self.staircase or self.steps_per_epoch:
+            return
+        self.steps_per_epoch = self.params.get("steps")
+        if not self.steps_per_epoch:
+            raise ValueError("pass steps_per_epoch: fit does not know how many batches there are")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the rate of an epoch."""
+        self._epoch = epoch
+        if self.staircase and self._applies():
+            self._set(self.multiplier(epoch))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate of a batch."""
+        if not self.staircase and self._applies():
+            assert self.steps_per_epoch
+            self._set(self.multiplier(self._epoch + batch / self.steps_per_epoch))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Report the rate as the metric ``lr``."""
+        if logs is not None:
+            logs["lr"] = _rate(self.model.optimizer)
+
+    def _applies(self) -> bool:
+        return self.start_epoch <= self._epoch < (self.end_epoch or float("inf"))
+
+    def _set(self, factor: float) -> None:
+        optimizer = self.model.optimizer
+        before, after = _rate(optimizer), self.initial_lr * factor
+        if after == before:
+            return
+        optimizer.learning_rate = after
+        if self.momentum_correction and before > 0:
+            _scale_momentum(optimizer, after / before)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate from ``initial_lr / size`` to ``initial_lr`` over some epochs.
+
+    ``initial_lr`` is the rate for all ranks together (one rank's times their number). See Goyal et
+    al., "Accurate, Large Minibatch SGD", 2017.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def warmup(epoch: float) -> float:
+            assert self.steps_per_epoch
+            # One batch on, so that the last one reaches the full rate.
+            epoch += 1.0 / self.steps_per_epoch
+            size = current().size
+            return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr, warmup, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Say that the warm-up is over, once and if asked to."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch and epoch == self.end_epoch - 1 and self.verbose and not current().rank:
+            print(f"\nEpoch {epoch + 1}: learning rate warmed up to {_rate(self.model.optimizer)}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Save the best model so far, on rank 0 alone; put it behind MetricAverageCallback."""
+
+    def __init__(
+        self,
+        filepath: Any = "best.keras",
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        **kwargs: Any,
+    ) -> None:
+        kwargs |= {"save_best_only": True, "mode": mode, "save_freq": save_freq}
+        super().__init__(filepath, monitor, verbose, **kwargs)
+
+    def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
+        if current().rank == 0:
+            super()._save_model(epoch, batch, logs)
+
+
+class CompressorStateCheckpoint(keras.callbacks.Callback):
+    """Save what compressors remember after every epoch, each rank to a file of its own.
+
+    The file is ``filepath`` with ``.rank0of2`` and so on behind it. With ``restore`` it is read at
+    the start of ``fit`` where all ranks find theirs.
+    """
+
+    def __init__(self, filepath: Any, restore: bool = True) -> None:
+        super().__init__()
+        self.filepath, self.restore = filepath, restore
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Read this rank's file, if every rank has one."""
+        if not self.restore:
+            return
+        found = Path(state_path(self.filepath)).exists()
+        share = averaged([float(found)], "compressor state found")[0]
+        if share == 1.0:
+            load_compressor_state(self.model.optimizer, self.filepath)
+        elif share > 0:
+            warnings.warn(
+                f"only some ranks find their compressor state at {self.filepath}: all start anew",
+                stacklevel=2,
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Write this rank's file."""
+        save_compressor_state(self.model.optimizer, self.filepath)
+
+
+def _rate(optimizer: Any) -> float:
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+def _scale_momentum(optimizer: Any, factor: float) -> None:
+    """Scale SGD's velocities: the same as scaling its momentum for one step."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if getattr(inner, "momentum", 0) and inner.built:
+        for velocity in getattr(inner, "momentums", ()):
+            if velocity is not None:
+                velocity.assign(keras.ops.multiply(velocity, factor))

@@ -1,0 +1,57 @@
+"""Saving what compressors remember beside a model: each rank its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ringlet.keras import residuals
+from ringlet.keras.gradients import Reducer
+from ringlet.runtime import current
+
+
+def compressor_state(optimizer: Any) -> bytes:
+    """Return what this rank's compressors remember for ``optimizer``, a DistributedOptimizer."""
+    runtime, reducer = current(), reducer_of(optimizer)
+    return residuals.dumps(reducer.states, runtime.rank, runtime.size, reducer.step)
+
+
+def set_compressor_state(optimizer: Any, data: bytes) -> None:
+    """Go on with what ``compressor_state`` returned on this rank; every rank calls this.
+
+    Warns, and starts without residuals, where it was another rank's.
+    """
+    runtime, reducer = current(), reducer_of(optimizer)
+    states, step = residuals.loads(data, runtime.rank, runtime.size)
+    residuals.replace(reducer.states, states, step)
+    reducer.restart(step)
+
+
+def save_compressor_state(optimizer: Any, filepath: Any) -> str:
+    """Write this rank's compressor state beside a checkpoint; return the file's path."""
+    path = Path(state_path(filepath))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(compressor_state(optimizer))
+    part.replace(path)  # a run that is killed leaves the last file whole
+    return str(path)
+
+
+def load_compressor_state(optimizer: Any, filepath: Any) -> None:
+    """Read this rank's compressor state; every rank calls this."""
+    set_compressor_state(optimizer, Path(state_path(filepath)).read_bytes())
+
+
+def state_path(filepath: Any) -> str:
+    """Return where this rank keeps the compressor state of the checkpoint ``filepath``."""
+    runtime = current()
+    return f"{os.fspath(filepath)}.rank{runtime.rank}of{runtime.size}"
+
+
+def reducer_of(owner: Any) -> Reducer:
+    """Return the reducer of a DistributedOptimizer; TypeError for anything else."""
+    found = getattr(owner, "_ringlet", None)
+    if not isinstance(found, Reducer):
+        raise TypeError(f"{type(owner).__name__} is no DistributedOptimizer of Ringlet's")
+    return found

@@ -1,0 +1,57 @@
+"""Names of variables: what compressors are chosen by, and what they remember is filed under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def name_of(variable: Any, place: int = 0) -> str:
+    """Return a variable's path in its model, or its name, or its place among others."""
+    path = getattr(variable, "path", None)
+    if isinstance(path, str) and path:
+        return path
+    try:
+        name = str(variable.name)
+    except Exception:  # eager tensors have the attribute, and raise
+        return f"source.{place}"
+    return name.partition(":")[0] or f"source.{place}"
+
+
+def identity(variable: Any) -> int:
+    """Return what tells variables apart: that of TensorFlow's own inside a Keras variable."""
+    return id(getattr(variable, "_value", variable))
+
+
+def cohorts(variables: Sequence[Any], groups: int | Sequence[Sequence[Any]] | None) -> list[str]:
+    """Return, for each variable, the name of the group that it travels in; "" for any.
+
+    ``groups`` is how many groups to make, or lists of variables. Raises ValueError for groups that
+    are no such thing, or share a variable.
+    """
+    if groups is None or (isinstance(groups, int) and groups == 0):
+        return [""] * len(variables)
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError(f"groups must be a positive number or lists of variables: {groups}")
+        each = -(-len(variables) // groups)
+        return [str(i // each) for i in range(len(variables))]
+    of: dict[int, str] = {}
+    for number, group in enumerate(groups):
+        if not isinstance(group, Iterable):
+            raise ValueError("groups is a number, or a list of lists of variables")
+        for variable in group:
+            if of.setdefault(identity(variable), str(number)) != str(number):
+                raise ValueError(f"{name_of(variable)!r} is in more than one of the groups")
+    return [of.get(identity(variable), "") for variable in variables]
+
+
+def local_variables(layers: Any) -> list[Any]:
+    """Return the trainable variables of a layer, or of several."""
+    if layers is None:
+        return []
+    listed = list(layers) if isinstance(layers, Iterable) else [layers]
+    for layer in listed:
+        if not hasattr(layer, "trainable_variables"):
+            raise TypeError(f"local_layers are Keras layers, not {type(layer).__name__}")
+    return [variable for layer in listed for variable in layer.trainable_variables]

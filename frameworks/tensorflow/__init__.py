@@ -1,0 +1,157 @@
+"""Ringlet for TensorFlow: Horovod's interface, with compressors, eager and in tf.function.
+
+import ringlet.tensorflow as hvd
+
+hvd.init()
+with tf.GradientTape() as tape:
+    loss = ...
+tape = hvd.DistributedGradientTape(tape, compression="int8 | ef")
+optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+"""
+
+from ringlet.build import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ringlet.fusion.errors import StepAbandoned
+from ringlet.keras.compression import Compression
+from ringlet.keras.topology import (
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    local_rank,
+    local_size,
+    rank,
+    reset_stats,
+    size,
+    stats,
+)
+from ringlet.lifecycle import init
+from ringlet.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.errors import RingError as HorovodInternalError
+from ringlet.runtime import is_initialized, shutdown
+from ringlet.tensorflow.checkpoint import CompressorState
+from ringlet.tensorflow.functions import (
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from ringlet.tensorflow.hooks import BroadcastGlobalVariablesHook
+from ringlet.tensorflow.movements import (
+    allgather,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+    join,
+)
+from ringlet.tensorflow.optimizer import DistributedOptimizer
+from ringlet.tensorflow.reducescatter import grouped_reducescatter, reducescatter
+from ringlet.tensorflow.reductions import allreduce, grouped_allreduce
+from ringlet.tensorflow.replicas import replicas_equal
+from ringlet.tensorflow.sync_batch_norm import SyncBatchNormalization
+from ringlet.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from ringlet.tensorflow.topology import (
+    check_num_rank_power_of_2,
+    gpu_available,
+    local_rank_op,
+    local_size_op,
+    num_rank_is_power_2,
+    process_set_included_op,
+    rank_op,
+    size_op,
+)
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "CompressorState",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "StepAbandoned",
+    "Sum",
+    "SyncBatchNormalization",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "ccl_built",
+    "check_num_rank_power_of_2",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "gpu_available",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "num_rank_is_power_2",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "remove_process_set",
+    "replicas_equal",
+    "reset_stats",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "stats",
+]

@@ -1,0 +1,42 @@
+"""Gradients of collectives: they are collectives too, so ranks have to run backward together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+Forward = Callable[[list[Any]], tuple[list[Any], Any]]  # outputs, and what backward needs
+Backward = Callable[[list[Any], Any], Sequence[Any]]
+
+
+def differentiable(tensors: Sequence[Any], forward: Forward, backward: Backward) -> list[Any]:
+    """Return the outputs of ``forward(tensors)``, with ``backward(gradients, saved)`` behind it.
+
+    Integers have no gradient: where any output is one, ``backward`` gets zeros for it.
+    """
+
+    @tf.custom_gradient
+    def operation(*given: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
+        outputs, saved = forward(list(given))
+
+        def gradient(*upstream: Any) -> list[Any]:
+            filled = [
+                tf.zeros_like(output) if grad is None else tf.convert_to_tensor(grad)
+                for grad, output in zip(upstream, outputs, strict=True)
+            ]
+            results = backward(filled, saved)
+            return [
+                grad if tensor.dtype.is_floating else None
+                for grad, tensor in zip(results, given, strict=True)
+            ]
+
+        return outputs, gradient
+
+    return list(operation(*tensors))
+
+
+def no_gradient(what: str) -> None:
+    """Raise LookupError for an operation that has none."""
+    raise LookupError(f"{what} has no gradient; wrap its input in tf.stop_gradient(...)")

@@ -1,0 +1,107 @@
+"""Functions that make replicas start alike, and objects between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ringlet import objects
+from ringlet.keras.agreement import agree, unique
+from ringlet.keras.variables import name_of
+from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.tensorflow.bridge import as_written, in_graph, operation_name, refuse_graph, run
+from ringlet.tensorflow.movements import broadcast_all
+from ringlet.tensorflow.tensors import dense
+
+
+@as_written
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Overwrite variables on every rank with those of ``root_rank``, in one exchange.
+
+    Takes ``tf.Variable`` and Keras variables; in a graph, returns the operation that does it.
+    ``inplace`` is accepted for Horovod's sake. Raises Mismatch, the same on every rank, when
+    names, shapes or dtypes differ.
+    """
+    listed = list(variables)
+    names = unique([name_of(variable, i) for i, variable in enumerate(listed)])
+    values = [dense(v, f"variable {n!r}") for v, n in zip(listed, names, strict=True)]
+    items = [(n, f"{v.dtype.name}{v.shape.as_list()}") for n, v in zip(names, values, strict=True)]
+
+    def check(_: Any) -> list[Any]:
+        agree("broadcast_variables", "broadcast_variables", items, process_set)
+        return []
+
+    run_check = run(check, [], [])
+    if not listed:
+        return run_check[0] if in_graph() else None
+    labels: list[str | None] = [f"broadcast_variables.{name}" for name in names]
+    with tf.control_dependencies(run_check):
+        received = broadcast_all(values, root_rank, labels, process_set)
+    made = [variable.assign(value) for variable, value in zip(listed, received, strict=True)]
+    return tf.group(*[each for each in made if each is not None]) if in_graph() else None
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Return an operation that broadcasts all variables of a ``tf.compat.v1`` graph.
+
+    Raises RuntimeError in eager mode, which has no list of all variables.
+    """
+    if not in_graph():
+        raise RuntimeError(
+            "broadcast_global_variables needs a tf.compat.v1 graph; in eager mode use "
+            "broadcast_variables(model.variables, root_rank)"
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+@as_written
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return rank ``root_rank``'s ``obj`` on every rank of the process set.
+
+    Pickled and signed. ``session`` is accepted for Horovod's sake. RuntimeError in a tf.function.
+    """
+    if tf.inside_function():
+        refuse_graph("broadcast_object", "call it outside and pass what it returns as an argument")
+    named = operation_name("broadcast_object", name, None, process_set.number())
+    return objects.broadcast_object(obj, root_rank, named(), process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """Return a function that broadcasts the object it is given. See ``broadcast_object``."""
+
+    def broadcast(obj: Any) -> Any:
+        return broadcast_object(obj, root_rank, session, name, process_set)
+
+    return broadcast
+
+
+@as_written
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return every rank's ``obj``, in rank order. See ``broadcast_object``."""
+    if tf.inside_function():
+        refuse_graph("allgather_object", "call it outside and pass what it returns as an argument")
+    named = operation_name("allgather_object", name, None, process_set.number())
+    return objects.allgather_object(obj, named(), process_set)

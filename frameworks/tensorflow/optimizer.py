@@ -1,0 +1,133 @@
+"""DistributedOptimizer: for Keras 3 optimizers, and for those of ``tf.compat.v1``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringlet.compressors.routes import Routes, Spec
+from ringlet.keras.accumulation import Accumulator
+from ringlet.keras.agreement import unique
+from ringlet.keras.compression import as_router
+from ringlet.keras.gradients import Reducer, Settings
+from ringlet.keras.optimizer import DistributedOptimizer as KerasDistributedOptimizer
+from ringlet.keras.variables import cohorts, name_of
+from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.ring.communicator import ReduceOp
+from ringlet.runtime import current
+from ringlet.tensorflow.bridge import as_written, in_graph
+from ringlet.tensorflow.gradients import reduced
+
+_V1: Any = tf.compat.v1.train.Optimizer
+
+
+class _Distributed:
+    """What DistributedOptimizer adds to the class of a ``tf.compat.v1`` optimizer."""
+
+    _ringlet: Reducer
+    _ringlet_accumulator: Accumulator
+    _ringlet_groups: Any
+    _ringlet_ends: Any
+
+    @as_written
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Return the gradients of the wrapped optimizer, reduced over all ranks."""
+        inner: Any = super()
+        pairs = inner.compute_gradients(*args, **kwargs)
+        variables = [variable for _, variable in pairs]
+        names = unique([name_of(v, i) for i, v in enumerate(variables)])
+        given = [gradient for gradient, _ in pairs]
+        chosen = cohorts(variables, self._ringlet_groups)
+        self._ringlet_ends, done = reduced(
+            self._ringlet, variables, names, given, chosen, self._ringlet_accumulator
+        )
+        return list(zip(done, variables, strict=True))
+
+    @as_written
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """Apply what ``compute_gradients`` returned; between steps, do nothing."""
+        inner: Any = super()
+        pairs, ends = list(grads_and_vars), self._ringlet_ends
+        if self._ringlet_accumulator.passes == 1 or ends is None:
+            return inner.apply_gradients(pairs, global_step, name)
+        if not in_graph():
+            return inner.apply_gradients(pairs, global_step, name) if bool(ends) else None
+
+        def apply() -> Any:
+            with tf.control_dependencies([inner.apply_gradients(pairs, global_step, name)]):
+                return tf.constant(True)
+
+        return tf.group(tf.cond(ends, apply, lambda: tf.constant(False)))
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Spec | Routes | Any = None,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return an optimizer whose gradients are reduced over all ranks before they are applied.
+
+    ``optimizer`` is a Keras 3 optimizer, for which see ``ringlet.keras.DistributedOptimizer``, or
+    one of ``tf.compat.v1.train``, in a graph or eager: its ``compute_gradients`` reduces, all
+    gradients in one node. Arguments mean the same for both. Raises ValueError for an optimizer
+    that is wrapped already, TypeError for anything else.
+    """
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return KerasDistributedOptimizer(
+            optimizer,
+            name,
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            gradient_predivide_factor,
+            op,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            num_groups,
+            groups,
+            process_set,
+            scale_local_gradients,
+        )
+    if isinstance(optimizer, _Distributed):
+        raise ValueError(
+            "this optimizer is a DistributedOptimizer already; wrap the original optimizer"
+        )
+    if not isinstance(optimizer, _V1):
+        raise TypeError(
+            "optimizer is a keras.optimizers.Optimizer or a tf.compat.v1.train.Optimizer, not "
+            f"{type(optimizer).__name__}"
+        )
+    if ReduceOp(op) not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"op must be Average or Sum, not {ReduceOp(op).name.title()}")
+    current()
+    router, predivide = as_router(compression), gradient_predivide_factor
+    settings = Settings(router, ReduceOp(op), predivide, process_set, sparse_as_dense)
+    base = type(optimizer)
+    cls: Any = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
+    distributed = cls.__new__(cls)
+    distributed.__dict__.update(optimizer.__dict__)
+    distributed.__dict__.update(
+        _ringlet=Reducer("DistributedOptimizer", settings),
+        _ringlet_accumulator=Accumulator(backward_passes_per_step, average_aggregated_gradients),
+        _ringlet_groups=num_groups if groups is None and num_groups else groups,
+        _ringlet_ends=None,
+    )
+    return distributed

@@ -1,0 +1,185 @@
+"""DistributedGradientTape: gradients that are reduced over all ranks before they are returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ringlet.compressors.routes import Routes, Spec
+from ringlet.keras.agreement import unique
+from ringlet.keras.compression import as_router
+from ringlet.keras.gradients import Reducer, Settings
+from ringlet.keras.variables import cohorts, identity, local_variables, name_of
+from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.ring.communicator import ReduceOp
+from ringlet.runtime import current
+from ringlet.tensorflow.bridge import as_written
+from ringlet.tensorflow.gradients import reduced
+
+
+class _Distributed:
+    """What DistributedGradientTape adds to the class of the tape that it wraps."""
+
+    _ringlet_settings: Settings
+    _ringlet_groups: Any
+    _ringlet_local: set[int]
+    _ringlet_scale_local: bool
+
+    @as_written
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Return the gradients of ``target`` like ``tf.GradientTape``, reduced over all ranks."""
+        inner: Any = super()
+        gradients = inner.gradient(target, sources, output_gradients, unconnected_gradients)
+        return self._ringlet_reduced(gradients, sources)
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of ``source``, a variable, as it is on this rank."""
+        self._ringlet_local.add(identity(source))
+
+    def _ringlet_reduced(self, gradients: Any, sources: Any) -> Any:
+        flat_sources = tf.nest.flatten(sources)
+        flat_gradients = tf.nest.flatten(gradients, expand_composites=False)
+        shared = [i for i, s in enumerate(flat_sources) if identity(s) not in self._ringlet_local]
+        results = list(flat_gradients)
+        size = self._ringlet_settings.process_set.size()
+        if self._ringlet_scale_local and size > 1:
+            for i, gradient in enumerate(results):
+                if gradient is not None and i not in shared:
+                    results[i] = _divided(gradient, size)
+        variables = [flat_sources[i] for i in shared]
+        names = unique([name_of(v, i) for i, v in enumerate(variables)])
+        reducer = _reducer(self._ringlet_settings, tuple(names))
+        chosen = cohorts(variables, self._ringlet_groups)
+        given = [flat_gradients[i] for i in shared]
+        _, done = reduced(reducer, variables, names, given, chosen)
+        for i, gradient in zip(shared, done, strict=True):
+            results[i] = gradient
+        return tf.nest.pack_sequence_as(sources, results)
+
+
+@as_written
+def DistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Spec | Routes | Any = None,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return ``gradtape`` with gradients reduced over all ranks, all of them in one graph node.
+
+    A new tape in every step is as good as one: what compressors remember is filed under the
+    variables' names. Gradients of ``tf.gather`` (IndexedSlices) are fused with the others, and
+    become dense, where the variable has less than 65536 elements; larger ones travel, and are
+    returned, as rows with duplicates added up.
+
+    - ``compression``: a spec such as ``"topk(ratio=0.01) | ef"``, a Compressor, or a mapping from
+      patterns of variable names to specs: ``{"*bias": "none", "*": "int8 | ef"}``.
+    - ``sparse_as_dense``: reduce all IndexedSlices as dense tensors.
+    - ``op``: Average, Sum or Adasum.
+    - ``gradient_predivide_factor``: divide by this before the sum and by size / this after it.
+    - ``groups``: variables that travel together, as lists of them, or how many groups to make.
+    - ``scale_local_gradients``: divide gradients of local sources by the number of ranks.
+
+    Devices are accepted for Horovod's sake. Raises Mismatch (in a tf.function
+    ``tf.errors.UnknownError`` with its text), the same on every rank, when ranks have gradients of
+    different variables; SpecError for a bad ``compression``; ValueError for a tape that is
+    distributed already; RuntimeError under ``jit_compile=True``.
+    """
+    if isinstance(gradtape, _Distributed):
+        raise ValueError("this tape is a DistributedGradientTape already; wrap a tf.GradientTape")
+    if not isinstance(gradtape, tf.GradientTape):
+        raise TypeError(f"gradtape is a tf.GradientTape, not {type(gradtape).__name__}")
+    current()
+    base = type(gradtape)
+    cls: Any = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
+    tape = cls.__new__(cls)
+    tape.__dict__.update(gradtape.__dict__)
+    tape._ringlet_settings = Settings(
+        as_router(compression),
+        ReduceOp(op),
+        gradient_predivide_factor,
+        process_set,
+        sparse_as_dense,
+    )
+    tape._ringlet_groups = num_groups if groups is None and num_groups else groups
+    tape._ringlet_local, tape._ringlet_scale_local = set(), scale_local_gradients
+    return tape
+
+
+@as_written
+def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Spec | Routes | Any = None,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return a DistributedGradientTape that leaves the variables of ``local_layers`` alone.
+
+    ``local_layers`` is a Keras layer or several, such as embeddings divided over the ranks.
+    """
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in local_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def _divided(gradient: Any, size: int) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+    return gradient / size
+
+
+def _reducer(settings: Settings, names: tuple[str, ...]) -> Reducer:
+    """Return the reducer of these settings and variables: the same for every tape of a loop."""
+    known, key = _known(), (settings.key(), names)
+    if key not in known:
+        known[key] = Reducer("DistributedGradientTape", settings)
+    return known[key]
+
+
+def reducer_of_tape(tape: Any, sources: Any) -> Reducer:
+    """Return what reduces the gradients of ``sources`` for tapes like this one."""
+    if not isinstance(tape, _Distributed):
+        raise TypeError("this tape is no DistributedGradientTape")
+    flat = [s for s in tf.nest.flatten(sources) if identity(s) not in tape._ringlet_local]
+    names = unique([name_of(v, i) for i, v in enumerate(flat)])
+    return _reducer(tape._ringlet_settings, tuple(names))
+
+
+def _known() -> dict[tuple[Any, tuple[str, ...]], Reducer]:
+    made: dict[tuple[Any, tuple[str, ...]], Reducer] = current().extras.setdefault("tapes", {})
+    return made

@@ -1,0 +1,263 @@
+"""ringlet.keras on TensorFlow: fit, callbacks, saved models, Horovod's names, on real ranks."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import tempfile
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import ringlet.keras as hvd
+from ringlet.keras.replicas import variables_equal
+
+
+def made(policy="float32", seed=0, rows=0):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    layers = [keras.Input((16,), dtype="int32" if rows else "float32")]
+    if rows:
+        layers += [keras.layers.Embedding(rows, 8), keras.layers.Flatten()]
+    layers += [
+        keras.layers.Dense(128, activation="relu", dtype=policy),
+        keras.layers.Dropout(0.1),
+        keras.layers.Dense(4, dtype=policy),
+    ]
+    return keras.Sequential(layers)
+
+
+def data(rank, rows=64):
+    numbers = np.random.default_rng(rank)
+    x = numbers.normal(size=(rows, 16)).astype("float32")
+    return x, np.stack([x[:, i] * x[:, i + 4] for i in range(4)], 1)
+
+
+def fit(model, callbacks=(), epochs=2, x=None, **options):
+    given, y = data(hvd.rank())
+    given = given if x is None else x
+    options = {"batch_size": 16, "verbose": 0, "epochs": epochs} | options
+    return model.fit(given, y, callbacks=list(callbacks), **options).history
+
+
+def case_fit():
+    rank = hvd.rank()
+    for spec in (None, "fp16", "int8 | ef", {"*bias": "none", "*": "topk(ratio=0.1) | ef"}):
+        model = made(seed=rank)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=spec)
+        model.compile(optimizer, "mse", metrics=["mae"])
+        start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        history = fit(model, [*start, hvd.callbacks.MetricAverageCallback()], epochs=4)
+        assert history["loss"][-1] < history["loss"][0]
+        assert hvd.allgather_object(history) == [history] * hvd.size()
+        assert variables_equal([*model.weights, *optimizer.variables])
+        norm = optimizer.residual_norm()
+        assert (norm > 0) == (spec not in (None, "fp16"))
+
+
+def case_fit_eagerly_and_accumulate():
+    for eager in (True, False):
+        model = made()
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.01),
+            backward_passes_per_step=2,
+            average_aggregated_gradients=True,
+        )
+        model.compile(optimizer, "mse", run_eagerly=eager)
+        fit(model)
+        assert int(optimizer.iterations) == 4
+        assert variables_equal(model.weights)
+
+
+def case_fit_in_mixed_float16():
+    model = made("mixed_float16")
+    model.dtype_policy = keras.DTypePolicy("mixed_float16")
+    distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    with pytest.raises(ValueError, match="the other way round"):
+        model.compile(distributed, "mse")
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))
+    model.compile(hvd.DistributedOptimizer(scaler, compression="int8 | ef"), "mse")
+    history = fit(model, epochs=3)
+    assert history["loss"][-1] < history["loss"][0]
+    assert variables_equal([*model.weights, *model.optimizer.variables])
+
+
+def case_fit_an_embedding():
+    tokens = np.random.default_rng(hvd.rank()).integers(0, 20_000, (64, 16))
+    for spec in (None, "int8 | ef"):
+        model = made(rows=20_000)
+        model.compile(
+            hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=spec), "mse"
+        )
+        before = hvd.stats().raw_bytes
+        history = fit(model, x=tokens, epochs=3)
+        assert history["loss"][-1] < history["loss"][0]
+        assert variables_equal(model.weights)
+        assert hvd.stats().raw_bytes - before < 12 * 4 * 20_000 * 8 / 2  # not the whole table
+
+
+def case_local_layers():
+    rank, size = hvd.rank(), hvd.size()
+    model = made(seed=rank)
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.01), local_layers=model.layers[0]
+    )
+    model.compile(optimizer, "mse")
+    hvd.broadcast_variables(model.layers[2].weights, 0)
+    fit(model)
+    assert variables_equal(model.layers[2].weights)
+    kernels = hvd.allgather(model.layers[0].kernel)
+    assert not np.array_equal(kernels[:16], kernels[16:])
+    assert len(kernels) == 16 * size
+
+
+def case_learning_rates():
+    size = hvd.size()
+    model = made()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.01 * size, warmup_epochs=2, verbose=1)
+    later = hvd.callbacks.LearningRateScheduleCallback(0.01 * size, 0.1, start_epoch=2)
+    rates = fit(model, [warmup, later], epochs=4)["lr"]
+    assert rates[1] == pytest.approx(0.01 * size)
+    assert 0.01 < rates[0] < rates[1]
+    assert rates[2:] == pytest.approx([0.001 * size] * 2)
+    curve = [warmup.multiplier(e / 4) for e in range(8)]
+    assert curve == pytest.approx([(1 + (i + 1) / 8 * (size - 1)) / size for i in range(8)])
+    velocity = model.optimizer.momentums[0]
+    before = np.array(velocity)
+    halved = hvd.callbacks.LearningRateScheduleCallback(0.002, lambda epoch: 0.5, staircase=True)
+    halved.set_model(model)
+    model.optimizer.learning_rate = 0.002
+    halved.on_epoch_begin(0)
+    assert np.allclose(velocity, before / 2)
+    with pytest.raises(ValueError, match="initial_lr"):
+        hvd.callbacks.LearningRateScheduleCallback(0, 1.0)
+
+
+def case_metrics_that_differ():
+    callback = hvd.callbacks.MetricAverageCallback()
+    logs = {"loss": float(hvd.rank()), "acc": 1.0}
+    callback.on_epoch_end(0, logs)
+    assert logs == {"loss": 0.5, "acc": 1.0}
+    odd = {"loss": 1.0} | ({"val_loss": 1.0} if hvd.rank() == 0 else {})
+    with pytest.raises(
+        hvd.HorovodInternalError, match=r"metrics: 'val_loss' is there on rank\(s\) 0"
+    ):
+        callback.on_epoch_end(1, odd)
+
+
+def case_saved_models():
+    rank = hvd.rank()
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+    model = made()
+    spec = "topk(ratio=0.1) | ef"
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=spec)
+    model.compile(optimizer, "mse")
+    best = hvd.callbacks.BestModelCheckpoint(folder / "best.keras", monitor="loss")
+    residuals = hvd.callbacks.CompressorStateCheckpoint(folder / "best.keras")
+    fit(model, [hvd.callbacks.MetricAverageCallback(), best, residuals])
+    hvd.broadcast_object()
+    assert {p.name for p in folder.iterdir()} == {
+        "best.keras",
+        *[f"best.keras.rank{r}of{hvd.size()}" for r in range(hvd.size())],
+    }
+    plain = keras.models.load_model(folder / "best.keras")
+    assert type(plain.optimizer) is keras.optimizers.Adam  # Ringlet is not needed to load it
+    again = hvd.load_model(folder / "best.keras", compression=spec)
+    assert int(again.optimizer.iterations) == int(optimizer.iterations) == 8
+    for a, b in zip(again.weights, model.weights, strict=True):
+        assert np.array_equal(a, b)
+    assert again.optimizer.residual_norm() == 0
+    hvd.load_compressor_state(again.optimizer, folder / "best.keras")
+    assert again.optimizer.residual_norm() == optimizer.residual_norm() > 0
+    for each in (model, again):
+        keras.utils.set_random_seed(5)
+        each.evaluate(*data(rank), verbose=0)
+        fit(each, epochs=1, shuffle=False)
+    assert variables_equal(again.weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(again, [hvd.callbacks.CompressorStateCheckpoint(folder / "best.keras")], epochs=1)
+    foreign = folder / f"best.keras.rank{1 - rank}of2"
+    hvd.broadcast_object()
+    with pytest.warns(UserWarning, match="residuals of rank"):
+        hvd.set_compressor_state(again.optimizer, foreign.read_bytes())
+    assert again.optimizer.residual_norm() == 0
+    with pytest.raises(ValueError, match="no legacy optimizers"):
+        hvd.load_model(folder / "best.keras", legacy_opts=True)
+
+
+def case_values():
+    size, rank = hvd.size(), hvd.rank()
+    assert float(hvd.allreduce(float(rank))) == (size - 1) / 2
+    assert float(hvd.allreduce(1.0, op=hvd.Sum, compression=hvd.Compression.fp16)) == size
+    assert hvd.allgather(np.array([rank])).numpy().tolist() == list(range(size))
+    assert float(hvd.broadcast(float(rank), 1)) == 1.0
+    assert hvd.reducescatter(np.ones(size, np.float32), op=hvd.Sum).numpy().tolist() == [size]
+    with pytest.raises(RuntimeError, match=r"compat\.v1 graph"):
+        hvd.broadcast_global_variables(0)
+
+
+def case_wrapped_twice_and_other_mistakes():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(TypeError, match=r"keras\.optimizers\.Optimizer"):
+        hvd.DistributedOptimizer("sgd")
+    with pytest.raises(ValueError, match="Average or Sum"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum)
+    with pytest.raises(ValueError, match="did you mean"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), compression="int9")
+    with pytest.raises(TypeError, match="cannot be copied"):
+        optimizer.__reduce_ex__(4)
+    with pytest.raises(RuntimeError, match="stateless_apply"):
+        optimizer.stateless_apply([], [], [])
+    model = made()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse", jit_compile=True)
+    with pytest.raises(RuntimeError, match=r"jit_compile=False to model\.compile"):
+        fit(model)
+
+
+def case_models_that_differ():
+    import tensorflow as tf
+
+    keras.backend.clear_session()
+    units = 3 + hvd.rank()
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(units), keras.layers.Dense(4)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    with pytest.raises(tf.errors.OpError, match="dense/kernel' differs between ranks"):
+        fit(model)
+    with pytest.raises(hvd.HorovodInternalError, match="differs between ranks"):
+        fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+
+def case_horovods_names():
+    import importlib
+
+    import ringlet
+
+    ringlet.install_as_horovod()
+    for module in ("horovod.keras", "horovod.tensorflow.keras", "horovod.tensorflow"):
+        found = importlib.import_module(module)
+        assert found.rank() == hvd.rank()
+        assert found.size() == hvd.size()
+        assert found.DistributedOptimizer
+        assert found.Compression.fp16
+    for module in ("horovod.keras.callbacks", "horovod.tensorflow.keras.callbacks"):
+        assert importlib.import_module(module).MetricAverageCallback
+    assert found.DistributedGradientTape
+    both = importlib.import_module("ringlet.tensorflow.keras")
+    assert both.callbacks.MetricAverageCallback is hvd.callbacks.MetricAverageCallback
+
+
+CASES = [name for name in dir() if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_keras_on_two_ranks(run_case, case):
+    run_case(globals()[case], "gloo", 2)

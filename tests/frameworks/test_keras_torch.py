@@ -1,0 +1,125 @@
+"""ringlet.keras on Keras's torch backend: this file is also the script that two ranks run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+CHECKS = (
+    "fit", "residuals and models", "mixed float16", "accumulation", "values", "mistakes",
+)  # fmt: skip
+
+
+def main():
+    import keras
+    import numpy as np
+    import torch
+
+    import ringlet.keras as hvd
+    from ringlet.keras.replicas import variables_equal
+
+    torch.set_num_threads(1)
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    assert keras.config.backend() == "torch"
+    assert "tensorflow" not in sys.modules
+
+    def made(optimizer, policy="float32"):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(rank)
+        dense = keras.layers.Dense
+        layers = [keras.Input((16,)), dense(128, activation="relu", dtype=policy), dense(4)]
+        model = keras.Sequential(layers)
+        model.compile(optimizer, "mse")
+        return model
+
+    def fit(model, *callbacks, epochs=3):
+        numbers = np.random.default_rng(rank)
+        x = numbers.normal(size=(64, 16)).astype("float32")
+        y = np.stack([x[:, i] * x[:, i + 4] for i in range(4)], 1)
+        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        mean = hvd.callbacks.MetricAverageCallback()
+        callbacks = [start, mean, *callbacks]
+        return model.fit(x, y, 16, epochs, verbose=0, callbacks=callbacks).history["loss"]
+
+    for spec in (None, "int8 | ef", "topk(ratio=0.1) | ef"):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=spec)
+        model = made(optimizer)
+        losses = fit(model)
+        assert losses[-1] < losses[0]
+        assert variables_equal([*model.weights, *optimizer.variables])
+    print("fit", flush=True)
+
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+    best = hvd.callbacks.BestModelCheckpoint(folder / "best.keras", monitor="loss")
+    fit(model, best, hvd.callbacks.CompressorStateCheckpoint(folder / "best.keras"))
+    hvd.broadcast_object()
+    again = hvd.load_model(folder / "best.keras", compression=spec)
+    hvd.load_compressor_state(again.optimizer, folder / "best.keras")
+    assert again.optimizer.residual_norm() == optimizer.residual_norm() > 0
+    print("residuals and models", flush=True)
+
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=1024.0)
+    optimizer = hvd.DistributedOptimizer(scaler, compression="int8 | ef")
+    model = made(optimizer)
+    optimizer.build(model.trainable_variables)
+    hvd.broadcast_variables(model.weights, 0)
+    before = [np.array(keras.ops.convert_to_numpy(v)) for v in model.weights]
+    bad = np.inf if rank == 1 else 1.0
+    gradients = [torch.full(tuple(v.shape), bad) for v in model.trainable_variables]
+    optimizer.apply(gradients, model.trainable_variables)
+    for old, new in zip(before, model.weights, strict=True):
+        assert np.array_equal(old, keras.ops.convert_to_numpy(new))
+    assert float(optimizer.dynamic_scale.value) == 512.0
+    assert optimizer.residual_norm() == 0
+    print("mixed float16", flush=True)
+
+    x = keras.Variable(np.zeros(3, np.float32), name="x")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    for i in range(4):
+        optimizer.apply([torch.full((3,), rank + 1.0)], [x])
+        expected = (i + 1) // 2 * (size + 1)
+        assert np.allclose(keras.ops.convert_to_numpy(x), -expected)
+    print("accumulation", flush=True)
+
+    assert float(hvd.allreduce(float(rank))) == (size - 1) / 2
+    assert hvd.allgather(np.array([rank])).tolist() == list(range(size))
+    assert float(hvd.broadcast(float(rank), 1)) == 1.0
+    print("values", flush=True)
+
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
+        hvd.broadcast_global_variables(0)
+    odd = keras.Variable(np.zeros(3 + rank, np.float32), name="odd")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    with pytest.raises(hvd.HorovodInternalError, match="'odd' differs between ranks"):
+        optimizer.apply([torch.ones(3 + rank)], [odd])
+    print("mistakes", flush=True)
+
+
+@pytest.fixture(scope="module")
+def job():
+    """Run the checks on two ranks."""
+    command = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--transport", "gloo"]
+    return subprocess.run(
+        [*command, sys.executable, __file__],
+        env=os.environ | {"KERAS_BACKEND": "torch"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_torch_backend_on_two_ranks(job, check):
+    assert job.stdout.count(f">: {check}\n") == 2, job.stdout + job.stderr
+
+
+if __name__ == "__main__":
+    main()

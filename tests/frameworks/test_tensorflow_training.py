@@ -1,0 +1,533 @@
+"""ringlet.tensorflow: tapes, optimizers, embeddings, checkpoints and batch norm on real ranks."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringlet.tensorflow as hvd
+
+SPECS = (None, "fp16", "bf16", "int8 | ef", "topk(ratio=0.05) | ef", "powersgd(rank=2) | ef")
+
+
+def function(body):
+    return tf.function(body, autograph=False)
+
+
+def dense_model(seed=0, width=128, policy="float32"):
+    keras.utils.set_random_seed(seed)
+    keras.backend.clear_session()  # layers are numbered anew, so that ranks name them alike
+    layers = [
+        keras.Input((16,)),
+        keras.layers.Dense(width, activation="relu", name="hidden", dtype=policy),
+        keras.layers.Dense(4, name="out", dtype=policy),
+    ]
+    return keras.Sequential(layers, name="model")
+
+
+def batch(rank, step=0, rows=8):
+    x = tf.random.stateless_normal([rows, 16], [rank, step])
+    return x, tf.random.stateless_normal([rows, 4], [rank, step + 1000])
+
+
+def loss_of(model, data):
+    return tf.reduce_mean(tf.square(tf.cast(model(data[0]), tf.float32) - data[1]))
+
+
+def arrays(variables):
+    return [np.array(v) for v in variables]
+
+
+def local_mean_gradients(model, step=0):
+    """What the average over ranks is, computed on this rank alone."""
+    every = []
+    for rank in range(hvd.size()):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, batch(rank, step))
+        every.append(tape.gradient(loss, model.trainable_variables))
+    return [np.mean([np.array(g) for g in same], 0) for same in zip(*every, strict=True)]
+
+
+def case_tape():
+    model = dense_model()
+    expected = local_mean_gradients(model)
+
+    def gradients(**options):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, batch(hvd.rank()))
+        tape = hvd.DistributedGradientTape(tape, **options)
+        return tape.gradient(loss, model.trainable_variables)
+
+    variants = [
+        {},
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+        {"num_groups": 1},
+        {"groups": [model.trainable_variables[:2]]},
+        {"compression": hvd.Compression.none},
+    ]
+    for options in variants:
+        for call in (gradients, function(gradients)):
+            for got, want in zip(call(**options), expected, strict=True):
+                assert np.allclose(got, want, atol=1e-6)
+    for got, want in zip(gradients(op=hvd.Sum), expected, strict=True):
+        assert np.allclose(got, want * hvd.size(), atol=1e-5)
+    for spec in SPECS:
+        got = gradients(compression=spec)
+        assert got[1].shape == expected[1].shape
+    routed = gradients(compression={"*bias": "none", "*": "topk(ratio=0.01)"})
+    assert np.allclose(routed[1], expected[1], atol=1e-6)
+    assert np.count_nonzero(routed[0]) < expected[0].size / 4
+    nodes = [
+        op.type
+        for op in function(gradients).get_concrete_function().graph.get_operations()
+        if op.type == "PyFunc"
+    ]
+    assert nodes == ["PyFunc"]
+
+
+def case_tape_structures():
+    rank, size = hvd.rank(), hvd.size()
+    x, unused = tf.Variable(2.0, name="x"), tf.Variable(1.0, name="unused")
+    with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        y = x * x * (rank + 1.0)
+    factor = (size + 1) / 2
+    assert tape.gradient(y, x).numpy() == pytest.approx(4 * factor)
+    named = tape.gradient(y, {"a": x, "b": [unused]})
+    assert named["a"].numpy() == pytest.approx(4 * factor)
+    assert named["b"] == [None]
+    watched = tf.constant(3.0)
+    with tf.GradientTape() as inner:
+        inner.watch(watched)
+        z = watched * (rank + 1.0)
+    assert hvd.DistributedGradientTape(inner).gradient(z, watched).numpy() == factor
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedGradientTape(tape)
+    with pytest.raises(TypeError, match=r"tf\.GradientTape"):
+        hvd.DistributedGradientTape("tape")
+    with pytest.raises(ValueError, match="predivide_factor needs op=Average"):
+        hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0)
+
+
+def case_local_sources():
+    rank, size = hvd.rank(), hvd.size()
+    model = dense_model()
+    local = model.get_layer("hidden")
+    with tf.GradientTape(persistent=True) as tape:
+        loss = loss_of(model, batch(rank))
+    own = [np.array(g) for g in tape.gradient(loss, model.trainable_variables)]
+    expected = local_mean_gradients(model)
+    for scale in (True, False):
+        partial = hvd.PartialDistributedGradientTape(
+            tape, local_layers=local, scale_local_gradients=scale
+        )
+        got = partial.gradient(loss, model.trainable_variables)
+        for i in range(4):
+            want = own[i] / (size if scale else 1) if i < 2 else expected[i]
+            assert np.allclose(got[i], want, atol=1e-6)
+    with pytest.raises(TypeError, match="local_layers are Keras layers"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3])
+
+
+def case_a_process_set():
+    rank = hvd.rank()
+    alone = hvd.add_process_set([1])
+    x = tf.Variable(tf.ones([40_000]) * (rank + 1.0), name="apart")
+    y = tf.Variable(tf.ones([20_000, 4]), name="rows apart")
+
+    @function
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x * x) + tf.reduce_sum(tf.gather(y, [rank, 3, rank]))
+        own = hvd.DistributedGradientTape(tape, process_set=alone, compression="int8")
+        dx, dy = own.gradient(loss, [x, y])
+        x.assign_sub(0.5 * dx)
+        return dx, tf.convert_to_tensor(dy)
+
+    for _ in range(2):
+        before = x.numpy()
+        dx, dy = gradients()
+        assert np.array_equal(dx, 2 * before)
+        assert dy.numpy()[[rank, 3], 0].tolist() == [2.0, 1.0]
+    hvd.remove_process_set(alone)
+
+
+def case_join_with_a_tape():
+    """Ranks with fewer batches leave the others zeros."""
+    rank, size = hvd.rank(), hvd.size()
+    x = tf.Variable(tf.ones([3000]), name="uneven")
+    seen = []
+    for _ in range(3 - min(rank, 2)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, compression="fp16")
+        seen.append(tape.gradient(loss, x).numpy()[0])
+    hvd.join()
+    assert seen == [float(sum(3 - min(r, 2) > i for r in range(size))) for i in range(len(seen))]
+
+
+def case_training_with_every_compressor():
+    rank = hvd.rank()
+    for spec in SPECS:
+        model = dense_model(seed=rank)
+        hvd.broadcast_variables(model.trainable_variables, 0)
+        optimizer = keras.optimizers.Adam(0.01)
+
+        @function
+        def step(data, model=model, optimizer=optimizer, spec=spec):
+            with tf.GradientTape() as tape:
+                loss = loss_of(model, data)
+            tape = hvd.DistributedGradientTape(tape, compression=spec)
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
+            return loss
+
+        optimizer.build(model.trainable_variables)
+        losses = [float(step(batch(rank))) for i in range(20)]
+        assert losses[-1] < 0.9 * losses[0], (spec, losses)
+        assert hvd.replicas_equal(model.variables)
+
+
+def embedding_step(rows, spec, as_dense, wrap):
+    rank = hvd.rank()
+    table = tf.Variable(tf.random.stateless_normal([rows, 8], [1, 2]), name=f"table{rows}")
+    reference = tf.Variable(table)
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build([table])
+
+    @wrap
+    def step(tokens):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, tokens)) * (rank + 1.0)
+        tape = hvd.DistributedGradientTape(tape, compression=spec, sparse_as_dense=as_dense)
+        gradient = tape.gradient(loss, table)
+        optimizer.apply([gradient], [table])
+        return gradient
+
+    size = hvd.size()
+    for i in range(3):
+        gradient = step(tf.constant([rank, i, rows - 1, i]))
+        sparse = rows * 8 >= 65536 and not as_dense
+        assert isinstance(gradient, tf.IndexedSlices) == sparse
+        total = np.zeros(reference.shape)
+        for r in range(size):
+            np.add.at(total, [r, i, rows - 1, i], (r + 1.0) / size)
+        reference.assign_sub(0.5 * total.astype(np.float32))
+        if sparse:
+            indices = gradient.indices.numpy()
+            assert (np.diff(indices) > 0).all()
+    assert np.allclose(table, reference, atol=1e-5 if spec is None else 0.05)
+    assert hvd.replicas_equal([table])
+
+
+def case_embeddings():
+    for rows in (50, 20_000):
+        for spec in (None, "fp16", "int8 | ef"):
+            for as_dense in (False, True):
+                for wrap in (lambda f: f, function):
+                    embedding_step(rows, spec, as_dense, wrap)
+    sent = hvd.stats().raw_bytes
+    embedding_step(100_000, None, False, function)
+    assert hvd.stats().raw_bytes - sent < 4 * 8 * 1000  # the table never travelled
+    with pytest.raises(hvd.HorovodInternalError, match="cannot compress the rows"):
+        embedding_step(30_000, "powersgd(rank=2) | ef", False, lambda f: f)
+
+
+def case_rows_feed_back():
+    """What compression loses of a row arrives when the row is used again."""
+    rank = hvd.rank()
+    table = tf.Variable(tf.zeros([10_000, 16]), name="fed")
+    values = tf.random.stateless_normal([4, 16], [rank, 7])
+    total = 0
+    for _ in range(40):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [1, 2, 3, 5]) * values)
+        tape = hvd.DistributedGradientTape(tape, compression="topk(ratio=0.1) | ef")
+        gradient = tape.gradient(loss, table)
+        total = total + tf.gather(tf.convert_to_tensor(gradient), [1, 2, 3, 5])
+    mean = hvd.allreduce(values)
+    assert np.allclose(total / 40, mean, atol=0.5)
+    assert np.corrcoef(np.array(total).ravel(), np.array(mean).ravel())[0, 1] > 0.95
+
+
+def case_different_models_on_two_ranks():
+    rank = hvd.rank()
+    names = ["shared", "extra"][: 2 - rank]
+    variables = [tf.Variable(tf.ones([3]), name=name) for name in names]
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(v) for v in variables])
+    tape = hvd.DistributedGradientTape(tape)
+    with pytest.raises(hvd.HorovodInternalError, match=r"'extra' is there on rank\(s\) 0 but not"):
+        tape.gradient(loss, variables)
+    odd = tf.Variable(tf.ones([3 + rank]), name="odd")
+
+    @function
+    def inside():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(odd)
+        return hvd.DistributedGradientTape(tape).gradient(loss, odd)
+
+    with pytest.raises(tf.errors.OpError, match="'odd' differs between ranks"):
+        inside()
+
+
+def case_jit_is_refused():
+    x = tf.Variable(1.0, name="jit")
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            y = x * x
+        return hvd.DistributedGradientTape(tape).gradient(y, x)
+
+    with pytest.raises(RuntimeError, match="jit_compile=True cannot contain it"):
+        step()
+
+
+def case_keras_optimizer():
+    rank = hvd.rank()
+    for spec in (None, "int8 | ef"):
+        model = dense_model()
+        reference = dense_model()
+        plain = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9), compression=spec, groups=2
+        )
+        assert type(optimizer).__name__ == "SGD"
+
+        @function
+        def step(data, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = loss_of(model, data)
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
+
+        optimizer.build(model.trainable_variables)
+        for i in range(5):
+            step(batch(rank, i))
+            plain.apply(local_mean_gradients(reference, i), reference.trainable_variables)
+        near = 1e-5 if spec is None else 0.05
+        for got, want in zip(model.weights, reference.weights, strict=True):
+            assert np.allclose(got, want, atol=near)
+        assert hvd.replicas_equal([*model.variables, *optimizer.variables])
+        assert (optimizer.residual_norm() > 0) == (spec is not None)
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(TypeError, match=r"keras\.optimizers\.Optimizer or a tf\.compat"):
+        hvd.DistributedOptimizer("sgd")
+    with pytest.raises(ValueError, match="Average or Sum"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Max)
+
+
+def applying(optimizer, variable):
+    return lambda gradient: optimizer.apply([gradient], [variable])
+
+
+def case_backward_passes_per_step():
+    rank, size = hvd.rank(), hvd.size()
+    for average in (False, True):
+        for wrap in (lambda f: f, function):
+            x = keras.Variable(np.zeros(3, np.float32), name="x")
+            optimizer = hvd.DistributedOptimizer(
+                keras.optimizers.SGD(1.0),
+                backward_passes_per_step=3,
+                average_aggregated_gradients=average,
+            )
+            optimizer.build([x])
+
+            step = wrap(applying(optimizer, x))
+            for i in range(6):
+                step(tf.fill([3], rank + 1.0))
+                expected = (i + 1) // 3 * (1 if average else 3) * (size + 1) / 2
+                assert np.allclose(x, -expected), (i, np.array(x))
+            assert int(optimizer.iterations) == 2
+    with pytest.raises(ValueError, match="at least 1"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
+
+
+def case_mixed_float16():
+    """One rank overflows: every rank skips the step, and residuals stay."""
+    rank = hvd.rank()
+    for spec in (None, "fp16", "int8 | ef", "topk(ratio=0.1) | ef", "powersgd(rank=2) | ef"):
+        model = dense_model(policy="mixed_float16")
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0),
+            compression=spec,
+        )
+        optimizer.build(model.trainable_variables)
+
+        @function
+        def step(data, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = loss_of(model, data)
+                scaled = optimizer.scale_loss(loss)
+            optimizer.apply(
+                tape.gradient(scaled, model.trainable_variables), model.trainable_variables
+            )
+            return loss
+
+        first = float(step(batch(rank)))
+        for _ in range(5):
+            last = float(step(batch(rank)))
+        assert last < first
+        before, norm = arrays(model.weights), optimizer.residual_norm()
+        x, y = batch(rank)
+        step((x * np.inf if rank == 1 else x, y))
+        for old, new in zip(before, model.weights, strict=True):
+            assert np.array_equal(old, np.array(new)), spec
+        assert optimizer.residual_norm() == norm
+        assert float(optimizer.dynamic_scale) == 512.0
+        assert hvd.replicas_equal([*model.variables, *optimizer.variables])
+    with pytest.raises(ValueError, match="the other way round"):
+        keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD()))
+
+
+def case_compat_v1():
+    rank, size = hvd.rank(), hvd.size()
+    v1 = tf.compat.v1
+    for passes in (1, 2):
+        with tf.Graph().as_default():
+            x = v1.get_variable("x", [3], initializer=v1.constant_initializer(rank + 1.0))
+            optimizer = hvd.DistributedOptimizer(
+                v1.train.AdamOptimizer(0.1)
+                if passes == 2
+                else v1.train.MomentumOptimizer(1.0, 0.9),
+                compression="fp16",
+                backward_passes_per_step=passes,
+            )
+            train = optimizer.minimize(
+                tf.reduce_sum(x * (rank + 1.0)), global_step=v1.train.get_or_create_global_step()
+            )
+            hooks = [hvd.BroadcastGlobalVariablesHook(0)]
+            with v1.train.MonitoredTrainingSession(hooks=hooks) as session:
+                assert session.run(x).tolist() == [1.0] * 3
+                values = [session.run([train, x])[1] for _ in range(passes)]
+                values.append(session.run(x))
+                steps = session.run(v1.train.get_global_step())
+            assert steps == 1
+            if passes == 1:
+                assert values[-1].tolist() == [1.0 - (size + 1) / 2] * 3
+            else:
+                assert np.allclose(values[-1], 0.9, atol=1e-4)
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+    eager = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
+    y = tf.Variable(0.0)
+    eager.minimize(lambda: y * (rank + 1.0), var_list=[y])
+    assert y.numpy() == -(size + 1) / 2
+
+
+def case_checkpoint_of_a_tape_and_an_optimizer():
+    rank = hvd.rank()
+    folder = tempfile.mkdtemp()
+
+    def made():
+        model = dense_model()
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9), compression="topk(ratio=0.1) | ef"
+        )
+        optimizer.build(model.trainable_variables)
+        state = hvd.CompressorState(optimizer)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, residuals=state)
+        return model, optimizer, checkpoint
+
+    def train(model, optimizer, steps):
+        for i in steps:
+            with tf.GradientTape() as tape:
+                loss = loss_of(model, batch(rank, i))
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
+
+    model, optimizer, checkpoint = made()
+    train(model, optimizer, range(4))
+    path = checkpoint.write(str(Path(folder) / f"rank{rank}"))
+    norm = optimizer.residual_norm()
+    train(model, optimizer, range(4, 8))
+    again, restored, other = made()
+    other.read(path).expect_partial()
+    assert restored.residual_norm() == norm > 0
+    train(again, restored, range(4, 8))
+    for a, b in zip(model.weights, again.weights, strict=True):
+        assert np.array_equal(np.array(a), np.array(b))
+    paths = hvd.allgather_object(path)
+    _, foreign, third = made()
+    with pytest.warns(UserWarning, match="holds the residuals of rank"):
+        third.read(paths[1 - rank]).expect_partial()
+    assert foreign.residual_norm() == 0
+
+    x = tf.Variable(tf.random.stateless_normal([4096], [rank, 3]), name="taped")
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x * x)
+        tape = hvd.DistributedGradientTape(tape, compression="topk(ratio=0.01) | ef")
+        return tape, tape.gradient(loss, x)
+
+    tape, _ = gradient()
+    state = hvd.CompressorState(tape, [x])
+    kept = state.serialize()
+    want = gradient()[1].numpy()
+    gradient()
+    state.deserialize(kept)
+    assert np.array_equal(gradient()[1].numpy(), want)
+    with pytest.raises(ValueError, match="no compressor state"):
+        state.deserialize(b"something else")
+    with pytest.raises(TypeError, match="no DistributedOptimizer"):
+        hvd.CompressorState(keras.optimizers.SGD())
+
+
+def case_sync_batch_norm():
+    rank, size = hvd.rank(), hvd.size()
+    rows = [r + 2 for r in range(size)]
+    whole = tf.random.stateless_normal([sum(rows), 5, 4], [3, 1])
+    weights = tf.random.stateless_normal([sum(rows), 5, 4], [3, 2])
+    start = sum(rows[:rank])
+    own = slice(start, start + rows[rank])
+    plain, synced = keras.layers.BatchNormalization(), hvd.SyncBatchNormalization()
+
+    def run(layer, x, w):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            out = layer(x, training=True)
+            loss = tf.reduce_sum(out * w)
+        return out, *tape.gradient(loss, [x, layer.gamma, layer.beta])
+
+    plain.build(whole.shape)
+    synced.build(whole.shape)
+    want, want_x, want_gamma, want_beta = run(plain, whole, weights)
+    for wrap in (lambda f: f, function):
+        out, dx, gamma, beta = wrap(lambda: run(synced, whole[own], weights[own]))()
+        assert np.allclose(out, want[own], atol=1e-5)
+        assert np.allclose(dx, want_x[own], atol=1e-5)
+        assert np.allclose(hvd.allreduce(gamma, op=hvd.Sum), want_gamma, atol=1e-4)
+        assert np.allclose(hvd.allreduce(beta, op=hvd.Sum), want_beta, atol=1e-4)
+        if wrap is not function:
+            assert np.allclose(synced.moving_mean, plain.moving_mean, atol=1e-5)
+            assert np.allclose(synced.moving_variance, plain.moving_variance, atol=1e-5)
+    assert np.allclose(
+        synced(whole, training=False), keras.ops.convert_to_numpy(synced(whole)), atol=1e-6
+    )
+    copy = hvd.SyncBatchNormalization.from_config(synced.get_config())
+    assert copy.momentum == synced.momentum
+    with pytest.raises(ValueError, match="fused"):
+        hvd.SyncBatchNormalization(fused=True)
+
+
+CASES = [name for name in dir() if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_on_two_ranks(run_case, case):
+    run_case(globals()[case], "gloo", 2)
