@@ -6,6 +6,7 @@ Names, calls with literal arguments, and ``|``. Nothing is evaluated.
 from __future__ import annotations
 
 import ast
+import threading
 from typing import Any
 
 from ringlet.compressors.contract import Compressor
@@ -13,6 +14,7 @@ from ringlet.compressors.errors import CompressorError, OptionError, SpecError, 
 from ringlet.compressors.registry import lookup
 from ringlet.compressors.specerrors import HELP, diagnose
 
+_parsing = threading.Lock()  # CPython 3.11 counts the parser's depth wrongly across threads
 _SPACES = str.maketrans("\r\n\t\f", "    ")  # a spec may go over several lines
 
 
@@ -30,7 +32,8 @@ def parse(spec: str | Compressor) -> Compressor:
     if not text:
         raise SpecError("an empty compressor spec; write 'none' for no compression")
     try:
-        tree = ast.parse(text, mode="eval")
+        with _parsing:
+            tree = ast.parse(text, mode="eval")
     except SyntaxError as error:
         raise _at(text, *diagnose(text, (error.offset or 1) - 1)) from None
     except (ValueError, RecursionError, MemoryError) as error:

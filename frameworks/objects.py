@@ -34,7 +34,7 @@ def broadcast_object(
     """
     runtime, number = current(), process_set.number()
     root = process_set.rank_of(root_rank, "root_rank")
-    name = name or runtime.unnamed("broadcast_object")
+    name = name or runtime.unnamed("broadcast_object", number)
     data = _sealed(obj, name) if runtime.rank == root_rank else b""
     length = np.array([len(data)], np.int64)
 
@@ -61,7 +61,7 @@ def allgather_object(
 ) -> list[Any]:
     """Return every rank's ``obj``, in rank order. See ``broadcast_object``."""
     runtime, number = current(), process_set.number()
-    name = name or runtime.unnamed("allgather_object")
+    name = name or runtime.unnamed("allgather_object", number)
     data = np.frombuffer(_sealed(obj, name), np.uint8)
     request = Request(name, "allgather", "uint8", (data.size,), process_set=number)
     handle = runtime.engine.submit(request, data)

@@ -56,6 +56,10 @@ class ProcessSet:
         assert self.process_set_id is not None
         return self.process_set_id
 
+    def forget(self) -> None:
+        """Be a set that is not registered: the job that knew it is over."""
+        self.process_set_id = None
+
     def _known(self) -> list[int]:
         if self.process_set_id is None or self.ranks is None:
             current()
@@ -109,6 +113,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         raise InvalidArgument(f"there is a process set of the same ranks already: {same}")
     made.process_set_id = runtime.engine.add_process_set(ranks)
     _of(runtime).append(made)
+    runtime.at_close.append(made.forget)
     return made
 
 

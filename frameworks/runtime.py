@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -43,17 +43,23 @@ class Runtime:
         self.engine = Engine(comm, open_control, Limits(**json.loads(agreed)))
         self.pid = os.getpid()
         self._comm = comm
-        self._counters: dict[str, itertools.count[int]] = {}
+        self._counters: dict[tuple[str, int], itertools.count[int]] = {}
+        self.at_close: list[Callable[[], None]] = []
         self.extras: dict[str, Any] = {}  # what adapters keep for as long as this lives
 
-    def unnamed(self, operation: str) -> str:
-        """Return a name for an operation without one: ranks must call these in one order."""
-        counter = self._counters.setdefault(operation, itertools.count())
+    def unnamed(self, operation: str, process_set: int = 0) -> str:
+        """Return a name for an operation without one.
+
+        The ranks of a process set must call these in one order.
+        """
+        counter = self._counters.setdefault((operation, process_set), itertools.count())
         return f"{operation}.noname.{next(counter)}"
 
     def close(self) -> None:
         """Shut the engine and the transport down. Idempotent."""
         self.engine.shutdown()
+        while self.at_close:
+            self.at_close.pop()()
         if self.pid == os.getpid():
             self._comm.close()
 

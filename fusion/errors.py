@@ -5,7 +5,7 @@ from __future__ import annotations
 from ringlet.ring.errors import RingError
 
 
-class DuplicateName(RingError):
+class DuplicateName(RingError, ValueError):
     """A name was submitted again before its earlier submission had finished."""
 
 

@@ -160,6 +160,16 @@ class Group:
         if error is not None:
             raise error
 
+    def restart(self, step: int) -> None:
+        """Go on at ``step``; between steps, and on all ranks alike."""
+        with self._lock:
+            if self._submitted:
+                raise RuntimeError(f"group {self.name!r} cannot go on at another step in mid-step")
+            self.step = step
+            if self._scheduled:
+                self._replan()
+                self._unfinished = len(self.buckets)
+
     def abandon(self, why: str) -> None:
         """Give up the step under way on all ranks: elsewhere ``wait`` raises, telling ``why``.
 
@@ -167,6 +177,9 @@ class Group:
         """
         with self._ended:
             if not self._submitted:
+                if self._error is not None and self._broken is None:
+                    self._error = None  # of this step, which another rank gave up first
+                    self._begin()
                 return
             epoch = self.epoch
             if self._error is None:

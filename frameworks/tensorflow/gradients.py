@@ -44,8 +44,6 @@ def reduced(
             outputs += [(slot.dtype, (None, *slot.shape[1:])), ("int64", (None,))]
         else:
             outputs.append((slot.dtype, slot.shape))
-    if not slots:
-        return tf.constant(True), list(gradients)
 
     def exchange(arrays: list[Array]) -> list[Array]:
         given = accumulator.add(slots, arrays) if accumulator and accumulates else arrays

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -56,7 +58,7 @@ class _Distributed:
                     results[i] = _divided(gradient, size)
         variables = [flat_sources[i] for i in shared]
         names = unique([name_of(v, i) for i, v in enumerate(variables)])
-        reducer = _reducer(self._ringlet_settings, tuple(names))
+        reducer = _reducer(self._ringlet_settings, variables, names)
         chosen = cohorts(variables, self._ringlet_groups)
         given = [flat_gradients[i] for i in shared]
         _, done = reduced(reducer, variables, names, given, chosen)
@@ -81,10 +83,10 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return ``gradtape`` with gradients reduced over all ranks, all of them in one graph node.
 
-    A new tape in every step is as good as one: what compressors remember is filed under the
-    variables' names. Gradients of ``tf.gather`` (IndexedSlices) are fused with the others, and
-    become dense, where the variable has less than 65536 elements; larger ones travel, and are
-    returned, as rows with duplicates added up.
+    A new tape in every step is as good as one: what compressors remember belongs to the variables.
+    Gradients of ``tf.gather`` (IndexedSlices) are fused with the others, and become dense, where
+    the variable has less than 65536 elements; larger ones travel, and are returned, as rows with
+    duplicates added up.
 
     - ``compression``: a spec such as ``"topk(ratio=0.01) | ef"``, a Compressor, or a mapping from
       patterns of variable names to specs: ``{"*bias": "none", "*": "int8 | ef"}``.
@@ -163,12 +165,29 @@ def _divided(gradient: Any, size: int) -> Any:
     return gradient / size
 
 
-def _reducer(settings: Settings, names: tuple[str, ...]) -> Reducer:
+def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str]) -> Reducer:
     """Return the reducer of these settings and variables: the same for every tape of a loop."""
-    known, key = _known(), (settings.key(), names)
-    if key not in known:
-        known[key] = Reducer("DistributedGradientTape", settings)
-    return known[key]
+    known: dict[Any, _Entry] = current().extras.setdefault("tapes", {})
+    held = [getattr(variable, "_value", variable) for variable in variables]
+    lasting = [hasattr(variable, "assign") for variable in held]  # others are new in every step
+    places = zip(held, names, lasting, strict=True)
+    key = settings.key(), tuple(id(v) if lasts else name for v, name, lasts in places)
+    entry = known.get(key)
+    if entry is None or entry.is_stale():  # an id says nothing once its variable is gone
+        for old in [k for k, e in known.items() if e.is_stale()]:
+            del known[old]
+        references = [weakref.ref(v) for v, lasts in zip(held, lasting, strict=True) if lasts]
+        entry = known[key] = _Entry(Reducer("DistributedGradientTape", settings), references)
+    return entry.reducer
+
+
+@dataclass
+class _Entry:
+    reducer: Reducer
+    references: list[weakref.ref[Any]]
+
+    def is_stale(self) -> bool:
+        return any(reference() is None for reference in self.references)
 
 
 def reducer_of_tape(tape: Any, sources: Any) -> Reducer:
@@ -177,9 +196,4 @@ def reducer_of_tape(tape: Any, sources: Any) -> Reducer:
         raise TypeError("this tape is no DistributedGradientTape")
     flat = [s for s in tf.nest.flatten(sources) if identity(s) not in tape._ringlet_local]
     names = unique([name_of(v, i) for i, v in enumerate(flat)])
-    return _reducer(tape._ringlet_settings, tuple(names))
-
-
-def _known() -> dict[tuple[Any, tuple[str, ...]], Reducer]:
-    made: dict[tuple[Any, tuple[str, ...]], Reducer] = current().extras.setdefault("tapes", {})
-    return made
+    return _reducer(tape._ringlet_settings, flat, names)

@@ -22,9 +22,10 @@ from ringlet.build import (
     nccl_built,
     rocm_built,
 )
-from ringlet.fusion.errors import StepAbandoned
+from ringlet.fusion.errors import OutOfMemory, StepAbandoned
 from ringlet.lifecycle import init
 from ringlet.objects import allgather_object, broadcast_object
+from ringlet.observe import start_metrics
 from ringlet.process_sets import (
     ProcessSet,
     add_process_set,
@@ -34,6 +35,7 @@ from ringlet.process_sets import (
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.runtime import is_initialized, shutdown
+from ringlet.timeline import start_timeline, stop_timeline, timeline_span
 from ringlet.torch.compression import Compression
 from ringlet.torch.ddp import ddp_hook
 from ringlet.torch.diloco import DiLoCo
@@ -105,6 +107,7 @@ __all__ = [
     "Max",
     "Min",
     "OneBitAdam",
+    "OutOfMemory",
     "ProcessSet",
     "Product",
     "ReduceOp",
@@ -169,6 +172,10 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_metrics",
+    "start_timeline",
     "stats",
+    "stop_timeline",
     "synchronize",
+    "timeline_span",
 ]

@@ -18,6 +18,7 @@ from ringlet.torch.handles import Handle
 from ringlet.torch.movements import broadcast_, broadcast_async_
 from ringlet.torch.tensors import check
 
+_STEPS = "ringlet_steps"
 STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
 
 
@@ -86,7 +87,13 @@ def broadcast_optimizer_state(
             f"the optimizer state of rank {root_rank} cannot be broadcast: {problem.decode()}"
         )
     # The root too: loading converts values to the parameters' dtype, and must do so everywhere.
-    optimizer.load_state_dict(_loaded(data))
+    state = _loaded(data)
+    steps = state.pop(_STEPS, None)
+    load = getattr(optimizer, "_load_inner", optimizer.load_state_dict)  # residuals stay
+    load(state)
+    reducer = getattr(optimizer, "_ringlet", None)
+    if reducer is not None and steps is not None:
+        reducer.align(steps)
 
 
 def _agree_on_names(names: list[str], process_set: ProcessSet) -> None:
@@ -109,6 +116,9 @@ def _agree_on_names(names: list[str], process_set: ProcessSet) -> None:
 def _dumped(optimizer: torch.optim.Optimizer) -> bytes:
     state = optimizer.state_dict()
     state.pop(STATE_KEY, None)
+    reducer = getattr(optimizer, "_ringlet", None)
+    if reducer is not None:
+        state[_STEPS] = reducer.steps
     for group in state["param_groups"]:
         # A learning rate from NumPy is a number to its owner, and code to an unpickler.
         group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})

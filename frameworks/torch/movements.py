@@ -74,7 +74,7 @@ def broadcast_async_(
     check(tensor)
     runtime, number = current(), process_set.number()
     request = Request(
-        name or runtime.unnamed("broadcast"),
+        name or runtime.unnamed("broadcast", number),
         "broadcast",
         dtype_of(tensor),
         tuple(tensor.shape),
@@ -141,7 +141,7 @@ def alltoall_async(
     dtype, shape = dtype_of(tensor), tuple(tensor.shape)
     rows = _splits(splits, shape, process_set.size())
     request = Request(
-        name or runtime.unnamed("alltoall"),
+        name or runtime.unnamed("alltoall", number),
         "alltoall",
         dtype,
         shape,
@@ -183,8 +183,8 @@ def alltoall(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the process set has called it."""
-    runtime = current()
-    request = Request(runtime.unnamed("barrier"), "barrier", process_set=process_set.number())
+    runtime, number = current(), process_set.number()
+    request = Request(runtime.unnamed("barrier", number), "barrier", process_set=number)
     runtime.engine.submit(request, flat(torch.empty(0))).wait()
 
 
@@ -206,7 +206,7 @@ def _gather(
     for tensor in tensors:
         check(tensor)
     runtime, number = current(), process_set.number()
-    base = name or runtime.unnamed("allgather" if single else "grouped_allgather")
+    base = name or runtime.unnamed("allgather" if single else "grouped_allgather", number)
     count = len(tensors)
     shapes = [tuple(tensor.shape) for tensor in tensors]
     dtypes = [dtype_of(tensor) for tensor in tensors]

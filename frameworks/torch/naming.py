@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -17,9 +18,8 @@ def name_parameters(
     """Return the optimizer's trainable parameters by name, in the order of the names.
 
     Without ``named_parameters`` names are made from positions in the parameter groups. Names of
-    frozen parameters that the optimizer does not hold are left out. Raises ValueError for
-    repeated names, parameters named twice or not at all, and names of trainable parameters that
-    the optimizer does not hold.
+    parameters that the optimizer does not hold are left out, with a warning if they are trainable.
+    Raises ValueError for repeated names, and parameters named twice or not at all.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     held = {id(p) for params in groups for p in params}
@@ -48,10 +48,13 @@ def name_parameters(
         "named_parameters names one parameter several times",
         [name for name, p in named if id(p) in set(twice)],
     )
-    _refuse(
-        "named_parameters names trainable parameters that the optimizer does not hold",
-        [name for name, p in named if id(p) not in held and p.requires_grad],
-    )
+    held_back = [name for name, p in named if id(p) not in held and p.requires_grad]
+    if held_back:
+        warnings.warn(
+            f"named_parameters names {len(held_back)} trainable parameter(s) that the optimizer "
+            f"does not hold, the first {held_back[0]!r}; their gradients are not reduced by it",
+            stacklevel=3,
+        )
     known = {id(p) for _, p in named}
     unnamed = [
         f"group {i}, position {j}, shape {list(p.shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ringlet.compressors.routes import Routes, Spec
+from ringlet.observe import step_skipped
 from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
@@ -38,19 +40,27 @@ class _Distributed:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's; looking at them after ``backward`` waits for the gradients.
+        """The wrapped optimizer's; a GradScaler that looks at them waits for the gradients.
 
-        GradScaler does so, to unscale them: it must see what all ranks agree on.
+        It does so to unscale them, and must see what all ranks agree on.
         """
-        reducer = self._ringlet
-        if reducer.in_flight and not reducer.in_backward:
-            reducer.synchronize(self._ringlet_groups)
+        if self._ringlet.in_flight and "grad_scaler" in sys._getframe(1).f_globals["__name__"]:
+            self._ringlet.synchronize(self._ringlet_groups)
             self._ringlet_implied = True
         return self._ringlet_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._ringlet_groups = groups
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch hands over what it loaded, and writes to __dict__, where a property hides it.
+        state = dict(state)
+        groups = state.pop("param_groups", None)
+        if groups is not None:
+            self._ringlet_groups = groups
+        inner: Any = super()
+        inner.__setstate__(state)
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for example to clip them before ``step``."""
@@ -94,8 +104,8 @@ class _Distributed:
         if not self._ringlet_skip and not self._take_implied():
             if self._ringlet_synchronized:
                 warnings.warn(
-                    "step() after synchronize() reduces the gradients a second time; write "
-                    "'with optimizer.skip_synchronize(): optimizer.step()'",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are reduced a second time",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -104,6 +114,8 @@ class _Distributed:
         if masters is None:
             return inner.step()
         overflow = masters.take_gradients()
+        if overflow:
+            step_skipped(self._ringlet.step, "overflow")
         result = None if overflow else inner.step()
         masters.put_parameters()
         masters.advance(overflow, self._ringlet)
@@ -135,6 +147,7 @@ class _Distributed:
                 "abandon_step() gives the step up on all ranks"
             )
         self._ringlet_implied = False
+        self._ringlet.forget_passes()
         inner: Any = super()
         inner.zero_grad(set_to_none=set_to_none)
         if self._ringlet_masters is not None:
@@ -169,19 +182,17 @@ class _Distributed:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and hyper-parameters, and this rank's residuals if they are there.
 
-        Warns where they are another rank's, and starts without any. Collective where residuals or
-        schedules are in use.
+        Warns where they are another rank's, and starts without any. Ranks that load on their own
+        need ``broadcast_optimizer_state`` afterwards, as with any optimizer.
         """
         given = dict(state_dict)
         kept: Mapping[str, Any] | None = given.pop(STATE_KEY, None)
         self._load_inner(given)
         runtime, reducer = current(), self._ringlet
-        step = residuals.restore(reducer.states, kept, runtime.rank, runtime.size)
-        if kept is not None or reducer.step:
-            reducer.restart(step)
+        reducer.restart(residuals.restore(reducer.states, kept, runtime.rank, runtime.size))
 
     def load_sharded(self, state_dicts: Sequence[dict[str, Any]]) -> None:
-        """Load what all ranks of an earlier job saved, of however many. Collective.
+        """Load what all ranks of an earlier job saved, of however many.
 
         Each rank passes all ranks' ``state_dict()``. With as many ranks as before, training goes
         on bit for bit; with another number, averages of residuals carry over, the rest of what

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,6 @@ class Reducer:
         self.parameters = named
         self.states: dict[str, State] = {name: {} for name in named}
         self.in_flight = False
-        self.in_backward = False  # while a hook of ours runs
         self.passes = passes
         self._op, self._predivide = op, predivide
         self._process_set = process_set
@@ -66,6 +65,7 @@ class Reducer:
         self._left = dict.fromkeys(named, passes)
         self._ids = {id(p) for p in named.values()}
         self._after: list[Callable[[], object]] = []  # what puts results where they belong
+        self._handed: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
         self._sparse_as_dense = sparse_as_dense
         self._seen_sparse: set[str] | None = None if sparse_as_dense else set()
@@ -75,7 +75,7 @@ class Reducer:
         self._finalizer: Any = None
         self._retired = False
         self._included = process_set.included()
-        self._label = current().unnamed("DistributedOptimizer")
+        self._label = current().unnamed("DistributedOptimizer", process_set.process_set_id or 0)
         self._router = as_router(compression)
         self._declare()
         self._take_over()
@@ -106,9 +106,28 @@ class Reducer:
         self.passes = passes
         self._left = dict.fromkeys(self.parameters, passes)
 
+    def forget_passes(self) -> None:
+        """Begin to count backward passes anew: what they left was discarded."""
+        if not self.in_flight:
+            self._left = dict.fromkeys(self.parameters, self.passes)
+
     def restart(self, step: int) -> None:
-        """Go on at ``step`` with the states as they are now. Collective."""
-        self._declare(step)
+        """Let schedules go on at ``step``, which has to be the same on every rank."""
+        if self._group is not None:
+            self._group.restart(step)
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How often each parameter's gradient was compressed, and under "" ``step``."""
+        counts = {name: int(state.get("step", 0)) for name, state in self.states.items()}
+        return counts | {"": self.step}
+
+    def align(self, steps: Mapping[str, int]) -> None:
+        """Count as another rank does: shared random numbers and schedules depend on it."""
+        for name, state in self.states.items():
+            if name in steps:
+                state["step"] = int(steps[name])
+        self.restart(int(steps.get("", 0)))
 
     def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
         """Reduce what no hook handed in (as zeros if there is no gradient), and wait for all.
@@ -133,6 +152,8 @@ class Reducer:
             self._group.wait()
             for name, handle in self._gathering.items():
                 self.parameters[name].grad = handle.wait()
+            for name, grad in self._handed.items():
+                self.parameters[name].grad = grad  # whatever was put there meanwhile
             after = self._after
         finally:
             for handle in self._gathering.values():
@@ -145,7 +166,10 @@ class Reducer:
 
     def abandon(self, why: str) -> None:
         """Give up the step under way, on all ranks; nothing between steps."""
-        if self._group is None or not self.in_flight:
+        if self._group is None:
+            return
+        if not self.in_flight:
+            self._group.abandon(why)  # another rank's failure may have come first
             return
         for name in self._not_gathering():
             self._gather(name, self.parameters[name])
@@ -271,11 +295,7 @@ class Reducer:
                 "accumulate gradients"
             )
         if left == 0:
-            self.in_backward = True
-            try:
-                self._submit(name, p)
-            finally:
-                self.in_backward = False
+            self._submit(name, p)
 
     def _submit(self, name: str, p: torch.Tensor) -> None:
         if name in self._sparse:
@@ -287,6 +307,7 @@ class Reducer:
         assert self._group is not None
         view = self._view(name, p, grad)
         self.in_flight = True
+        self._handed[name] = grad
         self._group.submit(name, view)
 
     def _gather(self, name: str, p: torch.Tensor) -> None:
@@ -318,7 +339,7 @@ class Reducer:
     def _reset(self) -> None:
         self.in_flight = False
         self._left = dict.fromkeys(self.parameters, self.passes)
-        self._after, self._gathering = [], {}
+        self._after, self._gathering, self._handed = [], {}, {}
 
 
 def check_passes(passes: int) -> None:

@@ -139,7 +139,7 @@ def _start(
         check(tensor)
         if tensor.dim() == 0:
             raise InvalidArgument("reducescatter needs a tensor with at least one dimension")
-    base = name or runtime.unnamed("reducescatter" if single else "grouped_reducescatter")
+    base = name or runtime.unnamed("reducescatter" if single else "grouped_reducescatter", number)
     count, rank = len(tensors), process_set.rank()
     sources = [
         t.detach().contiguous().to(wire if wire and t.is_floating_point() else t.dtype)

@@ -238,7 +238,7 @@ def _start(
             "needs a name: pass name=..."
         )
     kind = "allreduce" if single else "grouped_allreduce"
-    base = name or runtime.unnamed(kind)
+    base = name or runtime.unnamed(kind, number)
     count = len(tensors)
     names = [base] if single else [f"{base}_{i}of{count}" for i in range(1, count + 1)]
     sources = [_source(tensor, op, compressor) for tensor in tensors]

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import urllib.error
 import urllib.request
 from html.parser import HTMLParser
 
@@ -114,7 +115,7 @@ def test_prometheus_serves_what_was_counted():
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             text = page.read().decode()
         recording.stop()
-        with pytest.raises(OSError):
+        with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2)
         return text
 
@@ -149,7 +150,7 @@ def test_missing_packages_are_named(monkeypatch):
 class Parser(HTMLParser):
     """Checks that elements are closed, and collects what a page would load."""
 
-    void = {"meta", "br"}
+    void = ("meta", "br")
 
     def __init__(self):
         super().__init__()

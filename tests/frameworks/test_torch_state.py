@@ -200,6 +200,95 @@ def case_set_compression_carries_residuals_in_their_units():
     assert hvd.replicas_equal(own.state_dict())
 
 
+def case_hyperparameters_are_loaded_and_broadcast():
+    for base in (torch.optim.SGD, torch.optim.AdamW):
+        own = model()
+        optimizer = wrapped(own, "int8 | ef", base=base)
+        train(own, optimizer, 1)
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.001
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.001
+        optimizer.param_groups[0]["lr"] = 0.1 * (hvd.rank() + 1)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        train(own, optimizer, 2)
+        assert hvd.replicas_equal(own.state_dict())
+
+
+def case_horovods_way_to_resume():
+    for spec in ("int8 | ef", "randomk(ratio=0.1)", "topk(ratio=0.2) | warmup(steps=6) | ef"):
+        own = model()
+        optimizer = wrapped(own, spec)
+        train(own, optimizer, 3)
+        kept = stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
+        again = model(1)
+        resumed = wrapped(again, spec)
+        if hvd.rank() == 0:
+            again.load_state_dict(kept["model"])
+            resumed.load_state_dict(kept["optimizer"])
+        hvd.broadcast_parameters(again.state_dict(), 0)
+        hvd.broadcast_optimizer_state(resumed, 0)
+        train(again, resumed, 2, start=3)
+        assert hvd.replicas_equal(again.state_dict()), spec
+
+
+def case_broadcasting_state_after_loading_ones_own_keeps_residuals():
+    own = model()
+    optimizer = wrapped(own)
+    train(own, optimizer, 3)
+    kept = stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
+    straight = train(own, optimizer, 2, start=3)
+    again = model(1)
+    resumed = wrapped(again)
+    again.load_state_dict(kept["model"])
+    resumed.load_state_dict(kept["optimizer"])
+    hvd.broadcast_parameters(again.state_dict(), 0)
+    hvd.broadcast_optimizer_state(resumed, 0)
+    assert resumed.residual_norm() > 0
+    assert torch.equal(train(again, resumed, 2, start=3), straight)
+
+
+def case_all_ranks_give_up_the_same_step():
+    own = model()
+    optimizer = wrapped(own, "int8 | ef")
+    for step in range(3):
+        if hvd.rank() == 1 and step == 0:
+            torch.ones(2000, 2000) @ torch.ones(2000, 2000)  # so that others fail first
+        try:
+            own(torch.ones(2, 48)).sum().backward()
+            if step == 0:
+                raise ValueError("alike on every rank")
+            optimizer.step()
+            optimizer.zero_grad()
+        except ValueError:
+            optimizer.abandon_step()
+            optimizer.zero_grad()
+    assert hvd.replicas_equal(own.state_dict())
+
+
+def case_a_replaced_gradient_does_not_part_the_replicas():
+    own = model()
+    optimizer = wrapped(own, "none", base=torch.optim.SGD)
+    own(torch.full((2, 48), 1.0 + hvd.rank())).sum().backward()
+    for p in own.parameters():
+        p.grad = p.grad * 0.5
+    optimizer.step()
+    assert hvd.replicas_equal(own.state_dict())
+
+
+def case_looking_at_param_groups_changes_nothing():
+    a, b = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([a, b], lr=1.0), [("a", a), ("b", b)], op=hvd.Sum
+    )
+    (a * 1.0).sum().backward()
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    (b * 1.0).sum().backward()
+    optimizer.step()
+    assert a.tolist() == b.tolist() == [1.0 - hvd.size()] * 4
+
+
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
 
 
