@@ -126,9 +126,7 @@ def resnet(runtime, rounds: int) -> dict[str, float]:
     requests = [
         Request(f"resnet.{i}", shape=(a.size,), op=ReduceOp.SUM) for i, a in enumerate(arrays)
     ]
-    group = runtime.engine.declare(
-        "resnet", requests, [_NONE] * len(arrays), [{} for _ in arrays]
-    )
+    group = runtime.engine.declare("resnet", requests, [_NONE] * len(arrays), [{} for _ in arrays])
 
     def with_ringlet(arrays):
         for request, a in zip(reversed(requests), reversed(arrays), strict=True):
