@@ -217,5 +217,9 @@ class Readiness:
 
 
 def _may_return(request: Request) -> bool:
-    """Whether a request is worth a number: not if its name came from a counter."""
-    return ".noname." not in request.name
+    """Whether a request is worth a number: not if its name came from a counter.
+
+    Nor if it belongs to a group of which some members may get a number and others not.
+    """
+    uneven = request.group != "" and request.kind in ("allgather", "alltoall")
+    return ".noname." not in request.name and not uneven

@@ -19,7 +19,7 @@ from ringlet.build import (
     nccl_built,
     rocm_built,
 )
-from ringlet.fusion.errors import StepAbandoned
+from ringlet.fusion.errors import OutOfMemory, StepAbandoned
 from ringlet.keras import callbacks
 from ringlet.keras.checkpoint import (
     compressor_state,
@@ -51,6 +51,7 @@ from ringlet.keras.topology import (
 )
 from ringlet.lifecycle import init
 from ringlet.objects import allgather_object, broadcast_object
+from ringlet.observe import start_metrics
 from ringlet.process_sets import (
     ProcessSet,
     add_process_set,
@@ -60,6 +61,7 @@ from ringlet.process_sets import (
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.runtime import is_initialized, shutdown
+from ringlet.timeline import start_timeline, stop_timeline, timeline_span
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -76,6 +78,7 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "OutOfMemory",
     "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
@@ -120,5 +123,9 @@ __all__ = [
     "set_compressor_state",
     "shutdown",
     "size",
+    "start_metrics",
+    "start_timeline",
     "stats",
+    "stop_timeline",
+    "timeline_span",
 ]

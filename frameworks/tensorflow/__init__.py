@@ -21,7 +21,7 @@ from ringlet.build import (
     nccl_built,
     rocm_built,
 )
-from ringlet.fusion.errors import StepAbandoned
+from ringlet.fusion.errors import OutOfMemory, StepAbandoned
 from ringlet.keras.compression import Compression
 from ringlet.keras.topology import (
     cross_rank,
@@ -35,6 +35,7 @@ from ringlet.keras.topology import (
     stats,
 )
 from ringlet.lifecycle import init
+from ringlet.observe import start_metrics
 from ringlet.process_sets import (
     ProcessSet,
     add_process_set,
@@ -78,6 +79,7 @@ from ringlet.tensorflow.topology import (
     rank_op,
     size_op,
 )
+from ringlet.timeline import start_timeline, stop_timeline, timeline_span
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -97,6 +99,7 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "OutOfMemory",
     "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",
@@ -153,5 +156,9 @@ __all__ = [
     "shutdown",
     "size",
     "size_op",
+    "start_metrics",
+    "start_timeline",
     "stats",
+    "stop_timeline",
+    "timeline_span",
 ]

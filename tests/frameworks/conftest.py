@@ -25,18 +25,19 @@ def outcomes(cases: list[Case]) -> dict[str, str]:
 
     import ringlet.torch as hvd
 
-    faulthandler.dump_traceback_later(50, exit=True)  # a hang fails the job, with a stack
     torch.set_num_threads(1)
     hvd.init()
     told: dict[str, str] = {}
     for case in cases:
         torch.manual_seed(hvd.rank())
+        faulthandler.dump_traceback_later(60, exit=True)  # a hang fails the job, with a stack
         try:
             case()
             told[case.__name__] = ""
         except BaseException:  # pytest's own failures are no Exceptions
             told[case.__name__] = traceback.format_exc()
         hvd.barrier()
+    faulthandler.cancel_dump_traceback_later()
     hvd.shutdown()
     return told
 

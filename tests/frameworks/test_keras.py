@@ -248,6 +248,7 @@ def case_horovods_names():
         assert found.size() == hvd.size()
         assert found.DistributedOptimizer
         assert found.Compression.fp16
+        assert found.start_timeline
     for module in ("horovod.keras.callbacks", "horovod.tensorflow.keras.callbacks"):
         assert importlib.import_module(module).MetricAverageCallback
     assert found.DistributedGradientTape
