@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ringlet.compressors import Compressor, NoCompression, Workspace, resolve
 from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
@@ -20,6 +18,7 @@ from ringlet.fusion.group import Group
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
+from ringlet.fusion.neutral import neutral
 from ringlet.fusion.observe.events import Observer
 from ringlet.fusion.observe.hops import unwatched
 from ringlet.fusion.peers import Peers
@@ -334,7 +333,7 @@ class Participant:
 
     def _zeros(self, request: Request) -> Work:
         """Return what this rank, which has joined, contributes."""
-        values = np.zeros(request.numel, request.storage)
+        values = neutral(request)
         return Work(request, self._signal, values, values, resolve(request.spec))
 
     def _member_for(self, work: Work) -> Member:

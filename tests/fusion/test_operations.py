@@ -184,6 +184,23 @@ def test_ranks_that_joined_count_as_zeros(cached):
     assert {again for _, _, again in results} == {3.0}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int16", "uint8", "bool"])
+def test_ranks_that_joined_leave_minima_and_products_alone(dtype):
+    two = {"bfloat16": 0x4000, "bool": True}.get(dtype, 2)
+
+    def body(engine):
+        results = []
+        if engine.rank == 0:
+            for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+                request = Request(f"x{op}", dtype=dtype, shape=(3,), op=op)
+                x = np.full(3, two, request.storage)
+                results.append(engine.submit(request, x).wait(60).tolist())
+        engine.join()
+        return results
+
+    assert with_engines(3, body)[0] == [[two] * 3] * 3
+
+
 @pytest.mark.parametrize("spec", ["none", "int8(bucket=32) | ef", "topk(ratio=0.05)", "powersgd"])
 def test_groups_go_on_when_a_rank_has_joined(spec):
     def body(engine):
