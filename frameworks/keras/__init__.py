@@ -38,17 +38,6 @@ from ringlet.keras.functions import (
 )
 from ringlet.keras.models import load_model
 from ringlet.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from ringlet.keras.topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    reset_stats,
-    size,
-    stats,
-)
 from ringlet.lifecycle import init
 from ringlet.objects import allgather_object, broadcast_object
 from ringlet.observe import start_metrics
@@ -62,6 +51,17 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.runtime import is_initialized, shutdown
 from ringlet.timeline import start_timeline, stop_timeline, timeline_span
+from ringlet.topology import (
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    local_rank,
+    local_size,
+    rank,
+    reset_stats,
+    size,
+    stats,
+)
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

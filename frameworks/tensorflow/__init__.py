@@ -23,17 +23,6 @@ from ringlet.build import (
 )
 from ringlet.fusion.errors import OutOfMemory, StepAbandoned
 from ringlet.keras.compression import Compression
-from ringlet.keras.topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    reset_stats,
-    size,
-    stats,
-)
 from ringlet.lifecycle import init
 from ringlet.observe import start_metrics
 from ringlet.process_sets import (
@@ -80,6 +69,17 @@ from ringlet.tensorflow.topology import (
     size_op,
 )
 from ringlet.timeline import start_timeline, stop_timeline, timeline_span
+from ringlet.topology import (
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    local_rank,
+    local_size,
+    rank,
+    reset_stats,
+    size,
+    stats,
+)
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

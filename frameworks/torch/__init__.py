@@ -36,6 +36,17 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.runtime import is_initialized, shutdown
 from ringlet.timeline import start_timeline, stop_timeline, timeline_span
+from ringlet.topology import (
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    local_rank,
+    local_size,
+    rank,
+    reset_stats,
+    size,
+    stats,
+)
 from ringlet.torch.compression import Compression
 from ringlet.torch.ddp import ddp_hook
 from ringlet.torch.diloco import DiLoCo
@@ -78,17 +89,6 @@ from ringlet.torch.reductions import (
 from ringlet.torch.replicas import replicas_equal
 from ringlet.torch.sparse import sparse_allreduce_async
 from ringlet.torch.sync_batch_norm import SyncBatchNorm
-from ringlet.torch.topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    reset_stats,
-    size,
-    stats,
-)
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
