@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from ringlet.compressors import FP16, NoCompression, Router, resolve
-from ringlet.compressors import Compressor as RingletCompressor
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compression import Compressor, NoneCompressor, as_compressor, as_router, legacy
+from ringlet.compressors import FP16
 
-
-class Compressor:
-    """Horovod's kind of compressor: a cast before a sum, and back.
-
-    Subclasses may be passed to ``allreduce``. Tapes and optimizers take those below, which stand
-    for specs, and Ringlet's own, which compress more than a cast can.
-    """
-
-    spec: ClassVar[RingletCompressor | None] = None
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return what is summed in place of ``tensor``, and what ``decompress`` needs to know."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the sum in the original's dtype."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Tensors travel as they are: the spec "none"."""
-
-    spec = NoCompression()
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor itself."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor itself."""
-        return tensor
+__all__ = [
+    "Compression",
+    "Compressor",
+    "FP16Compressor",
+    "NoneCompressor",
+    "as_compressor",
+    "as_router",
+    "legacy",
+]
 
 
 class FP16Compressor(Compressor):
@@ -71,43 +44,3 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
-
-
-def legacy(compression: Any) -> Any:
-    """Return a compressor of Horovod's kind that stands for no spec; None for anything else."""
-    cls = compression if isinstance(compression, type) else type(compression)
-    if issubclass(cls, RingletCompressor) or getattr(cls, "spec", None) is not None:
-        return None
-    both = callable(getattr(cls, "compress", None)) and callable(getattr(cls, "decompress", None))
-    return compression if both else None
-
-
-def as_compressor(compression: Any) -> RingletCompressor:
-    """Return one compressor from a spec string, a compressor, one of Horovod's, or None.
-
-    Raises SpecError (a ValueError), and TypeError for any other class.
-    """
-    return resolve(_translated(compression))
-
-
-def as_router(compression: Spec | Routes | Any) -> Router:
-    """Return a router from a spec, a compressor, None, or a mapping of name patterns to specs."""
-    return Router(_translated(compression))
-
-
-def _translated(compression: Any) -> Any:
-    cls = compression if isinstance(compression, type) else type(compression)
-    if issubclass(cls, Compressor) and cls.spec is not None:
-        return cls.spec
-    if legacy(compression) is not None:
-        raise TypeError(
-            f"{cls.__name__} is one of Horovod's compressors, which see a tensor's sum only; here "
-            "use a spec such as 'fp16' or 'int8 | ef', or write a ringlet.compressors.Compressor"
-        )
-    if isinstance(compression, type):
-        call = f"{cls.__name__}()" if issubclass(cls, RingletCompressor) else "'fp16'"
-        raise TypeError(
-            f"compression is a spec string or a Compressor instance, not the class "
-            f"{cls.__name__}; write {call}"
-        )
-    return compression

@@ -78,7 +78,8 @@ def allreduce(
     if cast is not None:
         small, context = cast.compress(tensor)
         combined = allreduce(small, None, name, None, chosen, *factors, process_set)
-        return cast.decompress(combined, context)
+        wide: torch.Tensor = cast.decompress(combined, context)
+        return wide
 
     def start(tensors: Tensors) -> Handle:
         outputs = _outputs(tensors)
