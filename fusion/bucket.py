@@ -1,14 +1,16 @@
-"""A fusion bucket: tensors of one stream that travel in one buffer, in three steps.
+"""A fusion bucket: tensors of one stream that travel in one buffer.
 
 ``encode`` runs before the ranks agree to go ahead, so that a compressor that fails leaves nobody
-waiting inside a collective; ``exchange`` moves bytes and decodes; ``finish`` counts.
+waiting inside a collective; ``exchange`` yields what moves bytes, and decodes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -19,11 +21,16 @@ from ringlet.fusion.codec import BucketCodec
 from ringlet.fusion.convert import from_float32
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.member import Member
-from ringlet.fusion.meter import Meter
-from ringlet.fusion.observe.events import Span
+from ringlet.fusion.meter import Meter, Trace
+from ringlet.fusion.peers import Peers
+from ringlet.fusion.request import dumps
 from ringlet.ring import compressed
-from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
+from ringlet.ring.pipeline import Steps
+from ringlet.ring.reduction import allreduce_steps
+
+_MASK = (1 << 64) - 1  # a plan's hash has 64 bits
 
 
 class Bucket(ABC):
@@ -39,20 +46,27 @@ class Bucket(ABC):
         self._pool = pool
         self._lease = Lease(pool)
         self.raw_bytes = 2 * (size - 1) / size * sum(member.nbytes for member in self.members)
-        self.spans: list[Span] = []  # of this step, while somebody observes
-        self.costs: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self.trace = Trace()  # of this step
+
+    def begin(self) -> Trace:
+        """Forget what the last step cost; return where the costs of this one will be."""
+        self.trace = Trace()
+        return self.trace
 
     def encode(self, meter: Meter) -> int:
         """Compress this step's values; return the bytes of the payload."""
         start = time.perf_counter()
         self.done = False
         nbytes = self._encode()
-        meter.compressed(start, time.perf_counter())
+        meter.compressed(self.trace, start, time.perf_counter())
         return nbytes
 
-    def exchange(self, comm: Communicator, sizes: Sequence[int], meter: Meter) -> None:
-        """Combine with the other ranks, whose payloads take ``sizes`` bytes, and decode."""
-        self._exchange(comm, list(sizes), meter)
+    def exchange(self, peers: Peers, sizes: Sequence[int], meter: Meter, epoch: int = 0) -> Steps:
+        """Combine with the other ranks, whose payloads take ``sizes`` bytes, and decode.
+
+        ``epoch`` tells attempts of one plan apart; payloads carry it.
+        """
+        yield from self._exchange(peers, list(sizes), meter, epoch)
         if self.more:
             return
         stats = meter.stats
@@ -82,8 +96,8 @@ class Bucket(ABC):
         """Fill the send buffer; return its bytes."""
 
     @abstractmethod
-    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
-        """Move bytes, decode into the members' outputs, and count both."""
+    def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
+        """Yield collectives; decode into the members' outputs."""
 
 
 class SumBucket(Bucket):
@@ -113,14 +127,14 @@ class SumBucket(Bucket):
             member.call(encode, member.values(), payload, member.context(0, 1))
         return self._nbytes
 
-    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
+    def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
+        comm, later = peers.comm, peers.later
+        allocate = self._lease.allocate
+        yield from allreduce_steps(comm, later, self._buffer, ReduceOp.SUM, self._dtype, allocate)
         start = time.perf_counter()
-        comm.allreduce(self._buffer, ReduceOp.SUM, self._dtype)
-        middle = time.perf_counter()
         for member, name, place in self._places:
             self._decode(member, {name: self._buffer[place]})
-        meter.communicated(start, middle, 2 * (self.size - 1) / self.size * self._nbytes)
-        meter.decompressed(middle, time.perf_counter())
+        meter.decompressed(self.trace, start)
 
     def _decode(self, member: Member, payload: Payload) -> None:
         dtype = member.request.dtype
@@ -141,6 +155,8 @@ class CompressedBucket(Bucket):
         self._scattered = self.members[0].strategy == "scatter_reduce"
         self.codec = BucketCodec(self.members, size if self._scattered else 1)
         self._encoded = compressed.Encoded(np.empty(0, np.uint8), [])
+        described = dumps([member.describe() for member in self.members])
+        self._plan = int.from_bytes(hashlib.blake2b(described, digest_size=8).digest(), "little")
 
     def shares(self) -> list[float]:
         """Return the bytes of each member's payload, in this step."""
@@ -151,19 +167,28 @@ class CompressedBucket(Bucket):
         self._encoded = compressed.encode(self.codec, self._lease.allocate)
         return self._encoded.nbytes
 
-    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
-        start, self.codec.seconds = time.perf_counter(), 0.0
-        self.codec.note = meter.note if meter.observers else None
-        allocate = self._lease.allocate
+    def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
+        comm, later, allocate = peers.comm, peers.later, self._lease.allocate
+        plan = (self._plan + epoch) & _MASK
+        exchange: compressed.Exchange
         if self._scattered:
-            sent = compressed.scatter_reduce(comm, self.codec, self._encoded, allocate)
+            exchange = compressed.ScatterReduce(
+                comm, self.codec, self._encoded, allocate, plan, later
+            )
         else:
-            sent = compressed.allgather_reduce(comm, self.codec, self._encoded, sizes, allocate)
-        meter.communicated(start, time.perf_counter(), sent, self.codec.seconds)
-        self.codec.note = None
+            exchange = compressed.AllgatherReduce(
+                comm, self.codec, self._encoded, sizes, allocate, plan, later
+            )
+        working = partial(self._working, meter)
+        yield from compressed.steps(exchange, working)
         failure, self.codec.failure = self.codec.failure, None
         if failure is not None:
             raise CompressionFailed(str(failure)) from failure
+
+    def _working(self, meter: Meter, step: str, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        work()
+        meter.decompressed(self.trace, start, step)
 
 
 def make_bucket(members: Sequence[Member], size: int, pool: BufferPool) -> Bucket:

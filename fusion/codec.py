@@ -7,8 +7,7 @@ and compressors write straight into their place; others are serialised behind th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from ringlet.compressors.payload import (
 from ringlet.fusion.convert import from_float32
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.member import Member
-from ringlet.fusion.observe.events import Span
 from ringlet.ring.dtypes import Array
 
 _CACHED_VIEWS = 4096
@@ -37,9 +35,7 @@ class BucketCodec:
         self.members = list(members)
         self._parts = parts
         self.fixed = all(member.compressor.traits().fixed_size for member in self.members)
-        self.seconds = 0.0  # spent inside compressors, since the caller last reset it
         self.failure: Exception | None = None  # of decoding; encoding raises at once
-        self.note: Callable[[Span], None] | None = None  # told of stretches of time
         self._variable: list[Payload] = []
         self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
         self._views: dict[tuple[int, int], list[Payload]] = {}
@@ -69,36 +65,34 @@ class BucketCodec:
         if self.fixed:
             return
         self._variable = []
-        with self._timed():
-            for member in self.members:
-                context = member.context(0, 1)
-                values = member.values()
-                payload = member.call(member.compressor.compress, values, context)
-                member.call(check_payload, member.compressor.label(), payload)
-                # What is returned travels later: it must not be the input, which changes.
-                self._variable.append(
-                    {
-                        name: array.copy() if np.shares_memory(array, values) else array
-                        for name, array in payload.items()
-                    }
-                )
+        for member in self.members:
+            context = member.context(0, 1)
+            values = member.values()
+            payload = member.call(member.compressor.compress, values, context)
+            member.call(check_payload, member.compressor.label(), payload)
+            # What is returned travels later: it must not be the input, which changes.
+            self._variable.append(
+                {
+                    name: array.copy() if np.shares_memory(array, values) else array
+                    for name, array in payload.items()
+                }
+            )
 
     def encode_into(self, part: int, out: Array) -> int:
         """Encode this rank's values of ``part``, residuals included."""
-        with self._timed():
-            if not self.fixed:
-                return self._serialise(out)
-            for member, payload in zip(self.members, self._payloads(part, out), strict=True):
-                start, stop = member.shard(part, self._parts)
-                if stop > start:
-                    context = member.context(part, self._parts)
-                    encode = member.compressor.encode_into
-                    member.call(encode, member.values(start, stop), payload, context)
+        if not self.fixed:
+            return self._serialise(out)
+        for member, payload in zip(self.members, self._payloads(part, out), strict=True):
+            start, stop = member.shard(part, self._parts)
+            if stop > start:
+                context = member.context(part, self._parts)
+                encode = member.compressor.encode_into
+                member.call(encode, member.values(start, stop), payload, context)
         return self.capacity(part)
 
     def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
-        with self._attempt("decode sum"):
+        with self._attempt():
             decoded = [self._payloads(part, payload) for payload in payloads]
             for i, member in enumerate(self.members):
                 total = self._sum(member, part, [payload[i] for payload in decoded])
@@ -107,7 +101,7 @@ class BucketCodec:
 
     def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
         """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
-        with self._attempt("decode sum encode"):
+        with self._attempt():
             decoded = [self._payloads(part, payload) for payload in payloads]
             for i, member in enumerate(self.members):
                 target = self._payloads(part, out)[i]
@@ -119,7 +113,7 @@ class BucketCodec:
 
     def decode_into(self, part: int, payload: Array) -> None:
         """Overwrite the outputs of a shard."""
-        with self._attempt("decode"):
+        with self._attempt():
             for member, encoded in zip(self.members, self._payloads(part, payload), strict=True):
                 start, stop = member.shard(part, self._parts)
                 if stop == start:
@@ -210,39 +204,22 @@ class BucketCodec:
             start += 8 + length
         return payloads
 
-    def _timed(self) -> _Stopwatch:
-        return _Stopwatch(self, "encode")
-
-    def _attempt(self, what: str) -> _Attempt:
-        return _Attempt(self, what)
+    def _attempt(self) -> _Attempt:
+        return _Attempt(self)
 
 
-class _Stopwatch:
-    """Adds the time of a with-block to a codec's ``seconds``."""
+class _Attempt:
+    """Keeps what goes wrong in a with-block for later: other ranks wait in the same collective."""
 
-    def __init__(self, codec: BucketCodec, what: str) -> None:
-        self._codec, self._what = codec, what
+    def __init__(self, codec: BucketCodec) -> None:
+        self._codec = codec
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter()
+        pass
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool | None:
-        end = time.perf_counter()
-        self._codec.seconds += end - self._start
-        if self._codec.note is not None:
-            self._codec.note(Span(self._what, self._start, end))
-        return None
-
-
-class _Attempt(_Stopwatch):
-    """Keeps what goes wrong for later: other ranks wait for this one in the same collective."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> bool | None:
-        super().__exit__(kind, error, trace)
         if isinstance(error, CompressorError | CompressionFailed):
             self._codec.failure = self._codec.failure or error
             return True

@@ -101,7 +101,7 @@ class Engine:
     @property
     def states(self) -> dict[Hashable, State]:
         """What compressors remember of tensors that are submitted one by one, by request key."""
-        return self._participant.states
+        return self._participant.requests.states
 
     def reset_stats(self) -> None:
         """Start counting anew."""
@@ -284,9 +284,12 @@ class Engine:
             while not self._closing:
                 for message in self._control.receive(self._patience()):
                     participant.dispatch(message)
+                participant.pipeline.advance()
                 while self._released:
                     participant.release(self._released.popleft())
-                self.hooks.run_errands()
+                if self.hooks.has_errands:
+                    participant.pipeline.drain()
+                    self.hooks.run_errands()
                 participant.encode_next()
                 self._flush()
                 self._look_for_stalls()
@@ -306,12 +309,15 @@ class Engine:
         while (left := deadline - time.monotonic()) > 0:
             for message in self._control.receive(left):
                 if message[:1] == m.GONE and loads(message[1:]) == self.rank:
+                    self._participant.pipeline.drain()
                     return
                 self._participant.dispatch(message)
+            self._participant.pipeline.advance()
 
     def _patience(self) -> float | None:
         """Return how long to wait for messages: not at all if there is something to send."""
-        if self._participant.complete or self._closing or self._joining:
+        participant = self._participant
+        if participant.complete or participant.pipeline.ready or self._closing or self._joining:
             return 0.0
         if not self._submissions.queued:
             return self._check_every
@@ -325,7 +331,7 @@ class Engine:
         by_set: dict[int, int] = {}
         fresh: list[Request] = []
         for work in works:
-            number = self._participant.known(work.request)
+            number = self._participant.requests.known(work.request)
             if number is None:
                 fresh.append(work.request)
             else:

@@ -107,6 +107,11 @@ class Hooks:
 
     # -- called by the engine -------------------------------------------------------------------
 
+    @property
+    def has_errands(self) -> bool:
+        """Whether something was asked for since the last time."""
+        return bool(self._errands)
+
     def run_errands(self) -> None:
         """Run what was asked for since the last time."""
         while self._errands:

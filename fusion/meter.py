@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ringlet.fusion.observe.events import PHASES, BucketDone, Observer, Span, StepDone
@@ -16,55 +18,78 @@ if TYPE_CHECKING:
 log = logging.getLogger("ringlet")
 
 
+@dataclass
+class Trace:
+    """What one bucket, or one operation that is not fused, has cost so far."""
+
+    spans: list[Span] = field(default_factory=list)  # while somebody observes
+    wire_bytes: float = 0.0
+    compress_s: float = 0.0
+    communicate_s: float = 0.0
+    decompress_s: float = 0.0
+
+
 class Meter:
-    """Used by the engine's thread. While ``observers`` is empty, only ``stats`` are kept."""
+    """Used by the engine's thread, but for ``note`` and ``enter``.
+
+    While ``observers`` is empty, no spans are kept.
+    """
 
     def __init__(self) -> None:
         self.stats = Stats()
         self.observers: tuple[Observer, ...] = ()
         self.submitted: dict[Hashable, float] = {}  # single submissions, by request key
-        self._spans: list[Span] = []
-        self._before: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self._at_hand = threading.local()
 
     # -- what buckets measure -------------------------------------------------------------------
 
-    def compressed(self, start: float, end: float) -> None:
+    def compressed(self, trace: Trace, start: float, end: float) -> None:
         """Count time spent compressing, or copying into a fusion buffer."""
         self.stats.compress_s += end - start
+        trace.compress_s += end - start
         if self.observers:
-            self._spans.append(Span("compress", start, end))
+            trace.spans.append(Span("compress", start, end))
 
-    def communicated(self, start: float, end: float, sent: float, codec: float = 0.0) -> None:
-        """Count a collective that sent ``sent`` bytes, of which ``codec`` s went to decoding."""
+    def communicated(
+        self, trace: Trace, start: float, end: float, sent: float, lane: int = 0
+    ) -> None:
+        """Count a collective that sent ``sent`` bytes."""
         self.stats.wire_bytes += sent
-        self.stats.communicate_s += end - start - codec
-        self.stats.decompress_s += codec
+        self.stats.communicate_s += end - start
+        trace.wire_bytes += sent
+        trace.communicate_s += end - start
         if self.observers:
-            self._spans.append(Span("communicate", start, end, round(sent)))
+            trace.spans.append(Span("communicate", start, end, round(sent), lane))
 
-    def decompressed(self, start: float, end: float) -> None:
-        """Count time spent decompressing, or copying out of a fusion buffer."""
+    def decompressed(self, trace: Trace, start: float, step: str = "") -> None:
+        """Count the time since ``start``, spent decompressing or copying out.
+
+        ``step`` names what it was, where that is not all of it.
+        """
+        end = time.perf_counter()
         self.stats.decompress_s += end - start
+        trace.decompress_s += end - start
         if self.observers:
-            self._spans.append(Span("decompress", start, end))
+            trace.spans.append(Span("decompress", start, end))
+            if step:
+                trace.spans.append(Span(step, start, end))
+
+    def enter(self, trace: Trace, lane: int = 0) -> None:
+        """Let what this thread notes belong to ``trace`` from now on."""
+        self._at_hand.trace, self._at_hand.lane = trace, lane
 
     def note(self, span: Span) -> None:
         """Keep a span that no counter needs, such as one collective's."""
-        if self.observers:
-            self._spans.append(span)
+        trace: Trace | None = getattr(self._at_hand, "trace", None)
+        if self.observers and trace is not None:
+            trace.spans.append(span._replace(lane=self._at_hand.lane))
 
     # -- what happens to buckets, while somebody observes ---------------------------------------
 
     def encoding(self, owner: str, step: int, bucket: Bucket) -> None:
-        """Begin to collect a bucket's spans, or go on with its next round."""
+        """Tell of a bucket that is complete, unless it is at its next round."""
         if not bucket.more:
-            bucket.spans, bucket.costs = [], (0.0, 0.0, 0.0)
             self._tell(lambda observer: observer.encoding(owner, step, bucket))
-        self._spans = bucket.spans
-
-    def exchanging(self, bucket: Bucket) -> None:
-        """Go on collecting a bucket's spans."""
-        self._spans, self._before = bucket.spans, self._costs()
 
     def exchanged(
         self,
@@ -74,17 +99,22 @@ class Meter:
         bucket: Bucket,
         submitted: Mapping[str, float],
     ) -> None:
-        """Tell of a bucket that is done, or add up until it is."""
-        changes = zip(bucket.costs, self._costs(), self._before, strict=True)
-        # Counters that were reset meanwhile must not make a cost negative.
-        bucket.costs = tuple(sum_ + max(0.0, now - before) for sum_, now, before in changes)
-        spans, self._spans = bucket.spans, []
+        """Tell of a bucket, if it is done."""
         if bucket.done:
-            wire, communicate, decompress = bucket.costs
-            compress = sum(span.end - span.start for span in spans if span.phase == "compress")
-            seconds = dict(zip(PHASES, (compress, communicate, decompress), strict=True))
+            trace = bucket.trace
+            spans = sorted(trace.spans, key=lambda span: span.start)
+            costs = trace.compress_s, trace.communicate_s, trace.decompress_s
+            seconds = dict(zip(PHASES, costs, strict=True))
             event = BucketDone(
-                owner, step, index, bucket, submitted, spans, seconds, bucket.raw_bytes, wire
+                owner,
+                step,
+                index,
+                bucket,
+                submitted,
+                spans,
+                seconds,
+                bucket.raw_bytes,
+                trace.wire_bytes,
             )
             self._tell(lambda observer: observer.bucket_done(event))
 
@@ -93,13 +123,9 @@ class Meter:
         event = StepDone(owner, step, start, time.perf_counter())
         self._tell(lambda observer: observer.step_done(event))
 
-    def single_begins(self) -> None:
-        """Begin to collect the spans of an operation that is not fused."""
-        self._spans = []
-
-    def single_done(self, kind: str, key: Hashable, name: str) -> None:
+    def single_done(self, kind: str, key: Hashable, name: str, trace: Trace) -> None:
         """Tell of an operation that is not fused."""
-        spans, self._spans = self._spans, []
+        spans = trace.spans
         at = self.submitted.pop(key, spans[0].start if spans else time.perf_counter())
         self._tell(lambda observer: observer.single_done(kind, name, at, spans))
 
@@ -117,10 +143,6 @@ class Meter:
         """Tell that ``tensors`` were asked for."""
         at = time.perf_counter()
         self._tell(lambda observer: observer.cycle(at, tensors))
-
-    def _costs(self) -> tuple[float, ...]:
-        stats = self.stats
-        return stats.wire_bytes, stats.communicate_s, stats.decompress_s
 
     def _tell(self, call: Callable[[Observer], None]) -> None:
         for observer in self.observers:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from ringlet.compressors import Compressor, NoCompression, Workspace, resolve
+from ringlet.compressors import Compressor, Workspace
 from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
 from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.errors import CompressionFailed, EngineClosed, OutOfMemory, StepAbandoned
-from ringlet.fusion.executor import Batch, execute_single
+from ringlet.fusion.executor import Batch
+from ringlet.fusion.flights import Flights
 from ringlet.fusion.group import Group
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
-from ringlet.fusion.neutral import neutral
 from ringlet.fusion.observe.events import Observer
 from ringlet.fusion.observe.hops import unwatched
 from ringlet.fusion.peers import Peers
 from ringlet.fusion.request import Request, dumps, loads
+from ringlet.fusion.requests import Requests
 from ringlet.fusion.submissions import Submissions
-from ringlet.fusion.work import Handle, Signal, Work
+from ringlet.fusion.work import Handle, Signal
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control import ControlPlane
 from ringlet.ring.errors import Mismatch, PeerLost, RingError
@@ -32,7 +34,8 @@ from ringlet.ring.errors import Mismatch, PeerLost, RingError
 log = logging.getLogger("ringlet")
 
 _NO_MEMORY = "no memory in step "
-_PLANS = 64  # batches that are kept to be run again
+# After these nothing under way can be changed: other messages wait for its end.
+_OVERLAPPING = frozenset([m.GO, m.EXECUTE, m.EXECUTE_HITS, m.WANTED, m.STALLED])
 
 
 class Participant:
@@ -52,21 +55,27 @@ class Participant:
         self.complete: deque[tuple[Group | Batch, int, int]] = deque()
         self.joined: set[int] = set()
         self._control, self._limits = control, limits
-        self._submissions, self._signal = submissions, signal
         self._pool, self._workspace = BufferPool(), Workspace()
+        self._flights = Flights(self.meter, control.wake, comm.rank)
+        self.pipeline = self._flights.pipeline
+        self.requests = Requests(
+            self.sets,
+            self._pool,
+            self._workspace,
+            self._flights,
+            self.meter,
+            submissions,
+            signal,
+            self.member,
+            self._vote_on,
+        )
         self._expected: dict[Hashable, tuple[Handle, Any]] = {}
         self._groups: dict[int, Group | Batch] = {}
         self._released: set[int] = set()
-        self._cached: dict[int, dict[int, Request]] = {}
-        self._ids: dict[Request, int] = {}
-        self._members: dict[Hashable, Member] = {}
-        self.states: dict[Hashable, State] = {}
-        self._plans: OrderedDict[tuple[int, int], Batch] = OrderedDict()
-        self._executing: list[Work] = []  # taken, but perhaps not finished
         self._handlers = {
             m.GO: self._go,
-            m.EXECUTE_HITS: self._execute_hits,
-            m.EXECUTE: self._execute,
+            m.EXECUTE_HITS: lambda said: self.requests.execute_hits(said, self._limits),
+            m.EXECUTE: lambda said: self.requests.execute(said, self._limits),
             m.DECLARED: self._declared,
             m.REFUSED: self._refused,
             m.FAILED: self._failed,
@@ -94,14 +103,12 @@ class Participant:
         seed = self._limits.seed
         return Member(request, compressor, peers.rank, peers.size, seed, self._workspace, state)
 
-    def known(self, request: Request) -> int | None:
-        """Return the number that stands for ``request``, if it has one."""
-        return self._ids.get(request)
-
     def dispatch(self, message: bytes) -> None:
         """Do what ``message`` says. Raises PeerLost, or what broke another rank's engine."""
         handler = self._handlers.get(message[:1])
         if handler is not None:
+            if message[:1] not in _OVERLAPPING:
+                self.pipeline.drain()
             handler(message)
         elif message[:1] == m.LOST:
             rank, text = loads(message[1:])
@@ -123,6 +130,8 @@ class Participant:
         if epoch != group.epoch:
             return  # of a step that failed meanwhile
         bucket = group.buckets[index]
+        if not bucket.more:
+            bucket.begin()
         if self.meter.observers:
             self.meter.encoding(group.name, group.step, bucket)
         try:
@@ -167,7 +176,7 @@ class Participant:
     def retune(self, setting: dict[str, Any], steps: dict[int, int]) -> None:
         """Use other limits: declared groups from the given steps on, the rest at once."""
         self._limits = replace(self._limits, **setting)
-        self._plans.clear()
+        self.requests.forget_plans()
         for number, step in steps.items():
             group = self._groups.get(number)
             if isinstance(group, Group):
@@ -180,8 +189,8 @@ class Participant:
 
     def close(self, error: Exception) -> None:
         """Fail everything in flight, and whatever comes later, with ``error``."""
-        self._submissions.close(error)
-        self._submissions.fail([w for w in self._executing if not w.done()], error)
+        self.pipeline.stop(self._interrupt)
+        self.requests.close(error)
         for handle, _ in list(self._expected.values()):
             handle.finish(error)
         for group in list(self._groups.values()):
@@ -196,16 +205,30 @@ class Participant:
             return  # of another process set's ranks
         bucket = group.buckets[verdict.bucket]
         # What fails here breaks the engine: other ranks may hold this step's result already.
-        if self.meter.observers:
-            self.meter.exchanging(bucket)
-        bucket.exchange(group.peers.comm, verdict.sizes, self.meter)
+        steps = bucket.exchange(group.peers, verdict.sizes, self.meter, verdict.epoch)
+        done = partial(self._exchanged, group, verdict)
+        self._flights.launch(steps, bucket.trace, group.peers, sum(verdict.sizes), done)
+
+    def _exchanged(self, group: Group | Batch, verdict: m.Verdict) -> None:
         if self.meter.observers:
             group.observed(verdict.bucket, self.meter)
-        if bucket.more:
+        if group.buckets[verdict.bucket].more:
             self.complete.append((group, verdict.bucket, verdict.epoch))
             return
         group.bucket_done(verdict.bucket)
         self._forget_batch(group)
+
+    def _forget_batch(self, group: Group | Batch) -> None:
+        if isinstance(group, Batch) and group.decided:
+            self._groups.pop(group.number, None)
+
+    def _vote_on(self, batch: Batch, index: int) -> None:
+        self._groups[batch.number] = batch
+        self.complete.append((batch, index, batch.epoch))
+
+    def _interrupt(self) -> None:
+        for peers in self.sets.values():
+            peers.comm.interrupt()
 
     def _declared(self, message: bytes) -> None:
         process_set, name, number, order = loads(message[1:])
@@ -266,93 +289,6 @@ class Participant:
         if group.epoch == vote.epoch and group.submit_zeros(vote.bucket):
             self.complete.append((group, vote.bucket, vote.epoch))
 
-    # -- single operations ----------------------------------------------------------------------
-
-    def _execute_hits(self, message: bytes) -> None:
-        number, batch, bits = m.unpack_execute_hits(message)
-        if number not in self.sets:
-            return
-        known = self._plans.get((number, bits))
-        if known is not None:
-            self._plans.move_to_end((number, bits))
-            works = [self._found(member.request) for member in known.members]
-            self._executing = works
-            self._run(known, batch, works)
-            return
-        cached = self._cached[number]
-        ready = [(self._found(cached[i]), ()) for i in m.ids_of(bits)]
-        plan = self._run_all(self.sets[number], batch, ready)
-        if plan is not None and len(plan.members) == len(ready):
-            self._plans[number, bits] = plan
-            if len(self._plans) > _PLANS:
-                self._plans.popitem(last=False)
-
-    def _execute(self, message: bytes) -> None:
-        number, batch, items = loads(message[1:])
-        if number not in self.sets:
-            return
-        ready: list[tuple[Work, Sequence[Any]]] = []
-        for name, cache_id, sizes, told in items:
-            key = name if number == 0 else (number, name)
-            work = self._submissions.find(key) or self._zeros(Request.from_list(told))
-            if cache_id >= 0:
-                self._cached.setdefault(number, {})[cache_id] = work.request
-                self._ids[work.request] = cache_id
-            ready.append((work, sizes))
-        self._run_all(self.sets[number], batch, ready)
-
-    def _run_all(
-        self, peers: Peers, batch: int, ready: Sequence[tuple[Work, Sequence[Any]]]
-    ) -> Batch | None:
-        """Run what all ranks are ready for: allreduces fused by look-ahead, the rest in order."""
-        self._executing = [work for work, _ in ready]
-        reductions = [work for work in self._executing if work.request.kind == "allreduce"]
-        plan: Batch | None = None
-        if reductions:
-            members = [self._member_for(work) for work in reductions]
-            plan = Batch(peers, members, self._limits, self._pool, self._submissions)
-            self._run(plan, batch, reductions)
-        for work, sizes in ready:
-            if work.request.kind != "allreduce":
-                if self.meter.observers:
-                    self.meter.single_begins()
-                execute_single(peers, work, sizes, self._workspace)
-                if self.meter.observers:
-                    self.meter.single_done(work.request.kind, work.request.key, work.name)
-                self._submissions.complete([work])
-        return plan
-
-    def _run(self, plan: Batch, number: int, works: Sequence[Work]) -> None:
-        plan.begin(number, works)
-        for index in plan.run_plain(self.meter):
-            self._groups[number] = plan
-            self.complete.append((plan, index, plan.epoch))
-
-    def _found(self, request: Request) -> Work:
-        return self._submissions.find(request.key) or self._zeros(request)
-
-    def _zeros(self, request: Request) -> Work:
-        """Return what this rank, which has joined, contributes."""
-        values = neutral(request)
-        return Work(request, self._signal, values, values, resolve(request.spec))
-
-    def _member_for(self, work: Work) -> Member:
-        request, compressor = work.request, work.compressor
-        member = self._members.get(request.key)
-        if member is None or member.request != request or member.declared != compressor:
-            returns = ".noname." not in request.name
-            state: State = {}
-            if returns and not isinstance(compressor, NoCompression):
-                state = self.states.setdefault(request.key, {})
-            member = self.member(request, compressor, state)
-            if returns:
-                self._members[request.key] = member
-        return member
-
-    def _forget_batch(self, group: Group | Batch) -> None:
-        if isinstance(group, Batch) and group.finished:
-            self._groups.pop(group.number, None)
-
     # -- process sets, ranks that join, refusals ------------------------------------------------
 
     def _set_changed(self, message: bytes) -> None:
@@ -398,9 +334,7 @@ class Participant:
             if expected is not None:
                 expected[0].finish(error)
             return
-        for name in names:
-            key = name if process_set == 0 else (process_set, name)
-            self._submissions.refuse(key, error)
+        self.requests.refuse(process_set, names, error)
 
 
 def _urgency(item: tuple[Group | Batch, int, int]) -> float:

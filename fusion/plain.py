@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -13,9 +14,12 @@ from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.convert import scale_into
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
+from ringlet.fusion.peers import Peers
 from ringlet.ring.adasum import adasum
-from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
+from ringlet.ring.pipeline import Steps, Wire
+from ringlet.ring.reduction import allreduce_steps
 
 
 class PlainBucket(Bucket):
@@ -46,22 +50,22 @@ class PlainBucket(Bucket):
             scale_into(self._buffer, prescale, self._buffer, self._dtype, self._scratch)
         return self._nbytes
 
-    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
-        start = time.perf_counter()
-        buffer = self._buffer
+    def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
+        comm, buffer = peers.comm, self._buffer
         if self._op is ReduceOp.ADASUM:
-            adasum(comm, buffer, self._ends, self._dtype)
+            sent = 2 * (self.size - 1) / self.size * self._nbytes
+            yield Wire(partial(adasum, comm, buffer, self._ends, self._dtype), sent)
         else:
             op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
-            comm.allreduce(buffer, op, self._dtype)
-        middle = time.perf_counter()
+            allocate = self._lease.allocate
+            yield from allreduce_steps(comm, peers.later, buffer, op, self._dtype, allocate)
+        start = time.perf_counter()
         _, postscale, divisor = self._scales
         scale_into(buffer, postscale, buffer, self._dtype, self._scratch, divisor)
         if len(self.members) > 1:
             for member, place in zip(self.members, self._places, strict=True):
                 member.output[:] = buffer[place]
-        meter.communicated(start, middle, 2 * (self.size - 1) / self.size * self._nbytes)
-        meter.decompressed(middle, time.perf_counter())
+        meter.decompressed(self.trace, start)
 
     def _count(self) -> None:
         pass  # no compressor that could see the result or remember anything

@@ -18,8 +18,10 @@ from ringlet.fusion.buffers import BufferPool, Lease
 from ringlet.fusion.convert import from_float32
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
-from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.fusion.peers import Peers
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.ring.pipeline import Steps, Wire
 
 _WIRE = ("int8", "int16", "int32", "int64", "float32")
 
@@ -70,17 +72,21 @@ class RoundsBucket(Bucket):
         before.release()
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def _exchange(self, comm: Communicator, sizes: list[int], meter: Meter) -> None:
-        start, sent = time.perf_counter(), 0.0
-        for (op, _), buffer in sorted(self._buffers.items(), key=lambda pair: pair[0]):
-            comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
+    def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
+        buffers = sorted(self._buffers.items(), key=lambda pair: pair[0])
+
+        def combine() -> None:
+            for (op, _), buffer in buffers:
+                peers.comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
+
+        nbytes = sum(buffer.nbytes for _, buffer in buffers)
+        yield Wire(combine, 2 * (self.size - 1) / self.size * nbytes)
+        start = time.perf_counter()
+        for (op, _), buffer in buffers:
             if op == "mean":
                 np.multiply(buffer, buffer.dtype.type(1.0 / self.size), out=buffer)
-            sent += 2 * (self.size - 1) / self.size * buffer.nbytes
-        middle = time.perf_counter()
         self._resume()
-        meter.communicated(start, middle, sent)
-        meter.compressed(middle, time.perf_counter())
+        meter.compressed(self.trace, start, time.perf_counter())
 
     def _start(self) -> None:
         for member in self.members:

@@ -94,6 +94,7 @@ class Communicator(ABC):
         self.before_close: Callable[[], None] = lambda: None  # such as shutting an engine down
         self._error: RingError | None = None  # why no further call can be made
         self._subsets: list[Communicator] = []
+        self._siblings: dict[int, Communicator] = {}
 
     def allreduce(
         self, buffer: Array, op: ReduceOp = ReduceOp.SUM, dtype: str | None = None
@@ -204,6 +205,35 @@ class Communicator(ABC):
             self._subsets.append(chosen)
         return chosen
 
+    def sibling(self, number: int) -> Communicator | None:
+        """Return sibling ``number`` (from 1) of this communicator; not collective.
+
+        It has the same ranks, and its calls do not mix with this one's: another thread may make
+        them at the same time. Closing this communicator closes it. None where the transport cannot
+        wait for two calls at once, or keeps a core busy while it waits.
+        """
+        found = self._siblings.get(number)
+        if found is None:
+            self._usable()
+            found = self._sibling(number)
+            if found is not None:
+                self._siblings[number] = found
+        return found
+
+    def interrupt(self) -> None:
+        """End calls that wait, made by any thread, with an error; from any thread.
+
+        Afterwards the communicator is broken, on all ranks. Does nothing where a transport cannot.
+        """
+        return
+
+    def reduces(self, op: ReduceOp, dtype: str) -> bool:
+        """Whether ``allreduce`` is one operation of the transport's.
+
+        Otherwise it consists of an all-to-all, sums, and an all-gather, which a pipeline overlaps.
+        """
+        return True
+
     def close(self) -> None:
         """Release the transport's resources and close subsets. Idempotent; safe after an error."""
         if self.closed:
@@ -211,8 +241,8 @@ class Communicator(ABC):
         self.closed = True
         self._error = self._error or RingError("this communicator is closed")
         self.before_close()
-        for subset in self._subsets:
-            subset.close()
+        for other in (*self._subsets, *self._siblings.values()):
+            other.close()
         self._subsets.clear()
         self._close()
 
@@ -253,6 +283,9 @@ class Communicator(ABC):
     @abstractmethod
     def _close(self) -> None:
         """Release what the transport holds; called once."""
+
+    def _sibling(self, number: int) -> Communicator | None:
+        return None
 
     def _usable(self) -> None:
         if self._error is not None:

@@ -24,6 +24,7 @@ from ringlet.ring.codec import Codec
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import ProtocolError
+from ringlet.ring.pipeline import Steps, Wire
 from ringlet.ring.seal import SEAL, Fault, inspect, seal
 
 Allocate = Callable[[int], Array]
@@ -78,8 +79,25 @@ class Exchange(Protocol):
         """Write the output."""
 
 
+def steps(
+    exchange: Exchange, working: Callable[[str, Callable[[], None]], None] = lambda _, work: work()
+) -> Steps:
+    """Yield the two collectives of ``exchange``.
+
+    ``working(name, call)`` makes the calls that do not wait.
+    """
+    yield Wire(exchange.start, exchange.sent)
+    working("reduce", exchange.reduce)
+    yield Wire(exchange.finish)
+    working("decode", exchange.decode)
+
+
 class AllgatherReduce:
-    """Gather every rank's payload and decode their sum; ``sizes`` are its bytes by rank."""
+    """Gather every rank's payload and decode their sum; ``sizes`` are its bytes by rank.
+
+    ``later`` is a sibling of ``comm`` that ``finish`` uses, so that both steps of two exchanges can
+    be under way at once.
+    """
 
     def __init__(
         self,
@@ -89,6 +107,7 @@ class AllgatherReduce:
         sizes: Sequence[int],
         allocate: Allocate = _allocate,
         plan: int = 0,
+        later: Communicator | None = None,
     ) -> None:
         if sizes[comm.rank] != encoded.nbytes:
             said = sizes[comm.rank]
@@ -96,7 +115,7 @@ class AllgatherReduce:
                 f"rank {comm.rank} encoded {encoded.nbytes} bytes, but announced {said}"
             )
         self._comm, self._codec, self._encoded = comm, codec, encoded
-        self._inspector = _Inspector(comm, plan)
+        self._inspector = _Inspector(comm, plan, later or comm)
         self._sizes = list(sizes)
         self._received = allocate(sum(sizes))
         self.sent = (comm.size - 1) * encoded.nbytes
@@ -122,8 +141,9 @@ class AllgatherReduce:
 class ScatterReduce:
     """Reduce part r on rank r, encode the sum and gather it. Parts are of fixed size.
 
-    Raises ProtocolError, before any byte moves, when a part does not fill its capacity: the other
-    ranks count on it. When the codec fails to sum, the other ranks raise ProtocolError too.
+    ``later`` is as in ``AllgatherReduce``. Raises ProtocolError, before any byte moves, when a part
+    does not fill its capacity: the other ranks count on it. When the codec fails to sum, the other
+    ranks raise ProtocolError too.
     """
 
     def __init__(
@@ -133,6 +153,7 @@ class ScatterReduce:
         encoded: Encoded,
         allocate: Allocate = _allocate,
         plan: int = 0,
+        later: Communicator | None = None,
     ) -> None:
         rank, size = comm.rank, comm.size
         self._sizes = [codec.capacity(part) + SEAL for part in range(size)]
@@ -141,7 +162,8 @@ class ScatterReduce:
                 f"parts have {encoded.counts} bytes, but fixed sizes are {self._sizes}"
             )
         self._comm, self._codec, self._encoded = comm, codec, encoded
-        self._inspector = _Inspector(comm, plan)
+        self._inspector = _Inspector(comm, plan, later or comm)
+        self._later = later or comm
         mine = self._sizes[rank]
         self._incoming = [mine] * size
         self._received = allocate(mine * size)
@@ -175,7 +197,7 @@ class ScatterReduce:
 
     def finish(self) -> None:
         """Gather the sums and agree that all is well."""
-        self._comm.allgather(self._own, self._gathered, self._sizes)
+        self._later.allgather(self._own, self._gathered, self._sizes)
         self._inspector.look(_split(self._gathered, self._sizes))
         try:
             self._inspector.agree()
@@ -225,10 +247,10 @@ def run(exchange: Exchange) -> int:
 class _Inspector:
     """Looks at the payloads of one exchange and lets all ranks know what any of them found."""
 
-    def __init__(self, comm: Communicator, plan: int) -> None:
+    def __init__(self, comm: Communicator, plan: int, later: Communicator) -> None:
         comm.exchanges += 1
         self.sequence, self.plan = comm.exchanges, plan
-        self._comm = comm
+        self._comm, self._later = comm, later
         self._finding = 0  # fault and rank in one integer; 0 while there is none
 
     def look(self, messages: Sequence[Array]) -> bool:
@@ -248,7 +270,7 @@ class _Inspector:
     def agree(self) -> None:
         """Raise ProtocolError, with one text everywhere, if any rank has found a fault."""
         findings = np.empty(self._comm.size, np.int64)
-        self._comm.allgather(np.array([self._finding], np.int64), findings)
+        self._later.allgather(np.array([self._finding], np.int64), findings)
         if not findings.any():
             return
         origin = self._comm.origin

@@ -5,6 +5,7 @@ A process group of our own is used, never torch's default one, which stays the u
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 from ringlet.ring.errors import PeerLost, unavailable
-from ringlet.ring.interrupt import remember, watched
-from ringlet.ring.process_group import ProcessGroupCommunicator
+from ringlet.ring.halves import Scratch
+from ringlet.ring.interrupt import interrupt_all, remember, watched
+from ringlet.ring.process_group import TAG, ProcessGroupCommunicator
 
 
 class GlooCommunicator(ProcessGroupCommunicator):
@@ -63,6 +65,18 @@ class GlooCommunicator(ProcessGroupCommunicator):
             host=self._host,
             origin=origin,
         )
+
+    def interrupt(self) -> None:
+        """End the connections of all gloo communicators of this process."""
+        interrupt_all()
+
+    def _sibling(self, number: int) -> GlooCommunicator | None:
+        # The same connections: what a message belongs to, its tag says.
+        sibling = copy.copy(self)
+        sibling._tag, sibling._scratch = TAG + number, Scratch()
+        sibling._subsets, sibling._siblings = [], {}
+        sibling.before_close = lambda: None
+        return sibling
 
     def _release(self) -> None:
         self._finalizer()

@@ -100,6 +100,10 @@ class HierarchicalCommunicator(Communicator):
     def _subset(self, ranks: list[int]) -> Communicator | None:
         return self.flat.subset(ranks)
 
+    def interrupt(self) -> None:
+        """End what waits on any level."""
+        self.flat.interrupt()
+
     def _close(self) -> None:
         self.flat.close()
 

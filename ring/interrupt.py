@@ -46,10 +46,11 @@ def interrupter(comm: Communicator) -> Callable[[], None] | None:
 
     A rank that is lost breaks every communicator, so all that are known are interrupted.
     """
-    return _interrupt_all if comm in _connections else None
+    return interrupt_all if comm in _connections else None
 
 
-def _interrupt_all() -> None:
+def interrupt_all() -> None:
+    """End what waits in any communicator that is known."""
     for known in list(_connections.values()):
         known.interrupt()
 

@@ -50,6 +50,7 @@ class LocalWorld:
         self.size = size
         self.origin = tuple(range(size) if origin is None else origin)
         self._subsets: weakref.WeakSet[LocalWorld] = weakref.WeakSet()
+        self._siblings: dict[int, LocalWorld] = {}
         self._condition = threading.Condition(threading.Lock())
         self._calls: dict[int, _Call] = {}
         self._met: Sequence[_Call] = ()
@@ -84,6 +85,17 @@ class LocalWorld:
         with self._condition:
             self._subsets.add(world)
         return world
+
+    def sibling(self, number: int) -> LocalWorld:
+        """Return a world of the same ranks, the same one on each of them."""
+        with self._condition:
+            known = self._siblings.get(number)
+        if known is None:
+            made = self.subset(range(self.size))
+            with self._condition:
+                known = self._siblings.setdefault(number, made)
+                known._lost = known._lost or self._lost
+        return known
 
     def watch(self, watcher: Callable[[int, str], None]) -> None:
         """Call ``watcher(rank, why)`` whenever a rank leaves."""
@@ -203,6 +215,13 @@ class LocalCommunicator(Communicator):
         if world is None or self.rank not in ranks:
             return None
         return world.communicators[ranks.index(self.rank)]
+
+    def interrupt(self) -> None:
+        """Leave the world: whoever waits for this rank raises PeerLost."""
+        self.world.leave(self.rank, "gave up")
+
+    def _sibling(self, number: int) -> LocalCommunicator | None:
+        return self.world.sibling(number).communicators[self.rank]
 
     def _close(self) -> None:
         self.world.leave(self.rank, "closed its communicator")

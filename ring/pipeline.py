@@ -1,51 +1,180 @@
-"""Several compressed allreduces in a row, so that the wire works while codecs do.
+"""Several exchanges at a time, so that the wire works while codecs do.
 
-One helper thread makes all collective calls, in an order that is the same on every rank; the
-calling thread encodes and decodes. Two exchanges are under way at a time:
+An exchange is an iterator of ``Wire``: collectives, with codec work between them. The thread that
+owns a pipeline does the codec work; the collectives wait on threads of their own, one for each
+place in an exchange ("lane"):
 
-    wire    start 0, start 1, finish 0, start 2, finish 1, start 3, finish 2, ...
-    codec            reduce 0, reduce 1, decode 0, reduce 2, decode 1, ...
+    lane 0    all-to-all 0, all-to-all 1, all-to-all 2, ...
+    lane 1                  all-gather 0, all-gather 1, ...
+    owner     encode 1, sum 0, encode 2, sum 1, decode 0, ...
+
+Exchanges begin in one order on all ranks, lanes are first in, first out, and every lane has a
+communicator of its own (``Communicator.sibling``). So collectives meet their like, whenever ranks
+come to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import NamedTuple
 
-from ringlet.ring.compressed import Exchange, run
+DEPTH = 4  # exchanges under way at once; each holds what it has received
+_PATIENCE_S = 10.0  # for a lane whose collective was interrupted
 
 
-def run_pipelined(exchanges: Sequence[Exchange]) -> int:
-    """Run ``exchanges`` of one communicator, overlapping; return the bytes this rank sent.
+class Wire(NamedTuple):
+    """A collective: ``call`` communicates and does nothing else, and sends ``nbytes``."""
 
-    Collective: all ranks pass the same exchanges in the same order. No other thread may use the
-    communicator meanwhile. After an error some of the exchanges are complete, and no output is
-    half-written; the communicator should be closed.
+    call: Callable[[], None]
+    nbytes: float = 0.0
+
+
+Steps = Iterator[Wire]
+
+
+class Flight:
+    """An exchange under way.
+
+    ``done`` is called at its end, ``timed(start, end, nbytes, lane)`` after each collective, both
+    on the owner's thread; ``enter(lane)`` before each on the thread that makes it. Lanes count from
+    1; 0 is the owner.
     """
-    if len(exchanges) == 1:
-        return run(exchanges[0])
-    with ThreadPoolExecutor(1, "ringlet wire") as wire:
+
+    __slots__ = ("done", "end", "enter", "error", "lane", "start", "steps", "timed", "wire")
+
+    def __init__(
+        self,
+        steps: Steps,
+        done: Callable[[], None],
+        timed: Callable[[float, float, float, int], None],
+        enter: Callable[[int], None] | None = None,
+    ) -> None:
+        self.steps, self.done, self.timed, self.enter = steps, done, timed, enter
+        self.lane = 0  # of its last collective
+        self.start = self.end = 0.0
+        self.error: BaseException | None = None
+
+    def advance(self) -> bool:
+        """Work until the next collective; return whether there is one."""
+        wire = next(self.steps, None)
+        if wire is None:
+            return False
+        self.wire = wire
+        return True
+
+    def communicate(self) -> None:
+        """Make the collective; an error is kept."""
         try:
-            _overlap(wire, exchanges)
-        except BaseException:
-            wire.shutdown(wait=True, cancel_futures=True)
-            raise
-    return sum(exchange.sent for exchange in exchanges)
+            if self.enter is not None:
+                self.enter(self.lane)
+            self.start = time.perf_counter()
+            self.wire.call()
+        except BaseException as error:
+            self.error = error
+        self.end = time.perf_counter()
+
+    def landed(self) -> None:
+        """Tell of the collective, or raise what went wrong."""
+        if self.error is not None:
+            raise self.error
+        self.timed(self.start, self.end, self.wire.nbytes, self.lane)
 
 
-def _overlap(wire: ThreadPoolExecutor, exchanges: Sequence[Exchange]) -> None:
-    started = [wire.submit(exchange.start) for exchange in exchanges[:2]]
-    before: tuple[Exchange, Future[None]] | None = None  # finishing
-    for i, exchange in enumerate(exchanges):
-        started[i].result()
-        exchange.reduce()
-        finished = wire.submit(exchange.finish)
-        if i + 2 < len(exchanges):
-            started.append(wire.submit(exchanges[i + 2].start))
-        if before is not None:
-            before[1].result()
-            before[0].decode()
-        before = exchange, finished
-    if before is not None:
-        before[1].result()
-        before[0].decode()
+class Pipeline:
+    """Exchanges of one thread, its owner, in one order. ``wake`` is called when a lane is done."""
+
+    def __init__(self, wake: Callable[[], None], depth: int = DEPTH, name: str = "") -> None:
+        self._wake, self._depth, self._name = wake, depth, name
+        self._waiting: deque[Flight] = deque()
+        self._under_way = 0
+        self._landed: SimpleQueue[Flight] = SimpleQueue()
+        self._lanes: list[SimpleQueue[Flight | None]] = []
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether an exchange is under way, or waits for its turn."""
+        return self._under_way > 0 or bool(self._waiting)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``advance`` has something to do."""
+        return not self._landed.empty()
+
+    def add(self, flight: Flight, overlapping: bool = True) -> None:
+        """Begin an exchange, or let it wait for its turn.
+
+        One that is not ``overlapping`` has no lanes: it runs to its end now, after all others.
+        """
+        if overlapping:
+            self._waiting.append(flight)
+            self._begin()
+            return
+        self.drain()
+        while flight.advance():
+            flight.communicate()
+            flight.landed()
+        flight.done()
+
+    def advance(self) -> None:
+        """Go on with what lanes have done. Raises what any collective or codec raised."""
+        while not self._landed.empty():
+            self._go_on(self._landed.get())
+        self._begin()
+
+    def drain(self) -> None:
+        """Wait for the end of all exchanges."""
+        while self.busy:
+            self._go_on(self._landed.get())
+            self._begin()
+
+    def stop(self, interrupt: Callable[[], None]) -> None:
+        """End the lanes. Where one waits in a collective, ``interrupt`` is called to end that."""
+        if self._under_way:
+            interrupt()
+        for lane in self._lanes:
+            lane.put(None)
+        deadline = time.monotonic() + _PATIENCE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._waiting.clear()
+
+    def _begin(self) -> None:
+        while self._waiting and self._under_way < self._depth:
+            self._under_way += 1
+            self._work(self._waiting.popleft())
+
+    def _go_on(self, flight: Flight) -> None:
+        flight.landed()
+        self._work(flight)
+
+    def _work(self, flight: Flight) -> None:
+        if flight.advance():
+            flight.lane += 1
+            self._lane(flight.lane - 1).put(flight)
+        else:
+            self._under_way -= 1
+            flight.done()
+
+    def _lane(self, number: int) -> SimpleQueue[Flight | None]:
+        if number == len(self._lanes):
+            self._lanes.append(SimpleQueue())
+            name = f"{self._name}{number}"
+            thread = threading.Thread(target=self._serve, args=(number,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self._lanes[number]
+
+    def _serve(self, number: int) -> None:
+        lane = self._lanes[number]
+        failed = False
+        while (flight := lane.get()) is not None:
+            if not failed:  # after an error nobody meets this rank any more
+                flight.communicate()
+                failed = flight.error is not None
+                self._landed.put(flight)
+                self._wake()

@@ -24,7 +24,7 @@ from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import PeerLost, unavailable
 from ringlet.ring.halves import Scratch, combine, combine_everywhere, exchange_shards
 
-TAG = 0x52  # of our sends, so that they are no answer to the user's receives
+TAG = 0x52  # of our sends, so that they are no answer to the user's receives; siblings count on
 SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats gloo's ring
 WINDOW = 1 << 20  # bytes under way at once
 BOTH = (ReduceOp.SUM, ReduceOp.PRODUCT)  # do not depend on the sign an integer is read with
@@ -53,6 +53,7 @@ class ProcessGroupCommunicator(Communicator):
         self._torch, self._dist = import_torch(self.name)
         self._groups: list[Any] = []
         self._scratch = Scratch()
+        self._tag = TAG
 
     @abstractmethod
     def _release(self) -> None:
@@ -76,6 +77,10 @@ class ProcessGroupCommunicator(Communicator):
         values = self._torch.from_numpy(buffer.view(kind))
         self._wait("allreduce", lambda group: group.allreduce([values], options).wait())
 
+    def reduces(self, op: ReduceOp, dtype: str) -> bool:
+        """Whether gloo knows the dtype and the operation."""
+        return op in NATIVE.get(dtype, ("", ()))[1]
+
     def _reduce_scatter(
         self, send: Array, receive: Array, counts: list[int], op: ReduceOp, name: str
     ) -> None:
@@ -96,7 +101,7 @@ class ProcessGroupCommunicator(Communicator):
         def pass_on(group: Any) -> None:
             for step in range(self.size - 1):
                 gone, coming = (self.rank - step) % self.size, (self.rank - step - 1) % self.size
-                _complete(_begin(group, right, pieces[gone], left, pieces[coming]))
+                _complete(self._begin(group, right, pieces[gone], left, pieces[coming]))
 
         self._wait("allgather", pass_on)
 
@@ -123,12 +128,21 @@ class ProcessGroupCommunicator(Communicator):
         waiting = 0
         for shift in range(1, self.size):
             to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-            works += _begin(group, to, sends[to], source, receives[source])
+            works += self._begin(group, to, sends[to], source, receives[source])
             waiting += len(sends[to]) + len(receives[source])
             if waiting > WINDOW:
                 _complete(works)
                 waiting = 0
         _complete(works)
+
+    def _begin(self, group: Any, to: int, send: Any, source: int, receive: Any) -> list[Any]:
+        """Start to send and to receive what is not empty; both ends know which pieces are."""
+        works = []
+        if len(receive):
+            works.append(group.recv([receive], source, self._tag))
+        if len(send):
+            works.append(group.send([send], to, self._tag))
+        return works
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         if buffer.size == 0:
@@ -149,6 +163,8 @@ class ProcessGroupCommunicator(Communicator):
     def _wait(self, what: str, run: Callable[[Any], Any]) -> None:
         # gloo's threads must end before the interpreter does: one that then frees a tensor takes
         # the GIL and aborts the process. So no exception may keep the group alive in its frames.
+        if not self._groups:
+            raise PeerLost(f"{self.name} {what}: another call lost the connection to a rank")
         try:
             run(self._groups[0])
         except RuntimeError as error:
@@ -173,16 +189,6 @@ def _places(counts: Sequence[int], itemsize: int) -> list[slice]:
     """Return the bytes of each piece in a buffer of consecutive ones."""
     ends = [0, *accumulate(n * itemsize for n in counts)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
-
-
-def _begin(group: Any, to: int, send: Any, source: int, receive: Any) -> list[Any]:
-    """Start to send and to receive what is not empty; both ends know which pieces are."""
-    works = []
-    if len(receive):
-        works.append(group.recv([receive], source, TAG))
-    if len(send):
-        works.append(group.send([send], to, TAG))
-    return works
 
 
 def _complete(works: list[Any]) -> None:

@@ -11,16 +11,18 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """A stretch of the engine thread's time, by ``time.perf_counter``, in seconds.
+    """A stretch of a thread's time, by ``time.perf_counter``, in seconds.
 
     ``phase`` is "compress", "communicate" or "decompress", or a single collective's name, which
-    lies within "communicate" or between two pieces of it; ``nbytes`` is what a collective moved.
+    lies within "communicate"; ``nbytes`` is what a collective moved. ``lane`` is 0 for the engine's
+    thread, else the one of those that wait for the wire.
     """
 
     phase: str
     start: float
     end: float
     nbytes: int = 0
+    lane: int = 0
 
 
 PHASES = ("compress", "communicate", "decompress")

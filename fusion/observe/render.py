@@ -15,7 +15,7 @@ from ringlet.fusion.observe.events import BucketDone, Span, StepDone
 from ringlet.fusion.observe.merge import CLOCK
 
 Event = dict[str, Any]
-ENGINE, PROGRAM = 1, 2
+ENGINE, PROGRAM, WIRE = 1, 2, 10  # threads of the trace; lanes count on from WIRE
 
 
 class Single(NamedTuple):
@@ -85,6 +85,7 @@ class Renderer:
         yield self._meta("process_name", 0, {"name": process})
         yield self._meta("process_sort_index", 0, {"sort_index": self._rank})
         threads = {ENGINE: "engine", PROGRAM: "tensors handed in, steps", PROGRAM + 1: "program"}
+        threads |= {WIRE + 1: "wire, first collectives", WIRE + 2: "wire, second collectives"}
         for tid, name in threads.items():
             yield self._meta("thread_name", tid, {"name": name})
             yield self._meta("thread_sort_index", tid, {"sort_index": tid})
@@ -106,7 +107,7 @@ class Renderer:
             yield self._instant(tensor, at, PROGRAM, {"step": done.step})
         for span in done.spans:
             extra = {"bytes": span.nbytes} if span.nbytes else {}
-            yield self._whole(span.phase, span.start, span.end, ENGINE, {"bucket": name} | extra)
+            yield self._span(span, {"bucket": name} | extra)
         yield from self._stages(name, done, detail)
         self._raw += done.raw_bytes
         self._wire += done.wire_bytes
@@ -144,7 +145,7 @@ class Renderer:
         detail = {"tensor": item.name, "kind": item.kind}
         for span in item.spans:
             extra = {"bytes": span.nbytes} if span.nbytes else {}
-            yield self._whole(span.phase, span.start, span.end, ENGINE, detail | extra)
+            yield self._span(span, detail | extra)
         if item.spans:
             number = f"{self._rank}.{next(self._ids)}"
             yield self._async("b", item.name, item.submitted, number, detail)
@@ -153,6 +154,10 @@ class Renderer:
             yield self._async("e", item.name, item.spans[-1].end, number)
 
     # -- one event each -------------------------------------------------------------------------
+
+    def _span(self, span: Span, detail: Event) -> Event:
+        tid = WIRE + span.lane if span.lane else ENGINE
+        return self._whole(span.phase, span.start, span.end, tid, detail)
 
     def _whole(self, name: str, start: float, end: float, tid: int, detail: Event) -> Event:
         where = {"pid": self._rank, "tid": tid}

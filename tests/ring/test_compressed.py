@@ -12,10 +12,11 @@ from ringlet.ring.compressed import (
     allgather_reduce,
     encode,
     scatter_reduce,
+    steps,
 )
 from ringlet.ring.halves import even_counts
 from ringlet.ring.local import run_local
-from ringlet.ring.pipeline import run_pipelined
+from ringlet.ring.pipeline import Flight, Pipeline
 from ringlet.ring.seal import SEAL, Fault, inspect, seal
 
 
@@ -280,10 +281,12 @@ def test_exchanges_in_a_pipeline_equal_those_one_by_one(size, shapes, seed):
             codecs.append(Int8Codec(gradient(comm.rank, n, seed + i), size if scatter else 1))
             encoded = encode(codecs[-1])
             if scatter:
-                exchanges.append(ScatterReduce(comm, codecs[-1], encoded))
+                exchanges.append(ScatterReduce(comm, codecs[-1], encoded, later=comm.sibling(1)))
             else:
                 sizes = [encoded.nbytes] * size
-                exchanges.append(AllgatherReduce(comm, codecs[-1], encoded, sizes))
+                exchanges.append(
+                    AllgatherReduce(comm, codecs[-1], encoded, sizes, later=comm.sibling(1))
+                )
         assert run_pipelined(exchanges) == sum(sent for _, sent in sequential)
         for codec, (output, _) in zip(codecs, sequential, strict=True):
             np.testing.assert_array_equal(codec.output, output)
@@ -294,7 +297,8 @@ def test_exchanges_in_a_pipeline_equal_those_one_by_one(size, shapes, seed):
 def test_a_fault_in_a_pipeline_is_raised_on_every_rank():
     def faulty(comm):
         codecs = [Int8Codec(gradient(comm.rank, 60, i), comm.size) for i in range(5)]
-        exchanges = [ScatterReduce(comm, codec, encode(codec)) for codec in codecs]
+        later = comm.sibling(1)
+        exchanges = [ScatterReduce(comm, codec, encode(codec), later=later) for codec in codecs]
         if comm.rank == 0:
             damaged(comm, "_alltoall", flip, 1, calls=3)
         with pytest.raises(ProtocolError, match=r"rank 0 received from rank 1 .* \(exchange 3\)"):
@@ -303,6 +307,24 @@ def test_a_fault_in_a_pipeline_is_raised_on_every_rank():
         assert all(np.isnan(codec.output).all() for codec in codecs[2:])
 
     run_local(faulty, 3)
+
+
+def run_pipelined(exchanges, overlapping=True):
+    """Run exchanges in a pipeline; return the bytes sent."""
+    sent = []
+    pipeline = Pipeline(lambda: None, depth=3)
+    try:
+        for exchange in exchanges:
+            pipeline.add(
+                Flight(
+                    steps(exchange), lambda: None, lambda _, __, nbytes, ___: sent.append(nbytes)
+                ),
+                overlapping,
+            )
+        pipeline.drain()
+    finally:
+        pipeline.stop(lambda: None)
+    return sum(sent)
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.data())
