@@ -91,6 +91,12 @@ class Bucket(ABC):
         self.missing = len(self.members)
         self.more = False
 
+    def fail(self) -> None:
+        """Abandon a step of which other buckets may be done."""
+        self.abandon()
+        for member in self.members:
+            member.restart()
+
     @abstractmethod
     def _encode(self) -> int:
         """Fill the send buffer; return its bytes."""
@@ -105,7 +111,7 @@ class SumBucket(Bucket):
 
     def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
         super().__init__(members, size, pool)
-        parts = [m.compressor.layout(m.request.numel)[0] for m in self.members]
+        parts = [m.compressor.layout(m.numel)[0] for m in self.members]
         self._dtype = parts[0].dtype
         ends = [0, *accumulate(part.elements for part in parts)]
         self._nbytes = ends[-1] * storage(self._dtype).itemsize
@@ -140,7 +146,7 @@ class SumBucket(Bucket):
         dtype = member.request.dtype
         wide = member.output
         if dtype != "float32":
-            wide = member.workspace.array("decoded32", member.request.numel)
+            wide = member.workspace.array("decoded32", member.numel)
         member.call(member.compressor.decompress, payload, wide, member.context(0, 1))
         if member.postscale != 1.0:
             np.multiply(wide, np.float32(member.postscale), out=wide)

@@ -14,6 +14,7 @@ from ringlet.fusion.lookahead import pack
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
 from ringlet.fusion.peers import Peers
+from ringlet.fusion.pieces import divide
 from ringlet.fusion.submissions import Submissions
 from ringlet.fusion.work import Work
 from ringlet.ring.pipeline import Steps
@@ -37,12 +38,16 @@ class Batch:
     ) -> None:
         self.peers, self.members = peers, list(members)
         self.number, self.epoch = 0, 0
+        divided = [divide(member) for member in members]
+        pieces = [piece for of_one in divided for piece in of_one]
+        self._divided = [of_one for of_one in divided if len(of_one) > 1]
         self.buckets: list[Bucket] = [
             make_bucket(b, self.peers.size, pool)
-            for b in pack(members, limits.fusion_threshold, limits.lookahead)
+            for b in pack(pieces, limits.fusion_threshold, limits.lookahead)
         ]
         self._submissions = submissions
         self._works: dict[Member, Work] = {}
+        self._missing: dict[Member, int] = {}  # pieces of a tensor that are not done
         self._left = 0
         self._voted: set[int] = set()  # buckets that were voted on, and are not done
 
@@ -53,6 +58,12 @@ class Batch:
         for member, work in zip(self.members, works, strict=True):
             member.input, member.output = work.input, work.output
             self._works[member] = work
+        for pieces in self._divided:
+            whole = pieces[0].whole
+            assert whole is not None
+            self._missing[whole] = len(pieces)
+            for piece in pieces:
+                piece.take(whole.input, whole.output)
 
     @property
     def name(self) -> str:
@@ -80,9 +91,13 @@ class Batch:
 
     def observed(self, index: int, meter: Meter) -> None:
         """Tell of a bucket that was exchanged, while somebody observes."""
-        bucket, pop = self.buckets[index], meter.submitted.pop
-        times = [(m.request.name, pop(m.request.key, None)) for m in bucket.members if bucket.done]
-        submitted = {name: at for name, at in times if at is not None}
+        bucket = self.buckets[index]
+        submitted: dict[str, float] = {}
+        for member in bucket.members if bucket.done else ():
+            key, last = member.request.key, self._missing.get(member.whole or member, 1) == 1
+            at = meter.submitted.pop(key, None) if last else meter.submitted.get(key)
+            if at is not None:
+                submitted[member.request.name] = at
         meter.exchanged("", self.number, index, bucket, submitted)
 
     @property
@@ -99,8 +114,10 @@ class Batch:
         """Count a bucket, and let its callers go on."""
         self._left -= 1
         self._voted.discard(index)
-        pop = self._works.pop
-        self._submissions.complete([pop(member) for member in self.buckets[index].members])
+        members = self.buckets[index].members
+        done = [member.whole or member for member in members if self._is_last(member)]
+        if done:
+            self._submissions.complete([self._works.pop(member) for member in done])
 
     def fail(self, error: Exception, for_good: bool = False) -> None:
         """End what is left of the batch with ``error``."""
@@ -108,10 +125,17 @@ class Batch:
         self._left = 0
         self._voted.clear()
         for bucket in self.buckets:
-            bucket.abandon()
+            bucket.fail()
         works = list(self._works.values())
         self._works.clear()
         self._submissions.fail(works, error)
+
+    def _is_last(self, member: Member) -> bool:
+        """Whether the tensor is done with this member of a bucket that is."""
+        if member.whole is None:
+            return True
+        self._missing[member.whole] -= 1
+        return self._missing[member.whole] == 0
 
     def _plain(self, bucket: Bucket, meter: Meter) -> Steps:
         # Encoded when its turn comes: as many fusion buffers are in use as exchanges under way.

@@ -23,6 +23,7 @@ from ringlet.fusion.lookahead import pack
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
 from ringlet.fusion.peers import Peers
+from ringlet.fusion.pieces import divide
 from ringlet.fusion.request import dumps
 from ringlet.ring.dtypes import Array
 
@@ -82,12 +83,14 @@ class Group:
 
     def _plan(self, members: list[Member]) -> None:
         self.members = {member.request.name: member for member in members}
-        planned = plan(members, self._threshold, self._lookahead)
+        pieces = [piece for member in members for piece in divide(member)]
+        planned = plan(pieces, self._threshold, self._lookahead)
         self.hash = plan_hash(planned)
         self.buckets: list[Bucket] = [make_bucket(b, self.peers.size, self._pool) for b in planned]
-        self._bucket_of = {
-            member.request.name: i for i, bucket in enumerate(planned) for member in bucket
-        }
+        self._pieces: dict[str, list[tuple[Member, int]]] = {name: [] for name in self.members}
+        for i, bucket in enumerate(planned):
+            for piece in bucket:
+                self._pieces[piece.request.name].append((piece, i))
 
     def _replan(self) -> None:
         """Plan anew when a schedule or a new threshold says so: at the same step on every rank."""
@@ -127,13 +130,15 @@ class Group:
                     f"{member.request.numel}. Declare again what has changed its shape"
                 )
             self._submitted.add(name)
-            member.input = values
-            member.output = values if output is None else output
-            index = self._bucket_of[name]
-            bucket = self.buckets[index]
-            bucket.missing -= 1
-            complete, epoch = bucket.missing == 0, self.epoch
-        if complete:
+            complete: list[int] = []
+            for piece, index in self._pieces[name]:
+                piece.take(values, values if output is None else output)
+                bucket = self.buckets[index]
+                bucket.missing -= 1
+                if bucket.missing == 0:
+                    complete.append(index)
+            epoch = self.epoch
+        for index in complete:
             self._ready(self, index, epoch)
 
     def missing(self) -> list[str]:
@@ -217,7 +222,7 @@ class Group:
         with self._lock:
             self.epoch += 1
             for bucket in self.buckets:
-                bucket.abandon()
+                bucket.fail()
                 bucket.phantom = False
             self._begin()
 
@@ -250,7 +255,7 @@ class Group:
                 return False
             bucket.phantom = True
             for member in bucket.members:
-                member.input = np.zeros(member.request.numel, member.request.storage)
+                member.input = np.zeros(member.numel, member.request.storage)
                 member.output = member.input
             return True
 
@@ -283,7 +288,7 @@ class Group:
             else:
                 self._early = error
             for bucket in self.buckets:
-                bucket.abandon()
+                bucket.fail()
                 bucket.phantom = False
             self._ended.notify_all()
 

@@ -28,6 +28,25 @@ from ringlet.ring.dtypes import FLOATS, Array
 Result = TypeVar("Result")
 
 
+class Progress:
+    """Counts the pieces of one tensor, whose step ends with the last of them."""
+
+    def __init__(self, pieces: int) -> None:
+        self._pieces = self._left = pieces
+
+    def finish(self) -> bool:
+        """Count a piece; return whether it was the last."""
+        self._left -= 1
+        if self._left:
+            return False
+        self._left = self._pieces
+        return True
+
+    def restart(self) -> None:
+        """Count anew."""
+        self._left = self._pieces
+
+
 def overrides(compressor: Compressor, method: str) -> bool:
     """Whether the compressor, or one inside it, defines ``method`` rather than passing it on."""
     passing = [getattr(cls, method) for cls in (Compressor, Modifier, Chain)]
@@ -42,7 +61,10 @@ _NOTHING: Array = np.empty(0, np.float32)
 
 @dataclass(eq=False)
 class Member:
-    """One tensor in a plan. ``input`` and ``output`` are flat and set anew for every step."""
+    """One tensor in a plan, or a piece of one: its elements from ``start`` on, ``numel`` of them.
+
+    ``input`` and ``output`` are flat and set anew for every step.
+    """
 
     request: Request
     declared: Compressor
@@ -55,10 +77,16 @@ class Member:
     strategy: Strategy = field(init=False)
     input: Array = field(default_factory=lambda: _NOTHING)
     output: Array = field(default_factory=lambda: _NOTHING)
+    whole: Member | None = None  # of a piece
+    start: int = 0
+    numel: int = -1
+    progress: Progress | None = None
     _contexts: dict[tuple[int, int], Context] = field(default_factory=dict)
     _finishes: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.whole is None:
+            self.numel = self.request.numel
         check_op(self.declared, self.request.op)
         used = effective(self.declared, self.request.dtype, self.request.numel)
         forced = self.request.collective if used is self.declared else "auto"
@@ -78,6 +106,36 @@ class Member:
             self.request, now, self.rank, self.size, self.seed, self.workspace, self.state
         )
 
+    def piece(self, start: int, stop: int, progress: Progress) -> Member:
+        """Return a range of this tensor as a member of its own."""
+        return Member(
+            self.request,
+            self.declared,
+            self.rank,
+            self.size,
+            self.seed,
+            self.workspace,
+            self.state,
+            whole=self,
+            start=start,
+            numel=stop - start,
+            progress=progress,
+        )
+
+    def take(self, values: Array, output: Array) -> None:
+        """Take this step's arrays of the whole tensor."""
+        if self.whole is None:
+            self.input, self.output = values, output
+        else:
+            own = slice(self.start, self.start + self.numel)
+            self.input, self.output = values[own], output[own]
+
+    @property
+    def name(self) -> str:
+        """The tensor's name, with the range that a piece is."""
+        name = self.request.name
+        return name if self.whole is None else f"{name}[{self.start}:{self.start + self.numel}]"
+
     @property
     def stream(self) -> Hashable:
         """Members of one stream may share a fusion buffer."""
@@ -90,7 +148,7 @@ class Member:
     @property
     def nbytes(self) -> int:
         """Bytes before compression: what counts against the fusion threshold."""
-        return self.request.nbytes
+        return self.numel * self.request.storage.itemsize
 
     @property
     def prescale(self) -> float:
@@ -128,13 +186,13 @@ class Member:
 
     def shard(self, part: int, parts: int) -> tuple[int, int]:
         """Return the range of elements that belong to ``part``: whole granules, spread evenly."""
-        n = self.request.numel
+        n = self.numel
         if parts == 1:
             return 0, n
         granule = self.compressor.traits().granularity or 1
         granules = -(-n // granule)
         each, extra = divmod(granules, parts)
-        place = (part - owner_offset(self.request.name, parts)) % parts
+        place = (part - owner_offset(self.name, parts)) % parts
         start = place * each + min(place, extra)
         stop = start + each + (place < extra)
         return min(start * granule, n), min(stop * granule, n)
@@ -150,19 +208,23 @@ class Member:
         if ctx is None:
             start, stop = self.shard(part, parts)
             ctx = self._contexts[key] = Context(
-                name=self.request.name,
+                name=self.request.name if stage == 1 else self.name,
                 shape=self.request.shape,
                 numel=self.request.numel if stage == 1 else stop - start,
-                state=self.state if stage == 1 else self.state.setdefault(f"stage2.{part}", {}),
+                state=self.state if stage == 1 else self.state.setdefault(self._shard(part), {}),
                 rank=self.rank,
                 size=self.size,
                 seed=self.seed,
-                offset=start if stage == 1 else 0,
+                offset=self.start + start if stage == 1 else 0,
                 stage=stage,
                 workspace=self.workspace,
             )
         ctx.step = self.step
         return ctx
+
+    def _shard(self, part: int) -> str:
+        """Return the key of what is remembered of a shard's sum."""
+        return f"stage2.{part}" + (f".{self.start}" if self.start else "")
 
     def call(self, function: Callable[..., Result], *args: object) -> Result:
         """Call into the compressor; what it raises is told with the tensor's name.
@@ -192,7 +254,13 @@ class Member:
             out = to_float32(self.output, self.request.dtype, self.workspace)
             self.call(self.compressor.finish, out, self.context(0, 1))
             from_float32(out, self.output, self.request.dtype)
-        self.state["step"] = self.step + 1
+        if self.progress is None or self.progress.finish():
+            self.state["step"] = self.step + 1
+
+    def restart(self) -> None:
+        """Forget that parts of a step were finished, because the step was given up."""
+        if self.progress is not None:
+            self.progress.restart()
 
     def describe(self) -> dict[str, Any]:
         """Return what a plan's hash covers."""
@@ -200,4 +268,5 @@ class Member:
             "request": self.request.to_list(),
             "compressor": str(self.compressor),
             "strategy": self.strategy,
+            "piece": [self.start, self.numel],
         }

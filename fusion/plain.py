@@ -31,7 +31,7 @@ class PlainBucket(Bucket):
         self._dtype, self._op = first.request.dtype, first.request.op
         self._scales = first.prescale, first.postscale, first.divisor
         self._scratch = first.workspace
-        self._ends = [0, *accumulate(member.request.numel for member in self.members)]
+        self._ends = [0, *accumulate(member.numel for member in self.members)]
         self._nbytes = self._ends[-1] * storage(self._dtype).itemsize
         bounds = zip(self._ends, self._ends[1:], strict=False)
         self._places = [slice(start, end) for start, end in bounds]

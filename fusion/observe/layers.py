@@ -25,10 +25,10 @@ def sizes(bucket: Bucket, wire_bytes: float) -> list[dict[str, Any]]:
     size = bucket.size
     return [
         {
-            "name": member.request.name,
+            "name": member.name,
             "compressor": str(member.compressor),
             "collective": member.strategy,
-            "elements": member.request.numel,
+            "elements": member.numel,
             "raw_bytes": 2 * (size - 1) / size * member.nbytes,
             "wire_bytes": wire_bytes * share / whole,
         }
@@ -46,16 +46,22 @@ def losses(bucket: Bucket) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for member in bucket.members:
         x = member.values().copy()
-        found[member.request.name] = {"norm": _norm(x)}
+        found[member.name] = {"norm": _norm(x)}
         if member.strategy != "rounds" and not isinstance(member.compressor, NoCompression):
             error = _relative_error(member, x)
             if error is not None:
-                found[member.request.name]["relative_error"] = error
+                found[member.name]["relative_error"] = error
     return found
 
 
-def residual_norm(state: Mapping[str, Any]) -> float | None:
-    """Return the Euclidean norm of all residuals in ``state``, or None if it has none."""
+def residual_norm(member: Member) -> float | None:
+    """Return the Euclidean norm of all that is held back, or None if nothing can be.
+
+    For a piece that is what was held back of it before it was sent, not of its sums.
+    """
+    state = member.state
+    if member.whole is not None and isinstance(held := state.get("residual"), np.ndarray):
+        state = {"residual": held[member.start : member.start + member.numel]}
     energies = list(_energies(state))
     return math.sqrt(sum(energies)) if energies else None
 
@@ -73,8 +79,8 @@ def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) ->
         return None
     residual = context.state.get("residual")
     lost = x - decoded
-    if isinstance(residual, np.ndarray) and residual.size == x.size:
-        lost = residual
+    if isinstance(residual, np.ndarray) and residual.size == member.request.numel:
+        lost = residual[member.start : member.start + x.size]
     target = _norm(decoded + lost)
     return _norm(lost) / target if target > 0 else 0.0
 

@@ -111,7 +111,7 @@ class Metrics(Quiet):
         for member, facts in zip(
             event.bucket.members, layers.sizes(event.bucket, event.wire_bytes), strict=True
         ):
-            held = layers.residual_norm(member.state)
+            held = layers.residual_norm(member)
             facts |= measured.get(facts["name"], {})
             found.append(facts if held is None else facts | {"residual_norm": held})
 

@@ -95,7 +95,7 @@ class Renderer:
         members = done.bucket.members
         detail = {
             "step": done.step,
-            "tensors": [member.request.name for member in members[:20]],
+            "tensors": [member.name for member in members[:20]],
             "count": len(members),
             "compressor": str(members[0].compressor),
             "collective": members[0].strategy,

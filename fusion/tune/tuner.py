@@ -62,7 +62,7 @@ class Autotuner(Quiet):
             return
         self._bytes += sum(member.nbytes for member in event.bucket.members)
         # Names from a counter never return: one of them stands for all of their operation.
-        key = event.owner, event.bucket.members[0].request.name.partition(".noname.")[0]
+        key = event.owner, event.bucket.members[0].name.partition(".noname.")[0]
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         if self._settling:
             if seen >= self._settling:

@@ -1,0 +1,98 @@
+"""Three ranks of which one is killed in a phase of an exchange: ``worker_killed.py FOLDER PHASE``.
+
+The ranks are forked, so that torch is imported once. Prints what each survivor raised.
+"""
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+from torch.distributed import FileStore
+
+from ringlet.compressors import parse
+from ringlet.fusion import Engine, Limits, Request, pieces
+from ringlet.ring import RingError
+from ringlet.ring.control_open import open_control
+from ringlet.ring.gloo import GlooCommunicator
+from ringlet.ring.process_group import ProcessGroupCommunicator
+
+VICTIM, SIZE, SPEC = 1, 3, "int8 | ef"
+PHASES = ("idle", "encode", "first collective", "sum", "second collective", "decode", "plain")
+
+
+def doomed(original):
+    """Return a method that ends the victim's process when the fifth step calls it."""
+    calls = [0]
+
+    def call(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def prepare(phase):
+    """Let this process die in ``phase``."""
+    compressor = type(parse(SPEC))
+    where = {
+        "encode": (compressor, "encode_into"),
+        "sum": (compressor, "sum_into"),
+        "decode": (compressor, "decompress"),
+        "first collective": (ProcessGroupCommunicator, "_alltoall"),
+        "second collective": (ProcessGroupCommunicator, "_allgather"),
+        "plain": (ProcessGroupCommunicator, "_allreduce"),
+    }[phase]
+    setattr(*where, doomed(getattr(*where)))
+
+
+def train(folder, phase, rank):
+    """Train until something is raised."""
+    store = FileStore(str(Path(folder) / phase.replace(" ", "-")), SIZE)
+    comm = GlooCommunicator(store, rank, SIZE, timeout=60.0, host="127.0.0.1")
+    engine = Engine(comm, open_control, Limits(fusion_threshold=1 << 18))
+    spec = "none" if phase == "plain" else SPEC
+    n = 400_000
+    group = engine.declare("g", [Request("w", shape=(n,), spec=spec)], [parse(spec)], [{}])
+    x = np.ones(n, np.float32)
+    try:
+        for step in range(1000):
+            if rank == VICTIM and step == 2:
+                if phase == "idle":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                prepare(phase)
+            group.submit("w", x)
+            group.wait(60)
+    except RingError as error:
+        print(f"{phase}: rank {rank}: {type(error).__name__}: {error}", flush=True)
+    engine.shutdown()
+    comm.close()
+
+
+def main():
+    pieces.PIECE = 50_000
+    for phase in sys.argv[2:]:
+        children = []
+        for rank in range(SIZE):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    train(sys.argv[1], phase, rank)
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    os._exit(code)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert codes == [0, -signal.SIGKILL, 0], (phase, codes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The order of collectives in a pipeline, and how it ends."""
+
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringlet.ring import PeerLost, RingError
+from ringlet.ring.local import run_local
+from ringlet.ring.pipeline import Flight, Pipeline, Wire
+
+
+def nothing(*_):
+    pass
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=8),
+    st.integers(1, 4),
+    st.integers(0, 99),
+)
+@settings(max_examples=30)
+def test_every_lane_keeps_the_order_whenever_ranks_come(flights, depth, seed):
+    """Sums would be wrong, or nobody would meet, if two ranks took collectives in another order."""
+
+    def body(comm):
+        rng = np.random.default_rng([seed, comm.rank])
+        lanes = [comm, *(comm.sibling(i) for i in (1, 2))]
+        pipeline = Pipeline(nothing, depth)
+        arrays = [np.full(3, 10.0**i) for i, _ in enumerate(flights)]
+        ended, times = [], []
+
+        def steps(i, collectives, inline):
+            for lane in range(collectives):
+                if rng.random() < 0.3:
+                    time.sleep(0.002)
+                where = comm if inline else lanes[lane]
+                yield Wire(partial(where.allreduce, arrays[i]), 24)
+
+        for i, (collectives, overlapping) in enumerate(flights):
+            pipeline.add(
+                Flight(
+                    steps(i, collectives, not overlapping),
+                    lambda i=i: ended.append(i),
+                    lambda start, end, nbytes, lane: times.append((end >= start, nbytes, lane)),
+                ),
+                overlapping,
+            )
+            if rng.random() < 0.5:
+                pipeline.advance()
+        pipeline.drain()
+        assert not pipeline.busy
+        pipeline.stop(nothing)
+        assert sorted(ended) == list(range(len(flights)))
+        assert len(times) == sum(n for n, _ in flights)
+        assert all(later and nbytes == 24 for later, nbytes, _ in times)
+        return arrays
+
+    for arrays in run_local(body, 3):
+        for i, (array, (collectives, _)) in enumerate(zip(arrays, flights, strict=True)):
+            np.testing.assert_array_equal(array, 10.0**i * 3**collectives)
+
+
+def test_at_most_depth_exchanges_are_under_way():
+    under_way, most = 0, 0
+    gate = threading.Semaphore(0)
+    pipeline = Pipeline(gate.release, depth=2)
+
+    def steps():
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        yield Wire(nothing)
+        yield Wire(nothing)
+        under_way -= 1
+
+    for _ in range(7):
+        pipeline.add(Flight(steps(), nothing, nothing))
+    while pipeline.busy:
+        assert gate.acquire(timeout=60)
+        pipeline.advance()
+    pipeline.stop(nothing)
+    assert most == 2
+
+
+def test_an_error_in_a_collective_is_raised_to_the_owner_and_nothing_follows():
+    made = []
+    pipeline = Pipeline(nothing)
+
+    def broken():
+        raise RingError("the cable was cut")
+
+    pipeline.add(Flight(iter([Wire(broken)]), nothing, nothing))
+    pipeline.add(Flight(iter([Wire(lambda: made.append(1))]), nothing, nothing))
+    with pytest.raises(RingError, match="cable"):
+        pipeline.drain()
+    pipeline.stop(nothing)
+    assert made == []
+    assert not any(thread.is_alive() for thread in pipeline._threads)
+
+
+def test_a_lane_that_waits_is_interrupted():
+    both, over = threading.Barrier(2), threading.Barrier(3)
+
+    def body(comm):
+        comm.sibling(1)
+        if comm.rank == 2:  # never comes to the barrier that the others wait in
+            over.wait(60)
+            return ""
+        pipeline = Pipeline(nothing)
+        waits = threading.Event()
+
+        def wait():
+            waits.set()
+            comm.sibling(1).barrier()
+
+        pipeline.add(Flight(iter([Wire(nothing), Wire(wait)]), nothing, nothing))
+        while not waits.is_set():
+            pipeline.advance()
+        both.wait(60)
+        if comm.rank == 0:
+            pipeline.stop(comm.interrupt)
+            said = ""
+        else:
+            with pytest.raises(PeerLost) as caught:
+                pipeline.drain()
+            pipeline.stop(comm.interrupt)
+            said = str(caught.value)
+        assert not any(thread.is_alive() for thread in pipeline._threads)
+        over.wait(60)
+        return said
+
+    assert run_local(body, 3)[1] == "rank 0 gave up"
