@@ -27,6 +27,7 @@ from ringlet.fusion.request import dumps
 from ringlet.ring import compressed
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
+from ringlet.ring.errors import ExchangeFailed
 from ringlet.ring.pipeline import Steps
 from ringlet.ring.reduction import allreduce_steps
 
@@ -47,6 +48,7 @@ class Bucket(ABC):
         self._lease = Lease(pool)
         self.raw_bytes = 2 * (size - 1) / size * sum(member.nbytes for member in self.members)
         self.trace = Trace()  # of this step
+        self.failure: ExchangeFailed | None = None
 
     def begin(self) -> Trace:
         """Forget what the last step cost; return where the costs of this one will be."""
@@ -64,9 +66,15 @@ class Bucket(ABC):
     def exchange(self, peers: Peers, sizes: Sequence[int], meter: Meter, epoch: int = 0) -> Steps:
         """Combine with the other ranks, whose payloads take ``sizes`` bytes, and decode.
 
-        ``epoch`` tells attempts of one plan apart; payloads carry it.
+        ``epoch`` tells attempts of one plan apart; payloads carry it. What all ranks gave up
+        together is not raised, but left in ``failure``.
         """
-        yield from self._exchange(peers, list(sizes), meter, epoch)
+        self.failure = None
+        try:
+            yield from self._exchange(peers, list(sizes), meter, epoch)
+        except ExchangeFailed as error:
+            self.failure = error
+            return
         if self.more:
             return
         stats = meter.stats

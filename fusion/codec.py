@@ -101,14 +101,13 @@ class BucketCodec:
 
     def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
         """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
-        with self._attempt():
-            decoded = [self._payloads(part, payload) for payload in payloads]
-            for i, member in enumerate(self.members):
-                target = self._payloads(part, out)[i]
-                total = self._sum(member, part, [payload[i] for payload in decoded], fresh=True)
-                if total.size:
-                    context = member.context(part, self._parts, stage=2)
-                    member.call(member.compressor.encode_into, total, target, context)
+        decoded = [self._payloads(part, payload) for payload in payloads]
+        for i, member in enumerate(self.members):
+            target = self._payloads(part, out)[i]
+            total = self._sum(member, part, [payload[i] for payload in decoded], fresh=True)
+            if total.size:
+                context = member.context(part, self._parts, stage=2)
+                member.call(member.compressor.encode_into, total, target, context)
         return self.capacity(part)
 
     def decode_into(self, part: int, payload: Array) -> None:

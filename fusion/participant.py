@@ -210,6 +210,11 @@ class Participant:
         self._flights.launch(steps, bucket.trace, group.peers, sum(verdict.sizes), done)
 
     def _exchanged(self, group: Group | Batch, verdict: m.Verdict) -> None:
+        failure = group.buckets[verdict.bucket].failure
+        if failure is not None:
+            if failure.witness == group.peers.rank:
+                self._fail_elsewhere(group, verdict.epoch, failure.__cause__ or failure)
+            return
         if self.meter.observers:
             group.observed(verdict.bucket, self.meter)
         if group.buckets[verdict.bucket].more:
@@ -274,7 +279,7 @@ class Participant:
             self._released.discard(number)
             del self._groups[number]
 
-    def _fail_elsewhere(self, group: Group | Batch, epoch: int, error: Exception) -> None:
+    def _fail_elsewhere(self, group: Group | Batch, epoch: int, error: BaseException) -> None:
         log.debug("a bucket failed", exc_info=error)
         known = isinstance(error, CompressionFailed)
         text = str(error) if known else f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ if __name__ != "ringlet.ring":  # a bare `import ring` would make a second copy 
 
 from ringlet.ring.communicator import Communicator, ReduceOp, Topology
 from ringlet.ring.errors import (
+    ExchangeFailed,
     LaunchError,
     Mismatch,
     PeerLost,
@@ -18,6 +19,7 @@ from ringlet.ring.errors import (
 
 __all__ = [
     "Communicator",
+    "ExchangeFailed",
     "LaunchError",
     "Mismatch",
     "PeerLost",

@@ -23,7 +23,7 @@ import numpy as np
 from ringlet.ring.codec import Codec
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
-from ringlet.ring.errors import ProtocolError
+from ringlet.ring.errors import ExchangeFailed, ProtocolError
 from ringlet.ring.pipeline import Steps, Wire
 from ringlet.ring.seal import SEAL, Fault, inspect, seal
 
@@ -73,7 +73,7 @@ class Exchange(Protocol):
         """Sum and encode what arrived."""
 
     def finish(self) -> None:
-        """Move sums. Raises ProtocolError on every rank when any rank found a fault."""
+        """Move sums. Raises ExchangeFailed on every rank if any rank found a fault."""
 
     def decode(self) -> None:
         """Write the output."""
@@ -142,8 +142,8 @@ class ScatterReduce:
     """Reduce part r on rank r, encode the sum and gather it. Parts are of fixed size.
 
     ``later`` is as in ``AllgatherReduce``. Raises ProtocolError, before any byte moves, when a part
-    does not fill its capacity: the other ranks count on it. When the codec fails to sum, the other
-    ranks raise ProtocolError too.
+    does not fill its capacity: the other ranks count on it. When the codec fails to sum, all ranks
+    raise ExchangeFailed.
     """
 
     def __init__(
@@ -199,12 +199,7 @@ class ScatterReduce:
         """Gather the sums and agree that all is well."""
         self._later.allgather(self._own, self._gathered, self._sizes)
         self._inspector.look(_split(self._gathered, self._sizes))
-        try:
-            self._inspector.agree()
-        except ProtocolError:
-            if self._error is not None:
-                raise self._error from None
-            raise
+        self._inspector.agree(self._error)
 
     def decode(self) -> None:
         """Decode every rank's part."""
@@ -267,8 +262,8 @@ class _Inspector:
     def _note(self, fault: Fault, rank: int) -> None:
         self._finding = fault and fault + len(Fault) * rank
 
-    def agree(self) -> None:
-        """Raise ProtocolError, with one text everywhere, if any rank has found a fault."""
+    def agree(self, cause: Exception | None = None) -> None:
+        """Raise ExchangeFailed, with one text everywhere, if any rank has found a fault."""
         findings = np.empty(self._comm.size, np.int64)
         self._later.allgather(np.array([self._finding], np.int64), findings)
         if not findings.any():
@@ -276,10 +271,11 @@ class _Inspector:
         origin = self._comm.origin
         witness = int(np.flatnonzero(findings)[0])
         rank, fault = divmod(int(findings[witness]), len(Fault))
-        raise ProtocolError(
-            f"rank {origin[witness]} received from rank {origin[rank]} a payload"
-            f" {Fault(fault).text} (exchange {self.sequence})"
-        )
+        text = f"rank {origin[witness]} received from rank {origin[rank]} a payload"
+        if fault == Fault.FAILED:
+            text = f"rank {origin[witness]} made of the payloads it received a sum"
+        text = f"{text} {Fault(fault).text} (exchange {self.sequence})"
+        raise ExchangeFailed(text, witness) from cause
 
 
 def _split(buffer: Array, sizes: Sequence[int]) -> list[Array]:

@@ -35,6 +35,18 @@ class ProtocolError(RingError):
     """A control message or payload was malformed: wrong length, unknown kind, failed handshake."""
 
 
+class ExchangeFailed(ProtocolError):
+    """An exchange that all ranks gave up together, before any output was written.
+
+    The text is the same on every rank, and the communicator can be used again. ``witness`` is the
+    rank (of the communicator) that found the fault; if that was its codec's, there it is the cause.
+    """
+
+    def __init__(self, message: str, witness: int = 0) -> None:
+        super().__init__(message)
+        self.witness = witness
+
+
 def unavailable(transport: str, why: str, remedy: str) -> TransportUnavailable:
     """Build the error for a transport that cannot be used, always with a way out."""
     return TransportUnavailable(f"transport {transport!r} is not available: {why}. {remedy}")

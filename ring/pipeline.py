@@ -1,6 +1,6 @@
 """Several exchanges at a time, so that the wire works while codecs do.
 
-An exchange is an iterator of ``Wire``: collectives, with codec work between them. The thread that
+An exchange is a generator of ``Wire``: collectives, with codec work between them. The thread that
 owns a pipeline does the codec work; the collectives wait on threads of their own, one for each
 place in an exchange ("lane"):
 
@@ -18,9 +18,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from queue import SimpleQueue
 from typing import NamedTuple
+
+from ringlet.ring.errors import ExchangeFailed
 
 DEPTH = 4  # exchanges under way at once; each holds what it has received
 _PATIENCE_S = 10.0  # for a lane whose collective was interrupted
@@ -33,7 +35,7 @@ class Wire(NamedTuple):
     nbytes: float = 0.0
 
 
-Steps = Iterator[Wire]
+Steps = Generator[Wire, None, None]  # what a collective raises is thrown into it
 
 
 class Flight:
@@ -59,11 +61,15 @@ class Flight:
         self.error: BaseException | None = None
 
     def advance(self) -> bool:
-        """Work until the next collective; return whether there is one."""
-        wire = next(self.steps, None)
-        if wire is None:
+        """Work until the next collective; return whether there is one.
+
+        Raises what the last one did, unless the exchange takes care of it.
+        """
+        error, self.error = self.error, None
+        try:
+            self.wire = next(self.steps) if error is None else self.steps.throw(error)
+        except StopIteration:
             return False
-        self.wire = wire
         return True
 
     def communicate(self) -> None:
@@ -78,10 +84,9 @@ class Flight:
         self.end = time.perf_counter()
 
     def landed(self) -> None:
-        """Tell of the collective, or raise what went wrong."""
-        if self.error is not None:
-            raise self.error
-        self.timed(self.start, self.end, self.wire.nbytes, self.lane)
+        """Tell of the collective."""
+        if self.error is None:
+            self.timed(self.start, self.end, self.wire.nbytes, self.lane)
 
 
 class Pipeline:
@@ -171,10 +176,10 @@ class Pipeline:
 
     def _serve(self, number: int) -> None:
         lane = self._lanes[number]
-        failed = False
+        usable = True
         while (flight := lane.get()) is not None:
-            if not failed:  # after an error nobody meets this rank any more
+            if usable:  # after other errors nobody meets this rank any more
                 flight.communicate()
-                failed = flight.error is not None
+                usable = flight.error is None or isinstance(flight.error, ExchangeFailed)
                 self._landed.put(flight)
                 self._wake()

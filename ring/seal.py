@@ -17,7 +17,7 @@ SEAL = _SEAL.size  # bytes
 
 
 class Fault(enum.IntEnum):
-    """What is wrong with a payload; the text completes "a payload ..."."""
+    """What is wrong with a payload; the text completes "a payload ...", or "a sum ..."."""
 
     NONE = 0
     LENGTH = 1
@@ -35,7 +35,7 @@ class Fault(enum.IntEnum):
             Fault.SEQUENCE: "of another exchange: its sequence number differs",
             Fault.PLAN: "made for another plan: its plan hash differs",
             Fault.CHECKSUM: "that was damaged: its checksum differs",
-            Fault.FAILED: "that could not be made: its codec failed there",
+            Fault.FAILED: "that it could not encode: its codec failed",
         }[self]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.compressors import Compressor, Context, parse, register, registry
+from ringlet.compressors import Compressor, Context, Traits, parse, register, registry
 from ringlet.fusion import (
     CompressionFailed,
     DuplicateName,
@@ -329,6 +329,62 @@ def test_a_plugin_that_fails_to_decode_stops_everybody(faulty):
     texts = with_engines(3, body)
     assert all("faulty" in text and "lost my keys" in text for text in texts)
     assert all("rank 2" in text for text in texts[:2])
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_plugin_that_fails_on_a_sum_is_named_on_all_and_the_engine_goes_on(declared, monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    fault: dict = {}
+
+    @register("brittle")
+    class Brittle(Compressor):
+        def traits(self):
+            return Traits(fixed_size=True, granularity=1)
+
+        def layout(self, n):
+            return parse("none").layout(n)
+
+        def compress(self, x, ctx: Context):
+            if ctx.stage == 2 and fault.get("rank") == ctx.rank:
+                raise KeyError("lost my keys")
+            return {parse("none").layout(x.size)[0].name: x.copy()}
+
+        def decompress(self, payload, out, ctx: Context):
+            (out[:],) = payload.values()
+
+    def body(engine):
+        request, n = Request("w", shape=(3000,), spec="brittle"), 3000
+        compressor = parse("brittle")
+        if declared:
+            group = engine.declare("g", [request], [compressor], [{}])
+
+        def step():
+            x = np.full(n, engine.rank, np.float32)
+            if declared:
+                group.submit("w", x)
+                group.wait(60)
+            else:
+                engine.submit(request, x, compressor=compressor).wait(60)
+            np.testing.assert_array_equal(x, np.ones(n, np.float32))
+
+        def sync():
+            engine.submit(Request("sync"), np.zeros(1, np.float32)).wait(60)
+
+        step()
+        sync()
+        fault["rank"] = 2
+        with pytest.raises(CompressionFailed) as caught:
+            step()
+        sync()
+        fault.clear()
+        sync()
+        step()
+        return str(caught.value)
+
+    (text,) = set(with_engines(3, body))
+    assert text.startswith("rank 2: ")
+    assert "'w'" in text
+    assert "lost my keys" in text
 
 
 def test_a_failure_that_comes_before_the_last_step_was_collected_is_the_next_steps(faulty):

@@ -9,13 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.ring import PeerLost, RingError
+from ringlet.ring import ExchangeFailed, PeerLost, RingError
 from ringlet.ring.local import run_local
 from ringlet.ring.pipeline import Flight, Pipeline, Wire
 
 
 def nothing(*_):
     pass
+
+
+def steps_of(*calls):
+    for call in calls:
+        yield Wire(call)
 
 
 @given(
@@ -94,13 +99,33 @@ def test_an_error_in_a_collective_is_raised_to_the_owner_and_nothing_follows():
     def broken():
         raise RingError("the cable was cut")
 
-    pipeline.add(Flight(iter([Wire(broken)]), nothing, nothing))
-    pipeline.add(Flight(iter([Wire(lambda: made.append(1))]), nothing, nothing))
+    pipeline.add(Flight(steps_of(broken), nothing, nothing))
+    pipeline.add(Flight(steps_of(lambda: made.append(1)), nothing, nothing))
     with pytest.raises(RingError, match="cable"):
         pipeline.drain()
     pipeline.stop(nothing)
     assert made == []
     assert not any(thread.is_alive() for thread in pipeline._threads)
+
+
+def test_an_exchange_that_all_ranks_give_up_may_take_care_of_itself():
+    ended = []
+    pipeline = Pipeline(nothing)
+
+    def fails():
+        raise ExchangeFailed("damaged")
+
+    def careful():
+        try:
+            yield Wire(fails)
+        except ExchangeFailed as error:
+            ended.append(str(error))
+
+    pipeline.add(Flight(careful(), lambda: ended.append("done"), nothing))
+    pipeline.add(Flight(steps_of(nothing), lambda: ended.append("next"), nothing))
+    pipeline.drain()
+    pipeline.stop(nothing)
+    assert ended == ["damaged", "done", "next"]
 
 
 def test_a_lane_that_waits_is_interrupted():
@@ -118,7 +143,7 @@ def test_a_lane_that_waits_is_interrupted():
             waits.set()
             comm.sibling(1).barrier()
 
-        pipeline.add(Flight(iter([Wire(nothing), Wire(wait)]), nothing, nothing))
+        pipeline.add(Flight(steps_of(nothing, wait), nothing, nothing))
         while not waits.is_set():
             pipeline.advance()
         both.wait(60)
