@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Link(NamedTuple):
+    """The network between two hosts: ``latency`` of a message in seconds, ``bandwidth`` in bytes/s.
+
+    A bandwidth of 0 says that nothing is known.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = 0.0
+
+
+UNKNOWN = Link()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """All ranks need the same ``fusion_threshold``, ``cache_capacity`` and ``seed``.
+    """All ranks need the same ``fusion_threshold``, ``cache_capacity``, ``seed`` and link.
 
     ``fusion_threshold`` is in bytes of uncompressed tensors, ``cycle_time`` in seconds: how long
     single submissions wait for company when nobody waits for them. ``cache_capacity`` is how many
@@ -17,6 +31,9 @@ class Limits:
 
     ``lookahead`` is how many bytes of other streams the scan for a bucket's next tensor passes:
     None stands for ``fusion_threshold``, and 0 ends a bucket wherever the type changes.
+
+    ``latency`` (seconds) and ``bandwidth`` (bytes/s) are those of the link between hosts, by which
+    collectives are chosen (``ringlet.fusion.strategy``); a bandwidth of 0 is an unknown link.
 
     ``autotune`` names what is tuned while training goes on, "fusion_threshold,cycle_time" or one of
     them; nothing that changes a compressor's result is. ``autotune_log`` is a CSV file on rank 0.
@@ -31,8 +48,15 @@ class Limits:
     stall_warning: float = 60.0
     stall_shutdown: float = 0.0
     lookahead: int | None = None
+    latency: float = 0.0
+    bandwidth: float = 0.0
     autotune: str = ""
     autotune_log: str = ""
     autotune_warmup: int = 3
     autotune_steps: int = 10
     autotune_samples: int = 24
+
+    @property
+    def link(self) -> Link:
+        """The link between hosts."""
+        return Link(self.latency, self.bandwidth)

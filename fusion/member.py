@@ -20,6 +20,7 @@ from ringlet.compressors import (
 from ringlet.compressors.context import State
 from ringlet.fusion.convert import from_float32, to_float32
 from ringlet.fusion.errors import CompressionFailed
+from ringlet.fusion.limits import UNKNOWN, Link
 from ringlet.fusion.request import Request
 from ringlet.fusion.strategy import Strategy, check_op, choose, effective
 from ringlet.ring.communicator import ReduceOp, owner_offset
@@ -73,6 +74,7 @@ class Member:
     seed: int
     workspace: Workspace
     state: State = field(default_factory=dict)
+    link: Link = UNKNOWN
     compressor: Compressor = field(init=False)
     strategy: Strategy = field(init=False)
     input: Array = field(default_factory=lambda: _NOTHING)
@@ -90,7 +92,10 @@ class Member:
         check_op(self.declared, self.request.op)
         used = effective(self.declared, self.request.dtype, self.request.numel)
         forced = self.request.collective if used is self.declared else "auto"
-        self.compressor, self.strategy = used, choose(used, self.size, forced)
+        self.compressor, self.strategy = (
+            used,
+            choose(used, self.size, forced, self.request.numel, self.link),
+        )
 
     @property
     def scheduled(self) -> bool:
@@ -102,9 +107,8 @@ class Member:
         now = self.declared.at(step)
         if now is self.declared:
             return self
-        return Member(
-            self.request, now, self.rank, self.size, self.seed, self.workspace, self.state
-        )
+        given = (self.rank, self.size, self.seed, self.workspace, self.state, self.link)
+        return Member(self.request, now, *given)
 
     def piece(self, start: int, stop: int, progress: Progress) -> Member:
         """Return a range of this tensor as a member of its own."""

@@ -100,8 +100,9 @@ class Participant:
     def member(self, request: Request, compressor: Compressor, state: State) -> Member:
         """Return ``request`` as a member of buckets."""
         peers = self.sets[request.process_set]
-        seed = self._limits.seed
-        return Member(request, compressor, peers.rank, peers.size, seed, self._workspace, state)
+        seed, link = self._limits.seed, self._limits.link
+        place = (peers.rank, peers.size, seed, self._workspace)
+        return Member(request, compressor, *place, state, link)
 
     def dispatch(self, message: bytes) -> None:
         """Do what ``message`` says. Raises PeerLost, or what broke another rank's engine."""

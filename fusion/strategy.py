@@ -1,6 +1,12 @@
-"""Which collective moves a compressor's payloads: a function of its traits and the ranks alone.
+"""Which collective moves a compressor's payloads: a pure function of tensor, ranks and link.
 
-It never depends on what else travels, so that a tensor's result does not either.
+It never depends on what else travels, so that a tensor's result does not either: the cost model
+takes every tensor to travel alone. Ranks are taken to be on hosts of their own.
+
+Without a link the choice is a rule of the traits and the ranks. That is the default, because the
+choice decides how results are rounded, and what error feedback remembers: two runs shall not differ
+because the network was measured at two moments. Whoever names a link, or has it measured (then
+rounded to a power of two), gets the collective that the cost model finds cheaper there.
 """
 
 from __future__ import annotations
@@ -8,11 +14,17 @@ from __future__ import annotations
 from typing import Literal
 
 from ringlet.compressors import Compressor, CompressorError, NoCompression
+from ringlet.compressors.contract import storage
+from ringlet.fusion.limits import UNKNOWN, Link
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS
+from ringlet.ring.simulate import Constants, Job
 
 Strategy = Literal["sum", "allgather", "scatter_reduce", "rounds"]
 COLLECTIVES = ("auto", "sum", "allgather", "scatter_reduce")
+# Seconds a byte of float32, of the median codec in benchmarks/results/kernels.json. What each rank
+# measures for itself would not be the same on all of them.
+ENCODE, DECODE = 1.2e-10, 4.2e-11
 
 
 def effective(compressor: Compressor, dtype: str, numel: int) -> Compressor:
@@ -22,12 +34,20 @@ def effective(compressor: Compressor, dtype: str, numel: int) -> Compressor:
     return compressor
 
 
-def choose(compressor: Compressor, size: int, forced: str = "auto") -> Strategy:
-    """Return how payloads of ``compressor`` are combined over ``size`` ranks.
+def choose(
+    compressor: Compressor,
+    size: int,
+    forced: str = "auto",
+    numel: int = 0,
+    link: Link = UNKNOWN,
+) -> Strategy:
+    """Return how payloads of ``compressor`` for ``numel`` elements combine over ``size`` ranks.
 
     Payloads that add up ride the allreduce. Others are gathered, unless they can be cut into
-    shards: then from 3 ranks on reducing each shard on one rank moves fewer bytes. Raises
-    CompressorError when ``forced`` is not legal for the compressor's traits.
+    shards: then on a known ``link`` by whichever collective the cost model finds cheaper
+    (``ringlet.ring.simulate``), and on an unknown one shard by shard from 3 ranks on, where that
+    moves fewer bytes. Raises CompressorError when ``forced`` is not legal for the compressor's
+    traits.
     """
     traits = compressor.traits()
     shardable = traits.fixed_size and traits.granularity is not None
@@ -45,7 +65,11 @@ def choose(compressor: Compressor, size: int, forced: str = "auto") -> Strategy:
     if forced == "auto":
         if traits.combine == "sum":
             return "sum"
-        return "scatter_reduce" if shardable and size > 2 else "allgather"
+        if not shardable:
+            return "allgather"
+        if link.bandwidth == 0:
+            return "scatter_reduce" if size > 2 else "allgather"
+        return cheaper(compressor, numel, size, link)
     if forced == "sum" and traits.combine != "sum":
         raise CompressorError(f"payloads of {compressor} do not add up, so they cannot be summed")
     if forced == "scatter_reduce" and not shardable:
@@ -56,6 +80,21 @@ def choose(compressor: Compressor, size: int, forced: str = "auto") -> Strategy:
     if forced == "allgather":
         return "allgather"
     return "sum" if forced == "sum" else "scatter_reduce"
+
+
+def cheaper(compressor: Compressor, numel: int, size: int, link: Link) -> Strategy:
+    """Return what reduces ``numel`` elements sooner: all-gather or scatter-reduce, of fixed size.
+
+    More ranks never turn a scatter-reduce into an all-gather, nor does a larger tensor of the same
+    ratio: what the former saves grows with both, and what it costs does not.
+    """
+    payload = sum(storage(part.dtype).itemsize * part.elements for part in compressor.layout(numel))
+    nbytes = 4.0 * numel
+    ratio = payload / nbytes if numel else 0.0
+    constants = Constants(link.latency, 1 / link.bandwidth, encode=ENCODE, decode=DECODE)
+    gather = Job("allgather", nbytes, size, ratio).seconds(constants)
+    scatter = Job("scatter_reduce", nbytes, size, ratio).seconds(constants)
+    return "scatter_reduce" if scatter < gather else "allgather"
 
 
 def check_op(compressor: Compressor, op: ReduceOp) -> None:
