@@ -13,12 +13,14 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from ringlet.fusion import Engine, Limits
+from ringlet.fusion.limits import UNKNOWN
 from ringlet.fusion.tune.space import BOUNDS
+from ringlet.network import MEASURE, hierarchical, measured_link, parse_link
 from ringlet.ring.communicator import Communicator, Topology
 from ringlet.ring.connect import connect
 from ringlet.ring.control_open import open_control
@@ -31,16 +33,28 @@ class NotInitialized(RingError, ValueError):
 
 
 class Runtime:
-    """A communicator, its topology, and the fusion engine on top of it."""
+    """A communicator, its topology, and the fusion engine on top of it.
 
-    def __init__(self, comm: Communicator, limits: Limits) -> None:
-        self.rank, self.size, self.transport = comm.rank, comm.size, comm.name
+    ``limits`` and ``wishes`` are rank 0's on every rank: "measure" asks for a measurement of the
+    link between hosts, "hierarchical" for allreduces over two levels.
+    """
+
+    def __init__(
+        self, comm: Communicator, limits: Limits, wishes: Collection[str] = frozenset()
+    ) -> None:
+        self.rank, self.size, self.transport = comm.rank, comm.size, comm.base.name
         hosts = [h.decode() for h in comm.allgather_bytes(socket.gethostname().encode())]
         self.topology = Topology.from_hosts(self.rank, hosts)
         # Everybody uses rank 0's limits: plans have to be the same on all ranks.
-        agreed = comm.broadcast_bytes(json.dumps(asdict(limits)).encode())
+        told = comm.broadcast_bytes(json.dumps([asdict(limits), sorted(wishes)]).encode())
+        agreed, wishes = json.loads(told)
+        limits = Limits(**agreed)
+        if "measure" in wishes:
+            limits = replace(limits, **measured_link(comm, hosts)._asdict())
+        if "hierarchical" in wishes:
+            comm = hierarchical(comm, self.topology)
         self.secret = comm.broadcast_bytes(secrets.token_bytes(32))  # signs pickled objects
-        self.engine = Engine(comm, open_control, Limits(**json.loads(agreed)))
+        self.engine = Engine(comm, open_control, limits)
         self.pid = os.getpid()
         self._comm = comm
         self._counters: dict[tuple[str, int], itertools.count[int]] = {}
@@ -71,9 +85,13 @@ _thread = threading.local()
 def limits_from(env: Mapping[str, str]) -> Limits:
     """Read the engine's limits from RINGLET_* variables, or Horovod's names for them.
 
-    Raises ValueError naming the variable when a value is not a number, or negative.
+    The link between hosts stays unknown where RINGLET_LINK is not set: a measurement decides how
+    results are rounded, and they shall be reproducible by default. Raises ValueError naming the
+    variable when a value is not a number, or negative, or no link.
     """
     default = Limits()
+    named = env.get("RINGLET_LINK", "")
+    link = UNKNOWN if named in ("", MEASURE) else parse_link(named)
     tuned = [name for name in BOUNDS if _given(env, name.upper()) is None]  # what is set stays
     autotune = ",".join(tuned) if _flag(env, "AUTOTUNE") else ""
     if autotune and importlib.util.find_spec("bayes_opt") is None:
@@ -86,6 +104,8 @@ def limits_from(env: Mapping[str, str]) -> Limits:
         cache_capacity=int(_number(env, "CACHE_CAPACITY", default.cache_capacity)),
         stall_warning=0.0 if _flag(env, "STALL_CHECK_DISABLE") else warning,
         stall_shutdown=_number(env, "STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown),
+        latency=link.latency,
+        bandwidth=link.bandwidth,
         autotune=autotune,
         autotune_log=_given(env, "AUTOTUNE_LOG") or default.autotune_log,
         autotune_warmup=int(_number(env, "AUTOTUNE_WARMUP_SAMPLES", default.autotune_warmup)),
@@ -94,6 +114,12 @@ def limits_from(env: Mapping[str, str]) -> Limits:
             _number(env, "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", default.autotune_samples)
         ),
     )
+
+
+def wishes_from(env: Mapping[str, str]) -> set[str]:
+    """Read what a ``Runtime`` shall do besides: "measure" the link, be "hierarchical"."""
+    wishes = {"measure"} if env.get("RINGLET_LINK") == MEASURE else set()
+    return wishes | ({"hierarchical"} if _flag(env, "HIERARCHICAL_ALLREDUCE") else set())
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
@@ -132,7 +158,7 @@ def init(transport: str | None = None, comm: Communicator | None = None) -> Runt
     global _process
     existing = _current()
     if existing is not None and existing.pid == os.getpid():
-        wanted = transport or (comm.name if comm is not None else existing.transport)
+        wanted = transport or (comm.base.name if comm is not None else existing.transport)
         if wanted != existing.transport:
             raise ValueError(
                 f"already initialised with transport {existing.transport!r}; call shutdown() "
@@ -144,9 +170,9 @@ def init(transport: str | None = None, comm: Communicator | None = None) -> Runt
             f"this process was forked from rank {existing.rank} after init(); it cannot be a rank "
             "itself. Start worker processes with the 'spawn' method, or before init()"
         )
-    limits = limits_from(os.environ)
+    limits, wishes = limits_from(os.environ), wishes_from(os.environ)
     comm = connect(transport) if comm is None else comm
-    runtime = Runtime(comm, limits)
+    runtime = Runtime(comm, limits, wishes)
     if isinstance(comm, LocalCommunicator) and comm is this_thread():
         _thread.runtime = runtime
         comm.before_close = runtime.engine.shutdown

@@ -96,6 +96,14 @@ class Communicator(ABC):
         self._subsets: list[Communicator] = []
         self._siblings: dict[int, Communicator] = {}
 
+    @property
+    def base(self) -> Communicator:
+        """The communicator of the transport that moves the bytes: itself, unless made of another.
+
+        It has the same ranks.
+        """
+        return self
+
     def allreduce(
         self, buffer: Array, op: ReduceOp = ReduceOp.SUM, dtype: str | None = None
     ) -> None:

@@ -38,6 +38,7 @@ def open_control(
     Ranks that are silent for RINGLET_HEARTBEAT seconds (default 60, rank 0's counts; 0: for ever)
     are lost. Raises PeerLost when a rank has not joined after ``timeout`` seconds.
     """
+    comm = comm.base
     if isinstance(comm, LocalCommunicator) or comm.size == 1:
         return _open_local(comm, handler)
     hosts = comm.allgather_bytes(_host())

@@ -25,9 +25,9 @@ class HierarchicalCommunicator(Communicator):
     """The ranks of ``flat``, whose large allreduces go through two levels.
 
     ``local`` holds the ranks of this host and ``cross`` those of other hosts with the same local
-    rank; both are subsets of ``flat``. What is not an allreduce is ``flat``'s business. Every
-    result is bit-identical on all ranks, as the contract demands; 16-bit floats are rounded once in
-    each level.
+    rank; both are subsets of ``flat``. What is not an allreduce is ``flat``'s business, and subsets
+    have two levels where that makes sense (``two_levels``). Every result is bit-identical on all
+    ranks, as the contract demands; 16-bit floats are rounded once in each level.
 
     Collective. ``close`` closes ``flat`` too. Raises ValueError when hosts have different numbers
     of ranks, or when ``topology`` is of other ranks.
@@ -40,15 +40,19 @@ class HierarchicalCommunicator(Communicator):
         if len(topology.hosts) != flat.size:
             given = len(topology.hosts)
             raise ValueError(f"the topology is of {given} ranks, the communicator of {flat.size}")
-        names = list(dict.fromkeys(topology.hosts))
-        places = [[r for r, host in enumerate(topology.hosts) if host == name] for name in names]
+        places = by_host(topology.hosts)
         if len({len(ranks) for ranks in places}) > 1:
-            found = ", ".join(f"{n} on {h}" for h, n in zip(names, map(len, places), strict=True))
+            found = ", ".join(f"{len(ranks)} on {topology.hosts[ranks[0]]}" for ranks in places)
             raise ValueError(f"two levels need as many ranks on every host; there are {found}")
-        self.flat = flat
+        self.flat, self.hosts = flat, topology.hosts
         self.local = _join(flat, places)
         self.cross = _join(flat, [list(ranks) for ranks in zip(*places, strict=True)])
         self._scratch = Scratch()
+
+    @property
+    def base(self) -> Communicator:
+        """The communicator of the transport."""
+        return self.flat.base
 
     def reduce_within(
         self, send: Array, shard: Array, counts: Sequence[int], dtype: str | None = None
@@ -98,7 +102,11 @@ class HierarchicalCommunicator(Communicator):
         self.flat.barrier()
 
     def _subset(self, ranks: list[int]) -> Communicator | None:
-        return self.flat.subset(ranks)
+        subset = self.flat.subset(ranks)
+        if subset is None:
+            return None
+        hosts = [self.hosts[rank] for rank in ranks]
+        return two_levels(subset, Topology.from_hosts(subset.rank, hosts))
 
     def interrupt(self) -> None:
         """End what waits on any level."""
@@ -106,6 +114,23 @@ class HierarchicalCommunicator(Communicator):
 
     def _close(self) -> None:
         self.flat.close()
+
+
+def by_host(hosts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each host, in the order of their first ranks; ``hosts`` is by rank."""
+    names = dict.fromkeys(hosts)
+    return [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
+
+
+def two_levels(flat: Communicator, topology: Topology) -> Communicator:
+    """Return ``flat`` with two levels if it spans several hosts of equally many ranks, but not one.
+
+    Otherwise ``flat`` itself. Collective.
+    """
+    places = by_host(topology.hosts)
+    sizes = {len(ranks) for ranks in places}
+    suits = len(places) > 1 and len(sizes) == 1 and sizes != {1}
+    return HierarchicalCommunicator(flat, topology) if suits else flat
 
 
 def _join(flat: Communicator, sets: Sequence[Sequence[int]]) -> Communicator:

@@ -37,11 +37,17 @@ class Link:
     error: str = ""
 
 
-def measure_links(comm: Communicator, hosts: Sequence[str], seconds: float = 1.0) -> list[Link]:
+def measure_links(
+    comm: Communicator,
+    hosts: Sequence[str],
+    seconds: float = 1.0,
+    pairs: Sequence[tuple[str, str]] | None = None,
+) -> list[Link]:
     """Measure, pair after pair, the links between the hosts; collective, the same on every rank.
 
-    ``hosts`` is the host of every rank; the first rank of each takes part. Up to four hosts are
-    measured each with each, more in a ring. A link is filled for ``seconds``.
+    ``hosts`` is the host of every rank; the first rank of each takes part. ``pairs`` are the hosts
+    to measure from and to; by default up to four hosts are measured each with each, more in a ring.
+    A link is filled for ``seconds``.
     """
     leaders = {host: list(hosts).index(host) for host in dict.fromkeys(hosts)}
     names = list(leaders)
@@ -59,9 +65,9 @@ def measure_links(comm: Communicator, hosts: Sequence[str], seconds: float = 1.0
     told = comm.allgather_bytes(token + json.dumps([where, problem]).encode())
     places = {host: json.loads(told[rank][_TOKEN:]) for host, rank in leaders.items()}
     shared = told[0][:_TOKEN]
-    if len(names) <= 4:
+    if pairs is None and len(names) <= 4:
         pairs = [(a, b) for a in names for b in names if a != b]
-    else:
+    elif pairs is None:
         pairs = list(zip(names, names[1:] + names[:1], strict=True))
     measured: list[Link] = []
     try:
@@ -100,6 +106,8 @@ def _drive(source: str, target: str, address: str, token: bytes, seconds: float)
             sock.sendall(b"?")
             _receive(sock, 1)
             trips.append(time.perf_counter() - begin)
+        # What waits in buffers here when the time is over would have to be waited for.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, CHUNK)
         data = bytes(CHUNK)
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -68,7 +68,7 @@ class Recording:
         self._dispatcher = Dispatcher(sinks)
         self._metrics = Metrics(self._dispatcher.put, sample_every, network)
         comm = hooks.comm
-        about = {"rank": comm.rank, "size": comm.size, "transport": comm.name}
+        about = {"rank": comm.rank, "size": comm.size, "transport": comm.base.name}
         self._metrics.describe(about | facts)
         hooks.observe(self._metrics)
         self._on = True

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from ringlet.ring import ReduceOp, Topology
 from ringlet.ring.compressed import encode, scatter_reduce
+from ringlet.ring.control_local import LocalControl
+from ringlet.ring.control_open import open_control
 from ringlet.ring.dtypes import NAMES
 from ringlet.ring.halves import HALVES
 from ringlet.ring.hierarchical import LEAST, HierarchicalCommunicator
@@ -67,6 +69,49 @@ def test_the_subsets_are_those_of_the_topology_and_close_with_the_whole():
         assert comm.closed
 
     run_local(run, 4)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "levels"),
+    [("aabb", [0, 1, 2, 3], True), ("abcabc", [0, 2, 3, 5], True), ("aabb", [0, 1], False),
+     ("aabb", [1, 2], False), ("aabb", [0, 1, 2], False)],
+)  # fmt: skip
+def test_subsets_have_two_levels_where_their_hosts_allow_it(hosts, ranks, levels):
+    def run(comm):
+        two = two_levels(comm, hosts)
+        assert (two.base, two.flat) == (comm, comm)
+        subset = two.subset(ranks)
+        if subset is None:
+            return
+        assert isinstance(subset, HierarchicalCommunicator) == levels
+        assert subset.origin == tuple(ranks)
+        total = np.arange(LEAST)
+        subset.allreduce(total)
+        np.testing.assert_array_equal(total, len(ranks) * np.arange(LEAST))
+        subset.close()
+
+    run_local(run, len(hosts))
+
+
+def test_the_control_plane_is_that_of_the_transport():
+    class Echo:
+        def on_message(self, rank, message):
+            return [b"%d: " % rank + message]
+
+        def on_lost(self, rank, why=""):
+            return []
+
+    def run(comm):
+        two = two_levels(comm, "aabb")
+        control = open_control(two, Echo() if comm.rank == 0 else None)
+        assert type(control) is LocalControl
+        if comm.rank == 3:
+            control.send(b"here")
+        told = control.receive(60.0)
+        control.close()
+        return told
+
+    assert run_local(run, 4) == [[b"3: here"]] * 4
 
 
 def test_unequal_hosts_and_foreign_topologies_are_refused():

@@ -1,0 +1,101 @@
+"""What a job is told of the network between its hosts; rank 0's environment counts.
+
+RINGLET_LINK names the link between hosts, as in ``100us,1Gbit/s``, or says ``measure``; collectives
+of compressed tensors are chosen by it. RINGLET_HIERARCHICAL_ALLREDUCE lets large allreduces add up
+inside every host before they leave it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+
+from ringlet.fusion.limits import UNKNOWN, Link
+from ringlet.ring.communicator import Communicator, Topology
+from ringlet.ring.errors import RingError
+from ringlet.ring.hierarchical import by_host, two_levels
+from ringlet.ring.links import measure_links
+
+log = logging.getLogger("ringlet")
+
+MEASURE = "measure"
+_SECONDS = (0.15, 1.5)  # to fill a link for; the second where the first is too short for it
+_LATENCY = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_BANDWIDTH = {
+    f"{prefix}{unit}/s": factor / (8 if unit == "bit" else 1)
+    for unit in ("bit", "B")
+    for prefix, factor in {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
+}
+_NAMED = re.compile(r"\s*([0-9.e+-]+)\s*(\w+)\s*,\s*([0-9.e+-]+)\s*([\w/]+)\s*")
+
+
+def parse_link(text: str) -> Link:
+    """Read a latency and a bandwidth, as in ``"100us,1Gbit/s"``.
+
+    Units are s, ms, us and ns, and bit/s or B/s with k, M, G or T. Raises ValueError.
+    """
+    found = _NAMED.fullmatch(text)
+    if found is not None and found[2] in _LATENCY and found[4] in _BANDWIDTH:
+        try:
+            latency = float(found[1]) * _LATENCY[found[2]]
+            bandwidth = float(found[3]) * _BANDWIDTH[found[4]]
+        except ValueError:
+            latency = bandwidth = -1.0
+        if 0 <= latency < math.inf and 0 < bandwidth < math.inf:
+            return Link(latency, bandwidth)
+    raise ValueError(
+        f"RINGLET_LINK={text!r} names no link: give the latency and the bandwidth between hosts, as"
+        " in RINGLET_LINK=100us,1Gbit/s (s, ms, us or ns; kbit/s, Mbit/s, Gbit/s, kB/s, MB/s or"
+        f" GB/s), or RINGLET_LINK={MEASURE}"
+    )
+
+
+def measured_link(comm: Communicator, hosts: Sequence[str]) -> Link:
+    """Measure the link from the first host to the second; collective, the same on every rank.
+
+    ``hosts`` is the host of every rank. Takes less than 0.3 s on a link of 100 Mbit/s or more, and
+    up to 2 s on a slower one. Latency and bandwidth are rounded to powers of two, so that restarts
+    on one network mostly agree. Unknown when there is one host. Raises RingError when nothing could
+    be measured.
+    """
+    names = list(dict.fromkeys(hosts))
+    if len(names) == 1:
+        return UNKNOWN
+    why = "it carries too little"
+    for seconds in _SECONDS:
+        (found,) = measure_links(comm, hosts, seconds, [(names[0], names[1])])
+        if found.error:
+            why = found.error
+            break
+        if found.rate > 0:
+            link = Link(_power_of_two(found.latency), _power_of_two(found.rate))
+            if comm.rank == 0:
+                told = f"{1e6 * link.latency:.3g}us,{8e-6 * link.bandwidth:.4g}Mbit/s"
+                log.info("measured %s -> %s: RINGLET_LINK=%s", names[0], names[1], told)
+            return link
+    raise RingError(
+        f"RINGLET_LINK={MEASURE}: the link {names[0]} -> {names[1]} could not be measured: {why}."
+        " Name it, as in RINGLET_LINK=100us,1Gbit/s, or leave the variable out"
+    )
+
+
+def hierarchical(comm: Communicator, topology: Topology) -> Communicator:
+    """Return ``comm`` with allreduces over two levels, or itself where that makes no sense.
+
+    Collective. Rank 0 warns when hosts have different numbers of ranks.
+    """
+    places = by_host(topology.hosts)
+    if len({len(ranks) for ranks in places}) > 1 and comm.rank == 0:
+        found = ", ".join(f"{len(ranks)} on {topology.hosts[ranks[0]]}" for ranks in places)
+        log.warning(
+            "hierarchical allreduces need as many ranks on every host; there are %s. Allreduces"
+            " stay flat",
+            found,
+        )
+    return two_levels(comm, topology)
+
+
+def _power_of_two(x: float) -> float:
+    return 2.0 ** round(math.log2(x))
