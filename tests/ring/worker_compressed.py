@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ringlet.ring import Topology
-from ringlet.ring.compressed import AllgatherReduce, ScatterReduce, encode, scatter_reduce
+from ringlet.ring import ProtocolError, Topology
+from ringlet.ring.compressed import AllgatherReduce, ScatterReduce, encode
 from ringlet.ring.hierarchical import HierarchicalCommunicator
 from ringlet.ring.local import run_local
 
+TWO = runpy.run_path(str(Path(__file__).with_name("test_two_level.py")))
 CODEC = runpy.run_path(str(Path(__file__).with_name("test_compressed.py")))
 SIZES = (0, 1, 1000, 400_001, 3_000_000, 17)
 
@@ -42,12 +43,16 @@ def play(comm):
         total = np.arange(100_000, dtype=np.int64)
         two.allreduce(total)
         np.testing.assert_array_equal(total, 4 * np.arange(100_000))
-        shard, result = np.empty(50_000, np.float32), np.empty(100_000, np.float32)
-        two.reduce_within(gradient(comm.rank, 100_000, 9), shard, [50_000] * 2)
-        codec = codec_of(shard, 2)
-        scatter_reduce(two.cross, codec, encode(codec))
-        two.gather_within(codec.output, result, [50_000] * 2)
-        digest.update(result.tobytes())
+        for n in (1, 1001, 400_001):
+            for scatter in (True, False):
+                digest.update(TWO["reduce"](two, n, n, scatter)[0].tobytes())
+        try:
+            codec = TWO["FailsToEncode"] if comm.rank == 2 else codec_of
+            TWO["reduce"](two, 1000, 0, True, codec=codec)
+        except ProtocolError as error:
+            digest.update(str(error).encode())
+        two.allreduce(total)  # it still serves
+        digest.update(total.tobytes())
     return digest.digest()
 
 
