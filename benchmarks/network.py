@@ -2,16 +2,20 @@
 
     python benchmarks/network.py                       # prints; needs root and iproute2
     python benchmarks/network.py --mbit 1000 --save    # also writes benchmarks/results/
+    python benchmarks/network.py --hosts 2 --per-host 2    # and what two levels save
 
 Hosts are network namespaces whose links are shaped (benchmarks/netns.py), so four ranks share this
 machine's cores: codec times are those of a crowded machine. Runs of all contenders are interleaved;
 a time is the slowest rank's, the figure its median. Wire bytes are counted by the interface and
-have to be what the payload predicts. The bound is wire bytes / measured link rate + codec time.
+have to be what the payload predicts. With several ranks on a host, rows "two-level" reduce inside
+hosts first and compress what travels between them. The bound is wire bytes / measured link rate +
+codec time.
 """
 
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,16 +28,23 @@ import netns
 import numpy as np
 
 from ringlet import runtime
-from ringlet.compressors import parse
+from ringlet.compressors import Workspace, parse
+from ringlet.fusion.codec import BucketCodec
+from ringlet.fusion.member import Member
 from ringlet.fusion.request import Request
-from ringlet.ring import ReduceOp
+from ringlet.ring import ReduceOp, Topology
 from ringlet.ring.connect import connect
 from ringlet.ring.doctor import examine, versions
+from ringlet.ring.halves import even_counts
+from ringlet.ring.hierarchical import HierarchicalCommunicator
 from ringlet.ring.links import measure_links
+from ringlet.ring.process_group import WINDOW
+from ringlet.ring.two_level import Shard, run, two_level
 
 RESULTS = Path(__file__).parent / "results"
 SPECS = ["none", "fp16", "int8", "int4", "topk(ratio=0.01)", "powersgd(rank=4)"]
 RAW = "torch.distributed gloo"
+LEVELS = "two-level: "
 TARGETS = {
     100: {"fp16": 1.9, "int8": 3.6, "int4": 6.5, "topk(ratio=0.01)": 15, "powersgd(rank=4)": 30},
     1000: {"fp16": 1.8, "int8": 2.8, "int4": 4.5, "topk(ratio=0.01)": 5},
@@ -47,24 +58,60 @@ def counters():
     return [int((statistic / f"{way}_bytes").read_text()) for way in ("tx", "rx")]
 
 
-def expected_bytes(compressor, shape, size):
-    """Bytes that a rank has to send: what the collective moves, of the payload's size."""
+def payload_bytes(compressor, shape):
+    """Bytes of what is moved for one tensor: a payload, or the tensor itself."""
     n = int(np.prod(shape))
     traits = compressor.traits()
     if traits.combine == "rounds":  # both factors ride an allreduce
-        payload = 4 * compressor.rank * sum(shape)
-        return 2 * (size - 1) / size * payload
+        return 4 * compressor.rank * sum(shape)
     if str(compressor) == "none":
-        return 2 * (size - 1) / size * 4 * n
+        return 4 * n
     if traits.fixed_size:
         from ringlet.compressors.contract import storage
 
-        payload = sum(storage(p.dtype).itemsize * p.elements for p in compressor.layout(n))
-    else:
-        payload = 8 * max(1, int(n * compressor.ratio))  # an index and a value each
-    if traits.combine == "sum" or (traits.fixed_size and traits.granularity is not None):
-        return 2 * (size - 1) / size * payload
-    return (size - 1) * payload
+        return sum(storage(p.dtype).itemsize * p.elements for p in compressor.layout(n))
+    return 8 * max(1, int(n * compressor.ratio))  # an index and a value each
+
+
+def expected_bytes(compressor, shape, hosts, per_host, levels=False):
+    """Bytes that a host has to send: what the collective moves, of the payload's size."""
+    payload, size, traits = payload_bytes(compressor, shape), hosts * per_host, compressor.traits()
+    if levels:
+        return 2 * (hosts - 1) / hosts * payload
+    direct = per_host * (size - per_host)  # pairs of ranks, for one that is on this host
+    if traits.combine != "gather":
+        return 2 * (size - 1) / size * payload  # a ring leaves a host once
+    if traits.fixed_size and traits.granularity is not None and size > 2:
+        ring = payload > WINDOW  # how gloo gathers the sums
+        return (direct + (size - 1 if ring else direct)) / size * payload
+    return (size - 1 if size * payload > WINDOW else direct) * payload
+
+
+class TwoLevel:
+    """A sum over two levels, of ``spec`` between hosts; ``seconds`` are those of its codec."""
+
+    def __init__(self, levels, spec, compressor, numel):
+        self.seconds = 0.0
+        self.levels, self.codec = levels, None
+        if spec == "none":
+            return
+        self.counts = even_counts(numel, levels.local.size)
+        n, cross = self.counts[levels.local.rank], levels.cross
+        request = Request(
+            spec, shape=(n,), op=ReduceOp.SUM, spec=str(compressor), collective="scatter_reduce"
+        )
+        member = Member(request, compressor, cross.rank, cross.size, 0, Workspace())
+        member.input, member.output = np.empty(n, np.float32), np.empty(n, np.float32)
+        self.codec = BucketCodec([member], cross.size)
+        self.shard = Shard(self.codec, member.input, member.output)
+
+    def __call__(self, values):
+        if self.codec is None:
+            self.levels.allreduce(values)
+            return
+        self.codec.seconds = 0.0
+        run(two_level(self.levels, values, values, self.counts, self.shard))
+        self.seconds = self.codec.seconds
 
 
 class Raw:
@@ -95,20 +142,30 @@ def run_rank(options):
     rng = np.random.default_rng(comm.rank)
     source = rng.standard_normal(side * side, dtype=np.float32)
     values = np.empty_like(source)
-    hosts = [f"host{r}" for r in range(comm.size)]
+    hosts = [name.decode() for name in comm.allgather_bytes(socket.gethostname().encode())]
     rate = statistics.median(link.rate for link in measure_links(comm, hosts, 1.0))
     compressors = {spec: parse(spec) for spec in options.specs}
     raw = Raw(comm, os.environ)
+    levels = {}
+    if options.per_host > 1:
+        two = HierarchicalCommunicator(comm, Topology.from_hosts(comm.rank, hosts))
+        for spec, compressor in compressors.items():
+            traits = compressor.traits()
+            if spec == "none" or (traits.combine == "gather" and traits.granularity is not None):
+                levels[LEVELS + spec] = TwoLevel(two, spec, compressor, source.size)
 
     def once(spec):
         values[:] = source
+        if spec in levels:
+            levels[spec](values)
+            return
         if spec == RAW:
             raw(values)
             return
         request = Request(spec, shape=(side, side), op=ReduceOp.SUM, spec=str(compressors[spec]))
         engine.submit(request, values, None, compressors[spec]).wait()
 
-    rows = {spec: [] for spec in [RAW, *options.specs]}
+    rows = {spec: [] for spec in [RAW, *options.specs, *levels]}
     for turn in range(options.runs + 1):
         for spec in rows:
             engine.reset_stats()
@@ -119,10 +176,11 @@ def run_rank(options):
             comm.barrier()
             wire = max(b - a for a, b in zip(before, counters(), strict=True))
             stats = engine.stats
-            codec = stats.compress_s + stats.decompress_s
-            told = comm.allgather_bytes(
-                json.dumps([spent, wire, codec, stats.communicate_s]).encode()
-            )
+            codec, moving = stats.compress_s + stats.decompress_s, stats.communicate_s
+            if spec in levels:
+                codec = levels[spec].seconds
+                moving = spent - codec
+            told = comm.allgather_bytes(json.dumps([spent, wire, codec, moving]).encode())
             if turn:  # the first run compiles and connects
                 rows[spec].append(
                     [max(column) for column in zip(*map(json.loads, told), strict=True)]
@@ -130,11 +188,13 @@ def run_rank(options):
         if comm.rank == 0:
             print(f"run {turn} of {options.runs}", file=sys.stderr, flush=True)
     if comm.rank == 0:
-        wanted = {
-            spec: expected_bytes(compressor, (side, side), comm.size)
-            for spec, compressor in compressors.items()
+        place = ((side, side), comm.size // options.per_host, options.per_host)
+        wanted = {spec: expected_bytes(c, *place) for spec, c in compressors.items()}
+        wanted |= {
+            spec: expected_bytes(compressors[spec.removeprefix(LEVELS)], *place, levels=True)
+            for spec in levels
         }
-        wanted[RAW] = 2 * (comm.size - 1) / comm.size * source.nbytes
+        wanted[RAW] = wanted["none"]
         Path(options.output).write_text(
             json.dumps({"rate": rate, "rows": rows, "expected": wanted, "bytes": source.nbytes})
         )
@@ -146,19 +206,26 @@ def measure(mbit, options):
     """Run the job on shaped hosts and return what rank 0 reports."""
     with netns.Hosts(options.hosts, mbit) as hosts, tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "rows.json")
-        where = ["-H", hosts.slots(1), "--rsh", hosts.rsh, "--network-interface", netns.INTERFACE]
+        where = [
+            "-H",
+            hosts.slots(options.per_host),
+            "--rsh",
+            hosts.rsh,
+            "--network-interface",
+            netns.INTERFACE,
+        ]
         # On these hosts alone, which are one machine, UCX would find shared memory.
         ucx = ["--env", "UCX_TLS=tcp,self", "--env", f"UCX_NET_DEVICES={netns.INTERFACE}"]
         run = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *where, *ucx]
         rank = [sys.executable, str(Path(__file__).resolve()), "--rank", "--output", output]
         rank += ["--megabytes", str(options.megabytes), "--runs", str(options.runs)]
-        rank += ["--specs", *options.specs]
+        rank += ["--per-host", str(options.per_host), "--specs", *options.specs]
         command = [*run, "--transport", options.transport, *rank]
         subprocess.run(hosts.command(0, command), check=True)
         return json.loads(Path(output).read_text())
 
 
-def summary(mbit, found):
+def summary(mbit, found, per_host):
     """Return a row per contender, and what is wrong with the bytes that were counted."""
     plain = statistics.median(row[0] for row in found["rows"]["none"])
     rows, wrong = [], []
@@ -173,7 +240,7 @@ def summary(mbit, found):
                 "spec": spec,
                 "seconds": spent,
                 "ratio": plain / spent,
-                "target": TARGETS.get(mbit, {}).get(spec),
+                "target": TARGETS.get(mbit, {}).get(spec) if per_host == 1 else None,
                 "wire_bytes": wire,
                 "expected_bytes": expected,
                 "codec_seconds": codec,
@@ -203,6 +270,16 @@ def table(mbit, found, rows):
     yield ""
 
 
+def shares(rows):
+    """Say how much leaves a host over two levels, of what leaves it over one."""
+    wire = {row["spec"]: row["wire_bytes"] for row in rows}
+    for spec in wire:
+        if spec.startswith(LEVELS):
+            flat = wire[spec.removeprefix(LEVELS)]
+            yield f"- {spec}: {wire[spec] / flat:.2f} of the flat scheme's bytes leave a host"
+    yield ""
+
+
 def verdicts(mbit, rows):
     for row in rows:
         if row["target"] and row["ratio"] < row["target"]:
@@ -216,6 +293,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mbit", type=int, nargs="+", default=[100, 1000], help="rates of links")
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--per-host", type=int, default=1, help="ranks on each; gloo only")
     parser.add_argument("--megabytes", type=float, default=64, help="size of the tensor, MiB")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--transport", default="gloo", choices=["gloo", "mpi"])
@@ -228,18 +306,23 @@ def main():
         return run_rank(options)
     if why := netns.unavailable():
         return print(f"skipped: {why}")
+    if options.per_host > 1 and options.transport != "gloo":
+        parser.error("--per-host needs --transport gloo: it counts on what gloo sends to whom")
     if "none" not in options.specs:
         options.specs = ["none", *options.specs]
     cpu = next(finding.text for finding in examine({}) if finding.name == "cpu")
     about = (
-        f"{options.hosts} hosts over {options.transport}, {options.megabytes:g} MiB float32,"
+        f"{options.hosts} hosts of {options.per_host} ranks over {options.transport},"
+        f" {options.megabytes:g} MiB float32,"
         f" {options.runs} interleaved runs, TCP {netns.CONGESTION_CONTROL}; {cpu}; {date.today()}"
     )
     lines, results, short, wrong = [about, ""], {"about": about, "versions": versions()}, [], []
     for mbit in options.mbit:
         found = measure(mbit, options)
-        rows, problems = summary(mbit, found)
+        rows, problems = summary(mbit, found, options.per_host)
         lines += table(mbit, found, rows)
+        if options.per_host > 1:
+            lines += shares(rows)
         short += verdicts(mbit, rows)
         wrong += problems
         results[f"{mbit} Mbit/s"] = {"measured_bytes_per_s": found["rate"], "rows": rows}
@@ -248,6 +331,7 @@ def main():
     if options.save:
         RESULTS.mkdir(exist_ok=True)
         name = "network" if options.transport == "gloo" else f"network-{options.transport}"
+        name += f"-{options.hosts}x{options.per_host}" if options.per_host > 1 else ""
         (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
         title = "# Allreduce over shaped links (benchmarks/network.py)\n\n"
         (RESULTS / f"{name}.md").write_text(title + "\n".join(lines) + "\n")
