@@ -46,6 +46,9 @@ class Float16:
         self.sum = np.empty_like(self.values[0])
         self.kernels = kernels("float16")
 
+    def prepare(self):
+        pass
+
     def capacity(self, part):
         return 2 * self.values[part].size
 

@@ -19,7 +19,6 @@ from ringlet.compressors import NoCompression, Payload
 from ringlet.fusion.buffers import BufferPool, Lease
 from ringlet.fusion.codec import BucketCodec
 from ringlet.fusion.convert import from_float32
-from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter, Trace
 from ringlet.fusion.peers import Peers
@@ -45,6 +44,7 @@ class Bucket(ABC):
         self.more = False  # whether another round has to be voted on
         self.phantom = False  # whether this step's values are the zeros of a rank that joined
         self._pool = pool
+        self._plan: int | None = None
         self._lease = Lease(pool)
         self.raw_bytes = 2 * (size - 1) / size * sum(member.nbytes for member in self.members)
         self.trace = Trace()  # of this step
@@ -98,6 +98,14 @@ class Bucket(ABC):
         self._lease.release()
         self.missing = len(self.members)
         self.more = False
+
+    def plan_of(self, epoch: int) -> int:
+        """Return 64 bits that tell this plan and attempt from others, the same on every rank."""
+        if self._plan is None:
+            described = dumps([member.describe() for member in self.members])
+            digest = hashlib.blake2b(described, digest_size=8).digest()
+            self._plan = int.from_bytes(digest, "little")
+        return (self._plan + epoch) & _MASK
 
     def fail(self) -> None:
         """Abandon a step of which other buckets may be done."""
@@ -169,21 +177,18 @@ class CompressedBucket(Bucket):
         self._scattered = self.members[0].strategy == "scatter_reduce"
         self.codec = BucketCodec(self.members, size if self._scattered else 1)
         self._encoded = compressed.Encoded(np.empty(0, np.uint8), [])
-        described = dumps([member.describe() for member in self.members])
-        self._plan = int.from_bytes(hashlib.blake2b(described, digest_size=8).digest(), "little")
 
     def shares(self) -> list[float]:
         """Return the bytes of each member's payload, in this step."""
         return self.codec.member_bytes()
 
     def _encode(self) -> int:
-        self.codec.compress_variable()
         self._encoded = compressed.encode(self.codec, self._lease.allocate)
         return self._encoded.nbytes
 
     def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
         comm, later, allocate = peers.comm, peers.later, self._lease.allocate
-        plan = (self._plan + epoch) & _MASK
+        plan = self.plan_of(epoch)
         exchange: compressed.Exchange
         if self._scattered:
             exchange = compressed.ScatterReduce(
@@ -195,9 +200,6 @@ class CompressedBucket(Bucket):
             )
         working = partial(self._working, meter)
         yield from compressed.steps(exchange, working)
-        failure, self.codec.failure = self.codec.failure, None
-        if failure is not None:
-            raise CompressionFailed(str(failure)) from failure
 
     def _working(self, meter: Meter, step: str, work: Callable[[], None]) -> None:
         start = time.perf_counter()
@@ -205,8 +207,9 @@ class CompressedBucket(Bucket):
         meter.decompressed(self.trace, start, step)
 
 
-def make_bucket(members: Sequence[Member], size: int, pool: BufferPool) -> Bucket:
-    """Return the bucket that suits its members' common strategy."""
+def make_bucket(members: Sequence[Member], peers: Peers, pool: BufferPool) -> Bucket:
+    """Return the bucket that suits its members' common strategy, and the hosts they are on."""
+    from ringlet.fusion.levels import TwoLevelBucket, levels_of
     from ringlet.fusion.plain import PlainBucket
     from ringlet.fusion.rounds import RoundsBucket
 
@@ -218,4 +221,7 @@ def make_bucket(members: Sequence[Member], size: int, pool: BufferPool) -> Bucke
     }
     plain = isinstance(members[0].compressor, NoCompression)
     kind = PlainBucket if plain else kinds[members[0].strategy]
-    return kind(members, size, pool)
+    levels = levels_of(peers.comm)
+    if kind is CompressedBucket and levels is not None:
+        return TwoLevelBucket(members, levels, pool)
+    return kind(members, peers.size, pool)

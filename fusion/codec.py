@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringlet.compressors import CompressorError, Payload, PayloadError
+from ringlet.compressors import Payload, PayloadError
 from ringlet.compressors.contract import storage
 from ringlet.compressors.payload import (
     check_payload,
@@ -21,7 +21,6 @@ from ringlet.compressors.payload import (
     serialised_size,
 )
 from ringlet.fusion.convert import from_float32
-from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.member import Member
 from ringlet.ring.dtypes import Array
 
@@ -35,7 +34,6 @@ class BucketCodec:
         self.members = list(members)
         self._parts = parts
         self.fixed = all(member.compressor.traits().fixed_size for member in self.members)
-        self.failure: Exception | None = None  # of decoding; encoding raises at once
         self._variable: list[Payload] = []
         self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
         self._views: dict[tuple[int, int], list[Payload]] = {}
@@ -60,12 +58,15 @@ class BucketCodec:
             for i in range(len(self.members))
         ]
 
-    def compress_variable(self) -> None:
+    def prepare(self) -> None:
         """Compress this step's values, where only that tells how many bytes they take."""
         if self.fixed:
             return
         self._variable = []
         for member in self.members:
+            if member.numel == 0:  # of a tensor with fewer elements than ranks share it
+                self._variable.append({})
+                continue
             context = member.context(0, 1)
             values = member.values()
             payload = member.call(member.compressor.compress, values, context)
@@ -92,12 +93,11 @@ class BucketCodec:
 
     def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
-        with self._attempt():
-            decoded = [self._payloads(part, payload) for payload in payloads]
-            for i, member in enumerate(self.members):
-                total = self._sum(member, part, [payload[i] for payload in decoded])
-                start, stop = member.shard(part, self._parts)
-                from_float32(total, member.output[start:stop], member.request.dtype)
+        decoded = [self._payloads(part, payload) for payload in payloads]
+        for i, member in enumerate(self.members):
+            total = self._sum(member, part, [payload[i] for payload in decoded])
+            start, stop = member.shard(part, self._parts)
+            from_float32(total, member.output[start:stop], member.request.dtype)
 
     def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
         """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
@@ -112,17 +112,16 @@ class BucketCodec:
 
     def decode_into(self, part: int, payload: Array) -> None:
         """Overwrite the outputs of a shard."""
-        with self._attempt():
-            for member, encoded in zip(self.members, self._payloads(part, payload), strict=True):
-                start, stop = member.shard(part, self._parts)
-                if stop == start:
-                    continue
-                out = member.output[start:stop]
-                direct = member.request.dtype == "float32"
-                target = out if direct else member.workspace.array("decoded32", out.size)
-                context = member.context(part, self._parts, stage=2)
-                member.call(member.compressor.decompress, encoded, target, context)
-                from_float32(target, out, member.request.dtype)
+        for member, encoded in zip(self.members, self._payloads(part, payload), strict=True):
+            start, stop = member.shard(part, self._parts)
+            if stop == start:
+                continue
+            out = member.output[start:stop]
+            direct = member.request.dtype == "float32"
+            target = out if direct else member.workspace.array("decoded32", out.size)
+            context = member.context(part, self._parts, stage=2)
+            member.call(member.compressor.decompress, encoded, target, context)
+            from_float32(target, out, member.request.dtype)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -202,24 +201,3 @@ class BucketCodec:
             payloads.append(deserialise(buffer[start + 8 : start + 8 + length]))
             start += 8 + length
         return payloads
-
-    def _attempt(self) -> _Attempt:
-        return _Attempt(self)
-
-
-class _Attempt:
-    """Keeps what goes wrong in a with-block for later: other ranks wait in the same collective."""
-
-    def __init__(self, codec: BucketCodec) -> None:
-        self._codec = codec
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> bool | None:
-        if isinstance(error, CompressorError | CompressionFailed):
-            self._codec.failure = self._codec.failure or error
-            return True
-        return None

@@ -42,7 +42,7 @@ class Batch:
         pieces = [piece for of_one in divided for piece in of_one]
         self._divided = [of_one for of_one in divided if len(of_one) > 1]
         self.buckets: list[Bucket] = [
-            make_bucket(b, self.peers.size, pool)
+            make_bucket(b, peers, pool)
             for b in pack(pieces, limits.fusion_threshold, limits.lookahead)
         ]
         self._submissions = submissions

@@ -86,7 +86,7 @@ class Group:
         pieces = [piece for member in members for piece in divide(member)]
         planned = plan(pieces, self._threshold, self._lookahead)
         self.hash = plan_hash(planned)
-        self.buckets: list[Bucket] = [make_bucket(b, self.peers.size, self._pool) for b in planned]
+        self.buckets: list[Bucket] = [make_bucket(b, self.peers, self._pool) for b in planned]
         self._pieces: dict[str, list[tuple[Member, int]]] = {name: [] for name in self.members}
         for i, bucket in enumerate(planned):
             for piece in bucket:

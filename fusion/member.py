@@ -92,10 +92,8 @@ class Member:
         check_op(self.declared, self.request.op)
         used = effective(self.declared, self.request.dtype, self.request.numel)
         forced = self.request.collective if used is self.declared else "auto"
-        self.compressor, self.strategy = (
-            used,
-            choose(used, self.size, forced, self.request.numel, self.link),
-        )
+        self.compressor = used
+        self.strategy = choose(used, self.size, forced, self.request.numel, self.link)
 
     @property
     def scheduled(self) -> bool:
@@ -107,24 +105,23 @@ class Member:
         now = self.declared.at(step)
         if now is self.declared:
             return self
-        given = (self.rank, self.size, self.seed, self.workspace, self.state, self.link)
-        return Member(self.request, now, *given)
+        return Member(self.request, now, *self._surroundings)
 
     def piece(self, start: int, stop: int, progress: Progress) -> Member:
         """Return a range of this tensor as a member of its own."""
         return Member(
             self.request,
             self.declared,
-            self.rank,
-            self.size,
-            self.seed,
-            self.workspace,
-            self.state,
+            *self._surroundings,
             whole=self,
             start=start,
             numel=stop - start,
             progress=progress,
         )
+
+    @property
+    def _surroundings(self) -> tuple[int, int, int, Workspace, State, Link]:
+        return self.rank, self.size, self.seed, self.workspace, self.state, self.link
 
     def take(self, values: Array, output: Array) -> None:
         """Take this step's arrays of the whole tensor."""
@@ -252,12 +249,20 @@ class Member:
 
     def finish(self) -> None:
         """Let the compressor see the combined result, and count the step."""
+        self.see()
+        self.count()
+
+    def see(self) -> None:
+        """Let the compressor see the combined result, which it may change."""
         if self._finishes is None:
             self._finishes = overrides(self.compressor, "finish")
         if self._finishes:
             out = to_float32(self.output, self.request.dtype, self.workspace)
             self.call(self.compressor.finish, out, self.context(0, 1))
             from_float32(out, self.output, self.request.dtype)
+
+    def count(self) -> None:
+        """Count the step."""
         if self.progress is None or self.progress.finish():
             self.state["step"] = self.step + 1
 

@@ -20,6 +20,9 @@ class Codec(Protocol):
     def parts(self) -> int:
         """Into how many parts the values are divided: 1 or the number of ranks."""
 
+    def prepare(self) -> None:
+        """Get ready to encode this step's values; sizes may depend on them."""
+
     def capacity(self, part: int) -> int:
         """Return the most bytes that encoding ``part`` can take, the same on every rank."""
 

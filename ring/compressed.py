@@ -52,6 +52,7 @@ class Encoded:
 
 def encode(codec: Codec, allocate: Allocate = _allocate) -> Encoded:
     """Encode every part, one behind the other, into one buffer."""
+    codec.prepare()
     buffer = allocate(sum(codec.capacity(part) + SEAL for part in range(codec.parts)))
     counts: list[int] = []
     start = 0

@@ -13,20 +13,21 @@ the same error, and no output is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from ringlet.ring.codec import Codec
 from ringlet.ring.compressed import AllgatherReduce, Encoded, Exchange, ScatterReduce, encode
 from ringlet.ring.dtypes import Array
-from ringlet.ring.errors import Mismatch, PeerLost, ProtocolError
+from ringlet.ring.errors import ExchangeFailed, Mismatch, PeerLost, ProtocolError
 from ringlet.ring.hierarchical import HierarchicalCommunicator
+from ringlet.ring.pipeline import Steps, Wire
 from ringlet.ring.seal import SEAL
 
 Allocate = Callable[[int], Array]
-Steps = Generator[Callable[[], None], None, int]
 
 
 def _allocate(nbytes: int) -> Array:
@@ -58,20 +59,19 @@ def two_level(
 ) -> Steps:
     """Sum ``send`` (flat float32) over all ranks into ``receive``; collective.
 
-    A generator that yields what communicates, to be called one after the other before it is resumed
-    (``run`` does), and encodes and decodes in between. It returns the bytes that this rank sent to
-    other hosts. ``counts`` are the elements of each local rank's shard, the same on every host;
-    ``send`` and ``receive`` may be one array. All ranks end with the same bits.
+    A generator that yields what communicates, for a pipeline or for ``run``, and encodes and
+    decodes in between. Only what leaves the host counts as sent. ``counts`` are the elements of
+    each local rank's shard, the same on every host; ``send`` and ``receive`` may be one array. All
+    ranks end with the same bits.
 
     Raises ValueError for a codec of another number of parts. When a codec fails on any rank, or a
-    payload arrives damaged, raises ProtocolError on all ranks, with one text, and leaves
-    ``receive`` as it was; the communicator can be used again. What a transport raises comes from
-    what was yielded.
+    payload arrives damaged, raises ExchangeFailed on all ranks, with one text, and leaves
+    ``receive`` as it was.
     """
     codec, hosts = shard.codec, comm.cross.size
     if codec.parts not in (1, hosts):
         raise ValueError(f"a shard's codec has 1 part or {hosts}, one per host, not {codec.parts}")
-    yield lambda: comm.reduce_within(send, shard.values, counts)
+    yield Wire(partial(comm.reduce_within, send, shard.values, counts))
     failure: Exception | None = None
     encoded = Encoded(np.empty(0, np.uint8), [])
     try:
@@ -80,8 +80,7 @@ def two_level(
         failure = error
     sizes = np.empty(hosts, np.int64)
     own = np.array([-1 if failure else encoded.nbytes], np.int64)
-    yield lambda: comm.cross.allgather(own, sizes)
-    sent = 0
+    yield Wire(partial(comm.cross.allgather, own, sizes))
     if (sizes >= 0).all():
         exchange: Exchange
         if codec.parts == 1:
@@ -89,11 +88,10 @@ def two_level(
             exchange = AllgatherReduce(comm.cross, codec, encoded, known, allocate, plan)
         else:
             exchange = ScatterReduce(comm.cross, codec, encoded, allocate, plan)
-        sent = exchange.sent
-        yield exchange.start
+        yield Wire(exchange.start, exchange.sent)
         exchange.reduce()
         finish = _Kept(exchange.finish)
-        yield finish
+        yield Wire(finish)
         failure = finish.failure
         if failure is None:
             try:
@@ -101,19 +99,16 @@ def two_level(
             except Exception as error:
                 failure = error
     yield from _agree(comm, failure)
-    yield lambda: comm.gather_within(shard.result, receive, counts)
-    return sent
+    yield Wire(partial(comm.gather_within, shard.result, receive, counts))
 
 
 def run(steps: Steps) -> int:
     """Take every step of ``two_level``; return the bytes that this rank sent to other hosts."""
-    while True:
-        try:
-            step = next(steps)
-        except StopIteration as stop:
-            sent: int = stop.value
-            return sent
-        step()
+    sent = 0
+    for wire in steps:
+        wire.call()
+        sent += round(wire.nbytes)
+    return sent
 
 
 class _Kept:
@@ -141,20 +136,25 @@ def _encode(codec: Codec, allocate: Allocate) -> Encoded:
 
 
 def _agree(comm: HierarchicalCommunicator, failure: Exception | None) -> Steps:
-    """Raise ProtocolError on every rank if there was a ``failure`` on any."""
+    """Raise ExchangeFailed on every rank if there was a ``failure`` on any."""
+    if isinstance(failure, ExchangeFailed) and isinstance(failure.__cause__, Exception):
+        failure = failure.__cause__
     here = np.empty(comm.local.size, np.int64)
     everywhere = np.empty(comm.cross.size, np.int64)
     own = np.array([failure is not None], np.int64)
-    yield lambda: comm.local.allgather(own, here)
+    yield Wire(partial(comm.local.allgather, own, here))
     host = np.array([here.any()], np.int64)
-    yield lambda: comm.cross.allgather(host, everywhere)
+    yield Wire(partial(comm.cross.allgather, host, everywhere))
     if not everywhere.any():
-        return 0
+        return
     said: list[bytes] = []
     text = "" if failure is None else _told(comm.origin[comm.rank], failure)
-    yield lambda: said.extend(comm.allgather_bytes(text.encode()))
-    first = min((told.decode() for told in said if told), key=lambda told: told[0])
-    raise ProtocolError(first[1:]) from failure
+    yield Wire(lambda: said.extend(comm.allgather_bytes(text.encode())))
+    told = [words.decode() for words in said]
+    witness = min(
+        (rank for rank, words in enumerate(told) if words), key=lambda rank: told[rank][0]
+    )
+    raise ExchangeFailed(told[witness][1:], witness) from failure
 
 
 def _told(rank: int, failure: Exception) -> str:

@@ -31,6 +31,9 @@ class Int8Codec:
         self.outputs = np.split(self.output, ends[:-1])
         self.shorten = shorten
 
+    def prepare(self):
+        pass
+
     def capacity(self, part):
         return 4 + self.values[part].size
 

@@ -187,7 +187,7 @@ def test_a_rank_that_leaves_ends_it_for_the_others():
         shard = shard_of(two, counts, True)
         steps = two_level(two, gradient(comm.rank, n, 0), receive, counts, shard)
         if comm.rank == 1:
-            next(steps)()
+            next(steps).call()
             raise RuntimeError("gone")
         try:
             run(steps)

@@ -1,0 +1,174 @@
+"""The engine over two levels: dense inside a host, compressed between hosts."""
+
+import copy
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringlet.compressors import Compressor, Context, Traits, parse, register, registry
+from ringlet.fusion import CompressionFailed, Engine, Limits, Request, pieces
+from ringlet.fusion.levels import TwoLevelBucket
+from ringlet.ring import ReduceOp, Topology
+from ringlet.ring.control_open import open_control
+from ringlet.ring.hierarchical import HierarchicalCommunicator
+from ringlet.ring.local import run_local
+
+HOSTS = ["aabb", "abab", "aabbcc", "aaabbb"]
+SPECS = [
+    "int8(bucket=32)", "int8(bucket=32) | ef", "topk(ratio=0.2) | ef", "onebit(bucket=64) | ef",
+    "int8(bucket=32) | ef21", "topk(ratio=0.2) | int8(bucket=32) | ef", "fp16", "none",
+]  # fmt: skip
+
+
+def gradient(rank, step, n, dtype="float32"):
+    return np.random.default_rng([rank, step, n]).standard_normal(n).astype(dtype)
+
+
+def on_hosts(hosts, body, **limits):
+    """Run ``body(engine)`` on ranks that are on ``hosts``; return the results by rank."""
+
+    def rank_main(comm):
+        two = HierarchicalCommunicator(comm, Topology.from_hosts(comm.rank, hosts))
+        engine = Engine(two, open_control, Limits(**limits))
+        try:
+            return body(engine)
+        finally:
+            engine.shutdown()
+
+    return run_local(rank_main, len(hosts))
+
+
+def train(
+    engine, specs, sizes, steps=3, states=None, begin=0, op=ReduceOp.AVERAGE, dtype="float32"
+):
+    states = [{} for _ in sizes] if states is None else states
+    requests = [
+        Request(f"t{i}", shape=(n,), spec=spec, op=op, dtype=dtype)
+        for i, (n, spec) in enumerate(zip(sizes, specs, strict=True))
+    ]
+    group = engine.declare("g", requests, [parse(spec) for spec in specs], states)
+    results = []
+    for step in range(begin, begin + steps):
+        arrays = [gradient(engine.rank, step, n, dtype) for n in sizes]
+        for request, array in zip(requests, arrays, strict=True):
+            group.submit(request.name, array)
+        group.wait(60)
+        results += arrays
+    return results, states, [type(bucket) for bucket in group.buckets]
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(HOSTS),
+    st.lists(st.tuples(st.sampled_from(SPECS), st.integers(1024, 3000)), min_size=1, max_size=4),
+    st.sampled_from([ReduceOp.AVERAGE, ReduceOp.SUM]),
+    st.sampled_from(["float32", "float16"]),
+    st.integers(1, 20_000),
+)
+def test_replicas_are_bit_equal_and_near_the_exact_result(hosts, tensors, op, dtype, threshold):
+    specs, sizes = zip(*tensors, strict=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE", 600)
+        found = on_hosts(
+            hosts,
+            lambda engine: train(engine, specs, sizes, op=op, dtype=dtype),
+            fusion_threshold=threshold,
+        )
+    for results, states, kinds in found:
+        for array, other in zip(results, found[0][0], strict=True):
+            np.testing.assert_array_equal(array, other)
+        assert kinds == found[0][2]
+        assert [state.get("step", 0) for state in states] == [
+            0 if spec == "none" else 3 for spec in specs
+        ]
+    scattered = sum(spec not in ("none", "fp16") for spec in specs)
+    assert (found[0][2].count(TwoLevelBucket) > 0) == (scattered > 0)
+    for i, (spec, n) in enumerate(tensors):
+        gradients = [
+            [gradient(rank, step, n, dtype).astype(np.float64) for rank in range(len(hosts))]
+            for step in range(3)
+        ]
+        exact = [np.sum(each, axis=0) for each in gradients]
+        exact = [each / len(hosts) if op is ReduceOp.AVERAGE else each for each in exact]
+        results = found[0][0][i :: len(specs)]
+        allowed = {"none": 5e-3, "fp16": 1e-2, "int8": 0.06}.get(spec.split("(")[0], 0.95)
+        total = np.sum(results, axis=0, dtype=np.float64) - np.sum(exact, axis=0)
+        assert np.linalg.norm(total) <= allowed * np.linalg.norm(np.sum(exact, axis=0))
+
+
+@pytest.mark.parametrize("spec", ["int8(bucket=32) | ef", "topk(ratio=0.2) | ef"])
+def test_residuals_are_of_shards_and_training_goes_on_from_them(spec):
+    def through(engine):
+        return train(engine, [spec], [2001], steps=4)[0]
+
+    def in_two(engine):
+        first, states, _ = train(engine, [spec], [2001], steps=2)
+        residual = states[0]["shard.0"]["residual"]
+        assert residual.size == 2001 // 2 + (engine.rank in (0, 2))
+        second = train(engine, [spec], [2001], 2, copy.deepcopy(states), begin=2)
+        return first + second[0]
+
+    for one, two in zip(on_hosts("aabb", through), on_hosts("aabb", in_two), strict=True):
+        for array, other in zip(one, two, strict=True):
+            np.testing.assert_array_equal(array, other)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_plugin_that_fails_on_one_rank_fails_the_step_on_all(stage, declared, monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    fault = {}
+
+    @register("brittle")
+    class Brittle(Compressor):
+        def traits(self):
+            return Traits(fixed_size=True, granularity=1)
+
+        def layout(self, n):
+            return parse("none").layout(n)
+
+        def compress(self, x, ctx: Context):
+            if (ctx.stage, ctx.name) == fault.get("where"):
+                raise KeyError("lost my keys")
+            return {parse("none").layout(x.size)[0].name: x.copy()}
+
+        def decompress(self, payload, out, ctx: Context):
+            (out[:],) = payload.values()
+
+    def body(engine):
+        request, n = Request("w", shape=(3000,), spec="brittle"), 3000
+        compressor = parse("brittle")
+        if declared:
+            group = engine.declare("g", [request], [compressor], [{}])
+
+        def step():
+            x = np.full(n, engine.rank, np.float32)
+            if declared:
+                group.submit("w", x)
+                group.wait(60)
+            else:
+                engine.submit(request, x, compressor=compressor).wait(60)
+            np.testing.assert_array_equal(x, np.full(n, 2.5, np.float32))
+
+        def sync():
+            engine.submit(Request("sync"), np.zeros(1, np.float32)).wait(60)
+
+        step()
+        sync()
+        if engine.rank == 3:
+            fault["where"] = stage, "w/1"
+        sync()
+        with pytest.raises(CompressionFailed) as caught:
+            step()
+        sync()
+        fault.clear()
+        sync()
+        step()
+        return str(caught.value)
+
+    (text,) = set(on_hosts("aabbcc", body))
+    assert text.startswith("rank ")
+    assert "'w/1'" in text
+    assert "lost my keys" in text
