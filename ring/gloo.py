@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -46,6 +47,8 @@ class GlooCommunicator(ProcessGroupCommunicator):
         self._asked = 0  # subsets so far, so that each has keys of its own in the store
         if size > 1:
             self._groups.append(self._connect())
+            hosts = self.allgather_bytes(socket.gethostname().encode())
+            self._spread = len(set(hosts)) == size
         # Runs at exit too, when nobody closed.
         self._finalizer = weakref.finalize(self, self._groups.clear)
 
