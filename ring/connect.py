@@ -6,19 +6,14 @@ a job never falls apart into as many single-process trainings as there are ranks
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import itertools
 import os
 import stat
-import sys
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.environment import (
@@ -28,7 +23,8 @@ from ringlet.ring.environment import (
     foreign_pmix,
     installed_wheels,
 )
-from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost, unavailable
+from ringlet.ring.errors import LaunchError, unavailable
+from ringlet.ring.leave import leave_on_exception
 from ringlet.ring.local import this_thread
 
 TIMEOUT = 300.0  # seconds for the ranks to meet
@@ -107,44 +103,8 @@ def _mpi(launched: Launched) -> Communicator:
         raise unavailable("mpi", str(error), "pip install 'ringlet[mpi]'") from error
     communicator = MpiCommunicator()
     if communicator.size > 1:
-        _leave_on_exception(always=True)
+        leave_on_exception(always=True)
     return communicator
-
-
-@cache
-def _leave_on_exception(always: bool) -> None:
-    """Let a rank that an exception ends really end, with a code that tells cause from effect.
-
-    At exit mpi4py calls MPI_Finalize, which waits for ranks that wait for this one in a collective:
-    the job would hang, and its launcher never learn of the failure; so leave ``always`` before it.
-    A rank that only failed because it lost another one leaves with code LOST_PEER.
-    """
-    show = sys.excepthook
-    failed: list[BaseException] = []
-    asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0
-
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        failed.append(error)
-        show(kind, error, trace)
-
-    def leave() -> None:
-        if always and asked and not failed:
-            failed.append(SystemExit(asked[-1]))
-        if failed and (always or isinstance(failed[0], PeerLost)):
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    stream.flush()
-            codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER, SystemExit: (*asked, 1)[0]}
-            os._exit(next((c for kind, c in codes.items() if isinstance(failed[0], kind)), 1))
-
-    def exit_with(status: Any = None, /) -> NoReturn:
-        # No hook sees the code of a SystemExit, and at exit it is too late to ask for it.
-        asked[:] = [status] if isinstance(status, int) and status else [1] if status else []
-        leave_now(status)
-
-    leave_now, sys.exit = sys.exit, exit_with
-    sys.excepthook = note
-    atexit.register(leave)  # runs after the handlers that are registered later
 
 
 def _gloo(launched: Launched) -> Communicator:
@@ -167,7 +127,7 @@ def _gloo(launched: Launched) -> Communicator:
     # The launcher knows which of this host's addresses leads to the others.
     host = os.environ.get("RINGLET_ADDRESS") if launched.launcher == "ringlet" else None
     if launched.size > 1:
-        _leave_on_exception(always=False)
+        leave_on_exception(always=False)
     return GlooCommunicator(store, launched.rank, launched.size, timeout=TIMEOUT, host=host)
 
 

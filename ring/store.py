@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from ringlet.ring.errors import LaunchError, ProtocolError
-from ringlet.ring.launch.enter import enter
+from ringlet.ring.launch.enter import PATIENCE, enter
 from ringlet.ring.launch.shelf import PIECE, Op, pack, unpack
 from ringlet.ring.launch.wire import LARGE, STORE_KEY, Kind
 
@@ -30,12 +30,12 @@ class Client:
     Raises LaunchError when the launcher is gone, TimeoutError when a value does not appear.
     """
 
-    def __init__(self, address: str, key: bytes, rank: int) -> None:
+    def __init__(self, address: str, key: bytes, rank: int, patience: float = PATIENCE) -> None:
         self._lock = threading.Lock()
         self._number = 0
         self._where = address
         try:
-            self._channel, _ = enter(address, key, rank, visitor=True)
+            self._channel, _ = enter(address, key, rank, visitor=True, patience=patience)
         except (OSError, ProtocolError) as error:
             raise LaunchError(
                 f"rank {rank} cannot reach the launcher's store at {address}: {error}"

@@ -12,16 +12,19 @@ from ringlet.ring.launch.wire import LARGE, NONCE, Channel, Kind, nonce, proof
 PATIENCE = 60.0  # seconds for the launcher to answer
 
 
-def enter(address: str, secret: bytes, rank: int, visitor: bool = False) -> tuple[Channel, bytes]:
+def enter(
+    address: str, secret: bytes, rank: int, visitor: bool = False, patience: float = PATIENCE
+) -> tuple[Channel, bytes]:
     """Connect to the launcher, prove and have proved ``secret``.
 
-    ``address`` is host:port. Returns the link and what the launcher said first. Raises
-    ProtocolError when whoever answers is not the launcher, OSError when nobody does.
+    ``address`` is host:port; each answer may take ``patience`` seconds. Returns the link and what
+    the launcher said first. Raises ProtocolError when whoever answers is not the launcher, OSError
+    when nobody does.
     """
     host, _, port = address.rpartition(":")
-    channel = Channel(socket.create_connection((host, int(port)), timeout=PATIENCE))
+    channel = Channel(socket.create_connection((host, int(port)), timeout=patience))
     try:
-        theirs, mine = expect(channel, Kind.HELLO), nonce()
+        theirs, mine = expect(channel, Kind.HELLO, patience), nonce()
         if len(theirs) != NONCE:
             raise ProtocolError("the launcher's greeting is malformed")
         role = "visitor" if visitor else "wrapper"
@@ -29,7 +32,7 @@ def enter(address: str, secret: bytes, rank: int, visitor: bool = False) -> tupl
         kind = Kind.VISIT if visitor else Kind.PROVE
         channel.send(kind, rank.to_bytes(4, "big") + mine + answer)
         channel.limit = LARGE
-        body = expect(channel, Kind.WELCOME if visitor else Kind.JOB)
+        body = expect(channel, Kind.WELCOME if visitor else Kind.JOB, patience)
         expected = proof(secret, "launcher", rank, theirs, mine)
         # Compared in constant time: what follows may be a command to run.
         if not hmac.compare_digest(body[: len(expected)], expected):
@@ -40,9 +43,9 @@ def enter(address: str, secret: bytes, rank: int, visitor: bool = False) -> tupl
     return channel, body[len(expected) :]
 
 
-def expect(channel: Channel, wanted: Kind) -> bytes:
+def expect(channel: Channel, wanted: Kind, patience: float = PATIENCE) -> bytes:
     """Wait for the next frame, which has to be of kind ``wanted``."""
-    limit = time.monotonic() + PATIENCE
+    limit = time.monotonic() + patience
     while not channel.closed and (left := limit - time.monotonic()) > 0:
         channel.wait(left)
         for kind, body in channel.receive():

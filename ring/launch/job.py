@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringlet.ring.errors import LOST_PEER, LaunchError
+from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch import processes, start
 from ringlet.ring.launch.bringup import Noise, bring_up, complaint, hopeless
-from ringlet.ring.launch.crew import Crew, Rank
+from ringlet.ring.launch.crew import Crew
 from ringlet.ring.launch.door import Door
 from ringlet.ring.launch.forward import forwarded
 from ringlet.ring.launch.hosts import Host
@@ -27,6 +27,7 @@ from ringlet.ring.launch.shelf import Shelf
 from ringlet.ring.launch.signals import Signals
 from ringlet.ring.launch.site import Site
 from ringlet.ring.launch.start import Started
+from ringlet.ring.launch.verdict import Verdict
 from ringlet.ring.launch.wire import store_key
 
 GRACE = 5.0  # seconds between asking the ranks to end and killing them
@@ -121,8 +122,7 @@ class Job:
             where = f" on {self.site.listed()}" if self.site.several else ""
             self.printer.note(f"{ranks}{where} over {self.transport}: {' '.join(self.command)}")
         self._crew = Crew(self.site.ranks(), self.printer, self._task)
-        self._first: Rank | None = None  # the rank that failed first
-        self._running: list[Rank] = []  # when that was known
+        self._verdict = Verdict(self._crew, self.shelf, self.site.several)
         self._announced = False
         self._forwarded: list[int] = []
         self._broken = False  # nobody reads what is printed
@@ -163,6 +163,8 @@ class Job:
                     self._start_limit,
                 ):
                     self._started.append(started)  # at once: what follows may fail
+            if self.transport == "mpi":
+                self._verdict.manager = self._started[0]
             while self.printer.pending or not self._crew.done or not self._explained():
                 self._step()
         return self._outcome()
@@ -262,55 +264,27 @@ class Job:
         self._crew.signal(number)
 
     def _judge(self) -> None:
-        if not (self._first or self._broken) and (failed := self._crew.first_failed()):
-            self._first = failed
-            self._running = [rank for rank in self._crew.ranks if rank.code is None]
+        if not self._broken and self._verdict.reached():
             self._end_others()
-        if self._first and self._first.done and not self._announced and self._explained():
+        first = self._verdict.first
+        if first and first.done and not self._announced and self._explained():
             self._announced = True  # after what the rank had to say itself
             if not self._forwarded:
-                others = bool(self._running) and self._aborted() is None
+                others = bool(self._verdict.running) and self._verdict.aborted() is None
                 ending = "; ending the other ranks" if others else ""
-                self.printer.note(f"{self._reason(self._first)}{ending}")
+                self.printer.note(f"{self._verdict.reason()}{ending}")
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._kill()
 
     def _explained(self) -> bool:
-        """Whether all is known about why the first rank failed."""
-        if self._first and self._first.lost and self.transport == "mpi":
-            # mpiexec kills all wrappers when one goes or a rank calls MPI_Abort: its code tells.
-            return self._crew.done and (self._killed or self._started[0].process.poll() is not None)
-        return True
-
-    def _aborted(self) -> int | None:
-        """Return the code of MPI_Abort if that is how the ranks were lost."""
-        if self._first and self._first.lost and self.transport == "mpi":
-            code = self._started[0].process.poll()
-            return code if code and code > 0 and code != signal.SIGKILL else None
-        return None
-
-    def _reason(self, rank: Rank) -> str:
-        name = f"rank {rank.number}" + (f" on {rank.host}" if self.site.several else "")
-        if not rank.lost:
-            text = f"{name} {processes.describe(rank.code or 0)}"
-            running = [str(r.number) for r in self._running]
-            if rank.code == LOST_PEER and running:
-                text += (
-                    f", as one does that has lost another rank; still there: {', '.join(running)}"
-                )
-            return text
-        if (code := self._aborted()) is not None:
-            return f"mpiexec ended every rank with code {code}, as after MPI_Abort"
-        if not rank.here:
-            return f"{name} was killed together with its wrapper, or its host cannot be reached"
-        return f"{name} was killed together with its wrapper"
+        return self._verdict.explained(self._killed)
 
     def _end_others(self) -> None:
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self.grace
             self._crew.give_up_missing()
             if not self._forwarded:  # otherwise they know, and may be saving their work
-                self._crew.signal(signal.SIGTERM, spared=self._first)
+                self._crew.signal(signal.SIGTERM, spared=self._verdict.first)
 
     def _kill(self) -> None:
         if self._killed:
@@ -340,9 +314,8 @@ class Job:
 
     def _outcome(self) -> Outcome:
         interrupted = signal.SIGINT in self._forwarded
-        if self._first is not None:
-            code = self._aborted() or processes.shell_code(self._first.code or 0)
-            if interrupted and self._killed:
-                code = 128 + signal.SIGINT
-            return Outcome(code, self._first.number, self._reason(self._first), interrupted)
+        if (first := self._verdict.first) is not None:
+            killed = interrupted and self._killed
+            code = 128 + signal.SIGINT if killed else self._verdict.code()
+            return Outcome(code, first.number, self._verdict.reason(), interrupted)
         return Outcome(128 + signal.SIGPIPE if self._broken else 0, interrupted=interrupted)

@@ -113,6 +113,10 @@ class Shelf:
             return None
         return b"".join(self._values.pop(f"{name}/{i}".encode()) for i in range(int(count)))
 
+    def value(self, name: str) -> bytes | None:
+        """Return a value as a rank has set it, None if none has."""
+        return self._values.get(name.encode())
+
     def _take(self, visitor: _Visitor, op: int, number: int, fields: list[bytes]) -> None:
         visitor.waiting = None
         if op in (Op.GET, Op.WAIT):

@@ -14,6 +14,7 @@ import traceback
 from ringlet.ring.errors import LOST_PEER, PeerLost
 from ringlet.ring.launch.parcel import error_name, pickler, result_name, seal, unseal
 from ringlet.ring.launch.wire import STORE_KEY
+from ringlet.ring.leave import say_farewell
 from ringlet.ring.store import Client, client
 
 
@@ -29,7 +30,10 @@ def main(store: Client, key: bytes, rank: int) -> int:
         store.leave(error_name(rank), text.encode(errors="backslashreplace"))
         if isinstance(error, KeyboardInterrupt):
             raise
-        return LOST_PEER if isinstance(error, PeerLost) else 1
+        if isinstance(error, PeerLost):
+            say_farewell(error, os.environ)
+            return LOST_PEER
+        return 1
     store.leave(result_name(rank), seal(key, result_name(rank), data))
     return 0
 

@@ -1,0 +1,121 @@
+"""What the launcher says of a job that failed: the cause, not the first effect."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ringlet.ring.errors import LOST_PEER
+from ringlet.ring.launch import start
+from ringlet.ring.launch.crew import Crew, Rank
+from ringlet.ring.launch.farewell import Farewell, farewell_name
+from ringlet.ring.launch.output import Printer
+from ringlet.ring.launch.shelf import Op, Shelf
+from ringlet.ring.launch.verdict import Verdict
+
+DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
+HAS_MPI = importlib.util.find_spec("mpi4py") is not None and start.mpiexec() is not None
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+LEFT = "rank {} exited with code 0 while others still needed it, so rank {} exited with code 75"
+
+
+def verdict(codes: dict[int, tuple[int | None, int]], **told: Farewell) -> Verdict:
+    """Return the verdict on ranks with these (code, moment of the end), and what they told."""
+    ranks = [Rank(n, "host", code=code, when=when) for n, (code, when) in codes.items()]
+    shelf = Shelf()
+    for name, farewell in told.items():
+        name = farewell_name(int(name.removeprefix("rank")))
+        shelf._do(Op.SET, [name.encode(), farewell.pack()])
+    found = Verdict(Crew(ranks, Printer(len(ranks)), lambda _: {}), shelf, several=False)
+    assert found.reached()
+    assert not found.reached()
+    return found
+
+
+def test_a_rank_that_left_early_is_the_cause() -> None:
+    found = verdict({0: (LOST_PEER, 5), 1: (0, 3), 2: (LOST_PEER, 4)})
+    assert found.reason() == LEFT.format(1, 2)
+    assert found.code() == LOST_PEER
+    assert found.first is not None
+    assert found.first.number == 2
+
+
+def test_it_may_take_longer_to_end_than_those_who_lost_it() -> None:
+    found = verdict({0: (LOST_PEER, 2), 1: (0, 3)}, rank0=Farewell((1,), "rank 1 has shut down"))
+    assert found.reason() == LEFT.format(1, 0)
+
+
+def test_what_the_ranks_told_decides_between_several() -> None:
+    # Rank 2 was lost by rank 0, but only because it had itself lost rank 1.
+    told = {"rank0": Farewell((1, 2), "two"), "rank2": Farewell((1,), "one")}
+    found = verdict({0: (LOST_PEER, 5), 1: (0, 3), 2: (LOST_PEER, 4), 3: (0, 1)}, **told)
+    assert found.reason() == LEFT.format(1, 2)
+
+
+def test_another_failure_is_a_cause_of_its_own() -> None:
+    assert (
+        verdict({0: (LOST_PEER, 5), 1: (0, 3), 2: (6, 9)}).reason() == "rank 2 exited with code 6"
+    )
+    assert verdict({0: (1, 5), 1: (0, 3)}).reason() == "rank 0 exited with code 1"
+
+
+def test_whoever_ended_well_is_not_blamed_for_a_frozen_rank() -> None:
+    codes: dict[int, tuple[int | None, int]] = {0: (LOST_PEER, 5), 1: (0, 3), 2: (None, 0)}
+    told = Farewell((2,), "rank 2 is gone: no sign of life\nfor 2 s")
+    words = "rank 0 exited with code 75, having lost another rank: rank 2 is gone: no sign of life"
+    assert verdict(codes, rank0=told).reason() == f"{words} for 2 s"
+    words = "rank 0 exited with code 75, as one does that has lost another rank; still there: 2"
+    assert verdict(codes).reason() == words
+
+
+@pytest.mark.parametrize("value", [b"", b"null", b"[1]", b'["x", 1]', b"[[null], 1]", b"\xff"])
+def test_a_farewell_that_makes_no_sense_says_nothing(value: bytes) -> None:
+    assert Farewell.unpack(value) == Farewell()
+
+
+EARLY = """
+import torch
+import ringlet.torch as hvd
+hvd.init()
+x = torch.ones(4)
+hvd.allreduce(x)
+while hvd.rank() == 0:
+    hvd.allreduce(x)
+"""
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "gloo",
+        pytest.param(
+            "mpi",
+            marks=[
+                pytest.mark.mpi,
+                pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py and mpiexec"),
+            ],
+        ),
+    ],
+)
+def test_the_launcher_names_who_left(transport: str) -> None:
+    options = ["-m", "ringlet", "run", "-np", "2", "--transport", transport]
+    done = subprocess.run(
+        [sys.executable, *options, sys.executable, "-c", EARLY],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("ringlet run: ")]
+    assert done.returncode == LOST_PEER, done.stderr
+    assert len(said) == 1
+    # Rank 1 may need longer to end than others wait for it; over MPI it waits in MPI_Finalize.
+    lost = "rank 0 exited with code 75, having lost another rank: rank 1 has shut down while"
+    assert LEFT.format(1, 0) in said[0] or lost in said[0]
