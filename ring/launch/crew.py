@@ -43,6 +43,7 @@ class Crew:
         self.ranks = list(ranks)
         self._printer = printer
         self._job = job
+        self._place: bytes | None = None  # what rank 0's wrapper has said for all to begin with
 
     @property
     def done(self) -> bool:
@@ -82,6 +83,8 @@ class Crew:
         rank.channel = guest.channel
         job = json.dumps(self._job(guest.rank)).encode()
         guest.channel.send(Kind.JOB, guest.proof + job)
+        if self._place is not None:
+            guest.channel.send(Kind.BEGIN, self._place)
         return True
 
     def serve(self, ready: set[int]) -> None:
@@ -102,6 +105,10 @@ class Crew:
             self._printer.feed(rank.number, STDOUT, body)
         elif kind is Kind.STDERR:
             self._printer.feed(rank.number, STDERR, body)
+        elif kind is Kind.PLACE and rank.number == 0 and self._place is None:
+            self._place = body
+            for channel in self.channels():
+                channel.send(Kind.BEGIN, body)
         elif kind is Kind.STARTED:
             rank.group = int(body)
         elif kind is Kind.ENDED:

@@ -27,6 +27,7 @@ from ringlet.ring.launch.shelf import Shelf
 from ringlet.ring.launch.signals import Signals
 from ringlet.ring.launch.site import Site
 from ringlet.ring.launch.start import Started
+from ringlet.ring.launch.torchrun import users_own
 from ringlet.ring.launch.verdict import Verdict
 from ringlet.ring.launch.wire import store_key
 
@@ -113,6 +114,7 @@ class Job:
         self.env = {**os.environ, **(env or {})}
         asked = {*(env or {}), *self.reach.forward}
         self._remote_env = forwarded(self.env, asked)
+        self._users = users_own(self.env, asked)
         self.shelf = Shelf()
         self.printer = Printer(np, prefix, output)
         if remark:
@@ -174,7 +176,7 @@ class Job:
         base = self.env if there.here else self._remote_env
         seat = self.site.seats[rank]
         env = start.rank_environment(
-            base, rank, self.size, self.transport, self._door.address, seat
+            base, rank, self.size, self.transport, self._door.address, seat, self._users
         )
         return {
             "command": self.command,
@@ -182,6 +184,7 @@ class Job:
             "drop": start.dropped(),
             "local_size": seat.local_size,
             "interfaces": self.reach.interfaces,
+            "leads": rank == 0,
         }
 
     # One turn of the loop: wait, take what came, decide, print.

@@ -14,13 +14,14 @@ from typing import Any
 
 from ringlet.ring.environment import check_transport
 from ringlet.ring.errors import LaunchError, unavailable
+from ringlet.ring.launch import torchrun
 from ringlet.ring.launch.hosts import Seat
 from ringlet.ring.launch.wire import ADDRESS, SECRET
 
 WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.launch.worker"]
 
 # An outer launcher's variables would be taken for this job's.
-_OUTER = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL")
+_OUTER = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
 
 # Hydra: this host, by fork, whatever a batch system's variables suggest; control by loopback.
 # Open MPI: root and more ranks than cores are the user's decision.
@@ -79,16 +80,28 @@ def _missing(module: str) -> str | None:
 
 
 def rank_environment(
-    base: Mapping[str, str], rank: int, size: int, transport: str, address: str, seat: Seat
+    base: Mapping[str, str],
+    rank: int,
+    size: int,
+    transport: str,
+    address: str,
+    seat: Seat,
+    users: Mapping[str, str],
 ) -> dict[str, str]:
     """Return what rank ``rank`` finds in its environment; ``base`` wins where it is the user's.
 
-    ``address`` is where the launcher, and so the job's store, is found.
+    ``address`` is where the launcher, and so the job's store, is found; ``users`` are those of
+    torchrun's variables that stay.
     """
-    kept = {name: value for name, value in base.items() if not name.startswith(_OUTER)}
+    kept = {
+        name: value
+        for name, value in base.items()
+        if not name.startswith(_OUTER) and name not in torchrun.NAMES
+    }
     return (
         {"PYTHONUNBUFFERED": "1"}
         | kept
+        | torchrun.torch_environment(rank, size, seat, users)
         | {
             "RINGLET_TRANSPORT": transport,
             "RINGLET_RANK": str(rank),
@@ -101,8 +114,9 @@ def rank_environment(
 
 
 def dropped() -> list[str]:
-    """Names that only wrappers and the process manager should see."""
-    return [ADDRESS, SECRET, *_PROCESS_MANAGER, *_WRAPPER_ONLY, "RINGLET_RANK"]
+    """Names that programs do not see as wrappers and the process manager have them."""
+    own = [ADDRESS, SECRET, *_PROCESS_MANAGER, *_WRAPPER_ONLY, "RINGLET_RANK"]
+    return own + list(torchrun.NAMES)
 
 
 def wrapper_environment(address: str, secret: bytes) -> dict[str, str]:

@@ -50,6 +50,8 @@ class Kind(enum.IntEnum):
     WELCOME = 12  # launcher: its proof to a visitor
     ASK = 13  # rank: a request to the store, see ringlet.ring.launch.shelf
     ANSWER = 14  # launcher: what the store says
+    PLACE = 15  # wrapper of rank 0: more variables, for all ranks, that its host decides on (JSON)
+    BEGIN = 16  # launcher: start the program, with these variables (JSON)
 
 
 def proof(secret: bytes, who: str, rank: int, launcher: bytes, wrapper: bytes) -> bytes:
@@ -114,13 +116,14 @@ class Channel:
     def receive(self) -> Iterator[tuple[Kind, bytes]]:
         """Read once and yield the frames that are whole; sets ``closed`` at the end.
 
+        Whoever stops in between gets the rest by calling again, also when nothing more has come.
         Raises ProtocolError for a frame of unknown kind or above the limit.
         """
         try:
             data = self._sock.recv(4 * CHUNK)
             self.closed = not data
         except BlockingIOError:
-            return
+            data = b""
         except OSError:
             self.closed = True
             return

@@ -1,8 +1,9 @@
 """The wrapper around one rank's program: ``python -m ringlet.ring.launch.worker``.
 
-It asks the launcher what to run, runs it in a session of its own, sends back what it prints and how
-it ends, and passes signals on. Whatever the program leaves behind is ended before the launcher is
-told that the rank is done; if the launcher goes away, everything is killed at once.
+It asks the launcher what to run, waits until all ranks may begin, runs it in a session of its own,
+sends back what it prints and how it ends, and passes signals on. Whatever the program leaves behind
+is ended before the launcher is told that the rank is done; if the launcher goes away, everything is
+killed at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch import processes
 from ringlet.ring.launch.enter import enter
 from ringlet.ring.launch.network import network
+from ringlet.ring.launch.torchrun import meeting_place
 from ringlet.ring.launch.wire import (
     ADDRESS,
     CHUNK,
@@ -44,6 +46,7 @@ class Wrapper:
         self.channel = channel
         self.job = job
         self.extra = extra
+        self.environment: dict[str, str] = {}  # of the program
         self.streams: dict[int, Kind] = {}
         self.group = 0
         self.alone = True  # no child, not even an adopted one
@@ -59,16 +62,26 @@ class Wrapper:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup holds for the program too
                 signal.signal(number, lambda *_: None)
 
-    def start(self) -> None:
-        """Start the program, or report why it cannot be started as a shell would."""
+    def prepare(self) -> None:
+        """Find out about this host's network, and tell all ranks where rank 0 may listen."""
         inherited = {n: v for n, v in os.environ.items() if n not in self.job["drop"]}
-        environment = inherited | self.job["env"] | self.extra
+        self.environment = inherited | self.job["env"] | self.extra
+        own = self.channel.own_address
         try:
-            environment |= network(self.job["interfaces"], self.channel.own_address, environment)
+            self.environment |= network(self.job["interfaces"], own, self.environment)
+            if self.job["leads"]:
+                place = meeting_place(self.environment["RINGLET_ADDRESS"])
+                self.channel.send(Kind.PLACE, json.dumps(place).encode())
         except LaunchError as error:
             self.channel.send(Kind.STDERR, f"{error}\n".encode())
             self._ended(1)
-            return
+
+    def start(self, place: dict[str, str]) -> None:
+        """Start the program, or report why it cannot be started as a shell would.
+
+        ``place`` are variables that all ranks have agreed on; what the user has set stays.
+        """
+        environment = place | self.environment
         cores = len(os.sched_getaffinity(0))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.job["local_size"])))
         me = os.getpid()
@@ -102,6 +115,8 @@ class Wrapper:
 
     def run(self) -> int:
         """Serve until the launcher lets go; return this process's exit code."""
+        if self._hear():  # what came together with the job
+            return 0
         while True:
             ready = self._wait()
             for descriptor in [d for d in ready if d in self.streams]:
@@ -113,11 +128,8 @@ class Wrapper:
             self._collect()
             if self.channel.fileno() in ready:
                 self.channel.flush()
-                for kind, body in self.channel.receive():
-                    if kind is Kind.SIGNAL:
-                        self._pass_on(int(body))
-                    elif kind is Kind.RELEASE:
-                        return 0
+                if self._hear():
+                    return 0
                 if self.channel.closed:
                     self.abandon()
                     return 1
@@ -127,6 +139,17 @@ class Wrapper:
                 if not self.streams:
                     self.done = True
                     self.channel.send(Kind.DONE)
+
+    def _hear(self) -> bool:
+        """Do what the launcher has said; return whether that was to go."""
+        for kind, body in self.channel.receive():
+            if kind is Kind.SIGNAL:
+                self._pass_on(int(body))
+            elif kind is Kind.BEGIN and self.code is None:
+                self.start(json.loads(body))
+            elif kind is Kind.RELEASE:
+                return True
+        return False
 
     def _wait(self) -> set[int]:
         poll = select.poll()
@@ -178,6 +201,8 @@ class Wrapper:
 
     def _pass_on(self, number: int) -> None:
         if self.alone:
+            if self.code is None:
+                self._ended(-number)  # before the program could start
             return  # the id of the group may belong to somebody else by now
         processes.signal_group(self.group, number)
         if number == signal.SIGKILL:
@@ -210,7 +235,7 @@ def main() -> int:
     rank = next(int(os.environ[name]) for name in RANK_NAMES if name in os.environ)
     channel, job = join(os.environ.pop(ADDRESS), secret, rank)
     wrapper = Wrapper(channel, job, {STORE_KEY: store_key(secret).hex()})
-    wrapper.start()
+    wrapper.prepare()
     return wrapper.run()
 
 
