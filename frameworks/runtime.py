@@ -26,6 +26,7 @@ from ringlet.ring.connect import connect
 from ringlet.ring.control_open import open_control
 from ringlet.ring.errors import LaunchError, RingError
 from ringlet.ring.local import LocalCommunicator, this_thread
+from ringlet.ring.log import level_from, show
 
 
 class NotInitialized(RingError, ValueError):
@@ -151,7 +152,8 @@ def init(transport: str | None = None, comm: Communicator | None = None) -> Runt
 
     The environment says how: ``ringlet run``, torchrun, mpiexec and Slurm are understood, and
     without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides, or a ``comm``
-    that exists. Raises LaunchError when launcher and transport disagree on the size, or in a
+    that exists. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL, sets the level of logger "ringlet".
+    Raises LaunchError when launcher and transport disagree on the size, or in a
     process that was forked from one that had called this; TransportUnavailable when something is
     not installed; ValueError when this was called before with another transport.
     """
@@ -171,9 +173,12 @@ def init(transport: str | None = None, comm: Communicator | None = None) -> Runt
             "itself. Start worker processes with the 'spawn' method, or before init()"
         )
     limits, wishes = limits_from(os.environ), wishes_from(os.environ)
+    level = level_from(os.environ)
     comm = connect(transport) if comm is None else comm
+    threads = isinstance(comm, LocalCommunicator) and comm is this_thread()
+    show(level, None if threads else comm.rank)
     runtime = Runtime(comm, limits, wishes)
-    if isinstance(comm, LocalCommunicator) and comm is this_thread():
+    if isinstance(comm, LocalCommunicator) and threads:
         _thread.runtime = runtime
         comm.before_close = runtime.engine.shutdown
     else:

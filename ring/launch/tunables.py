@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.log import LEVELS, check_level
 
 
 def _megabytes(text: str) -> str:
@@ -20,6 +21,11 @@ def _number(text: str) -> str:
 
 def _whole(text: str) -> str:
     return str(int(text))
+
+
+def _level(text: str) -> str:
+    check_level(text, "--log-level")
+    return text
 
 
 # Flag: variable, what its value is converted by, what it is.
@@ -46,7 +52,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], str], str]] = {
         _number,
         "end a job that waits this long (0: never)",
     ),
-    "--log-level": ("LOG_LEVEL", str, "debug, info, warning or error"),
+    "--log-level": ("LOG_LEVEL", _level, "what is logged: " + ", ".join(LEVELS)),
     "--heartbeat-seconds": ("HEARTBEAT", _number, "silence after which a rank is lost (0: never)"),
 }
 _SWITCHES: dict[str, tuple[str, str, str]] = {
@@ -92,7 +98,9 @@ class _Set(argparse.Action):
             name, convert, meaning = _VALUES[flag]
             try:
                 text = convert(str(value))
-            except ValueError:
+            except ValueError as error:
+                if convert is _level:
+                    parser.error(str(error))
                 parser.error(f"{flag} ({meaning}) takes a number of at least 0, not {value!r}")
         options.tunables = {**options.tunables, f"RINGLET_{name}": text}
 
