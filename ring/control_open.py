@@ -21,7 +21,7 @@ from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
 from ringlet.ring.interrupt import interrupter
 from ringlet.ring.local import LocalCommunicator
-from ringlet.ring.network import own_address
+from ringlet.ring.network import listen, own_address
 
 TIMEOUT = 60.0  # seconds until all ranks must have joined
 _SECRET = 32
@@ -100,11 +100,6 @@ def _watch(
     control.pulse = Pulse(
         beats, seconds, control.lose, lambda: control.turns, interrupter(comm), register
     )
-
-
-def listen(address: str) -> socket.socket:
-    """Listen on ``address`` (never on all of them) at a port that the system chooses."""
-    return socket.create_server((address, 0), backlog=1024)
 
 
 def join(

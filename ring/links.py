@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.network import own_address
+from ringlet.ring.network import listen, own_address, split_port, with_port
 
 PATIENCE = 15.0  # seconds that the other end may take for a step
 PINGS = 31
@@ -58,8 +58,8 @@ def measure_links(
     problem = ""
     if comm.rank in leaders.values():
         try:
-            listener = socket.create_server((own_address(), 0))
-            where = "{}:{}".format(*listener.getsockname())
+            listener = listen(own_address(), backlog=8)
+            where = with_port(*listener.getsockname()[:2])
         except (OSError, RuntimeError) as error:
             problem = str(error)
     told = comm.allgather_bytes(token + json.dumps([where, problem]).encode())
@@ -96,8 +96,7 @@ def measure_links(
 
 
 def _drive(source: str, target: str, address: str, token: bytes, seconds: float) -> Link:
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=PATIENCE) as sock:
+    with socket.create_connection(split_port(address), timeout=PATIENCE) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(token)
         trips = []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch import hydra, start
 from ringlet.ring.launch.crew import Rank
 from ringlet.ring.launch.door import Door
+from ringlet.ring.launch.hosts import bare
 from ringlet.ring.launch.remote import start_agent
 from ringlet.ring.launch.site import Site
 from ringlet.ring.launch.start import Started
+from ringlet.ring.network import family_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ def bring_up(
         return
     programs: dict[str, list[dict[str, Any]]]
     if transport == "mpi":
+        if family_of(site.address()) == socket.AF_INET6:
+            raise LaunchError(
+                f"MPICH's process manager knows no IPv6, but {', '.join(site.elsewhere)} would be"
+                f" reached from {site.address()}: use --transport gloo, or IPv4 addresses"
+            )
         manager = start.start_hydra(site.counts(), env, site.interface(), noise.writer)
         yield manager
         commands = hydra.commands(noise.reader, manager.process, limit)
@@ -60,7 +69,7 @@ def bring_up(
     for host, wanted in programs.items():
         order = {"address": door.address, "secret": door.secret.hex(), "programs": wanted}
         process = start_agent(shell, host, remote_env, order, noise.writer)
-        who = f"`{' '.join([*shell, host])} ...`"
+        who = f"`{' '.join([*shell, bare(host)])} ...`"
         yield Started(process, who, frozenset(site.elsewhere[host]))
 
 

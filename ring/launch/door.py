@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
-import socket
 import time
 from dataclasses import dataclass
 
 from ringlet.ring.errors import ProtocolError
 from ringlet.ring.launch.wire import LARGE, NONCE, Channel, Kind, nonce, proof, store_key
+from ringlet.ring.network import listen, with_port
 
 STRANGERS = 64  # connections, besides two a rank, that have not proved themselves yet
 PATIENCE = 10.0  # seconds they have to do so
@@ -39,10 +39,10 @@ class Door:
         self.size = size
         self.secret = secrets.token_bytes(32)
         self._key = store_key(self.secret)
-        self._listener = socket.create_server((host, 0), backlog=max(128, 2 * size))
+        self._listener = listen(host, max(128, 2 * size))
         self._listener.setblocking(False)
         self._strangers: dict[Channel, tuple[bytes, float]] = {}
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.address = with_port(host, self._listener.getsockname()[1])
 
     def sources(self) -> list[int]:
         """Return the descriptors to poll for reading."""

@@ -8,6 +8,7 @@ import time
 
 from ringlet.ring.errors import ProtocolError
 from ringlet.ring.launch.wire import LARGE, NONCE, Channel, Kind, nonce, proof
+from ringlet.ring.network import split_port
 
 PATIENCE = 60.0  # seconds for the launcher to answer
 
@@ -21,8 +22,7 @@ def enter(
     the launcher said first. Raises ProtocolError when whoever answers is not the launcher, OSError
     when nobody does.
     """
-    host, _, port = address.rpartition(":")
-    channel = Channel(socket.create_connection((host, int(port)), timeout=patience))
+    channel = Channel(socket.create_connection(split_port(address), timeout=patience))
     try:
         theirs, mine = expect(channel, Kind.HELLO, patience), nonce()
         if len(theirs) != NONCE:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.network import addresses_of, family_of
 
-_NAME = r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.@-]+)"  # a bracketed IPv6 address, or user@host
+# user@host, where the host may be an IPv6 address in brackets, maybe with its interface
+_NAME = r"(?:[A-Za-z0-9_.-]+@)?(?:\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9_.-]+)"
 _ENTRY = re.compile(rf"({_NAME})(?::([0-9]{{1,6}}))?")
 _SLOTS = re.compile(r"([A-Za-z-]+)\s*=\s*(\S+)")
 
@@ -56,7 +58,7 @@ def read_hostfile(path: str) -> list[Host]:
             hosts.append(_entry(words[0], source))
             continue
         given = _SLOTS.fullmatch(words[1].strip())
-        if not given or given[1] != "slots" or not given[2].isdecimal() or ":" in words[0]:
+        if not given or given[1] != "slots" or not given[2].isdecimal():
             raise LaunchError(f"{source}: expected `host slots=4` or `host:4`, not {line!r}")
         hosts.append(_entry(f"{words[0]}:{given[2]}", source))
     if not hosts:
@@ -94,26 +96,29 @@ def is_here(name: str, resolve: bool = True) -> bool:
     address = address_of(name) if resolve else None
     if address is None:
         return False
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))  # only an address of this host can be bound
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 
 def address_of(name: str) -> str | None:
-    """Return the IPv4 address of a host, or None if its name is known to the remote shell only."""
-    try:
-        return socket.gethostbyname(name.rpartition("@")[2])
-    except (OSError, UnicodeError):
-        return None
+    """Return the address of a host, or None if its name is known to the remote shell only."""
+    return next(iter(addresses_of(bare(name).rpartition("@")[2])), None)
+
+
+def bare(name: str) -> str:
+    """Return the name of a host as remote shells take it: an IPv6 address without brackets."""
+    return name.replace("[", "").replace("]", "")
 
 
 def _entry(text: str, source: str) -> Host:
     found = _ENTRY.fullmatch(text)
     if not found or text.startswith("-"):  # a name that begins with - would be an option of ssh
-        raise LaunchError(f"{source}: expected host:slots, not {text!r}")
+        hint = " (an IPv6 address needs brackets, as in [::1]:4)" if text.count(":") > 1 else ""
+        raise LaunchError(f"{source}: expected host:slots, not {text!r}{hint}")
     slots = int(found[2]) if found[2] is not None else 1
     if slots < 1:
         raise LaunchError(f"{source}: host {found[1]} has no slots")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.hosts import address_of
-from ringlet.ring.network import interface_address, own_address
+from ringlet.ring.network import family_of, interface_address, own_address
 
 # MPICH's UCX, its libfabric, gloo and NCCL each have a name of their own for it.
 _NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_TCP_IFACE")
@@ -23,20 +23,23 @@ def network(interfaces: Sequence[str], address: str, env: Mapping[str, str]) -> 
     """
     if not interfaces:
         return {"RINGLET_ADDRESS": address}
-    name, address = find_interface(interfaces)
+    name, address = find_interface(interfaces, address)
     chosen = {variable: name for variable in _NAMES if variable not in env}
     return chosen | {"RINGLET_IFACE": name, "RINGLET_ADDRESS": address}
 
 
-def find_interface(interfaces: Sequence[str]) -> tuple[str, str]:
-    """Return the first of ``interfaces`` that this host has, and its IPv4 address."""
+def find_interface(interfaces: Sequence[str], like: str | None = None) -> tuple[str, str]:
+    """Return the first of ``interfaces`` that this host has, and its address.
+
+    If it has several, that is one of the family of the address ``like``, or of IPv4.
+    """
     for name in interfaces:
         with contextlib.suppress(OSError):
-            return name, interface_address(name)
+            return name, interface_address(name, like)
     here = ", ".join(name for _, name in socket.if_nameindex())
     raise LaunchError(
         f"host {socket.gethostname()} has no network interface {' or '.join(interfaces)} with an"
-        f" IPv4 address; it has {here}"
+        f" address that other hosts can reach; it has {here}"
     )
 
 
@@ -46,18 +49,18 @@ def launcher_address(interfaces: Sequence[str], others: Sequence[str]) -> str:
     That of one of ``interfaces`` if any are given, else the one that packets to the first host
     whose name can be resolved would leave from. Raises LaunchError when there is none.
     """
+    known = [(name, address) for name in others if (address := address_of(name))]
     if interfaces:
-        return find_interface(interfaces)[1]
-    for name in others:
-        if address := address_of(name):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.connect((address, 9))  # sends nothing: it only finds the route
-                except OSError as error:
-                    raise LaunchError(
-                        f"there is no route to host {name} ({address}): {error}"
-                    ) from error
-                return str(probe.getsockname()[0])
+        return find_interface(interfaces, known[0][1] if known else None)[1]
+    for name, address in known:
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, 9))  # sends nothing: it only finds the route
+            except OSError as error:
+                raise LaunchError(
+                    f"there is no route to host {name} ({address}): {error}"
+                ) from error
+            return str(probe.getsockname()[0])
     return own_address()
 
 
@@ -65,6 +68,6 @@ def interface_of(address: str) -> str:
     """Return the name of the interface that has ``address``. Raises LaunchError."""
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):
-            if interface_address(name) == address:
+            if interface_address(name, address) == address:
                 return name
     raise LaunchError(f"no network interface of this host has the address {address}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.forward import START
+from ringlet.ring.launch.hosts import bare
 
 AGENT = [sys.executable, "-P", "-m", "ringlet.ring.launch.agent"]
 
@@ -74,7 +75,7 @@ def start_agent(
     line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *paths, *AGENT])}"
     try:
         process = subprocess.Popen(
-            [*shell, host, line],
+            [*shell, bare(host), line],
             stdin=subprocess.PIPE,
             stdout=noise,
             stderr=noise,

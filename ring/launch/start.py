@@ -15,7 +15,7 @@ from typing import Any
 from ringlet.ring.environment import check_transport
 from ringlet.ring.errors import LaunchError, unavailable
 from ringlet.ring.launch import torchrun
-from ringlet.ring.launch.hosts import Seat
+from ringlet.ring.launch.hosts import Seat, bare
 from ringlet.ring.launch.wire import ADDRESS, SECRET
 
 WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.launch.worker"]
@@ -163,7 +163,8 @@ def start_hydra(
     own = {name: value for name, value in env.items() if name not in (ADDRESS, SECRET)}
     manager = {"HYDRA_LAUNCHER": "manual", "HYDRA_RMK": "user", "HYDRA_IFACE": interface}
     size = sum(count for _, count in hosts)
-    listed = ",".join(f"{name}:{count}" for name, count in hosts)
+    # It does not look for the hosts itself, but a colon would begin the number of ranks.
+    listed = ",".join(f"{bare(name).replace(':', '-')}:{count}" for name, count in hosts)
     command = [_mpiexec(), "-genvnone", "-hosts", listed, "-n", str(size), *WRAPPER]
     process = start_process(command, own | manager, noise)
     return Started(process, "mpiexec", frozenset(range(size)))

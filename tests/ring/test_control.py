@@ -17,10 +17,10 @@ from ringlet.ring import Communicator, PeerLost, RingError, control_frames, cont
 from ringlet.ring.control_frames import MAGIC, MESSAGE, NONCE, READY, frame
 from ringlet.ring.control_hub import TcpHub
 from ringlet.ring.control_local import LocalControl
-from ringlet.ring.control_open import _prove, join, listen, open_control
+from ringlet.ring.control_open import _prove, join, open_control
 from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.local import LocalWorld, run_local
-from ringlet.ring.network import own_address
+from ringlet.ring.network import listen, own_address
 
 WORKER = Path(__file__).with_name("worker_control.py")
 SECRET = secrets.token_bytes(32)

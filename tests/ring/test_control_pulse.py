@@ -17,13 +17,14 @@ import pytest
 from ringlet.ring import control_pulse
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control_hub import TcpHub
-from ringlet.ring.control_open import join, listen, open_control
+from ringlet.ring.control_open import join, open_control
 from ringlet.ring.control_pulse import Pulse, Register, seconds_from
 from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.errors import RingError
 from ringlet.ring.interrupt import watched
 from ringlet.ring.launch import start
 from ringlet.ring.local import run_local
+from ringlet.ring.network import listen
 
 WORKER = Path(__file__).with_name("worker_pulse.py")
 SECRET = bytes(32)

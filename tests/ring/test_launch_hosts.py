@@ -151,7 +151,7 @@ def test_interfaces() -> None:
     assert find_interface(["nosuchif0", "lo"]) == ("lo", "127.0.0.1")
     assert interface_of("127.0.0.1") == "lo"
     assert launcher_address((), ["127.0.0.2"]) == "127.0.0.1"
-    with pytest.raises(LaunchError, match="no network interface nosuchif0 with an IPv4 address"):
+    with pytest.raises(LaunchError, match="no network interface nosuchif0 with an address"):
         launcher_address(["nosuchif0"], [])
     assert is_here("localhost")
     assert not is_here("127.0.0.2", resolve=False)
@@ -469,7 +469,7 @@ def test_a_host_without_the_interface_says_so() -> None:
         )
         _, err = job.communicate(timeout=DEADLINE)
         assert job.returncode == 1
-        assert b"[1]<stderr>: host node1 has no network interface v0 with an IPv4" in err
+        assert b"[1]<stderr>: host node1 has no network interface v0 with an address" in err
         assert b"; it has lo, w0" in err
 
 
