@@ -1,9 +1,9 @@
 """Ranks of an MPI job, through mpi4py.
 
 Small reductions are MPI's own, because it knows the machine's hierarchy; large ones go around a
-ring (``ringlet.ring.mpi_ring``). 16-bit floats, and minima and maxima of floats (where MPI says
-nothing about NaN and signed zeros), are combined in rank order by ``ringlet.ring.halves``. What is
-only moved travels as bytes.
+ring (``ringlet.ring.mpi_ring``). 16-bit floats, minima and maxima of floats (where MPI says nothing
+about NaN and signed zeros), and short integers where the library's sums of them saturate, are
+combined in rank order by ``ringlet.ring.halves``. What is only moved travels as bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ringlet.ring.halves import (
 )
 from ringlet.ring.mpi_ring import LEAST, ring_allreduce
 
+_SHORT = ("int8", "uint8", "int16", "uint16")
 REMEDY = "Install one: pip install 'ringlet[mpi]'"
 
 
@@ -53,13 +54,15 @@ class MpiCommunicator(Communicator):
             ReduceOp.MAX: self._mpi.MAX,
             ReduceOp.PRODUCT: self._mpi.PROD,
         }
+        # Open MPI lets sums of short integers saturate where the processor has AVX (issue 8045).
+        self._saturates = "Open MPI" in self._mpi.Get_library_version()
         self._scratch = Scratch()
 
     def _allreduce(self, buffer: Array, op: ReduceOp, name: str) -> None:
         # Shard by shard in rank order where MPI cannot, around a ring where it is slow.
         if buffer.size == 0:
             return
-        if not _native(name, op):
+        if not self._native(name, op):
             combine_everywhere(self, buffer, op, name, self._scratch)
             return
         if buffer.nbytes >= LEAST * self.size:
@@ -73,7 +76,7 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter(
         self, send: Array, receive: Array, counts: list[int], op: ReduceOp, name: str
     ) -> None:
-        if not _native(name, op):
+        if not self._native(name, op):
             combine(exchange_shards(self, send, counts, self._scratch), [receive], op, name)
             return
         values, mpi_op = self._operands(send, op)
@@ -132,6 +135,12 @@ class MpiCommunicator(Communicator):
                 f"MPI {function.__name__} failed on rank {self.origin[self.rank]}: {text}"
             ) from error
 
+    def _native(self, name: str, op: ReduceOp) -> bool:
+        """Whether MPI may reduce arrays of dtype ``name``."""
+        if name in FLOATS:
+            return name not in HALVES and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
+        return not (self._saturates and name in _SHORT and op is ReduceOp.SUM)
+
     def _operands(self, array: Array, op: ReduceOp) -> tuple[list[Any], Any]:
         if array.dtype == np.bool_:  # MPI does not add booleans: any is a maximum, all a minimum
             any_of = op in (ReduceOp.SUM, ReduceOp.MAX)
@@ -149,12 +158,6 @@ def _types(mpi: Any) -> dict[np.dtype[Any], Any]:
     named = {"float32": "FLOAT", "float64": "DOUBLE"}
     named |= {name: f"{name.upper()}_T" for name in INTEGERS if name != "bool"}
     return {np.dtype(name): getattr(mpi, constant) for name, constant in named.items()}
-
-
-def _native(name: str, op: ReduceOp) -> bool:
-    if name in FLOATS:
-        return name not in HALVES and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
-    return True
 
 
 def _import_mpi() -> Any:
