@@ -1,0 +1,65 @@
+"""What a job is to run: its ranks, their transport, and what each finds in its environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.launch import start
+from ringlet.ring.launch.forward import forwarded
+from ringlet.ring.launch.hosts import Host
+from ringlet.ring.launch.remote import Reach
+from ringlet.ring.launch.site import Site
+from ringlet.ring.launch.torchrun import users_own
+
+
+class Plan:
+    """``command`` as ``size`` ranks at ``site``; the arguments are those of ``launch``.
+
+    ``remark`` is something to say about the ``transport``; ``remote_env`` is what ranks on other
+    hosts find of this process's environment. Raises LaunchError or TransportUnavailable.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        np: int,
+        transport: str | None,
+        env: Mapping[str, str],
+        hosts: Sequence[Host],
+        reach: Reach,
+    ) -> None:
+        if np < 1:
+            raise LaunchError(f"a job needs at least one rank, not {np}")
+        if not command:
+            raise LaunchError("a job needs a command")
+        self.size, self.command = np, list(command)
+        self.transport, self.remark = start.choose_transport(transport)
+        self.site = Site(hosts, np, reach)
+        asked = {*env, *reach.forward}
+        self._env = {**os.environ, **env}
+        self.remote_env = forwarded(self._env, asked)
+        self._users = users_own(self._env, asked)
+
+    def task(self, rank: int, address: str) -> dict[str, Any]:
+        """Return what the wrapper of ``rank`` is told; the launcher is at ``address``."""
+        seat = self.site.seats[rank]
+        base = self.remote_env if seat.host in self.site.elsewhere else self._env
+        env = start.rank_environment(
+            base, rank, self.size, self.transport, address, seat, self._users
+        )
+        return {
+            "command": self.command,
+            "env": env,
+            "drop": start.dropped(),
+            "local_size": seat.local_size,
+            "interfaces": self.site.reach.interfaces,
+            "leads": rank == 0,
+        }
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        where = f" on {self.site.listed()}" if self.site.several else ""
+        return f"{ranks}{where} over {self.transport}: {' '.join(self.command)}"
