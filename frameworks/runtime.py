@@ -51,7 +51,8 @@ class Runtime:
         agreed, wishes = json.loads(told)
         limits = Limits(**agreed)
         if "measure" in wishes:
-            limits = replace(limits, **measured_link(comm, hosts)._asdict())
+            link = measured_link(comm, hosts)
+            limits = replace(limits, latency=link.latency, bandwidth=link.bandwidth)
         if "hierarchical" in wishes:
             comm = hierarchical(comm, self.topology)
         self.secret = comm.broadcast_bytes(secrets.token_bytes(32))  # signs pickled objects
@@ -107,6 +108,7 @@ def limits_from(env: Mapping[str, str]) -> Limits:
         stall_shutdown=_number(env, "STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown),
         latency=link.latency,
         bandwidth=link.bandwidth,
+        collective=_collective(env),
         autotune=autotune,
         autotune_log=_given(env, "AUTOTUNE_LOG") or default.autotune_log,
         autotune_warmup=int(_number(env, "AUTOTUNE_WARMUP_SAMPLES", default.autotune_warmup)),
@@ -115,6 +117,14 @@ def limits_from(env: Mapping[str, str]) -> Limits:
             _number(env, "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", default.autotune_samples)
         ),
     )
+
+
+def _collective(env: Mapping[str, str]) -> str:
+    named = env.get("RINGLET_COLLECTIVE", "auto")
+    known = ("auto", "allgather", "scatter_reduce")
+    if named not in known:
+        raise ValueError(f"RINGLET_COLLECTIVE={named!r} is not one of {', '.join(known)}")
+    return named
 
 
 def wishes_from(env: Mapping[str, str]) -> set[str]:

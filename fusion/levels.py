@@ -20,6 +20,7 @@ from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
 from ringlet.fusion.observe.hops import unwatched
 from ringlet.fusion.peers import Peers
+from ringlet.fusion.strategy import choose
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.halves import even_counts
@@ -120,10 +121,9 @@ class _ShardCodec(BucketCodec):
 
 def _parts_between(member: Member, hosts: int) -> int:
     """Return into how many parts hosts divide a shard: 1, then payloads are gathered."""
-    traits, forced = member.compressor.traits(), member.request.collective
-    if not traits.fixed_size or traits.granularity is None or forced == "allgather":
-        return 1
-    return hosts if hosts > 2 or forced == "scatter_reduce" else 1
+    forced, n = member.request.collective, member.request.numel
+    chosen = choose(member.compressor, hosts, forced, n, member.link)
+    return hosts if chosen == "scatter_reduce" else 1
 
 
 def _shard_members(

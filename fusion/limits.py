@@ -9,11 +9,13 @@ from typing import NamedTuple
 class Link(NamedTuple):
     """The network between two hosts: ``latency`` of a message in seconds, ``bandwidth`` in bytes/s.
 
-    A bandwidth of 0 says that nothing is known.
+    A bandwidth of 0 says that nothing is known. ``prefer`` is the collective that the user wants
+    wherever a compressor can be moved by either, "allgather" or "scatter_reduce".
     """
 
     latency: float = 0.0
     bandwidth: float = 0.0
+    prefer: str = "auto"
 
 
 UNKNOWN = Link()
@@ -34,6 +36,7 @@ class Limits:
 
     ``latency`` (seconds) and ``bandwidth`` (bytes/s) are those of the link between hosts, by which
     collectives are chosen (``ringlet.fusion.strategy``); a bandwidth of 0 is an unknown link.
+    ``collective`` settles the choice: "allgather" or "scatter_reduce", where either is possible.
 
     ``autotune`` names what is tuned while training goes on, "fusion_threshold,cycle_time" or one of
     them; nothing that changes a compressor's result is. ``autotune_log`` is a CSV file on rank 0.
@@ -50,6 +53,7 @@ class Limits:
     lookahead: int | None = None
     latency: float = 0.0
     bandwidth: float = 0.0
+    collective: str = "auto"
     autotune: str = ""
     autotune_log: str = ""
     autotune_warmup: int = 3
@@ -59,4 +63,4 @@ class Limits:
     @property
     def link(self) -> Link:
         """The link between hosts."""
-        return Link(self.latency, self.bandwidth)
+        return Link(self.latency, self.bandwidth, self.collective)

@@ -46,8 +46,8 @@ def choose(
     Payloads that add up ride the allreduce. Others are gathered, unless they can be cut into
     shards: then on a known ``link`` by whichever collective the cost model finds cheaper
     (``ringlet.ring.simulate``), and on an unknown one shard by shard from 3 ranks on, where that
-    moves fewer bytes. Raises CompressorError when ``forced`` is not legal for the compressor's
-    traits.
+    moves fewer bytes; ``link.prefer`` settles it. Raises CompressorError when ``forced`` is not
+    legal for the compressor's traits.
     """
     traits = compressor.traits()
     shardable = traits.fixed_size and traits.granularity is not None
@@ -67,6 +67,8 @@ def choose(
             return "sum"
         if not shardable:
             return "allgather"
+        if link.prefer != "auto":
+            return "allgather" if link.prefer == "allgather" else "scatter_reduce"
         if link.bandwidth == 0:
             return "scatter_reduce" if size > 2 else "allgather"
         return cheaper(compressor, numel, size, link)

@@ -107,3 +107,14 @@ def test_an_engine_reduces_as_its_link_demands(spec, size):
         assert len({bits for bits, _, _ in chosen}) == 1
         hashes |= {digest for _, digest, _ in chosen}
     assert len(hashes) == 2  # the choice is part of the plan
+
+
+@pytest.mark.parametrize("wanted", ["allgather", "scatter_reduce"])
+def test_the_user_settles_the_choice_where_there_is_one(wanted):
+    link = Limits(collective=wanted).link
+    assert choose(parse("int8"), 4, "auto", 1 << 20, link) == wanted
+    assert choose(parse("int8"), 2, "auto", 1 << 20, link) == wanted
+    assert choose(parse("topk"), 4, "auto", 1 << 20, link) == "allgather"
+    assert choose(parse("fp16"), 4, "auto", 1 << 20, link) == "sum"
+    assert choose(parse("powersgd"), 4, "auto", 1 << 20, link) == "rounds"
+    assert choose(parse("int8"), 4, "scatter_reduce", 1 << 20, link) == "scatter_reduce"
