@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ringlet.fusion import messages as m
 from ringlet.fusion.readiness import Readiness
 from ringlet.fusion.request import Request, dumps
+from ringlet.fusion.stragglers import Stragglers
 from ringlet.fusion.validation import group_disagreement
 
 
@@ -27,7 +28,8 @@ class _Ballot:
 class Ballots:
     """All groups, and compressed batches, by number."""
 
-    def __init__(self) -> None:
+    def __init__(self, stragglers: Stragglers) -> None:
+        self._stragglers = stragglers
         self._declared: dict[tuple[int, str], dict[int, list[Request]]] = {}
         self._of: dict[int, _Ballot] = {}
 
@@ -53,7 +55,9 @@ class Ballots:
             return []  # of a step that failed meanwhile
         votes = ballot.votes.setdefault(vote.bucket, {})
         votes[rank] = vote.nbytes
-        if len(votes) == len(peers.ranks):
+        complete = len(votes) == len(peers.ranks)
+        self._stragglers.voted((vote.group, vote.bucket), rank, complete)
+        if complete:
             del ballot.votes[vote.bucket]
             if not ballot.votes and not ballot.epoch:
                 del self._of[vote.group]  # nothing to remember
@@ -80,6 +84,7 @@ class Ballots:
             return []
         ballot.epoch += 1
         ballot.votes.clear()
+        self._stragglers.forget()
         return [m.FAILED + dumps([group, epoch, text, list(gone)])]
 
     def refuse_all(self, process_set: int, why: str, gone: Sequence[int]) -> list[bytes]:

@@ -16,6 +16,7 @@ from ringlet.fusion.ballots import Ballots
 from ringlet.fusion.readiness import Readiness
 from ringlet.fusion.request import Request, dumps, loads
 from ringlet.fusion.stall import StallInspector
+from ringlet.fusion.stragglers import Stragglers
 from ringlet.fusion.validation import listed
 
 CACHE_CAPACITY = 4096
@@ -38,7 +39,8 @@ class Coordinator:
         self._group_names: dict[int, str] = {}
         self._numbers = itertools.count(1)  # of groups and batches
         self._set_numbers = itertools.count(1)
-        self._ballots = Ballots()
+        self._stragglers = Stragglers(self._stalls.warn_after, self._stalls.clock)
+        self._ballots = Ballots(self._stragglers)
         self._sets = {0: self._peers(0, tuple(range(size)))}
         self._set_calls: dict[int, deque[bytes]] = {rank: deque() for rank in range(size)}
         self._gone: dict[int, str] = {}
@@ -130,7 +132,8 @@ class Coordinator:
 
     def _check(self) -> list[bytes]:
         text, over = self._stalls.inspect(self._waiting())
-        told = [m.STALLED + dumps(text)] if text else []
+        texts = [text, self._stragglers.report()]
+        told = [m.STALLED + dumps(text) for text in texts if text]
         if over:
             after = self._stalls.give_up_after
             told.append(

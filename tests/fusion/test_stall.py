@@ -1,6 +1,7 @@
 """The stall inspector: as a pure function of what waits, and in the engine's log."""
 
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, Request
 from ringlet.fusion.stall import StallInspector
+from ringlet.fusion.stragglers import Stragglers
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
@@ -59,3 +61,53 @@ def test_the_log_names_tensors_and_ranks_and_the_engine_gives_up(declared, caplo
     assert "'other'" in text
     assert "ready on rank 1, waiting for ranks 0, 2" in text
     assert ("a step of 'model'" if declared else "'x'") in text
+
+
+def votes(stragglers, now, order, lag, buckets):
+    for bucket in range(buckets):
+        for i, rank in enumerate(order):
+            now[0] += lag if i == len(order) - 1 else 0.001
+            stragglers.voted(bucket, rank, i == len(order) - 1)
+
+
+def test_a_straggler_is_named_with_how_much_it_is_late_and_only_then():
+    now = [100.0]
+    stragglers = Stragglers(10.0, lambda: now[0])
+    assert stragglers.report() == ""
+    votes(stragglers, now, [2, 0, 1], 0.04, 30)
+    assert stragglers.report() == ""  # too early
+    votes(stragglers, now, [0, 2, 1], 0.08, 150)
+    text = stragglers.report()
+    assert text.startswith("the others wait for rank 1: in the last 14 s it was the last")
+    assert "180 of 180 buckets, 73 ms after the rank before it" in text
+    assert stragglers.report() == ""
+    votes(stragglers, now, [0, 2, 1], 0.002, 5000)  # the last, but hardly
+    assert stragglers.report() == ""
+    for _ in range(20):  # late, but not always the same
+        votes(stragglers, now, [0, 2, 1], 0.1, 10)
+        votes(stragglers, now, [0, 1, 2], 0.1, 10)
+    assert stragglers.report() == ""
+    stragglers.voted("failed", 0, False)
+    stragglers.forget()
+    now[0] += 50
+    votes(stragglers, now, [0, 1], 0.5, 5)  # too few to tell
+    assert stragglers.report() == ""
+
+
+def test_the_log_names_a_slow_rank(caplog):
+    def body(comm):
+        engine = Engine(comm, open_control, Limits(stall_warning=1.0))
+        request = Request("w", shape=(2000,), spec="int8")
+        try:
+            group = engine.declare("model", [request], [parse("int8")], [{}])
+            for _ in range(60):
+                if comm.rank == 2:
+                    time.sleep(0.03)
+                group.submit("w", np.ones(2000, np.float32))
+                group.wait(60)
+        finally:
+            engine.shutdown()
+
+    with caplog.at_level(logging.WARNING, "ringlet"):
+        run_local(body, 3)
+    assert any("wait for rank 2" in record.getMessage() for record in caplog.records)
