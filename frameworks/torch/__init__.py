@@ -53,6 +53,7 @@ from ringlet.torch.diloco import DiLoCo
 from ringlet.torch.fsdp import compress_fsdp
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.handles import poll, synchronize
+from ringlet.torch.hsdp import compress_hsdp
 from ringlet.torch.mixed import apply_precision
 from ringlet.torch.movements import (
     allgather,
@@ -135,6 +136,7 @@ __all__ = [
     "broadcast_parameters",
     "ccl_built",
     "compress_fsdp",
+    "compress_hsdp",
     "cross_rank",
     "cross_size",
     "cuda_built",

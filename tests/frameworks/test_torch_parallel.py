@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -134,6 +135,37 @@ def case_fsdp2():
         assert (whole - reference).norm() <= allowed * (whole - before).norm(), spec
         gathered = hvd.allgather(whole[None])
         assert all(torch.equal(row, gathered[0]) for row in gathered)
+
+
+def case_hsdp():
+    started()
+    shape = (2, hvd.size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    ways = {"torch": 0.0, "none": 1e-5, "int8 | ef": 0.05, "topk(ratio=0.3) | ef": 0.7}
+    reference = None
+    for spec, allowed in ways.items():
+        own = model()
+        before = torch.cat([p.detach().flatten() for p in own.parameters()])
+        for part in (own[0], own):
+            fully_shard(part, mesh=mesh if spec == "torch" else mesh["shard"])
+        if spec != "torch":
+            made = hvd.compress_hsdp(own, spec, mesh["replicate"].get_group())
+            assert len(made) == 2
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        for x in batches(5):
+            optimizer.zero_grad()
+            own(x).square().mean().backward()
+            optimizer.step()
+        whole = torch.cat([p.full_tensor().detach().flatten() for p in own.parameters()])
+        reference = whole if reference is None else reference
+        assert (whole - reference).norm() <= allowed * (whole - before).norm(), spec
+        gathered = hvd.allgather(whole[None])
+        assert all(torch.equal(row, gathered[0]) for row in gathered)
+        if spec == "torch":
+            with pytest.raises(ValueError, match="averages over the replicas itself"):
+                hvd.compress_hsdp(own, "int8", mesh["replicate"].get_group())
+    with pytest.raises(ValueError, match="fully_shard"):
+        hvd.compress_hsdp(model(), "int8", mesh["replicate"].get_group())
 
 
 def case_fsdp2_bad_input():
