@@ -7,7 +7,7 @@ payload may be cut there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from ringlet.compressors.options import option
 from ringlet.compressors.packing import packed_size
 from ringlet.compressors.pool import run_ranges
 
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.device import Device
+
 Kernel = Callable[..., Any]
 
 NAN_BITS = 0x7FC0  # the scale of a bucket that holds a NaN or Inf, which decodes to NaN
@@ -26,10 +30,11 @@ _CACHED = 1 << 16  # elements whose float32 sum stays in a core's cache
 
 
 class Bucketed(Compressor):
-    """Base: on a CPU kernels do everything; elsewhere ``compress`` and ``decode_array``.
+    """Base: kernels do everything; without any for a device, ``compress`` and ``decode_array``.
 
-    Subclasses define those two, ``granule``, ``strides``, and the kernels ``encoder`` and
-    ``decoder``, which get the payload's arrays in the order of ``strides``.
+    Subclasses define those two, ``granule``, ``strides``, and the CPU kernels ``encoder`` and
+    ``decoder``, which get the payload's arrays in the order of ``strides``; ``cuda`` names the
+    kernels for CuPy arrays.
     """
 
     @property
@@ -53,6 +58,10 @@ class Bucketed(Compressor):
         """Return ``decode(*arrays, out)``; ``add`` accumulates. False: the arrays make no sense."""
         raise TypeError(f"{type(self).__name__} has no decoding kernel")
 
+    def cuda(self) -> Codec | None:
+        """Return the CUDA kernels for these options; None: there are none."""
+        return None
+
     def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode in array code."""
         raise TypeError(f"{type(self).__name__} does not decode")
@@ -60,23 +69,27 @@ class Bucketed(Compressor):
     # -- what these make -----------------------------------------------------------------------
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Decode, on a CPU with the kernel."""
+        """Decode, with a kernel if there is one for ``ctx.xp``."""
         if ctx.xp is np:
             self._decode([payload], out, [self.decoder(add=False, ctx=ctx)])
-        else:
+        elif not self._decode_on_device([payload], out, ctx):
             self.decode_array(payload, out, ctx)
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode and add in one pass."""
         if ctx.xp is not np:
-            return super().accumulate(payload, out, ctx)
+            if not self._decode_on_device([payload], out, ctx, add=True):
+                super().accumulate(payload, out, ctx)
+            return None
         self._decode([payload], out, [self.decoder(add=True, ctx=ctx)])
         return None
 
     def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
         """Decode and add all payloads piece by piece, each piece while it is in the cache."""
         if ctx.xp is not np:
-            return super().sum_into(payloads, out, ctx)
+            if not self._decode_on_device(payloads, out, ctx):
+                super().sum_into(payloads, out, ctx)
+            return None
         write, add = self.decoder(add=False, ctx=ctx), self.decoder(add=True, ctx=ctx)
         self._decode(payloads, out, [write, *[add] * (len(payloads) - 1)])
         return None
@@ -84,7 +97,9 @@ class Bucketed(Compressor):
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Encode and pack in one pass."""
         if ctx.xp is not np:
-            return super().encode_into(x, payload, ctx)
+            if not self._encode_on_device(x, None, 1.0, payload, ctx):
+                super().encode_into(x, payload, ctx)
+            return None
         self._encode(x, x, 1.0, payload, ctx, self.encoder(feedback=False, ctx=ctx))
         return None
 
@@ -93,13 +108,52 @@ class Bucketed(Compressor):
     ) -> None:
         """Add the residual, encode, pack and keep the error in one pass."""
         if ctx.xp is not np:
-            return super().feedback_into(x, residual, decay, payload, ctx)
+            if not self._encode_on_device(x, residual, decay, payload, ctx):
+                super().feedback_into(x, residual, decay, payload, ctx)
+            return None
         self._encode(x, residual, decay, payload, ctx, self.encoder(feedback=True, ctx=ctx))
         return None
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
         exercise(self, ctx)
+
+    def _device(self, ctx: Context) -> tuple[Codec, Device] | None:
+        """Return the kernels and where they run; None where array code has to do."""
+        from ringlet.compressors.kernels.cuda.device import device_of
+
+        device = device_of(ctx.xp)
+        codec = None if device is None else self.cuda()
+        return None if device is None or codec is None else (codec, device)
+
+    def _encode_on_device(
+        self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
+    ) -> bool:
+        """Encode with the kernels; False if there are none."""
+        found = self._device(ctx)
+        if found is None:
+            return False
+        from ringlet.compressors.kernels.cuda.bucketed import Target
+
+        codec, device = found
+        arrays = [payload[name] for name in self.strides()]
+        target = Target(x, x.size, arrays, residual, ctx.key(), ctx.offset)
+        codec.encode(device, [target], decay)
+        return True
+
+    def _decode_on_device(
+        self, payloads: Sequence[Payload], out: Array, ctx: Context, add: bool = False
+    ) -> bool:
+        """Decode with the kernels; False if there are none."""
+        found = self._device(ctx)
+        if found is None:
+            return False
+        from ringlet.compressors.kernels.cuda.bucketed import Output
+
+        codec, device = found
+        sources = [[payload[name] for name in self.strides()] for payload in payloads]
+        codec.decode(device, [Output(out, sources)], add)
+        return True
 
     def _encode(
         self,
@@ -172,6 +226,12 @@ class Packed(Bucketed):
             kernel(x, held, decay, bucket, parameter, key, start, *arrays)
 
         return encode
+
+    def cuda_codec(self, name: str, **constants: int | float) -> Codec:
+        """Return the CUDA kernels of the file ``name`` for these bits, bucket and constants."""
+        from ringlet.compressors.kernels.cuda.bucketed import Codec
+
+        return Codec(name, self.bits, self.bucket, tuple(constants.items()))
 
     def decoding(self, kernel: Kernel) -> Kernel:
         """Return a ``decoder`` from a kernel that also takes the bucket."""

@@ -5,7 +5,7 @@ Micikevicius et al., "Mixed precision training", ICLR 2018.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,11 @@ from ringlet.compressors.bucketed import Bucketed, Kernel, widened
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.bucketed import Codec
+
+_AT_ONCE = 1024  # elements that a warp casts on a GPU
 
 
 class Cast(Bucketed):
@@ -53,6 +58,12 @@ class Cast(Bucketed):
                 plain(x, bits)
 
         return encode
+
+    def cuda(self) -> Codec:
+        """The kernels of one half precision."""
+        from ringlet.compressors.kernels.cuda.bucketed import Codec
+
+        return Codec("casts", 16, _AT_ONCE, (("HALF", int(self.wire() == "float16")),))
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel."""

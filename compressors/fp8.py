@@ -7,7 +7,7 @@ with MXFP8", arXiv:2506.08027.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.errors import OptionError
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.bucketed import Codec
 
 _OVERFLOW = 0x7F700000
 
@@ -112,6 +115,12 @@ class FP8(Bucketed):
             kernel(x, held, decay, *arrays)
 
         return encode
+
+    def cuda(self) -> Codec:
+        """The kernels of the format and block."""
+        from ringlet.compressors.kernels.cuda.bucketed import Codec
+
+        return Codec("fp8", 8, self.block, (("MANTISSA", self.mantissa),))
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel of the format and block."""

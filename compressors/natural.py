@@ -5,6 +5,8 @@ Horvath et al., "Natural compression for distributed deep learning", MSML 2022.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ringlet.compressors.bucketed import NAN_BITS, Kernel, Packed
@@ -13,6 +15,9 @@ from ringlet.compressors.contract import Payload, Traits
 from ringlet.compressors.options import fixed
 from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.bucketed import Codec
 
 
 @register("natural")
@@ -62,6 +67,10 @@ class Natural(Packed):
         from ringlet.compressors.kernels import natural
 
         return self.encoding(natural.encoder(feedback))
+
+    def cuda(self) -> Codec:
+        """The kernels."""
+        return self.cuda_codec("natural")
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel."""

@@ -7,7 +7,7 @@ compressed optimisation for non-convex problems", ICML 2018.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from ringlet.compressors.options import fixed, option
 from ringlet.compressors.packing import pack_bits, unpack_bits
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.bucketed import Codec
 
 
 class Signs(Packed):
@@ -74,6 +77,10 @@ class OneBit(Signs):
         """Cut at buckets; contracts by ||x||_1^2 / (d ||x||_2^2), which is at least 1 / d."""
         return Traits(fixed_size=True, granularity=self.bucket, delta=(1 - 2.0**-12) / self.bucket)
 
+    def cuda(self) -> Codec:
+        """The kernels that find the mean."""
+        return self.cuda_codec("onebit", GIVEN=0, PARAMETER=0.0)
+
     def magnitudes(self, rows: Array, counts: Array, xp: Any) -> Array:
         """Return each row's mean magnitude."""
         mean: Array = (lane_sums(xp.abs(rows).astype("float64"), xp) / counts).astype("float32")
@@ -110,6 +117,10 @@ class SignSGD(Signs):
     def traits(self) -> Traits:
         """Cut at buckets."""
         return Traits(fixed_size=True, granularity=self.bucket)
+
+    def cuda(self) -> Codec:
+        """The kernels that use a given scale."""
+        return self.cuda_codec("onebit", GIVEN=1, PARAMETER=float(self.scale))
 
     def magnitudes(self, rows: Array, counts: Array, xp: Any) -> Array:
         """Return the scale that is given, where a row is finite."""

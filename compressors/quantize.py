@@ -6,7 +6,7 @@ NeurIPS 2017; min-max buckets as in Markov et al., "CGX", Middleware 2022.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from ringlet.compressors.options import fixed, option
 from ringlet.compressors.packing import pack_bits, unpack_bits
 from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.bucketed import Codec
 
 _TINY = np.float32(1.5e-36)
 _NO_LOWS: Array = np.empty(0, np.float32)
@@ -115,6 +118,12 @@ class BucketQuantizer(Packed):
             kernel(codes, scales, lows, bits, bucket, out)
 
         return decode
+
+    def cuda(self) -> Codec:
+        """The kernels of the scheme and rounding."""
+        return self.cuda_codec(
+            "quantize", SCHEME=int(self.scheme()), STOCHASTIC=int(self.stochastic)
+        )
 
     def _rows(self, x: Array, xp: Any) -> Array:
         """Return the buckets as rows, the last one filled up with its own last value."""

@@ -6,6 +6,8 @@ NeurIPS 2017.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ringlet.compressors.bucketed import NAN_BITS, Kernel, Packed, lane_sums, rounded_up, widened
@@ -15,6 +17,9 @@ from ringlet.compressors.options import fixed, option
 from ringlet.compressors.packing import pack_bits, unpack_bits
 from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.bucketed import Codec
 
 
 @register("terngrad")
@@ -74,6 +79,10 @@ class TernGrad(Packed):
         from ringlet.compressors.kernels import terngrad
 
         return self.encoding(terngrad.encoder(feedback), self.clip)
+
+    def cuda(self) -> Codec:
+        """The kernels."""
+        return self.cuda_codec("terngrad", PARAMETER=self.clip)
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel of the quantisers: ternary codes are levels at equal distances."""

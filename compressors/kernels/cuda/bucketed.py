@@ -1,0 +1,146 @@
+"""Launches of the kernels of ``bucketed.cuh``: many tensors at once, on whatever stream is current.
+
+A launch takes a table of up to 32 tensors by value, so a fusion buffer of more needs a second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ringlet.compressors.context import Array
+from ringlet.compressors.kernels.cuda import table as tables
+from ringlet.compressors.kernels.cuda.device import THREADS, Device
+from ringlet.compressors.kernels.cuda.source import Program
+from ringlet.compressors.kernels.cuda.table import MOST_PARTS, MOST_SEGMENTS
+
+_INPUTS = {"float32": 0, "float16": 1, "uint16": 2}  # uint16 holds bfloat16
+_CHUNK = 8  # elements that a thread handles at a time
+
+
+class Target(NamedTuple):
+    """One tensor to encode: its values, its payload's arrays, its random numbers.
+
+    ``x`` is flat: float32, float16, or bfloat16 as uint16; None where ``sources`` are summed.
+    ``residual`` (float32) is used with feedback, ``sources`` in ``recode`` alone; ``start`` is the
+    counter of the first element.
+    """
+
+    x: Array | None
+    n: int
+    payload: Sequence[Array]
+    residual: Array | None = None
+    key: int = 0
+    start: int = 0
+    sources: Sequence[Sequence[Array]] = ()
+
+
+class Output(NamedTuple):
+    """One tensor to decode: where to (flat float32), and the arrays of each payload."""
+
+    out: Array
+    sources: Sequence[Sequence[Array]]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A codec of fixed options: ``name`` its file, ``bits`` of a code, elements of a ``bucket``."""
+
+    name: str
+    bits: int
+    bucket: int
+    constants: tuple[tuple[str, int | float], ...] = ()
+
+    @property
+    def group(self) -> int:
+        """How many threads share a bucket."""
+        return min(32, 1 << ((self.bucket // _CHUNK).bit_length() - 1))
+
+    def encode(
+        self,
+        device: Device,
+        targets: Sequence[Target],
+        decay: float = 1.0,
+        scale: float = 1.0,
+        flag: Array | None = None,
+    ) -> None:
+        """Encode scale * x, plus decay * residual where targets have one, in one pass over memory.
+
+        Where targets have ``sources`` instead of ``x`` their sum is encoded, in order (decode, sum
+        and encode again). All have a residual or none, one input dtype, equally many sources.
+        ``flag`` (int32, one element) becomes 1 where something encoded is not finite. Residuals
+        keep their old value wherever the new one would not be finite.
+        """
+        shards = len(targets[0].sources) if targets else 0
+        for some in _batches(targets, min(MOST_SEGMENTS, MOST_PARTS // (shards + 1))):
+            table, first = tables.empty(shards, decay, scale), 0
+            for i, target in enumerate(some):
+                data = 0 if target.x is None else device.address(target.x)
+                kept = 0 if target.residual is None else device.address(target.residual)
+                row = (data, kept, target.n, first, target.key, target.start)
+                table["segments"][0, i] = row
+                first += -(-target.n // self.bucket)
+            payloads = [t.payload for t in some] + [s for t in some for s in t.sources]
+            for i, arrays in enumerate(payloads):
+                table["parts"][0, i] = _part(device, arrays)
+            table["count"], table["units"] = len(some), first
+            table["flag"] = 0 if flag is None else device.address(flag)
+            program = self.program(
+                INPUT=0 if some[0].x is None else _INPUTS[some[0].x.dtype.name],
+                FEEDBACK=int(some[0].residual is not None),
+                SUMMED=int(shards > 0),
+            )
+            _launch(device, program, "encode", first * self.group, table)
+
+    def decode(
+        self, device: Device, outputs: Sequence[Output], add: bool = False, scale: float = 1.0
+    ) -> None:
+        """Overwrite each output with scale * the sum of its payloads, in order, in one pass.
+
+        With ``add`` they are added to what is there, one by one, and ``scale`` must be 1.
+        """
+        shards = len(outputs[0].sources) if outputs else 0
+        if shards > MOST_PARTS:
+            self.decode(device, [Output(o.out, o.sources[:MOST_PARTS]) for o in outputs], add)
+            # Sums go on from where they stand: the order is that of one pass.
+            self.decode(device, [Output(o.out, o.sources[MOST_PARTS:]) for o in outputs], True)
+            return
+        for some in _batches(outputs, min(MOST_SEGMENTS, MOST_PARTS // max(shards, 1))):
+            table, first = tables.empty(shards, 1.0, scale), 0
+            for i, (out, sources) in enumerate(some):
+                table["segments"][0, i] = (device.address(out), 0, out.size, first, 0, 0)
+                for j, arrays in enumerate(sources):
+                    table["parts"][0, i * shards + j] = _part(device, arrays)
+                first += -(-out.size // _CHUNK)
+            table["count"], table["units"] = len(some), first
+            _launch(device, self.program(ADDING=int(add)), "decode", first, table)
+
+    def program(self, **switches: int) -> Program:
+        """Return the program with these of INPUT, FEEDBACK, SUMMED and ADDING, else zero."""
+        constants: dict[str, int | float] = {
+            "BITS": self.bits, "BUCKET": self.bucket, "GROUP": self.group, "INPUT": 0,
+            "FEEDBACK": 0, "SUMMED": 0, "ADDING": 0,
+        }  # fmt: skip
+        constants |= dict(self.constants) | switches
+        parts = ("groups", "table", "values", self.name, "bucketed")
+        return Program(parts, ("encode", "decode"), tuple(constants.items()))
+
+
+def _part(device: Device, arrays: Sequence[Array]) -> tuple[int, ...]:
+    return tuple([device.address(array) for array in arrays] + [0] * (3 - len(arrays)))
+
+
+def _batches(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), most):
+        yield items[start : start + most]
+
+
+def _launch(
+    device: Device, program: Program, kernel: str, threads: int, table: npt.NDArray[np.void]
+) -> None:
+    if threads:
+        device.launch(program, kernel, -(-threads // THREADS), table)

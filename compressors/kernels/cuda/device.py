@@ -1,0 +1,75 @@
+"""Where kernels run: compiling and launching through CuPy, on its current device and stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from ringlet.compressors.context import Array
+from ringlet.compressors.kernels.cuda.source import OPTIONS, Program
+
+THREADS = 256  # of a block
+
+
+class Device(Protocol):
+    """What the launching code needs to know of a GPU."""
+
+    def address(self, array: Array) -> int:
+        """Return where the elements of ``array`` begin in device memory."""
+
+    def launch(self, program: Program, kernel: str, blocks: int, table: npt.NDArray[Any]) -> None:
+        """Run ``kernel`` on ``blocks`` blocks of THREADS threads; ``table`` is passed by value."""
+
+
+class CupyDevice:
+    """The GPU that CuPy has selected. Kernels are compiled for it on first use, and cached."""
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._cupy = cupy
+        self._kernels: dict[tuple[Program, str], Any] = {}
+
+    def address(self, array: Array) -> int:
+        """Return the device pointer."""
+        pointer: int = array.data.ptr  # type: ignore[attr-defined]  # a CuPy array
+        return pointer
+
+    def launch(self, program: Program, kernel: str, blocks: int, table: npt.NDArray[Any]) -> None:
+        """Launch on CuPy's current stream; nothing is waited for."""
+        found = self._kernels.get((program, kernel))
+        if found is None:
+            # CuPy chooses the architecture of the current device and keeps binaries on disk.
+            module = self._cupy.RawModule(code=program.source(), options=OPTIONS, backend="nvrtc")
+            for name in program.kernels:
+                self._kernels[program, name] = module.get_function(name)
+            found = self._kernels[program, kernel]
+        found((blocks,), (THREADS,), (table,))
+
+
+# Array modules by name; tests add one that runs the same kernels on the host.
+_MAKERS: dict[str, Callable[[ModuleType], Device | None]] = {}
+
+
+def device_of(xp: ModuleType) -> Device | None:
+    """Return what runs kernels on arrays of ``xp``; None where array code has to do it."""
+    maker = _MAKERS.get(xp.__name__)
+    return None if maker is None else _made(xp, maker)
+
+
+@cache
+def _made(xp: ModuleType, maker: Callable[[ModuleType], Device | None]) -> Device | None:
+    return maker(xp)
+
+
+def _cupy(cupy: ModuleType) -> Device | None:
+    if cupy.cuda.runtime.is_hip:
+        logging.getLogger(__name__).warning("CuPy runs on ROCm: compressors use array code there")
+        return None
+    return CupyDevice(cupy)
+
+
+_MAKERS["cupy"] = _cupy

@@ -1,0 +1,33 @@
+"""CUDA C++ source of a program: a few files and the constants it is compiled with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+# Contraction to fused multiply-add is off: results are to equal the CPU's bit for bit.
+OPTIONS = ("--std=c++17", "--fmad=false")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is compiled as one module.
+
+    ``parts`` names the files behind the prelude, without ending, in order; ``kernels`` the entry
+    points, each of which takes one struct by value; ``constants`` become macros.
+    """
+
+    parts: tuple[str, ...]
+    kernels: tuple[str, ...]
+    constants: tuple[tuple[str, int | float], ...] = ()
+
+    def source(self) -> str:
+        """Return the C++ text."""
+        lines = [f"#define {name} {value!r}" for name, value in self.constants]
+        return "\n".join([*lines, *(_text(part) for part in ("prelude", *self.parts))])
+
+
+@cache
+def _text(part: str) -> str:
+    return files(__package__).joinpath(f"{part}.cuh").read_text()

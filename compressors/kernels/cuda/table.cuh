@@ -1,0 +1,46 @@
+// The table of tensors that one launch works on, passed by value: nothing is copied beforehand.
+// Its layout is that of table.py.
+
+#define MOST_SEGMENTS 32
+#define MOST_PARTS 96
+
+struct Part {  // the arrays of one payload
+    void* codes;
+    void* scales;
+    float* lows;
+};
+
+struct Segment {  // one tensor
+    void* data;  // the values that are encoded, or the output
+    float* residual;
+    i64 n;
+    i64 first;  // number of its first unit of work among those of all segments
+    u64 key;    // of random numbers
+    u64 start;  // their counter of element 0
+};
+
+struct Table {
+    Segment segments[MOST_SEGMENTS];
+    Part parts[MOST_PARTS];
+    i64 units;
+    int* flag;  // set to 1 where something is not finite; may be null
+    int count;
+    int shards;  // payloads that are summed for each segment
+    float decay;
+    float scale;
+};
+
+// The segment that a unit of work belongs to, by bisection.
+INLINE int segment_of(const Table& table, i64 unit) {
+    int low = 0, high = table.count - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (table.segments[middle].first <= unit) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+INLINE bool aligned(const void* pointer, unsigned bytes) {
+    return ((u64)pointer & (bytes - 1)) == 0;
+}

@@ -1,0 +1,23 @@
+"""Where kernels run in these tests: on the host, compiled by g++, or on a GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import hostdevice
+
+CACHE = Path(__file__).parents[2] / ".kernels" / "cuda"
+
+
+@pytest.fixture(scope="session", params=["forwards", "backwards"])
+def host(request):
+    """A device on the host, with ``module`` for ``Context.xp``; threads run in either order."""
+    if hostdevice.COMPILER is None:
+        pytest.skip(hostdevice.REASON)
+    device = hostdevice.HostDevice(CACHE)
+    device.backwards = request.param == "backwards"
+    device.module = hostdevice.array_module(device, f"host_cuda_{request.param}")
+    return device
