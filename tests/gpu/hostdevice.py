@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from ringlet.compressors.kernels.cuda import device as devices
 HEADER = Path(__file__).parent / "host.h"
 FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+WORKERS = 2
 REASON = "needs g++ or clang++ to compile CUDA sources for the host"
 
 
@@ -35,36 +37,63 @@ class HostDevice:
 
     def launch(self, program, kernel, blocks, table):
         self.launches += 1
-        entry = getattr(self._library(program), f"host_{kernel}")
+        library, name = self._library(program)
+        entry = getattr(library, f"{name}_{kernel}")
         entry(blocks, devices.THREADS, ctypes.c_void_p(table.ctypes.data), int(self.backwards))
+
+    def prepare(self, programs):
+        """Compile what is missing of ``programs``, many in one go: headers cost the most."""
+        missing = [p for p in dict.fromkeys(programs) if not (self.cache / _name(p)).exists()]
+        groups = [missing[i::WORKERS] for i in range(WORKERS)]
+        with ThreadPoolExecutor(WORKERS) as pool:
+            list(pool.map(self._compile, [group for group in groups if group]))
 
     def _library(self, program):
         found = self._libraries.get(program)
         if found is None:
-            found = self._libraries[program] = ctypes.CDLL(str(self._compiled(program)))
+            self.prepare([program])
+            library = (self.cache / _name(program)).read_text()
+            found = ctypes.CDLL(str(self.cache / library)), _name(program)
+            self._libraries[program] = found
         return found
 
-    def _compiled(self, program):
-        entries = "\n".join(
-            f'extern "C" void host_{k}(unsigned blocks, unsigned threads, const void* bytes, '
-            f"int backwards) {{ host::launch(&{k}, blocks, threads, bytes, backwards); }}"
-            for k in program.kernels
+    def _compile(self, programs):
+        """Compile ``programs`` into one library, each in a namespace of its own."""
+        self.cache.mkdir(parents=True, exist_ok=True)
+        text = [HEADER.read_text()]
+        for program in programs:
+            # A C function has one name in all namespaces.
+            body = program.source().replace('extern "C" __global__', "__global__")
+            text.append(f"namespace {_name(program)} {{\n{body}\n}}")
+            text += [
+                f'extern "C" void {_name(program)}_{kernel}(unsigned blocks, unsigned threads, '
+                f"const void* bytes, int backwards) {{ host::launch(&{_name(program)}::{kernel}, "
+                "blocks, threads, bytes, backwards); }"
+                for kernel in program.kernels
+            ]
+            text += [f"#undef {line.split()[1].split('(')[0]}" for line in _macros(body)]
+        name = _digest("\n".join(text))
+        source, library = self.cache / f"{name}.cpp", self.cache / f"{name}.{os.getpid()}"
+        source.write_text("\n".join(text))
+        done = subprocess.run(
+            [COMPILER, *FLAGS, "-o", library, source], capture_output=True, text=True
         )
-        # A copy by value of a const argument: the signature without const is the one to deduce.
-        text = "\n".join([HEADER.read_text(), program.source(), entries])
-        name = hashlib.sha256("\n".join([*FLAGS, text]).encode()).hexdigest()[:20]
-        target = self.cache / f"{name}.so"
-        if not target.exists():
-            self.cache.mkdir(parents=True, exist_ok=True)
-            source = self.cache / f"{name}.cpp"
-            source.write_text(text)
-            made = self.cache / f"{name}.{os.getpid()}"
-            done = subprocess.run(
-                [COMPILER, *FLAGS, "-o", made, source], capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr[:4000]
-            made.rename(target)
-        return target
+        assert done.returncode == 0, done.stderr[:4000]
+        library.rename(self.cache / f"{name}.so")
+        for program in programs:
+            (self.cache / _name(program)).write_text(f"{name}.so")
+
+
+def _macros(text):
+    return [line for line in text.splitlines() if line.startswith("#define")]
+
+
+def _digest(text):
+    return "k" + hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def _name(program):
+    return _digest("\n".join([*FLAGS, HEADER.read_text(), program.source()]))
 
 
 def array_module(device, name="host_cuda"):

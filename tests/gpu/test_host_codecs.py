@@ -18,6 +18,13 @@ SPECS = [
 RNG = np.random.default_rng(7)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled(host):
+    codecs = [parse(spec).cuda() for spec in SPECS]
+    switches = [("encode", {}), ("encode", {"FEEDBACK": 1}), ("decode", {}), ("decode", {"ADDING": 1})]
+    host.prepare([codec.program(kernel, **on) for codec in codecs for kernel, on in switches])
+
+
 def awkward(n):
     """Return values of all sizes with ties, zeros, subnormals and whole buckets of trouble."""
     x = RNG.standard_normal(n).astype(np.float32)

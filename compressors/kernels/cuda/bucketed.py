@@ -1,4 +1,4 @@
-"""Launches of the kernels of ``bucketed.cuh``: many tensors at once, on whatever stream is current.
+"""Launches of the kernels of ``encode.cuh`` and ``decode.cuh``: many tensors at once, on whatever stream is current.
 
 A launch takes a table of up to 32 tensors by value, so a fusion buffer of more needs a second one.
 """
@@ -76,6 +76,8 @@ class Codec:
         keep their old value wherever the new one would not be finite.
         """
         shards = len(targets[0].sources) if targets else 0
+        if shards >= MOST_PARTS:
+            raise ValueError(f"a launch sums at most {MOST_PARTS - 1} payloads, not {shards}")
         for some in _batches(targets, min(MOST_SEGMENTS, MOST_PARTS // (shards + 1))):
             table, first = tables.empty(shards, decay, scale), 0
             for i, target in enumerate(some):
@@ -90,11 +92,12 @@ class Codec:
             table["count"], table["units"] = len(some), first
             table["flag"] = 0 if flag is None else device.address(flag)
             program = self.program(
+                "encode",
                 INPUT=0 if some[0].x is None else _INPUTS[some[0].x.dtype.name],
                 FEEDBACK=int(some[0].residual is not None),
                 SUMMED=int(shards > 0),
             )
-            _launch(device, program, "encode", first * self.group, table)
+            _launch(device, program, first * self.group, table)
 
     def decode(
         self, device: Device, outputs: Sequence[Output], add: bool = False, scale: float = 1.0
@@ -117,17 +120,20 @@ class Codec:
                     table["parts"][0, i * shards + j] = _part(device, arrays)
                 first += -(-out.size // _CHUNK)
             table["count"], table["units"] = len(some), first
-            _launch(device, self.program(ADDING=int(add)), "decode", first, table)
+            _launch(device, self.program("decode", ADDING=int(add)), first, table)
 
-    def program(self, **switches: int) -> Program:
-        """Return the program with these of INPUT, FEEDBACK, SUMMED and ADDING, else zero."""
+    def program(self, kernel: str, **switches: int) -> Program:
+        """Return the program of "encode" (INPUT, FEEDBACK, SUMMED) or "decode" (ADDING).
+
+        Switches that are not given are 0.
+        """
+        usual = {"encode": ("INPUT", "FEEDBACK", "SUMMED"), "decode": ("INPUT", "ADDING")}[kernel]
         constants: dict[str, int | float] = {
-            "BITS": self.bits, "BUCKET": self.bucket, "GROUP": self.group, "INPUT": 0,
-            "FEEDBACK": 0, "SUMMED": 0, "ADDING": 0,
+            "BITS": self.bits, "BUCKET": self.bucket, "GROUP": self.group,
         }  # fmt: skip
-        constants |= dict(self.constants) | switches
-        parts = ("groups", "table", "values", self.name, "bucketed")
-        return Program(parts, ("encode", "decode"), tuple(constants.items()))
+        constants |= dict.fromkeys(usual, 0) | dict(self.constants) | switches
+        parts = ("groups", "table", "values", self.name, kernel)
+        return Program(parts, (kernel,), tuple(constants.items()))
 
 
 def _part(device: Device, arrays: Sequence[Array]) -> tuple[int, ...]:
@@ -140,7 +146,7 @@ def _batches(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
 
 
 def _launch(
-    device: Device, program: Program, kernel: str, threads: int, table: npt.NDArray[np.void]
+    device: Device, program: Program, threads: int, table: npt.NDArray[np.void]
 ) -> None:
     if threads:
-        device.launch(program, kernel, -(-threads // THREADS), table)
+        device.launch(program, program.kernels[0], -(-threads // THREADS), table)
