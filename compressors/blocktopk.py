@@ -8,7 +8,7 @@ arXiv:2411.19870.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from ringlet.compressors.errors import OptionError
 from ringlet.compressors.options import option
 from ringlet.compressors.packing import pack_bits, packed_size, unpack_bits
 from ringlet.compressors.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.blocktopk import BlockCodec
 
 _LARGEST_DCT = 512
 _TINY = np.float32(1.5e-36)
@@ -226,6 +229,15 @@ class BlockTopK(Bucketed):
                 )  # fmt: skip
 
         return encode
+
+    def cuda(self) -> BlockCodec:
+        """The kernels of the block and of the values' width."""
+        from ringlet.compressors.kernels.cuda.blocktopk import BlockCodec
+
+        return BlockCodec(
+            "blocktopk", self.bits, self.block, (), self.kept, self.width,
+            cosines if self.dct else None,
+        )  # fmt: skip
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel of the values' width."""

@@ -29,17 +29,20 @@ class HostDevice:
 
     def __init__(self, cache: Path) -> None:
         self.cache, self.backwards, self.launches = cache, False, 0
-        self._libraries = {}
+        self._libraries, self.constants = {}, {}
 
     def address(self, array):
         assert array.flags.c_contiguous
         return array.ctypes.data
 
+    def constant(self, name, array):
+        return self.constants.setdefault(name, array)
+
     def launch(self, program, kernel, blocks, table):
         self.launches += 1
         library, name = self._library(program)
         entry = getattr(library, f"{name}_{kernel}")
-        entry(blocks, devices.THREADS, ctypes.c_void_p(table.ctypes.data), int(self.backwards))
+        entry(blocks, program.threads, ctypes.c_void_p(table.ctypes.data), int(self.backwards))
 
     def prepare(self, programs):
         """Compile what is missing of ``programs``, many in one go: headers cost the most."""

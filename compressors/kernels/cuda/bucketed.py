@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ringlet.compressors.context import Array
 from ringlet.compressors.kernels.cuda import table as tables
-from ringlet.compressors.kernels.cuda.device import THREADS, Device
+from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import Program
 from ringlet.compressors.kernels.cuda.table import MOST_PARTS, MOST_SEGMENTS
 
@@ -60,6 +60,13 @@ class Codec:
         """How many threads share a bucket."""
         return min(32, 1 << ((self.bucket // _CHUNK).bit_length() - 1))
 
+    def work(self, kernel: str) -> tuple[int, int]:
+        """Return how many elements a unit of work has, and how many threads."""
+        return (self.bucket, self.group) if kernel == "encode" else (_CHUNK, 1)
+
+    def prepare(self, device: Device, table: npt.NDArray[Any]) -> None:
+        """Set what else the kernels need."""
+
     def encode(
         self,
         device: Device,
@@ -78,6 +85,7 @@ class Codec:
         shards = len(targets[0].sources) if targets else 0
         if shards >= MOST_PARTS:
             raise ValueError(f"a launch sums at most {MOST_PARTS - 1} payloads, not {shards}")
+        unit, threads = self.work("encode")
         for some in _batches(targets, min(MOST_SEGMENTS, MOST_PARTS // (shards + 1))):
             table, first = tables.empty(shards, decay, scale), 0
             for i, target in enumerate(some):
@@ -85,7 +93,7 @@ class Codec:
                 kept = 0 if target.residual is None else device.address(target.residual)
                 row = (data, kept, target.n, first, target.key, target.start)
                 table["segments"][0, i] = row
-                first += -(-target.n // self.bucket)
+                first += -(-target.n // unit)
             payloads = [t.payload for t in some] + [s for t in some for s in t.sources]
             for i, arrays in enumerate(payloads):
                 table["parts"][0, i] = _part(device, arrays)
@@ -97,30 +105,36 @@ class Codec:
                 FEEDBACK=int(some[0].residual is not None),
                 SUMMED=int(shards > 0),
             )
-            _launch(device, program, first * self.group, table)
+            self.prepare(device, table)
+            _launch(device, program, first * threads, table)
 
     def decode(
         self, device: Device, outputs: Sequence[Output], add: bool = False, scale: float = 1.0
     ) -> None:
         """Overwrite each output with scale * the sum of its payloads, in order, in one pass.
 
-        With ``add`` they are added to what is there, one by one, and ``scale`` must be 1.
+        With ``add`` they are added to what is there, one by one, and ``scale`` must be 1, as it
+        must for more than 96 payloads.
         """
         shards = len(outputs[0].sources) if outputs else 0
+        if scale != 1.0 and (add or shards > MOST_PARTS):
+            raise ValueError("a sum is scaled only where one launch makes it anew")
         if shards > MOST_PARTS:
             self.decode(device, [Output(o.out, o.sources[:MOST_PARTS]) for o in outputs], add)
             # Sums go on from where they stand: the order is that of one pass.
             self.decode(device, [Output(o.out, o.sources[MOST_PARTS:]) for o in outputs], True)
             return
+        unit, threads = self.work("decode")
         for some in _batches(outputs, min(MOST_SEGMENTS, MOST_PARTS // max(shards, 1))):
             table, first = tables.empty(shards, 1.0, scale), 0
             for i, (out, sources) in enumerate(some):
                 table["segments"][0, i] = (device.address(out), 0, out.size, first, 0, 0)
                 for j, arrays in enumerate(sources):
                     table["parts"][0, i * shards + j] = _part(device, arrays)
-                first += -(-out.size // _CHUNK)
+                first += -(-out.size // unit)
             table["count"], table["units"] = len(some), first
-            _launch(device, self.program("decode", ADDING=int(add)), first, table)
+            self.prepare(device, table)
+            _launch(device, self.program("decode", ADDING=int(add)), first * threads, table)
 
     def program(self, kernel: str, **switches: int) -> Program:
         """Return the program of "encode" (INPUT, FEEDBACK, SUMMED) or "decode" (ADDING).
@@ -149,4 +163,4 @@ def _launch(
     device: Device, program: Program, threads: int, table: npt.NDArray[np.void]
 ) -> None:
     if threads:
-        device.launch(program, program.kernels[0], -(-threads // THREADS), table)
+        device.launch(program, program.kernels[0], -(-threads // program.threads), table)

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from ringlet.compressors.context import Array
 from ringlet.compressors.kernels.cuda.source import OPTIONS, Program
 
-THREADS = 256  # of a block
-
 
 class Device(Protocol):
     """What the launching code needs to know of a GPU."""
@@ -22,8 +20,11 @@ class Device(Protocol):
     def address(self, array: Array) -> int:
         """Return where the elements of ``array`` begin in device memory."""
 
+    def constant(self, name: str, array: Array) -> Array:
+        """Return the NumPy ``array`` on the device; it is copied there once for each ``name``."""
+
     def launch(self, program: Program, kernel: str, blocks: int, table: npt.NDArray[Any]) -> None:
-        """Run ``kernel`` on ``blocks`` blocks of THREADS threads; ``table`` is passed by value."""
+        """Run ``kernel`` on ``blocks`` blocks; ``table``, of one element, is passed by value."""
 
 
 class CupyDevice:
@@ -32,11 +33,19 @@ class CupyDevice:
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy = cupy
         self._kernels: dict[tuple[Program, str], Any] = {}
+        self._constants: dict[tuple[int, str], Array] = {}
 
     def address(self, array: Array) -> int:
         """Return the device pointer."""
         pointer: int = array.data.ptr  # type: ignore[attr-defined]  # a CuPy array
         return pointer
+
+    def constant(self, name: str, array: Array) -> Array:
+        """Copy to the current device, once."""
+        key = self._cupy.cuda.Device().id, name
+        if key not in self._constants:
+            self._constants[key] = self._cupy.asarray(array)
+        return self._constants[key]
 
     def launch(self, program: Program, kernel: str, blocks: int, table: npt.NDArray[Any]) -> None:
         """Launch on CuPy's current stream; nothing is waited for."""
@@ -47,7 +56,7 @@ class CupyDevice:
             for name in program.kernels:
                 self._kernels[program, name] = module.get_function(name)
             found = self._kernels[program, kernel]
-        found((blocks,), (THREADS,), (table,))
+        found((blocks,), (program.threads,), (table,))
 
 
 # Array modules by name; tests add one that runs the same kernels on the host.

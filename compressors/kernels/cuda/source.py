@@ -7,6 +7,7 @@ from functools import cache
 from importlib.resources import files
 
 # Contraction to fused multiply-add is off: results are to equal the CPU's bit for bit.
+THREADS = 256  # of a block, as a rule
 OPTIONS = ("--std=c++17", "--fmad=false")
 
 
@@ -15,16 +16,19 @@ class Program:
     """What is compiled as one module.
 
     ``parts`` names the files behind the prelude, without ending, in order; ``kernels`` the entry
-    points, each of which takes one struct by value; ``constants`` become macros.
+    points, each of which takes one struct by value and is launched in blocks of ``threads``;
+    ``constants`` become macros.
     """
 
     parts: tuple[str, ...]
     kernels: tuple[str, ...]
     constants: tuple[tuple[str, int | float], ...] = ()
+    threads: int = THREADS
 
     def source(self) -> str:
         """Return the C++ text."""
         lines = [f"#define {name} {value!r}" for name, value in self.constants]
+        lines.append(f"#define THREADS {self.threads}")
         return "\n".join([*lines, *(_text(part) for part in ("prelude", *self.parts))])
 
 

@@ -23,6 +23,8 @@ struct Table {
     Segment segments[MOST_SEGMENTS];
     Part parts[MOST_PARTS];
     i64 units;
+    const float* forward;  // matrices of a transform, where there is one
+    const float* inverse;
     int* flag;  // set to 1 where something is not finite; may be null
     int count;
     int shards;  // payloads that are summed for each segment

@@ -12,7 +12,7 @@ INLINE float value_at(const void* data, i64 i) {
 }
 
 INLINE void load_floats(const float* from, i64 i, int count, float* v) {
-    if (count >= 8 && aligned(from, 16)) {
+    if (count >= 8 && aligned(from + i, 16)) {
         const float4 a = *(const float4*)(from + i), b = *(const float4*)(from + i + 4);
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
         v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
@@ -26,7 +26,7 @@ INLINE void load_values(const void* data, i64 i, int count, float* v) {
 #if INPUT == 0
     load_floats((const float*)data, i, count, v);
 #else
-    if (count >= 8 && aligned(data, 16)) {
+    if (count >= 8 && aligned((const u16*)data + i, 16)) {
         const uint4 raw = *(const uint4*)((const u16*)data + i);
         const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
@@ -42,7 +42,7 @@ INLINE void load_values(const void* data, i64 i, int count, float* v) {
 }
 
 INLINE void store_floats(float* to, i64 i, int count, const float* v) {
-    if (count >= 8 && aligned(to, 16)) {
+    if (count >= 8 && aligned(to + i, 16)) {
         *(float4*)(to + i) = make_float4(v[0], v[1], v[2], v[3]);
         *(float4*)(to + i + 4) = make_float4(v[4], v[5], v[6], v[7]);
         return;
@@ -89,7 +89,7 @@ INLINE void put_code(Word& word, int e, u32 code) {
 INLINE Word load_codes(const void* codes, i64 i, int count) {
     const u8* from = (const u8*)codes + i / 8 * BITS;
     Word word = {0, 0};
-    if (count >= 8 && aligned(codes, BITS & -BITS)) {
+    if (count >= 8 && aligned(from, BITS & -BITS)) {
 #if BITS == 16
         const uint4 raw = *(const uint4*)from;
         word.low = raw.x | (u64)raw.y << 32, word.high = raw.z | (u64)raw.w << 32;
@@ -114,7 +114,7 @@ INLINE Word load_codes(const void* codes, i64 i, int count) {
 
 INLINE void store_codes(void* codes, i64 i, int count, const Word& word) {
     u8* to = (u8*)codes + i / 8 * BITS;
-    if (count >= 8 && aligned(codes, BITS & -BITS)) {
+    if (count >= 8 && aligned(to, BITS & -BITS)) {
 #if BITS == 16
         *(uint4*)to = make_uint4((u32)word.low, (u32)(word.low >> 32), (u32)word.high,
                                  (u32)(word.high >> 32));
