@@ -80,28 +80,28 @@ class Bucketed(Compressor):
         if ctx.xp is not np:
             if not self._decode_on_device([payload], out, ctx, add=True):
                 super().accumulate(payload, out, ctx)
-            return None
+            return
         self._decode([payload], out, [self.decoder(add=True, ctx=ctx)])
-        return None
+        return
 
     def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
         """Decode and add all payloads piece by piece, each piece while it is in the cache."""
         if ctx.xp is not np:
             if not self._decode_on_device(payloads, out, ctx):
                 super().sum_into(payloads, out, ctx)
-            return None
+            return
         write, add = self.decoder(add=False, ctx=ctx), self.decoder(add=True, ctx=ctx)
         self._decode(payloads, out, [write, *[add] * (len(payloads) - 1)])
-        return None
+        return
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Encode and pack in one pass."""
         if ctx.xp is not np:
             if not self._encode_on_device(x, None, 1.0, payload, ctx):
                 super().encode_into(x, payload, ctx)
-            return None
+            return
         self._encode(x, x, 1.0, payload, ctx, self.encoder(feedback=False, ctx=ctx))
-        return None
+        return
 
     def feedback_into(
         self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
@@ -110,9 +110,9 @@ class Bucketed(Compressor):
         if ctx.xp is not np:
             if not self._encode_on_device(x, residual, decay, payload, ctx):
                 super().feedback_into(x, residual, decay, payload, ctx)
-            return None
+            return
         self._encode(x, residual, decay, payload, ctx, self.encoder(feedback=True, ctx=ctx))
-        return None
+        return
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""

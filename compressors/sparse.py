@@ -47,11 +47,19 @@ class Selection(Compressor):
         self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
     ) -> None:
         """Add to the residual, select, and forget there what is sent."""
+        if self.selects_on_device(x, residual, decay, payload, ctx):
+            return
         if ctx.xp is not np:
-            return super().feedback_into(x, residual, decay, payload, ctx)
+            super().feedback_into(x, residual, decay, payload, ctx)
+            return
         self.encode_into(advance(x, residual, decay, ctx), payload, ctx)
         self._forget(payload, residual)
-        return None
+
+    def selects_on_device(
+        self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
+    ) -> bool:
+        """Do all of it with CUDA kernels, if there are any for these arrays."""
+        return False
 
     def compress_feedback(self, x: Array, residual: Array, decay: float, ctx: Context) -> Payload:
         """Do the same for payloads of variable size."""

@@ -45,12 +45,30 @@ class TopK(Selection):
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Select without a sort, in one pass in the usual case."""
+        if self.selects_on_device(x, None, 1.0, payload, ctx):
+            return
         if ctx.xp is not np or x.size == 0:
-            return super().encode_into(x, payload, ctx)
+            super().encode_into(x, payload, ctx)
+            return
         from ringlet.compressors.kernels import select
 
         indices, values = payload["indices"], payload["values"]
         candidates = ctx.workspace.array("candidates", x.size, np.uint32)
         room = ctx.workspace.array("select", select.ROOM, np.int64)
         select.topk(x, values.size, candidates, room, indices, values)
-        return None
+
+    def selects_on_device(
+        self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
+    ) -> bool:
+        """Select with CUDA kernels, if there are any: by a sampled threshold, then by radix."""
+        if ctx.xp is np:
+            return False
+        from ringlet.compressors.kernels.cuda.device import device_of
+        from ringlet.compressors.kernels.cuda.select import Selected, largest
+
+        device = device_of(ctx.xp)
+        if device is None:
+            return False
+        tensor = Selected(x, payload["indices"], payload["values"], residual)
+        largest(device, [tensor], ctx.workspace.array, decay)
+        return True

@@ -15,11 +15,12 @@ FOLDERS |= {"fusion": "ringlet/fusion", "ring": "ringlet/ring"}
 
 
 def modules():
-    """Return every module of the source tree as its path in the wheel."""
+    """Return every module, and CUDA source, of the source tree as its path in the wheel."""
     return {
         f"{target}/{path.relative_to(ROOT / folder)}"
         for folder, target in FOLDERS.items()
-        for path in (ROOT / folder).rglob("*.py")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cuh")
     }
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from ringlet.compressors import Context, parse
 from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels.cuda.bucketed import Output, Target
 
 SPECS = [
     "fp16", "bf16", "int8", "int8(stochastic=True)", "int8(bucket=40)", "int4",
@@ -25,7 +24,12 @@ RNG = np.random.default_rng(7)
 @pytest.fixture(scope="module", autouse=True)
 def compiled(host):
     codecs = [parse(spec).cuda() for spec in SPECS]
-    switches = [("encode", {}), ("encode", {"FEEDBACK": 1}), ("decode", {}), ("decode", {"ADDING": 1})]
+    switches = [
+        ("encode", {}),
+        ("encode", {"FEEDBACK": 1}),
+        ("decode", {}),
+        ("decode", {"ADDING": 1}),
+    ]
     host.prepare([codec.program(kernel, **on) for codec in codecs for kernel, on in switches])
 
 
@@ -44,7 +48,9 @@ def awkward(n):
 
 
 def context(x, device=None, **kw):
-    return Context(name="w", numel=x.size, shape=x.shape, seed=3, **({"xp": device} if device else {}), **kw)
+    return Context(
+        name="w", numel=x.size, shape=x.shape, seed=3, **({"xp": device} if device else {}), **kw
+    )
 
 
 def same(a, b):
@@ -65,7 +71,7 @@ def test_payloads_residuals_and_sums_are_those_of_the_cpu(spec, n, host):
     cpu, gpu = (empty_payload(c, n, context(x)) for _ in range(2))
     outs = [np.full(n, 3, np.float32) for _ in range(2)]
     sides = list(zip((cpu, gpu), (None, xp), residuals, outs, strict=True))
-    for payload, device, residual, out in sides:
+    for payload, device, _, out in sides:
         ctx = context(x, device)
         c.encode_into(x, payload, ctx)
         c.accumulate(payload, out, ctx)
@@ -81,6 +87,6 @@ def test_payloads_residuals_and_sums_are_those_of_the_cpu(spec, n, host):
         assert same(cpu[name], gpu[name]), name
     assert same(*residuals)
     assert same(*outs)
-    for payload, device, residual, out in sides:
+    for payload, device, _, out in sides:
         c.sum_into([payload, payload, payload], out, context(x, device))
     assert same(*outs)

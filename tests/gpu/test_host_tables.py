@@ -15,7 +15,12 @@ LENGTHS = [1, 8, 513, 1000, 0, 4096, 33] * 6  # 42 tensors: more than one launch
 @pytest.fixture(scope="module", autouse=True)
 def compiled(host):
     codecs = [parse(spec).cuda() for spec in SPECS]
-    switches = [("encode", {}), ("encode", {"FEEDBACK": 1}), ("decode", {}), ("decode", {"ADDING": 1})]
+    switches = [
+        ("encode", {}),
+        ("encode", {"FEEDBACK": 1}),
+        ("decode", {}),
+        ("decode", {"ADDING": 1}),
+    ]
     switches += [("encode", {"SUMMED": 1}), ("encode", {"SUMMED": 1, "FEEDBACK": 1})]
     host.prepare([codec.program(kernel, **on) for codec in codecs for kernel, on in switches])
 

@@ -9,7 +9,6 @@
 #define TINY 1.5e-36f
 #define MAGIC 12582912.0f
 #define NAN_BITS 0x7FC0
-#define ROOM (ROTATED ? BLOCK : 1)
 #define PICK_ROOM (BLOCK <= 4096 ? KEPT : 1)
 
 // How many entries of a block of n elements travel.
@@ -23,14 +22,14 @@ struct Picks {
     u8* packed;
     u16* shared;
 
-    __device__ __forceinline__ void put(int j, int index) const {
+    INLINE void put(int j, int index) const {
         if (BLOCK <= 4096) shared[j] = (u16)index;
         else packed[2 * j] = (u8)index, packed[2 * j + 1] = (u8)(index >> 8);
     }
-    __device__ __forceinline__ int get(int j) const {
+    INLINE int get(int j) const {
         return BLOCK <= 4096 ? shared[j] : packed[2 * j] | packed[2 * j + 1] << 8;
     }
-    __device__ __forceinline__ void pack(int k) const {
+    INLINE void pack(int k) const {
         if (BLOCK > 4096) return;
         if (WIDTH == 8) {
             for (int j = threadIdx.x; j < k; j += THREADS) packed[j] = (u8)shared[j];
@@ -197,7 +196,10 @@ INLINE void list(const u32* taken, int n, const Picks& picks) {
 
 #if ENCODING
 extern "C" __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Table table) {
-    __shared__ float cache[CACHED ? BLOCK : 1], turned[ROOM], sent[ROOM];
+    __shared__ float cache[CACHED ? BLOCK : 1];
+#if ROTATED
+    __shared__ float turned[BLOCK], sent[BLOCK];
+#endif
     __shared__ u16 waiting[PICK_ROOM];
     __shared__ u32 taken[WORDS];
     const int number = segment_of(table, blockIdx.x);
@@ -211,11 +213,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(const __grid_consta
     u16* scales = (u16*)part.lows + block * (VALUE_BITS == 8 ? 1 : 2);
     const Picks picks = {packed, waiting};
 
-    const auto target = [&](int i) {
-        float v = table.scale * value_at(segment.data, base + i);
-        if (FEEDBACK) v += table.decay * segment.residual[base + i];
-        return v;
-    };
     if (CACHED) {
         for (int i = threadIdx.x * 8; i < size; i += THREADS * 8) {
             float v[8], kept[8];
@@ -231,7 +228,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(const __grid_consta
         }
         __syncthreads();
     }
-    const auto plain = [&](int i) { return CACHED ? cache[CACHED ? i : 0] : target(i); };
 #if ROTATED
     for (int i = threadIdx.x; i < BLOCK; i += THREADS) {
         float total = 0.0f;
@@ -241,7 +237,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(const __grid_consta
     __syncthreads();
     const auto source = [&](int i) { return turned[i]; };
 #else
-    const auto source = plain;
+    const auto target = [&](int i) {
+        float v = table.scale * value_at(segment.data, base + i);
+        if (FEEDBACK) v += table.decay * segment.residual[base + i];
+        return v;
+    };
+    const auto source = [&](int i) { return CACHED ? cache[CACHED ? i : 0] : target(i); };
 #endif
     select(source, size, k, taken);
     list(taken, size, picks);
@@ -267,12 +268,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(const __grid_consta
 #else
     for (int i = threadIdx.x; i < n; i += THREADS) {
         if (taken[i / 32] >> (i % 32) & 1) continue;
-        const float v = plain(i);
+        const float v = source(i);
         if (is_finite(v)) segment.residual[base + i] = v;
     }
     for (int j = threadIdx.x; j < k; j += THREADS) {
         const int i = picks.get(j);
-        const float lost = plain(i) - decoded_value(values, scales, j);
+        const float lost = source(i) - decoded_value(values, scales, j);
         if (is_finite(lost)) segment.residual[base + i] = lost;
     }
 #endif
@@ -280,8 +281,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(const __grid_consta
 #else
 // Indices beyond the block, which no encoder sends, are left out and reported in the flag.
 extern "C" __global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Table table) {
-    __shared__ float cache[CACHED ? BLOCK : 1], sent[ROOM];
-    __shared__ u16 places[ROOM];
+    __shared__ float cache[CACHED ? BLOCK : 1];
+#if ROTATED
+    __shared__ float sent[BLOCK];
+    __shared__ u16 places[BLOCK];
+#endif
     const int number = segment_of(table, blockIdx.x);
     const Segment& segment = table.segments[number];
     const i64 block = blockIdx.x - segment.first, base = block * BLOCK;

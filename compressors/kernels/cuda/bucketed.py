@@ -1,4 +1,4 @@
-"""Launches of the kernels of ``encode.cuh`` and ``decode.cuh``: many tensors at once, on whatever stream is current.
+"""Launches of ``encode.cuh`` and ``decode.cuh``: many tensors at once, on the current stream.
 
 A launch takes a table of up to 32 tensors by value, so a fusion buffer of more needs a second one.
 """
@@ -18,7 +18,7 @@ from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import Program
 from ringlet.compressors.kernels.cuda.table import MOST_PARTS, MOST_SEGMENTS
 
-_INPUTS = {"float32": 0, "float16": 1, "uint16": 2}  # uint16 holds bfloat16
+INPUTS = {"float32": 0, "float16": 1, "uint16": 2}  # uint16 holds bfloat16
 _CHUNK = 8  # elements that a thread handles at a time
 
 
@@ -101,7 +101,7 @@ class Codec:
             table["flag"] = 0 if flag is None else device.address(flag)
             program = self.program(
                 "encode",
-                INPUT=0 if some[0].x is None else _INPUTS[some[0].x.dtype.name],
+                INPUT=0 if some[0].x is None else INPUTS[some[0].x.dtype.name],
                 FEEDBACK=int(some[0].residual is not None),
                 SUMMED=int(shards > 0),
             )
@@ -159,8 +159,6 @@ def _batches(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
         yield items[start : start + most]
 
 
-def _launch(
-    device: Device, program: Program, threads: int, table: npt.NDArray[np.void]
-) -> None:
+def _launch(device: Device, program: Program, threads: int, table: npt.NDArray[np.void]) -> None:
     if threads:
         device.launch(program, program.kernels[0], -(-threads // program.threads), table)

@@ -21,7 +21,7 @@ struct Values {
     int lane;
     float held[HELD ? CHUNKS : 1][8];
 
-    __device__ __forceinline__ Values(const Table& t, int s, i64 b, int c, int l)
+    INLINE Values(const Table& t, int s, i64 b, int c, int l)
         : table(t), segment(t.segments[s]), number(s), base(b), count(c), lane(l) {
         if (HELD) {
 #pragma unroll
@@ -29,9 +29,9 @@ struct Values {
         }
     }
 
-    __device__ __forceinline__ int place(int chunk) const { return (chunk * GROUP + lane) * 8; }
+    INLINE int place(int chunk) const { return (chunk * GROUP + lane) * 8; }
 
-    __device__ __forceinline__ void fetch(int chunk, float* v) const {
+    INLINE void fetch(int chunk, float* v) const {
         const int i = place(chunk), left = count - i;
         if (left <= 0) return;
 #if SUMMED
@@ -59,7 +59,7 @@ struct Values {
     }
 
     // One value, for sums whose order matters; it comes from the cache.
-    __device__ __forceinline__ float at(int i) const {
+    INLINE float at(int i) const {
         float value = 0.0f;
 #if SUMMED
         const Part* parts = table.parts + table.count + number * table.shards;
@@ -80,7 +80,7 @@ struct Values {
     }
 
     // Call take(value) for every value that this thread holds.
-    template <class Take> __device__ __forceinline__ void each(const Take& take) const {
+    template <class Take> INLINE void each(const Take& take) const {
         if (HELD) {
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -107,18 +107,15 @@ INLINE void encode_chunk(const Values& values, const Part& part, const Scale& sc
     if (left <= 0) return;
     const i64 at = values.base + i;
     Word word = {0, 0};
-    float lost[8];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-        lost[e] = 0.0f;
-        if (e < left) {
-            const u32 code = encode_value(v[e], scale, segment.key, segment.start + at + e);
-            put_code(word, e, code);
-            lost[e] = v[e] - decode_code(code, scale);
-        }
-    }
+    for (int e = 0; e < 8; ++e)
+        if (e < left)
+            put_code(word, e, encode_value(v[e], scale, segment.key, segment.start + at + e));
     store_codes(part.codes, at, left, word);
 #if FEEDBACK
+    float lost[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) lost[e] = v[e] - decode_code(code_in(word, e), scale);
     store_finite(segment.residual, at, left, lost);
 #endif
 }

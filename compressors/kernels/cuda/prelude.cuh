@@ -7,7 +7,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#define INLINE static __device__ __forceinline__
+#define INLINE __device__ __forceinline__
 
 INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE float float_of(u32 bits) { return __uint_as_float(bits); }

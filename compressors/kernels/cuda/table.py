@@ -20,7 +20,8 @@ PART = np.dtype([("codes", "u8"), ("scales", "u8"), ("lows", "u8")])
 TABLE = np.dtype(
     [
         ("segments", SEGMENT, MOST_SEGMENTS), ("parts", PART, MOST_PARTS), ("units", "i8"),
-        ("forward", "u8"), ("inverse", "u8"), ("flag", "u8"), ("count", "i4"), ("shards", "i4"), ("decay", "f4"), ("scale", "f4"),
+        ("forward", "u8"), ("inverse", "u8"), ("flag", "u8"),
+        ("count", "i4"), ("shards", "i4"), ("decay", "f4"), ("scale", "f4"),
     ]
 )  # fmt: skip
 
