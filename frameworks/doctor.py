@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("-np", "--np", "--num-proc", dest="np", metavar="N", help="connect N ranks")
-    parser.add_argument("--transport", metavar="NAME", help="mpi or gloo")
+    parser.add_argument("--transport", metavar="NAME", help="mpi, gloo or nccl")
     add_hosts(parser)
     parser.add_argument("--ranks-only", action="store_true", help=argparse.SUPPRESS)
 

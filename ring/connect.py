@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 import stat
 from dataclasses import replace
 from datetime import timedelta
@@ -34,9 +35,8 @@ _calls = itertools.count()
 def connect(transport: str | None = None) -> Communicator:
     """Join the job that the launcher started and return this rank's communicator.
 
-    ``transport`` is mpi, gloo or local; None takes what the launcher chose, or inside ``run_local``
-    the rank that this thread is. Collective: every rank
-    calls it, equally often. Raises LaunchError when rank or size differ between launcher and
+    ``transport`` is mpi, gloo, nccl or local; None takes what the launcher chose, or inside
+    ``run_local`` the rank that this thread is. Collective: every rank calls it, equally often. Raises LaunchError when rank or size differ between launcher and
     transport, or when the environment is inconsistent; TransportUnavailable when the transport
     needs something that is not installed.
     """
@@ -72,6 +72,7 @@ def _differs(launched: Launched, rank: int, size: int) -> str:
     starters = {
         "mpi": "`ringlet run --transport mpi` or the mpiexec of the MPI library that is installed",
         "gloo": "`ringlet run --transport gloo` or torchrun",
+        "nccl": "`ringlet run --transport nccl` or torchrun",
         "local": "`ringlet run`",
     }
     return (
@@ -131,6 +132,35 @@ def _gloo(launched: Launched) -> Communicator:
     return GlooCommunicator(store, launched.rank, launched.size, timeout=TIMEOUT, host=host)
 
 
+def _nccl(launched: Launched) -> Communicator:
+    from ringlet.ring.nccl_library import lacking
+
+    if missing := lacking():
+        raise unavailable("nccl", missing.why, missing.remedy)
+    from ringlet.ring.nccl import NcclCommunicator
+
+    # NumPy arrays and the unique id travel by what the launcher can do.
+    by_mpi = launched.rendezvous is None and launched.launcher != "ringlet"
+    build = _local if launched.size == 1 else _mpi if by_mpi else _gloo
+    host = build(launched)
+    try:
+        return NcclCommunicator(host, gpu_of(launched, host), TIMEOUT)
+    except BaseException:
+        host.close()
+        raise
+
+
+def gpu_of(launched: Launched, host: Communicator) -> int:
+    """Return the number of this rank's GPU: its local rank, around the GPUs that are visible."""
+    import cupy
+
+    local = launched.local_rank
+    if local is None:
+        names = host.allgather_bytes(platform.node().encode())
+        local = names[: host.rank].count(names[host.rank])
+    return local % int(cupy.cuda.runtime.getDeviceCount())
+
+
 def _store(dist: Any, launched: Launched) -> Any:
     place = launched.rendezvous
     if place is None:
@@ -173,4 +203,4 @@ def _private(directory: Path) -> None:
         )
 
 
-_BUILDERS = {"local": _local, "mpi": _mpi, "gloo": _gloo}
+_BUILDERS = {"local": _local, "mpi": _mpi, "gloo": _gloo, "nccl": _nccl}

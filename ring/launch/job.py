@@ -55,7 +55,7 @@ def launch(
     are reached.
 
     It is 0 when every rank exits with 0, otherwise the code of the rank that failed first (128 +
-    number for a signal). ``transport`` is mpi or gloo; None prefers mpi. ``env`` adds to this
+    number for a signal). ``transport`` is mpi, gloo or nccl; None prefers mpi. ``env`` adds to this
     process's environment. Output goes to descriptors 1 and 2, whole lines at a time, with
     ``[rank]<stdout>: `` in front unless ``prefix`` is false, and, as it was written, into files
     of the directory ``output`` if that is given. After a failure the other ranks have

@@ -50,9 +50,11 @@ def choose_transport(asked: str | None) -> tuple[str, str | None]:
     when nothing works.
     """
     if asked is not None and check_transport(asked) == "local":
-        raise LaunchError("transport 'local' joins threads of one process; use mpi or gloo")
+        raise LaunchError("transport 'local' joins threads of one process; use mpi, gloo or nccl")
     why = lacking()
     remedy = {"mpi": "pip install 'ringlet[mpi]'", "gloo": "pip install 'ringlet[torch]'"}
+    if asked == "nccl":
+        return _with_nccl(why["gloo"])
     if asked is not None:
         if missing := why[asked]:
             raise unavailable(asked, missing, remedy[asked])
@@ -65,6 +67,17 @@ def choose_transport(asked: str | None) -> tuple[str, str | None]:
         f"no transport can be used: {why['mpi']} and {why['gloo']}."
         f" {remedy['mpi']} or {remedy['gloo']}"
     )
+
+
+def _with_nccl(gloo: str | None) -> tuple[str, str | None]:
+    """Return the transport "nccl", whose ranks meet over gloo."""
+    from ringlet.ring.nccl_library import lacking
+
+    if gloo is not None:
+        raise unavailable("nccl", f"{gloo}, over which ranks meet", "pip install 'ringlet[torch]'")
+    if missing := lacking(gpu=False):  # other hosts may have one
+        raise unavailable("nccl", missing.why, missing.remedy)
+    return "nccl", None
 
 
 def lacking() -> dict[str, str | None]:

@@ -45,7 +45,6 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["run", "--num-proc", "x", "true"], "-np takes a number of ranks, not 'x'"),
         (["run", "-np", "100000", "true"], "ranks on this machine are refused"),
         (["run", "-np", "2", "--transport", "glo", "true"], "Did you mean 'gloo'?"),
-        (["run", "-np", "2", "--transport", "nccl", "true"], "'nccl' is not available: it is not"),
         (["run", "-np", "2", "--transport", "local", "true"], "joins threads of one process"),
         (["run", "-np", "2", "--env", "A", "true"], "--env takes KEY=VALUE, not 'A'"),
         (["run", "-np", "2", "--env", "=A", "true"], "--env takes KEY=VALUE, not '=A'"),

@@ -86,9 +86,7 @@ def test_many_tensors_share_the_launches(feedback, host):
             c.feedback_into(x * np.float32(0.5), residual, 0.25, made, context(n))
         elif n:
             c.encode_into(x * np.float32(0.5), made, context(n))
-        tensors.append(
-            Selected(x, found["indices"], found["values"], mine if feedback else None)
-        )
+        tensors.append(Selected(x, found["indices"], found["values"], mine if feedback else None))
         expected.append((made, found, residual, mine))
     before = host.launches
     largest(host, tensors, scratch, 0.25, 0.5, flag)

@@ -1,0 +1,332 @@
+"""NCCL without a GPU: its library, and the communicator over a stand-in that moves host memory."""
+
+import ctypes
+import threading
+import types
+
+import numpy as np
+import pytest
+
+import ringlet.ring.nccl as module
+from ringlet.ring import PeerLost, ReduceOp, RingError, TransportUnavailable, nccl_library
+from ringlet.ring.connect import connect, gpu_of
+from ringlet.ring.environment import Launched
+from ringlet.ring.launch.start import choose_transport
+from ringlet.ring.local import LocalWorld
+from ringlet.ring.nccl import TYPES, NcclCommunicator
+from ringlet.ring.nccl_library import (
+    ID_BYTES,
+    IN_PROGRESS,
+    LEAST,
+    REMOTE_ERROR,
+    Lacking,
+    lacking,
+    load,
+)
+
+SIZE = 3  # ranks
+KINDS = {number: name for name, number in TYPES.items()}
+UFUNCS = [np.add, np.multiply, np.maximum, np.minimum]
+
+needs_nccl = pytest.mark.skipif(
+    load() is None, reason="needs NCCL: pip install nvidia-nccl-cu12 (or -cu13)"
+)
+
+
+@needs_nccl
+def test_the_library_tells_its_version_and_makes_ids(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    library = load()
+    assert library.version() >= LEAST
+    ids = {library.unique_id() for _ in range(3)}
+    assert {len(made) for made in ids} == {ID_BYTES}
+    assert len(ids) == 3
+    assert "invalid argument" in library.explain(4, 0)
+
+
+def test_without_a_gpu_it_is_said_what_is_missing():
+    missing = lacking()
+    if missing is None:
+        pytest.skip("there is a GPU here")
+    assert missing.why
+    assert missing.remedy
+    with pytest.raises(TransportUnavailable, match="transport 'nccl' is not available"):
+        connect("nccl")
+    with pytest.raises(TransportUnavailable):
+        NcclCommunicator(LocalWorld(1).communicators[0])
+
+
+def test_the_launcher_says_what_is_missing_before_it_starts_anything(monkeypatch):
+    monkeypatch.setattr(nccl_library, "lacking", lambda gpu: Lacking("cupy is not here", "Get it."))
+    with pytest.raises(TransportUnavailable, match=r"'nccl' is not available: cupy.*Get it\."):
+        choose_transport("nccl")
+    monkeypatch.setattr(nccl_library, "lacking", lambda gpu: None)
+    assert choose_transport("nccl") == ("nccl", None)
+
+
+class OnDevice(np.ndarray):
+    """An array that looks as if it lay on a GPU."""
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"data": (self.ctypes.data, False)}
+
+
+def device(values, dtype=np.float32):
+    return np.array(values, dtype).view(OnDevice)
+
+
+class World:
+    """What the stand-ins of all ranks share."""
+
+    def __init__(self, size):
+        self.size, self.barrier, self.posts = (
+            size,
+            threading.Barrier(size, timeout=20),
+            [None] * size,
+        )
+
+
+class StandIn:
+    """NCCL's calls as ``nccl_library.Library`` offers them, for threads of one process."""
+
+    def __init__(self, world, rank):
+        self.world, self.rank, self.calls, self.aborted, self.states = world, rank, [], 0, []
+        self.seen = []
+
+    def unique_id(self):
+        return b"i" * ID_BYTES
+
+    def init(self, size, unique_id, rank):
+        assert (size, unique_id, rank) == (self.world.size, b"i" * ID_BYTES, self.rank)
+        return IN_PROGRESS, 7
+
+    def state(self, handle):
+        assert handle == 7
+        return self.states.pop(0) if self.states else 0
+
+    def explain(self, code, handle):
+        return f"code {code}"
+
+    def call(self, name, *arguments):
+        self.seen.append(name)
+        if name == "GroupStart":
+            self.calls = []
+        elif name == "GroupEnd":
+            return self.run()
+        elif name == "CommAbort":
+            self.aborted += 1
+        elif not name.startswith("Comm"):
+            assert arguments[-2:] == (7, 99)
+            self.calls.append((name, arguments[:-2]))
+        return 0
+
+    def run(self):
+        """Exchange what was grouped: every rank posts its calls and reads the others'."""
+        self.world.posts[self.rank] = [(n, a, memory(n, a)) for n, a in self.calls]
+        self.world.barrier.wait()
+        written = [self.effect(i, *call) for i, call in enumerate(self.calls)]
+        self.world.barrier.wait()
+        for address, data in filter(None, written):
+            ctypes.memmove(address, data, len(data))
+        self.world.barrier.wait()
+        return 0
+
+    def others(self, i):
+        return [posts[i][2] for posts in self.world.posts]
+
+    def effect(self, i, name, a):
+        if name in ("AllReduce", "ReduceScatter", "Reduce"):
+            dtype = np.dtype(KINDS[a[3]])
+            total = UFUNCS[a[4]].reduce([np.frombuffer(d, dtype) for d in self.others(i)])
+            if name == "AllReduce":
+                return a[1], total.tobytes()
+            if name == "ReduceScatter":
+                return a[1], total[self.rank * a[2] :][: a[2]].tobytes()
+            return (a[1], total.tobytes()) if a[5] == self.rank else None
+        if name == "AllGather":
+            return a[1], b"".join(self.others(i))
+        if name == "Broadcast":
+            return a[1], self.others(i)[a[4]]
+        if name == "Recv":
+            for called, b, data in self.world.posts[a[3]]:
+                if called == "Send" and b[3] == self.rank:
+                    assert len(data) == a[1]
+                    return a[0], data
+        return None
+
+
+def memory(name, a):
+    """Return the bytes that a call sends."""
+    if name == "Recv":
+        return b""
+    if name == "Send":
+        return ctypes.string_at(a[0], a[1])
+    itemsize = np.dtype(KINDS[a[3]]).itemsize
+    count = a[2]
+    if name == "ReduceScatter":
+        count *= SIZE
+    return ctypes.string_at(a[0], count * itemsize)
+
+
+class Gpu:
+    """What the communicator uses of CuPy."""
+
+    class Device:
+        def __init__(self, number=0):
+            self.id = number
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            return None
+
+    class Event:
+        done = True
+
+        def __init__(self, disable_timing):
+            pass
+
+        def record(self, stream):
+            pass
+
+    @staticmethod
+    def get_current_stream():
+        return types.SimpleNamespace(ptr=99)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Run a function on three ranks, each with its communicator; return what they return."""
+    local, world = LocalWorld(SIZE), World(SIZE)
+    makers = threading.local()
+    monkeypatch.setattr(
+        module, "_requirements", lambda: (makers.library, types.SimpleNamespace(cuda=Gpu))
+    )
+
+    def run(function):
+        results = [None] * 3
+
+        def rank(r):
+            makers.library = StandIn(world, r)
+            comm = NcclCommunicator(local.communicators[r], timeout=0.2)
+            try:
+                results[r] = function(comm)
+            except Exception as error:
+                results[r] = error
+            comm.close()
+
+        threads = [threading.Thread(target=rank, args=(r,)) for r in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return results
+
+    return run
+
+
+def test_sums_and_maxima(ranks):
+    def work(comm):
+        a, b = device([comm.rank, 1, 2]), device([comm.rank, -comm.rank], np.int64)
+        comm.allreduce(a)
+        comm.allreduce(b, ReduceOp.MAX)
+        flags = device([comm.rank == 1, False], bool)
+        comm.allreduce(flags)
+        comm.synchronize()
+        return a.tolist(), b.tolist(), flags.tolist()
+
+    assert ranks(work) == [([3, 3, 6], [2, 0], [True, False])] * 3
+
+
+@pytest.mark.parametrize("counts", [[2, 2, 2], [1, 0, 3]])
+def test_pieces_of_sums(counts, ranks):
+    total = sum(counts)
+
+    def work(comm):
+        send, mine = device(np.arange(total) + comm.rank), device(np.zeros(counts[comm.rank]))
+        comm.reduce_scatter(send, mine, counts)
+        return mine.tolist()
+
+    expected = np.split(3 * np.arange(total) + 3, np.cumsum(counts)[:-1])
+    assert ranks(work) == [piece.tolist() for piece in expected]
+
+
+@pytest.mark.parametrize("counts", [[2, 2, 2], [1, 0, 3]])
+def test_gathering(counts, ranks):
+    def work(comm):
+        out = device(np.zeros(sum(counts)), np.uint16)
+        comm.allgather(device([comm.rank] * counts[comm.rank], np.uint16), out, counts)
+        return out.tolist()
+
+    assert ranks(work) == [np.repeat([0, 1, 2], counts).tolist()] * 3
+
+
+def test_exchanging_and_broadcasting(ranks):
+    def work(comm):
+        send = device([10 * comm.rank + r for r in range(3) for _ in range(r)])
+        out = device(np.zeros(3 * comm.rank))
+        comm.alltoall(send, out, [0, 1, 2], [comm.rank] * 3)
+        root = device([comm.rank] * 2)
+        comm.broadcast(root, 2)
+        return out.tolist(), root.tolist()
+
+    expected = [[10 * s + r for s in range(3) for _ in range(r)] for r in range(3)]
+    assert ranks(work) == [(piece, [2, 2]) for piece in expected]
+
+
+def test_arrays_of_the_host_go_over_the_host(ranks):
+    def work(comm):
+        a = np.ones(4, np.float32)
+        comm.allreduce(a)
+        comm.barrier()
+        said = comm.allgather_bytes(b"%d" % comm.rank)
+        return a.tolist(), said, "AllReduce" in comm._library.seen
+
+    assert ranks(work) == [([3.0] * 4, [b"0", b"1", b"2"], False)] * 3
+
+
+def test_arguments_that_nccl_cannot_take(ranks):
+    def work(comm):
+        with pytest.raises(TypeError, match="int16"):
+            comm.allreduce(device([1], np.int16))
+        with pytest.raises(TypeError, match="both on the GPU"):
+            comm.allgather(np.ones(1, np.float32), device([0, 0, 0]))
+
+    assert ranks(work) == [None] * 3
+
+
+@pytest.mark.parametrize(("code", "kind"), [(REMOTE_ERROR, PeerLost), (1, RingError)])
+def test_failures_have_types_and_end_what_is_under_way(code, kind, ranks):
+    def work(comm):
+        comm._library.states = [IN_PROGRESS, code]
+        library = comm._library
+        library.run = lambda: IN_PROGRESS
+        with pytest.raises(kind, match=f"AllReduce failed on rank {comm.rank}: code {code}"):
+            comm.allreduce(device([1]))
+        with pytest.raises(kind):
+            comm.allreduce(device([1]))
+        return library.aborted
+
+    assert ranks(work) == [1] * 3
+
+
+def test_what_never_ends_is_ended(ranks):
+    def work(comm):
+        comm._library.run = lambda: IN_PROGRESS
+        comm._library.state = lambda handle: IN_PROGRESS
+        with pytest.raises(PeerLost, match="did not end within"):
+            comm.allreduce(device([1]))
+        return comm._library.aborted
+
+    assert ranks(work) == [1] * 3
+
+
+def test_ranks_take_the_gpus_in_turn(monkeypatch):
+    runtime = types.SimpleNamespace(getDeviceCount=lambda: 2)
+    gpus = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(__import__("sys").modules, "cupy", gpus)
+    host = LocalWorld(1).communicators[0]
+    for local, device_ in (0, 0), (1, 1), (2, 0), (None, 0):
+        assert gpu_of(Launched("ringlet", 0, 4, "nccl", local), host) == device_
