@@ -36,9 +36,10 @@ def connect(transport: str | None = None) -> Communicator:
     """Join the job that the launcher started and return this rank's communicator.
 
     ``transport`` is mpi, gloo, nccl or local; None takes what the launcher chose, or inside
-    ``run_local`` the rank that this thread is. Collective: every rank calls it, equally often. Raises LaunchError when rank or size differ between launcher and
-    transport, or when the environment is inconsistent; TransportUnavailable when the transport
-    needs something that is not installed.
+    ``run_local`` the rank that this thread is. Collective: every rank calls it, equally often.
+    Raises LaunchError when rank or size differ between launcher and transport, or when the
+    environment is inconsistent; TransportUnavailable when the transport needs something that is
+    not installed.
     """
     own = this_thread()
     if own is not None and transport in (None, "local"):

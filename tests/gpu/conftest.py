@@ -9,6 +9,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import hostdevice
 
+
+def gpu_missing():
+    """Say why there is no GPU to use, or nothing."""
+    try:
+        import cupy
+
+        return "" if cupy.cuda.runtime.getDeviceCount() else "there is no NVIDIA GPU here"
+    except Exception as error:  # not installed, no driver, no runtime: whatever it is, say so
+        return f"needs an NVIDIA GPU and CuPy: {type(error).__name__}: {error}"
+
+
+@pytest.fixture(scope="session")
+def cupy():
+    """CuPy, with a GPU."""
+    if missing := gpu_missing():
+        pytest.skip(missing)
+    import cupy
+
+    return cupy
+
+
 CACHE = Path(__file__).parents[2] / ".kernels" / "cuda"
 
 
