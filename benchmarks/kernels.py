@@ -1,10 +1,12 @@
 """Codec speed on this machine, beside memcpy and beside torch composed of plain operators.
 
     python benchmarks/kernels.py [--mib 64] [--threads 2] [--save] [SPEC ...]
+    python benchmarks/kernels.py --device cuda [--mib 256] [--save] [SPEC ...]
 
 Rates are GB/s of float32 input (for decoding: of output), medians over interleaved rounds; the
 column behind each is the share of memcpy's rate in the same run. ``--save`` keeps them, with the
-processor and the date, in benchmarks/results/ as JSON and as a table.
+processor and the date, in benchmarks/results/ as JSON and as a table. On a GPU rates count the
+bytes that must move; see kernels_cuda.py.
 """
 
 import argparse
@@ -56,9 +58,8 @@ class Codec:
         self.compressor.encode_into(self.out, self.sum, self.context)
 
 
-def composed(spec, x):
-    """Return the same encoding out of torch operators, or None."""
-    t = torch.from_numpy(x)
+def composed(spec, t):
+    """Return the same encoding of the tensor ``t`` out of torch operators, or None."""
     name = spec.split("(")[0]
     if name in ("fp16", "bf16"):
         dtype = torch.float16 if name == "fp16" else torch.bfloat16
@@ -79,7 +80,7 @@ def composed(spec, x):
 
         return quantise
     if name == "topk":
-        k = parse(spec).count(x.size)
+        k = parse(spec).count(t.numel())
 
         def select():
             _, indices = torch.topk(t.abs(), k)
@@ -146,11 +147,18 @@ def shown(row, head):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("specs", nargs="*", default=DEFAULT, metavar="SPEC")
-    parser.add_argument("--mib", type=int, default=64, help="size of the float32 input")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--mib", type=int, help="size of the float32 input (64; on a GPU 256)")
     parser.add_argument("--threads", type=int, default=pool.threads())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", action="store_true", help="in benchmarks/results/")
     args = parser.parse_args()
+    args.mib = args.mib or (256 if args.device == "cuda" else 64)
+    if args.device == "cuda":
+        import kernels_cuda
+
+        kernels_cuda.run(args, composed)
+        return
     torch.set_num_threads(args.threads)
     x = np.random.default_rng(0).standard_normal(args.mib << 18, dtype=np.float32)
     target = np.empty_like(x)
@@ -163,7 +171,7 @@ def main():
     rows = []
     with pool.limited(args.threads):
         for spec in args.specs:
-            codec, peer = Codec(spec, x), composed(spec, x)
+            codec, peer = Codec(spec, x), composed(spec, torch.from_numpy(x))
             jobs = [memcpy, codec.encode, codec.encode_feedback, codec.decode]
             jobs += [codec.decode_sum_encode, *([peer] if peer else [])]
             for job in jobs:

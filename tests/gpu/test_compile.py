@@ -1,6 +1,7 @@
 """Every CUDA source is compiled for the architectures that are promised: no GPU is needed."""
 
 import re
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import nvrtc
 import pytest
 
 import ringlet.compressors.kernels.cuda as package
-from ringlet.compressors import parse
-from ringlet.compressors.kernels.cuda.source import OPTIONS
+from ringlet.compressors import CompressorError, parse
+from ringlet.compressors.kernels.cuda import select
+from ringlet.compressors.kernels.cuda.compile import binary
+from ringlet.compressors.kernels.cuda.source import OPTIONS, Program
 
 REASON = "needs NVRTC: pip install nvidia-cuda-nvrtc-cu12"
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=REASON)
@@ -31,6 +34,7 @@ def programs():
     int8 = parse("int8").cuda()
     found += [int8.program("encode", INPUT=kind) for kind in (0, 1, 2)]
     found += [int8.program("encode", SUMMED=1, FEEDBACK=1), int8.program("decode", ADDING=1)]
+    found += [select.program(0, 1), select.program(1, 0)]
     return found
 
 
@@ -65,3 +69,27 @@ def test_every_program_compiles_for_every_architecture_within_registers():
             assert all("deprecated" in line for line in warnings), what
             spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
             assert max(spilled) < 64, what
+
+
+def test_the_way_over_cupy_needs_no_gpu(tmp_path, monkeypatch):
+    cuda = pytest.importorskip("cupy.cuda")
+    monkeypatch.setenv("RINGLET_KERNEL_CACHE", str(tmp_path / "cache"))
+    program = parse("int8").cuda().program("encode")
+    made = binary(program, 90, cuda.nvrtc)
+    assert made[:4] == b"\x7fELF"
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    kept = ("getSupportedArchs", "getVersion")
+    stale = types.SimpleNamespace(**{n: getattr(cuda.nvrtc, n) for n in kept})
+    assert binary(program, 90, stale) == made  # from the cache: this one cannot compile
+    newer = types.SimpleNamespace(**{n: getattr(cuda.nvrtc, n) for n in dir(cuda.nvrtc)})
+    newer.getSupportedArchs = lambda: (75, 80)
+    assert b".target sm_80" in binary(program, 90, newer)
+
+
+def test_a_compiler_error_is_shown(tmp_path, monkeypatch):
+    cuda = pytest.importorskip("cupy.cuda")
+    monkeypatch.setenv("RINGLET_KERNEL_CACHE", str(tmp_path))
+    with pytest.raises(CompressorError, match="BITS"):
+        binary(Program(("values",), ()), 90, cuda.nvrtc)
+    with pytest.raises(CompressorError, match="does not know"):
+        binary(Program((), ()), 20, cuda.nvrtc)

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from ringlet.compressors.context import Array
-from ringlet.compressors.kernels.cuda.source import OPTIONS, Program
+from ringlet.compressors.kernels.cuda.compile import binary
+from ringlet.compressors.kernels.cuda.source import Program
 
 
 class Device(Protocol):
@@ -28,11 +29,11 @@ class Device(Protocol):
 
 
 class CupyDevice:
-    """The GPU that CuPy has selected. Kernels are compiled for it on first use, and cached."""
+    """The GPU that CuPy has selected. Kernels are compiled for it on first use."""
 
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy = cupy
-        self._kernels: dict[tuple[Program, str], Any] = {}
+        self._kernels: dict[tuple[int, Program, str], Any] = {}
         self._constants: dict[tuple[int, str], Array] = {}
 
     def address(self, array: Array) -> int:
@@ -42,21 +43,31 @@ class CupyDevice:
 
     def constant(self, name: str, array: Array) -> Array:
         """Copy to the current device, once."""
-        key = self._cupy.cuda.Device().id, name
+        key = self._current(), name
         if key not in self._constants:
             self._constants[key] = self._cupy.asarray(array)
         return self._constants[key]
 
     def launch(self, program: Program, kernel: str, blocks: int, table: npt.NDArray[Any]) -> None:
         """Launch on CuPy's current stream; nothing is waited for."""
-        found = self._kernels.get((program, kernel))
+        key = self._current(), program, kernel
+        found = self._kernels.get(key)
         if found is None:
-            # CuPy chooses the architecture of the current device and keeps binaries on disk.
-            module = self._cupy.RawModule(code=program.source(), options=OPTIONS, backend="nvrtc")
-            for name in program.kernels:
-                self._kernels[program, name] = module.get_function(name)
-            found = self._kernels[program, kernel]
+            self._load(key[0], program)
+            found = self._kernels[key]
         found((blocks,), (program.threads,), (table,))
+
+    def _current(self) -> int:
+        return int(self._cupy.cuda.runtime.getDevice())
+
+    def _load(self, number: int, program: Program) -> None:
+        from cupy.cuda import nvrtc
+
+        capability = int(self._cupy.cuda.Device(number).compute_capability)
+        module = self._cupy.cuda.function.Module()
+        module.load(binary(program, capability, nvrtc))
+        for name in program.kernels:
+            self._kernels[number, program, name] = module.get_function(name)
 
 
 # Array modules by name; tests add one that runs the same kernels on the host.
