@@ -1,4 +1,4 @@
-"""Steps of error feedback that compressors share: kernels on a CPU, array code elsewhere.
+"""Steps of error feedback that compressors share: kernels, or array code where there are none.
 
 Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019: p = x + decay * e is compressed,
 and e' = p - C(p) is kept. Where e' would not be finite, e stays.
@@ -12,9 +12,27 @@ from ringlet.compressors.context import Array, Context
 from ringlet.compressors.pool import run_ranges
 
 
+def on_device(
+    kernel: str, ctx: Context, out: Array, weight: float = 1.0, **arrays: Array
+) -> bool:
+    """Run an elementwise CUDA kernel on ``out`` and ``arrays``; False if there are none."""
+    if ctx.xp is np:
+        return False
+    from ringlet.compressors.kernels.cuda import elementwise
+    from ringlet.compressors.kernels.cuda.device import device_of
+
+    device = device_of(ctx.xp)
+    if device is None:
+        return False
+    elementwise.run(device, kernel, out, weight, **arrays)
+    return True
+
+
 def target_into(x: Array, residual: Array, decay: float, out: Array, ctx: Context) -> None:
     """Set ``out`` to x + decay * residual."""
     weight = np.float32(decay)
+    if on_device("add", ctx, out, decay, a=x, b=residual):
+        return
     if ctx.xp is not np:
         with np.errstate(invalid="ignore", over="ignore"):
             ctx.xp.multiply(residual, weight, out=out)
@@ -31,6 +49,8 @@ def target_into(x: Array, residual: Array, decay: float, out: Array, ctx: Contex
 
 def keep_lost(target: Array, decoded: Array, residual: Array, ctx: Context) -> None:
     """Set ``residual`` to target - decoded where that is finite; ``decoded`` may be overwritten."""
+    if on_device("keep", ctx, residual, a=target, b=decoded):
+        return
     if ctx.xp is not np:
         # NaN - NaN and Inf - Inf are no surprise here: such elements are not kept.
         with np.errstate(invalid="ignore", over="ignore"):
@@ -50,6 +70,8 @@ def keep_combined(
     target: Array, sent: Array, combined: Array, residual: Array, ctx: Context
 ) -> None:
     """Set ``residual`` to target - sent where that and the ``combined`` result are finite."""
+    if on_device("keep_combined", ctx, residual, a=target, b=sent, c=combined):
+        return
     if ctx.xp is not np:
         with np.errstate(invalid="ignore", over="ignore"):
             lost = target - sent

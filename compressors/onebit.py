@@ -15,6 +15,7 @@ from ringlet.compressors.bucketed import NAN_BITS, Kernel, Packed, lane_sums, ro
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits
 from ringlet.compressors.errors import OptionError
+from ringlet.compressors.feedback import on_device
 from ringlet.compressors.options import fixed, option
 from ringlet.compressors.packing import pack_bits, unpack_bits
 from ringlet.compressors.pool import run_ranges
@@ -137,6 +138,8 @@ class SignSGD(Signs):
     def finish(self, out: Array, ctx: Context) -> None:
         """Replace the sum or mean of the votes by its sign; NaN stays NaN."""
         scale = np.float32(self.scale)
+        if on_device("vote", ctx, out, self.scale):
+            return
         if ctx.xp is not np:
             voted = ctx.xp.where(out >= 0, scale, -scale)
             out[...] = ctx.xp.where(ctx.xp.isnan(out), out, voted)

@@ -10,7 +10,7 @@ import numpy as np
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Payload, Traits, exercise
 from ringlet.compressors.errors import PayloadError
-from ringlet.compressors.feedback import advance
+from ringlet.compressors.feedback import advance, on_device
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
@@ -28,7 +28,8 @@ class Selection(Compressor):
         indices, values = payload["indices"], payload["values"]
         if ctx.xp is not np:
             out[...] = 0
-            out[indices] = values
+            if not on_device("scatter", ctx, out, a=values, indices=indices):
+                out[indices] = values
             return
         from ringlet.compressors.kernels import select
 
@@ -37,7 +38,9 @@ class Selection(Compressor):
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Add the values at their places."""
         if ctx.xp is not np:
-            out[payload["indices"]] += payload["values"]
+            indices, values = payload["indices"], payload["values"]
+            if not on_device("scatter_add", ctx, out, a=values, indices=indices):
+                out[indices] += values
             return
         from ringlet.compressors.kernels import select
 

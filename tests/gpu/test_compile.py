@@ -10,7 +10,7 @@ import pytest
 
 import ringlet.compressors.kernels.cuda as package
 from ringlet.compressors import CompressorError, parse
-from ringlet.compressors.kernels.cuda import select
+from ringlet.compressors.kernels.cuda import elementwise, select
 from ringlet.compressors.kernels.cuda.compile import binary
 from ringlet.compressors.kernels.cuda.source import OPTIONS, Program
 
@@ -34,7 +34,7 @@ def programs():
     int8 = parse("int8").cuda()
     found += [int8.program("encode", INPUT=kind) for kind in (0, 1, 2)]
     found += [int8.program("encode", SUMMED=1, FEEDBACK=1), int8.program("decode", ADDING=1)]
-    found += [select.program(0, 1), select.program(1, 0)]
+    found += [select.program(0, 1), select.program(1, 0), elementwise.PROGRAM]
     return found
 
 
