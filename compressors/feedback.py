@@ -12,9 +12,7 @@ from ringlet.compressors.context import Array, Context
 from ringlet.compressors.pool import run_ranges
 
 
-def on_device(
-    kernel: str, ctx: Context, out: Array, weight: float = 1.0, **arrays: Array
-) -> bool:
+def on_device(kernel: str, ctx: Context, out: Array, weight: float = 1.0, **arrays: Array) -> bool:
     """Run an elementwise CUDA kernel on ``out`` and ``arrays``; False if there are none."""
     if ctx.xp is np:
         return False

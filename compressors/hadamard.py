@@ -153,6 +153,8 @@ class Hadamard(Modifier):
         return rotated
 
     def _rotate(self, x: Array, ctx: Context, out: Array) -> None:
+        if self._on_device("rotate", x, ctx, out):
+            return
         if ctx.xp is not np:
             out[...] = self.rotated_reference(x, ctx)
             return
@@ -166,6 +168,8 @@ class Hadamard(Modifier):
         run_ranges(x.size, block, rotate)
 
     def _restore(self, x: Array, ctx: Context, out: Array, add: bool = False) -> None:
+        if self._on_device("restore", x, ctx, out, add):
+            return
         if ctx.xp is not np:
             restored = self.restored_reference(x, ctx)
             out[...] = out + restored if add else restored
@@ -179,3 +183,18 @@ class Hadamard(Modifier):
             hadamard.restore(x[place], key, ctx.offset + start, block, add, out[place])
 
         run_ranges(x.size, block, restore)
+
+    def _on_device(
+        self, kernel: str, x: Array, ctx: Context, out: Array, add: bool = False
+    ) -> bool:
+        """Run a CUDA kernel; False if there is none for these arrays or blocks."""
+        if ctx.xp is np:
+            return False
+        from ringlet.compressors.kernels.cuda import hadamard
+        from ringlet.compressors.kernels.cuda.device import device_of
+
+        device = device_of(ctx.xp)
+        if device is None or self.block > hadamard.LARGEST:
+            return False
+        hadamard.run(device, kernel, x, out, self.block, ctx.key(shared=True), ctx.offset, add)
+        return True

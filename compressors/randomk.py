@@ -7,17 +7,20 @@ sparsification for communication-efficient distributed optimization", NeurIPS 20
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
-from ringlet.compressors.feedback import advance
+from ringlet.compressors.feedback import advance, on_device
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.device import Device
 
 
 @register("randomk")
@@ -68,6 +71,12 @@ class RandomK(Compressor):
         """Return which of ``n`` entries travel (uint32), in the order in which they do."""
         k = self.count(n)
         if ctx.xp is not np:
+            from ringlet.compressors.kernels.cuda import randomk as kernels
+
+            if device := _device(ctx):
+                chosen = ctx.workspace.array("randomk", k, np.uint32)
+                kernels.draw(device, n, ctx.key(shared=True), grid(n), chosen)
+                return chosen
             return first_places(ctx.xp, ctx.key(shared=True), n, k)
         from ringlet.compressors.kernels import randomk
 
@@ -99,7 +108,8 @@ class RandomK(Compressor):
             select.scatter(chosen, payload["values"], out)
             return
         out[...] = 0
-        out[chosen] = payload["values"]
+        if not on_device("scatter", ctx, out, a=payload["values"], indices=chosen):
+            out[chosen] = payload["values"]
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Add the values at their places."""
@@ -109,12 +119,16 @@ class RandomK(Compressor):
 
             select.scatter_add(chosen, payload["values"], out)
             return
-        out[chosen] += payload["values"]
+        if not on_device("scatter_add", ctx, out, a=payload["values"], indices=chosen):
+            out[chosen] += payload["values"]
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Draw and look for NaN and Inf."""
+        if self._encode_on_device(x, None, 1.0, payload, ctx):
+            return
         if ctx.xp is not np or x.size == 0:
-            return super().encode_into(x, payload, ctx)
+            super().encode_into(x, payload, ctx)
+            return
         from ringlet.compressors.kernels import randomk
 
         values, finite = payload["values"], []
@@ -122,14 +136,16 @@ class RandomK(Compressor):
         run_ranges(x.size, 1, lambda start, stop: finite.append(randomk.all_finite(x[start:stop])))
         if not all(finite):
             values[0] = np.nan
-        return None
 
     def feedback_into(
         self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
     ) -> None:
         """Add the residual, draw, and keep everything not sent."""
+        if self._encode_on_device(x, residual, decay, payload, ctx):
+            return
         if ctx.xp is not np or x.size == 0:
-            return super().feedback_into(x, residual, decay, payload, ctx)
+            super().feedback_into(x, residual, decay, payload, ctx)
+            return
         from ringlet.compressors.kernels import randomk
 
         weight, scale, values = np.float32(decay), self.scale(x.size), payload["values"]
@@ -139,11 +155,34 @@ class RandomK(Compressor):
         if advance(x, residual, decay, ctx) is not residual:
             values[0] = np.nan
         randomk.drop(x, weight, chosen, values, old, residual)
-        return None
+
+    def _encode_on_device(
+        self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
+    ) -> bool:
+        """Do all of it with CUDA kernels; False if there are none."""
+        device = _device(ctx)
+        if device is None or x.size == 0:
+            return False
+        from ringlet.compressors.kernels.cuda import randomk
+
+        key, scale = ctx.key(shared=True), float(self.scale(x.size))
+        randomk.encode(
+            device, x, residual, decay, scale, payload["values"], key, grid(x.size),
+            ctx.workspace.array,
+        )  # fmt: skip
+        return True
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
         exercise(self, ctx)
+
+
+def _device(ctx: Context) -> Device | None:
+    if ctx.xp is np:
+        return None
+    from ringlet.compressors.kernels.cuda.device import device_of
+
+    return device_of(ctx.xp)
 
 
 def grid(n: int) -> tuple[int, int]:

@@ -18,9 +18,7 @@ KERNELS = ("add", "keep", "keep_combined", "vote", "scatter", "scatter_add")
 PROGRAM = Program(("table", "values", "elementwise"), KERNELS, (("BITS", 8), ("INPUT", 0)))
 
 
-def run(
-    device: Device, kernel: str, out: Array, weight: float = 1.0, **arrays: Array
-) -> None:
+def run(device: Device, kernel: str, out: Array, weight: float = 1.0, **arrays: Array) -> None:
     """Run ``kernel`` on flat float32 arrays of equal length.
 
     "add": out = a + weight * b. "keep": out = a - b where that is finite. "keep_combined": the
