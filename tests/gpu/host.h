@@ -6,6 +6,7 @@
 // that a missing barrier shows as a difference between two orders.
 
 #include <cmath>
+#include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -49,12 +50,13 @@ static inline float widened_from_f16(unsigned short v) { return (float)bit_cast_
 
 namespace host {
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // of its first turn; from then on a jump is enough, and much faster
+    jmp_buf place;
     std::vector<char> stack = std::vector<char>(64 << 10);
-    bool done = false;
+    bool started = false, done = false;
 };
 static std::vector<Fiber*> fibers;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static unsigned current, live, turns;
 static void (*body)(const void*);
 static const void* argument;
@@ -66,7 +68,16 @@ static Barrier block_barrier;
 static std::vector<Barrier> warp_barriers;
 static std::vector<unsigned long long> slots;
 
-static void yield() { swapcontext(&fibers[current]->context, &scheduler); }
+static void yield() {
+    if (!_setjmp(fibers[current]->place)) _longjmp(scheduler, 1);
+}
+
+static void resume(Fiber& fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
+}
 
 static void wait(Barrier& barrier, unsigned expected) {
     const unsigned me = current, generation = barrier.generation;
@@ -87,9 +98,21 @@ static unsigned warp_size() {
 static void sync_warp() { wait(warp_barriers[current / 32], warp_size()); }
 
 static void enter() {
-    body(argument);
-    fibers[current]->done = true, --live;
-    yield();
+    for (;;) {  // a block after the other
+        body(argument);
+        fibers[current]->done = true, --live;
+        yield();
+    }
+}
+
+static Fiber* fiber() {
+    Fiber* made = new Fiber;
+    getcontext(&made->context);
+    made->context.uc_stack.ss_sp = made->stack.data();
+    made->context.uc_stack.ss_size = made->stack.size();
+    made->context.uc_link = nullptr;
+    makecontext(&made->context, enter, 0);
+    return made;
 }
 
 template <class T> T exchange(T value, unsigned from) {
@@ -103,26 +126,18 @@ template <class T> T exchange(T value, unsigned from) {
 }
 
 static void run(unsigned blocks, unsigned threads, int backwards) {
-    while (fibers.size() < threads) fibers.push_back(new Fiber);
+    while (fibers.size() < threads) fibers.push_back(fiber());
     gridDim = {blocks, 1, 1}, blockDim = {threads, 1, 1};
     for (unsigned block = 0; block < blocks; ++block) {
         blockIdx = {block, 0, 0};
         block_barrier = {}, warp_barriers.assign((threads + 31) / 32, {}), slots.assign(threads, 0);
-        for (unsigned t = 0; t < threads; ++t) {
-            Fiber& fiber = *fibers[t];
-            fiber.done = false;
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data();
-            fiber.context.uc_stack.ss_size = fiber.stack.size();
-            fiber.context.uc_link = &scheduler;
-            makecontext(&fiber.context, enter, 0);
-        }
+        for (unsigned t = 0; t < threads; ++t) fibers[t]->done = false;
         for (live = threads, turns = 0; live;) {
             for (unsigned t = 0; t < threads; ++t) {
                 const unsigned next = backwards ? threads - 1 - t : t;
                 if (fibers[next]->done) continue;
                 current = next, threadIdx = {next, 0, 0};
-                swapcontext(&scheduler, &fibers[next]->context);
+                resume(*fibers[next]);
             }
             if (++turns > 8) {
                 fprintf(stderr, "threads wait for each other in block %u\n", block);

@@ -18,10 +18,9 @@ REASON = "needs NVRTC: pip install nvidia-cuda-nvrtc-cu12"
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=REASON)
 # One spec for every path through the preprocessor.
 SPECS = [
-    "fp16", "bf16", "int8", "int4(stochastic=True)", "qsgd(bits=3)", "minmax", "onebit", "signsgd",
-    "natural", "terngrad", "fp8", "fp8(format='e5m2', block=8)", "block_topk",
-    "block_topk(block=65536, ratio=0.5, bits=8)", "block_topk(ratio=0.25, block=64, dct=True)",
-    "block_topk(bits=2)", "block_topk(bits=16)",
+    "fp16", "int8", "int4(stochastic=True)", "qsgd(bits=3)", "minmax", "onebit", "signsgd",
+    "natural", "terngrad", "fp8", "block_topk", "block_topk(block=65536, ratio=0.5, bits=8)",
+    "block_topk(ratio=0.25, block=64, dct=True)", "block_topk(bits=2)", "block_topk(bits=16)",
 ]  # fmt: skip
 
 
@@ -55,10 +54,10 @@ def test_every_program_compiles_for_every_architecture_within_registers():
         options = (*OPTIONS, f"--gpu-architecture=sm_{number}", "--ptxas-options=-v")
         return program, number, nvrtc.compiled(program.source(), options)
 
-    # Every file for all architectures; the other paths through it for one each, in turn.
+    # Every file for the three architectures; the other paths through it for one each, in turn.
     numbers, every = architectures(), programs()
     files = {(program.parts, program.kernels): program for program in every}
-    jobs = [(p, n) for p in files.values() for n in numbers]
+    jobs = [(p, n) for p in files.values() for n in (75, 80, 90)]
     others = [program for program in every if program not in files.values()]
     jobs += [(p, numbers[i % len(numbers)]) for i, p in enumerate(others)]
     with ThreadPoolExecutor(2) as pool:

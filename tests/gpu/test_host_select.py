@@ -9,6 +9,7 @@ from ringlet.compressors.kernels.cuda import select
 from ringlet.compressors.kernels.cuda.select import Selected, largest
 
 RNG = np.random.default_rng(5)
+SAMPLE = 4096  # entries that the kernel looks at first
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,15 +31,11 @@ def kinds(n):
     yield "sparse", sparse
     # Every entry that the sample sees is large: it overestimates the threshold.
     fooled = normal(n) * np.float32(1e-3)
-    fooled[:: max(1, n // select_sample())] = 100
+    fooled[:: max(1, n // SAMPLE)] = 100
     yield "fooled", fooled
     broken = normal(n)
     broken[[0, n // 2, n - 1]] = np.nan, np.inf, -np.inf
     yield "broken", broken
-
-
-def select_sample():
-    return 4096
 
 
 def context(n, xp=None, **kw):
@@ -47,7 +44,7 @@ def context(n, xp=None, **kw):
 
 
 @pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.3, 1.0])
-@pytest.mark.parametrize("n", [1, 100, 4097, 40000])
+@pytest.mark.parametrize("n", [1, 100, 17000])
 def test_the_same_entries_travel(n, ratio, host):
     c = parse(f"topk(ratio={ratio})")
     for kind, x in kinds(n):
@@ -58,15 +55,15 @@ def test_the_same_entries_travel(n, ratio, host):
             assert made[name].tobytes() == found[name].tobytes(), (kind, name)
 
 
-@pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.3, 1.0])
-@pytest.mark.parametrize("n", [1, 100, 4097, 40000])
+@pytest.mark.parametrize("ratio", [0.01, 0.3])
+@pytest.mark.parametrize("n", [1, 4097, 17000])
 def test_the_same_residuals_stay(n, ratio, host):
     c = parse(f"topk(ratio={ratio})")
     for kind, x in kinds(n):
         residual = normal(n)
         mine = residual.copy()
         made, found = (empty_payload(c, n, context(n)) for _ in range(2))
-        for _ in range(3):
+        for _ in range(2):
             c.feedback_into(x, residual, 0.5, made, context(n))
             c.feedback_into(x, mine, 0.5, found, context(n, host.module))
             assert np.array_equal(made["indices"], found["indices"]), kind
@@ -78,7 +75,7 @@ def test_the_same_residuals_stay(n, ratio, host):
 def test_many_tensors_share_the_launches(feedback, host):
     c, scratch, flag = parse("topk(ratio=0.02)"), Workspace().array, np.zeros(1, np.int32)
     tensors, expected = [], []
-    for n in [1, 5000, 0, 33, 20000, 300000] + [7] * 30:
+    for n in [1, 5000, 0, 33, 20000, 280000] + [7] * 30:
         x, residual = normal(n), normal(n)
         made, found = (empty_payload(c, n, context(n)) for _ in range(2))
         mine = residual.copy()

@@ -22,6 +22,7 @@ def compiled(host):
         ("decode", {"ADDING": 1}),
     ]
     switches += [("encode", {"SUMMED": 1}), ("encode", {"SUMMED": 1, "FEEDBACK": 1})]
+    switches += [("encode", {"INPUT": 1}), ("encode", {"INPUT": 2})]
     host.prepare([codec.program(kernel, **on) for codec in codecs for kernel, on in switches])
 
 
