@@ -41,7 +41,7 @@ def mpi_threads_supported() -> bool:
 
 
 def nccl_built() -> int:
-    """Return NCCL's version where the transport exists: 0, for it does not yet."""
+    """Return 0: tensors of a framework do not reach the transport "nccl" yet."""
     return 0
 
 

@@ -18,6 +18,12 @@ SPECS = [
     "block_topk(block=9000, ratio=0.02, bits=8)", "block_topk(ratio=0.25, block=64, dct=True)",
     "topk", "topk(ratio=0.3)",
 ]  # fmt: skip
+OTHERS = [
+    "none", "threshold", "topk_sampled", "sidco", "lossless", "shared_int", "terngrad_shared",
+    "powersgd", "acpsgd", "randomk", "randomk(unbiased=False) | ef", "int4 | hadamard | ef",
+    "topk | int8 | ef", "qsgd | scaled | ef", "topk | ef21", "topk | momentum_correction",
+    "block_topk | server_ef",
+]  # fmt: skip
 RNG = np.random.default_rng(3)
 
 
@@ -152,3 +158,9 @@ def test_work_runs_on_the_stream_that_torch_uses(cupy):
     cpu = Side(np, "int8", x.cpu().numpy())
     cpu.encode()
     assert_same(cpu.seen(), gpu.seen(), "torch")
+
+
+@pytest.mark.parametrize("spec", SPECS + OTHERS)
+def test_everything_runs_on_cupy_arrays(spec, cupy):
+    c = parse(spec)
+    c.warm_up(Context(numel=64, shape=(64,), xp=cupy, workspace=Workspace(cupy)))

@@ -53,6 +53,17 @@ def test_payloads_residuals_and_sums_are_those_of_the_cpu(spec, n, trouble, host
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "none", "threshold", "lossless", "shared_int", "powersgd", "topk | ef", "topk | int8 | ef",
+        "int4 | hadamard(block=64) | ef", "qsgd | scaled | ef", "topk | momentum_correction",
+    ],
+)  # fmt: skip
+def test_whatever_is_wrapped_runs_with_kernels_or_array_code(spec, host):
+    parse(spec).warm_up(Context(numel=64, shape=(64,), xp=host.module))
+
+
 def test_a_piece_is_rotated_as_its_place_asks(host):
     c, x = parse("int8 | hadamard(block=64)"), RNG.standard_normal(640).astype(np.float32)
     whole, out = np.empty(640, np.float32), np.empty(256, np.float32)
