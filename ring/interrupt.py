@@ -1,7 +1,7 @@
 """Ending a collective that waits for a rank which will never answer.
 
 gloo has no call for that: a collective ends when its connections do. They are the TCP connections
-that came up while the communicator was made.
+that came up while the communicator was made. NCCL has one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ import stat
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from ringlet.ring.communicator import Communicator
+
+
+class Interruptible(Protocol):
+    """What can end collectives that wait."""
+
+    def interrupt(self) -> None:
+        """End them, from any thread."""
 
 
 class Connections:
@@ -33,12 +41,12 @@ class Connections:
                     sock.shutdown(socket.SHUT_RDWR)
 
 
-_connections: weakref.WeakKeyDictionary[Communicator, Connections] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Communicator, Interruptible] = weakref.WeakKeyDictionary()
 
 
-def remember(comm: Communicator, connections: Connections) -> None:
-    """Note which connections collectives of ``comm`` use."""
-    _connections[comm] = connections
+def remember(comm: Communicator, means: Interruptible) -> None:
+    """Note what ends collectives of ``comm``; it must not keep ``comm`` alive."""
+    _known[comm] = means
 
 
 def interrupter(comm: Communicator) -> Callable[[], None] | None:
@@ -46,12 +54,12 @@ def interrupter(comm: Communicator) -> Callable[[], None] | None:
 
     A rank that is lost breaks every communicator, so all that are known are interrupted.
     """
-    return interrupt_all if comm in _connections else None
+    return interrupt_all if comm in _known else None
 
 
 def interrupt_all() -> None:
     """End what waits in any communicator that is known."""
-    for known in list(_connections.values()):
+    for known in list(_known.values()):
         known.interrupt()
 
 

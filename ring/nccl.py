@@ -11,7 +11,9 @@ and maxima is its own.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import PeerLost, RingError, unavailable
+from ringlet.ring.interrupt import remember
 from ringlet.ring.nccl_library import IN_PROGRESS, REMOTE_ERROR, SUCCESS, Library, lacking, load
 
 TYPES = {
@@ -46,10 +49,19 @@ class NcclCommunicator(Communicator):
         super().__init__(host.rank, host.size, host.origin)
         self._library, self._cupy = _requirements()
         self._host, self._timeout, self._handle = host, timeout, 0
+        self._lock = threading.Lock()  # nobody uses a handle while it is aborted
         gpu = self._cupy.cuda.Device() if device is None else self._cupy.cuda.Device(device)
         self._device = int(gpu.id)
         if self.size > 1:
             self._join()
+            remember(self, _Breaker(self))
+
+    def interrupt(self) -> None:
+        """End what is under way because a rank was lost; for any thread."""
+        if self._handle:
+            where = f"NCCL of rank {self.origin[self.rank]}"
+            self._error = self._error or PeerLost(f"{where} was ended: another rank was lost")
+            self._abandon()
 
     def synchronize(self) -> None:
         """Wait for what is in CuPy's current stream; PeerLost if it does not end in time."""
@@ -129,7 +141,8 @@ class NcclCommunicator(Communicator):
         return None if host is None else NcclCommunicator(host, self._device, self._timeout)
 
     def _close(self) -> None:
-        handle, self._handle = self._handle, 0
+        with self._lock:
+            handle, self._handle = self._handle, 0
         if handle:
             with self._cupy.cuda.Device(self._device):
                 if self._library.call("CommFinalize", handle) in (SUCCESS, IN_PROGRESS):
@@ -165,24 +178,26 @@ class NcclCommunicator(Communicator):
         if not calls:
             return
         with self._cupy.cuda.Device(self._device):
-            end = (self._handle, int(self._cupy.cuda.get_current_stream().ptr))
-            code = self._library.call("GroupStart")
-            codes = [self._library.call(name, *call, *end) for name, call in calls]
-            closed = self._library.call("GroupEnd")
-            wrong = [c for c in (code, *codes) if c not in (SUCCESS, IN_PROGRESS)]
+            stream = int(self._cupy.cuda.get_current_stream().ptr)
+            with self._lock:
+                self._usable()  # it may have been interrupted just now
+                code = self._library.call("GroupStart")
+                made = [self._library.call(n, *call, self._handle, stream) for n, call in calls]
+                closed = self._library.call("GroupEnd")
+            wrong = [c for c in (code, *made) if c not in (SUCCESS, IN_PROGRESS)]
             self._finish(what, wrong[0] if wrong else closed)
 
     def _finish(self, what: str, code: int) -> None:
         """Wait until NCCL has taken a call over: not until the GPU has done it."""
         if code == IN_PROGRESS:
-            self._poll(what, lambda: self._library.state(self._handle))
+            self._poll(what, self._state)
         elif code != SUCCESS:
             self._fail(what, code)
 
     def _poll(self, what: str, state: Callable[[], int]) -> None:
         end, polls = time.monotonic() + self._timeout, 0
         while (code := state()) == IN_PROGRESS:
-            broken = self._library.state(self._handle) if self._handle else SUCCESS
+            broken = self._state()
             if broken not in (SUCCESS, IN_PROGRESS):
                 self._fail(what, broken)
             if time.monotonic() > end:
@@ -193,6 +208,11 @@ class NcclCommunicator(Communicator):
                 time.sleep(0.001)
         if code != SUCCESS:
             self._fail(what, code)
+
+    def _state(self) -> int:
+        with self._lock:
+            self._usable()
+            return self._library.state(self._handle) if self._handle else SUCCESS
 
     def _settled(self, handle: int) -> None:
         """Wait a moment for a communicator that is being finalised."""
@@ -207,11 +227,28 @@ class NcclCommunicator(Communicator):
 
     def _abort(self, error: RingError) -> None:
         """End what is under way, so that the GPU does not wait forever, and raise."""
-        handle, self._handle = self._handle, 0
-        self._error = error
-        if handle:
-            self._library.call("CommAbort", handle)
+        self._error = self._error or error
+        self._abandon()
         raise error
+
+    def _abandon(self) -> None:
+        with self._lock:
+            handle, self._handle = self._handle, 0
+            if handle:
+                self._library.call("CommAbort", handle)
+
+
+class _Breaker:
+    """Interrupts a communicator without keeping it alive."""
+
+    def __init__(self, comm: NcclCommunicator) -> None:
+        self._comm = weakref.ref(comm)
+
+    def interrupt(self) -> None:
+        """Interrupt it, if it is still there."""
+        comm = self._comm()
+        if comm is not None:
+            comm.interrupt()
 
 
 def _requirements() -> tuple[Library, Any]:

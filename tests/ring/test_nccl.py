@@ -11,6 +11,7 @@ import ringlet.ring.nccl as module
 from ringlet.ring import PeerLost, ReduceOp, RingError, TransportUnavailable, nccl_library
 from ringlet.ring.connect import connect, gpu_of
 from ringlet.ring.environment import Launched
+from ringlet.ring.interrupt import interrupter
 from ringlet.ring.launch.start import choose_transport
 from ringlet.ring.local import LocalWorld
 from ringlet.ring.nccl import TYPES, NcclCommunicator
@@ -318,6 +319,21 @@ def test_what_never_ends_is_ended(ranks):
         comm._library.state = lambda handle: IN_PROGRESS
         with pytest.raises(PeerLost, match="did not end within"):
             comm.allreduce(device([1]))
+        return comm._library.aborted
+
+    assert ranks(work) == [1] * 3
+
+
+def test_a_lost_rank_ends_what_waits(ranks):
+    def work(comm):
+        comm._library.run = lambda: IN_PROGRESS
+        comm._library.state = lambda handle: IN_PROGRESS
+        comm._timeout = 20
+        threading.Timer(0.2, interrupter(comm)).start()
+        with pytest.raises(PeerLost, match="another rank was lost"):
+            comm.allreduce(device([1]))
+        with pytest.raises(PeerLost, match="another rank was lost"):
+            comm.synchronize()
         return comm._library.aborted
 
     assert ranks(work) == [1] * 3
