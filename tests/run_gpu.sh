@@ -3,9 +3,11 @@
 # Without a GPU every test is skipped, with the reason.
 set -eu
 cd "$(dirname "$0")/.."
-[ -n "${PYTHON:-}" ] || PYTHON=python3
-[ -x .venv/bin/python ] && PYTHON=.venv/bin/python
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
+fi
 # The project's pytest settings name plugins that a GPU machine may lack.
 PYTHONPATH="$PWD/tree${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m pytest -c /dev/null \
-    --rootdir "$PWD" --import-mode=importlib -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning \
-    -ra -m gpu tests/gpu "$@"
+    --rootdir "$PWD" --import-mode=importlib -p no:cacheprovider \
+    -W ignore::pytest.PytestUnknownMarkWarning -ra -m gpu tests/gpu "$@"
