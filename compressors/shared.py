@@ -88,6 +88,8 @@ class SharedInt(Compressor):
 
             run_ranges(out.size, self.bucket, decoded)
             return
+        if self._on_device("decode", out.size, units, ctx, codes=codes, out=out):
+            return
         with np.errstate(invalid="ignore"):
             out[...] = codes.astype("float32") * units.repeat(self.bucket)[: out.size]
 
@@ -112,6 +114,8 @@ class SharedInt(Compressor):
 
             run_ranges(x.size, self.bucket, measure)
             return
+        if self._on_device("measure", x.size, largest, ctx, x=x):
+            return
         rows = xp.zeros((largest.size, self.bucket), "float32")
         rows.reshape(-1)[: x.size] = xp.abs(x)
         rows = xp.where(xp.isnan(rows), np.float32(np.inf), rows)
@@ -132,6 +136,8 @@ class SharedInt(Compressor):
 
             run_ranges(x.size, bucket, encode)
             return
+        if self._on_device("encode", x.size, largest, ctx, float(levels), x=x, codes=codes):
+            return
         unit = largest / levels
         usable = (unit >= _TINY) & xp.isfinite(unit)
         inverse = np.float32(1) / xp.where(usable, unit, np.float32(1))
@@ -142,6 +148,21 @@ class SharedInt(Compressor):
                 place = xp.floor(place + drawn.astype("float32") * np.float32(2.0**-16))
                 place = xp.maximum(xp.minimum(place, levels), -levels)
         codes[...] = xp.where(usable.repeat(bucket)[: x.size], xp.rint(place), 0)
+
+    def _on_device(
+        self, kernel: str, n: int, extents: Array, ctx: Context, levels: float = 1.0,
+        **arrays: Array,
+    ) -> bool:  # fmt: skip
+        """Run a CUDA kernel; False if there are none for these arrays."""
+        from ringlet.compressors.kernels.cuda import shared
+        from ringlet.compressors.kernels.cuda.device import device_of
+
+        device = device_of(ctx.xp)
+        if device is None:
+            return False
+        code = shared.program(self.bits, self.bucket, self.stochastic)
+        shared.run(device, code, kernel, n, extents, ctx.key(), ctx.offset, levels, **arrays)
+        return True
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""

@@ -22,12 +22,12 @@ class Program:
 
     parts: tuple[str, ...]
     kernels: tuple[str, ...]
-    constants: tuple[tuple[str, int | float], ...] = ()
+    constants: tuple[tuple[str, int | float | str], ...] = ()
     threads: int = THREADS
 
     def source(self) -> str:
         """Return the C++ text."""
-        lines = [f"#define {name} {value!r}" for name, value in self.constants]
+        lines = [f"#define {name} {value}" for name, value in self.constants]
         lines.append(f"#define THREADS {self.threads}")
         return "\n".join([*lines, *(_text(part) for part in ("prelude", *self.parts))])
 
