@@ -301,6 +301,7 @@ class Engine:
         except Exception as error:
             log.debug("the engine failed", exc_info=True)
             self._announce(error)
+            self._participant.interrupt()  # others wait for this rank in a collective
             self._break(error)
 
     def _keep_promises(self) -> None:
@@ -367,8 +368,8 @@ class Engine:
         self._hurried = False
         return True
 
-    def _named(self, error: PeerLost) -> PeerLost:
-        """Return an error that names the lost rank, if the coordinator tells it soon."""
+    def _named(self, error: PeerLost) -> Exception:
+        """Return an error that names the rank and the cause, if the coordinator tells them soon."""
         deadline = time.monotonic() + _NAMING_S
         try:
             while not error.ranks and (left := deadline - time.monotonic()) > 0:
@@ -376,6 +377,8 @@ class Engine:
                     if message[:1] == m.LOST:
                         rank, text = loads(message[1:])
                         return PeerLost(text, [rank])
+                    if message[:1] == m.BROKEN:
+                        return EngineClosed(f"the engine broke on {loads(message[1:])}")
         except PeerLost as gone:
             return gone
         return error

@@ -94,8 +94,7 @@ class Batch:
         bucket = self.buckets[index]
         submitted: dict[str, float] = {}
         for member in bucket.members if bucket.done else ():
-            key, last = member.request.key, self._missing.get(member.whole or member, 1) == 1
-            at = meter.submitted.pop(key, None) if last else meter.submitted.get(key)
+            at = meter.submitted.pop(member.request.key, None)
             if at is not None:
                 submitted[member.request.name] = at
         meter.exchanged("", self.number, index, bucket, submitted)

@@ -42,7 +42,7 @@ class TwoLevelBucket(Bucket):
         self, members: Sequence[Member], comm: HierarchicalCommunicator, pool: BufferPool
     ) -> None:
         super().__init__(members, comm.size, pool)
-        local = comm.local
+        self._comm, local = comm, comm.local
         shares = [even_counts(member.numel, local.size) for member in self.members]
         self._counts = [sum(share[rank] for share in shares) for rank in range(local.size)]
         # The fusion buffer holds shard after shard, each of them tensor after tensor.
@@ -65,8 +65,7 @@ class TwoLevelBucket(Bucket):
         return self._buffer.nbytes
 
     def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
-        comm = levels_of(peers.comm)
-        assert comm is not None
+        comm = self._comm
         mine, allocate = self._counts[comm.local.rank], self._lease.allocate
         sums, results = (allocate(4 * mine).view(np.float32) for _ in range(2))
         ends = [0, *accumulate(part.numel for part in self._parts)]
@@ -90,7 +89,7 @@ class TwoLevelBucket(Bucket):
         meter.decompressed(self.trace, start_s)
 
     def _count(self) -> None:
-        for member in (*self.members, *self._parts):
+        for member in self.members:
             member.count()
 
     def _places(self, i: int) -> list[tuple[slice, slice]]:
@@ -142,7 +141,14 @@ def _shard_members(
         state = member.state.setdefault(f"shard.{member.start}", {})
         cross = comm.cross
         shard = Member(
-            request, member.declared, cross.rank, cross.size, member.seed, member.workspace, state
+            request,
+            member.declared,
+            cross.rank,
+            cross.size,
+            member.seed,
+            member.workspace,
+            state,
+            clock=member.state,
         )
         shard.compressor = member.compressor  # however small the shard is
         shards.append(shard)

@@ -83,6 +83,7 @@ class Member:
     start: int = 0
     numel: int = -1
     progress: Progress | None = None
+    clock: State | None = None  # where steps are counted, if not in ``state``
     _contexts: dict[tuple[int, int], Context] = field(default_factory=dict)
     _finishes: bool | None = None
 
@@ -144,7 +145,8 @@ class Member:
         wire = self.request.dtype if uncompressed else str(self.compressor)
         # A group that counts its members is one of requests; without a count it is of neighbours.
         cohort = "" if self.request.group_size else self.request.group
-        return (self.strategy, wire, self.request.op, self.prescale, self.postscale, cohort)
+        collective = self.strategy, self.request.collective
+        return (*collective, wire, self.request.op, self.prescale, self.postscale, cohort)
 
     @property
     def nbytes(self) -> int:
@@ -225,7 +227,7 @@ class Member:
 
     def _shard(self, part: int) -> str:
         """Return the key of what is remembered of a shard's sum."""
-        return f"stage2.{part}" + (f".{self.start}" if self.start else "")
+        return f"stage2.{part}" + ("" if self.whole is None else f".{self.start}")
 
     def call(self, function: Callable[..., Result], *args: object) -> Result:
         """Call into the compressor; what it raises is told with the tensor's name.
@@ -245,7 +247,7 @@ class Member:
     @property
     def step(self) -> int:
         """How many times this tensor has been compressed."""
-        return int(self.state.get("step", 0))
+        return int((self.state if self.clock is None else self.clock).get("step", 0))
 
     def finish(self) -> None:
         """Let the compressor see the combined result, and count the step."""

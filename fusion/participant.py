@@ -34,7 +34,7 @@ from ringlet.ring.errors import Mismatch, PeerLost, RingError
 log = logging.getLogger("ringlet")
 
 _NO_MEMORY = "no memory in step "
-# After these nothing under way can be changed: other messages wait for its end.
+# These do not touch what is under way; other messages wait for its end.
 _OVERLAPPING = frozenset([m.GO, m.EXECUTE, m.EXECUTE_HITS, m.WANTED, m.STALLED])
 
 
@@ -108,7 +108,8 @@ class Participant:
         """Do what ``message`` says. Raises PeerLost, or what broke another rank's engine."""
         handler = self._handlers.get(message[:1])
         if handler is not None:
-            if message[:1] not in _OVERLAPPING:
+            # The others may be in the next step already, where this rank has no data of its own.
+            if self.joined or message[:1] not in _OVERLAPPING:
                 self.pipeline.drain()
             handler(message)
         elif message[:1] == m.LOST:
@@ -125,7 +126,7 @@ class Participant:
         if not self.complete:
             return
         complete = self.complete
-        chosen = max(complete, key=_urgency) if len(complete) > 1 else complete[0]
+        chosen = max(complete.copy(), key=_urgency) if len(complete) > 1 else complete[0]
         complete.remove(chosen)
         group, index, epoch = chosen
         if epoch != group.epoch:
@@ -190,7 +191,17 @@ class Participant:
 
     def close(self, error: Exception) -> None:
         """Fail everything in flight, and whatever comes later, with ``error``."""
-        self.pipeline.stop(self._interrupt)
+        try:
+            self.pipeline.stop(self.interrupt)
+        finally:
+            self._fail_all(error)
+
+    def interrupt(self) -> None:
+        """End collectives that wait, here and on other ranks."""
+        for peers in list(self.sets.values()):
+            peers.comm.interrupt()
+
+    def _fail_all(self, error: Exception) -> None:
         self.requests.close(error)
         for handle, _ in list(self._expected.values()):
             handle.finish(error)
@@ -231,10 +242,6 @@ class Participant:
     def _vote_on(self, batch: Batch, index: int) -> None:
         self._groups[batch.number] = batch
         self.complete.append((batch, index, batch.epoch))
-
-    def _interrupt(self) -> None:
-        for peers in self.sets.values():
-            peers.comm.interrupt()
 
     def _declared(self, message: bytes) -> None:
         process_set, name, number, order = loads(message[1:])

@@ -61,15 +61,15 @@ class LocalWorld:
         self._watchers: list[Callable[[int, str], None]] = []
         self.communicators = [LocalCommunicator(self, rank) for rank in range(size)]
 
-    def leave(self, rank: int, why: str) -> None:
+    def leave(self, rank: int, why: str, lost: bool = True) -> None:
         """Note that ``rank`` takes part no more: whoever waits for it raises PeerLost.
 
-        It also leaves the subsets of this world.
+        It also leaves the subsets of this world. One that is not ``lost`` may tell why itself.
         """
         origin = self.origin[rank]
         with self._condition:
             if self._lost is None:
-                self._lost = PeerLost(f"rank {origin} {why}", [origin])
+                self._lost = PeerLost(f"rank {origin} {why}", [origin] if lost else [])
             watchers = list(self._watchers)
             subsets = list(self._subsets)
             self._condition.notify_all()
@@ -77,7 +77,7 @@ class LocalWorld:
             watcher(rank, why)
         for subset in subsets:
             if origin in subset.origin:
-                subset.leave(subset.origin.index(origin), why)
+                subset.leave(subset.origin.index(origin), why, lost)
 
     def subset(self, ranks: Sequence[int]) -> LocalWorld:
         """Return a world of some of this one's ranks, which lose it when they leave this one."""
@@ -218,7 +218,7 @@ class LocalCommunicator(Communicator):
 
     def interrupt(self) -> None:
         """Leave the world: whoever waits for this rank raises PeerLost."""
-        self.world.leave(self.rank, "gave up")
+        self.world.leave(self.rank, "gave up", lost=False)
 
     def _sibling(self, number: int) -> LocalCommunicator | None:
         return self.world.sibling(number).communicators[self.rank]

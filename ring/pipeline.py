@@ -29,7 +29,7 @@ _PATIENCE_S = 10.0  # for a lane whose collective was interrupted
 
 
 class Wire(NamedTuple):
-    """A collective: ``call`` communicates and does nothing else, and sends ``nbytes``."""
+    """A collective: ``call`` communicates, sends ``nbytes``, and touches nobody else's memory."""
 
     call: Callable[[], None]
     nbytes: float = 0.0

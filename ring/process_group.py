@@ -170,10 +170,11 @@ class ProcessGroupCommunicator(Communicator):
     def _wait(self, what: str, run: Callable[[Any], Any]) -> None:
         # gloo's threads must end before the interpreter does: one that then frees a tensor takes
         # the GIL and aborts the process. So no exception may keep the group alive in its frames.
-        if not self._groups:
-            raise PeerLost(f"{self.name} {what}: another call lost the connection to a rank")
         try:
-            run(self._groups[0])
+            run(next(iter(self._groups)))
+        except StopIteration:  # a sibling has let go of it
+            text = f"{self.name} {what}: another call lost the connection to a rank"
+            raise PeerLost(text) from None
         except RuntimeError as error:
             traceback.clear_frames(error.__traceback__)
             reason = str(error).strip().split("\n")[0]

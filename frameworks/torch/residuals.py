@@ -64,7 +64,8 @@ def reshard(
     """Overwrite ``states`` from what all ranks of an earlier job saved; return the step.
 
     Where the number of ranks has changed, every rank holds the mean of the old residuals, so that
-    averages go on as before; what else compressors remembered is forgotten. Raises ValueError
+    averages go on as before; what else compressors remembered is forgotten, and what was held back
+    of sums and, over two levels, of shards. Raises ValueError
     unless every rank's part is there once.
     """
     sizes = {int(shard["size"]) for shard in shards}
@@ -76,7 +77,7 @@ def reshard(
         return restore(states, by_rank[rank], rank, size)
     step = max(int(shard["step"]) for shard in shards)
     for name, state in states.items():
-        state.clear()
+        _replace(state, {})
         state["step"] = step
         parts = [shard["states"].get(name, {}).get("residual") for shard in by_rank.values()]
         kept = [part.double() for part in parts if isinstance(part, torch.Tensor)]

@@ -67,9 +67,18 @@ def residual_norm(member: Member) -> float | None:
 
 
 def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) -> float | None:
+    n, own = member.numel, slice(member.start, member.start + member.numel)
+    state = {
+        key: value[own]
+        if isinstance(value, np.ndarray) and value.size == member.request.numel
+        else value
+        for key, value in member.state.items()
+    }
     context = replace(
-        member.context(0, 1), state=copy.deepcopy(member.state), workspace=Workspace()
-    )
+        member.context(0, 1),
+        state=copy.deepcopy(state), shape=member.request.shape if member.whole is None else (n,),
+        numel=n, offset=0, workspace=Workspace(),
+    )  # fmt: skip
     decoded = np.empty(x.size, np.float32)
     try:
         payload = member.compressor.compress(x, context)
@@ -79,8 +88,8 @@ def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) ->
         return None
     residual = context.state.get("residual")
     lost = x - decoded
-    if isinstance(residual, np.ndarray) and residual.size == member.request.numel:
-        lost = residual[member.start : member.start + x.size]
+    if isinstance(residual, np.ndarray) and residual.size == x.size:
+        lost = residual
     target = _norm(decoded + lost)
     return _norm(lost) / target if target > 0 else 0.0
 

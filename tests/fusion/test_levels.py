@@ -115,6 +115,42 @@ def test_residuals_are_of_shards_and_training_goes_on_from_them(spec):
             np.testing.assert_array_equal(array, other)
 
 
+def test_replicas_stay_equal_when_all_but_one_rank_start_anew_at_a_later_step():
+    """What ranks draw together is keyed by the step, which is the tensor's, not the shard's."""
+
+    def body(engine):
+        specs = ["int4(bucket=64) | hadamard(block=64) | ef"]
+        states = train(engine, specs, [4096], steps=3)[1]
+        if engine.rank != 0:
+            states = [{"step": 3}]
+        return train(engine, specs, [4096], 2, states, begin=3)[0]
+
+    found = on_hosts("aabb", body)
+    for results in found:
+        for array, other in zip(results, found[0], strict=True):
+            np.testing.assert_array_equal(array, other)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "scatter_reduce"])
+def test_a_forced_collective_is_the_tensors_own(collective):
+    def body(engine, company):
+        names = ["w", *company]
+        requests = [
+            Request(n, shape=(3000,), spec="int8", collective=collective if n == "w" else "auto")
+            for n in names
+        ]
+        group = engine.declare("g", requests, [parse("int8")] * len(names), [{} for _ in names])
+        x = gradient(engine.rank, 0, 3000)
+        for name in names:
+            group.submit(name, x.copy() if name != "w" else x)
+        group.wait(60)
+        return x
+
+    alone = on_hosts("aabb", lambda engine: body(engine, []))
+    together = on_hosts("aabb", lambda engine: body(engine, ["u", "v"]))
+    np.testing.assert_array_equal(alone[0], together[0])
+
+
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_plugin_that_fails_on_one_rank_fails_the_step_on_all(stage, declared, monkeypatch):
