@@ -187,16 +187,16 @@ class CompressedBucket(Bucket):
         return self._encoded.nbytes
 
     def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
-        comm, later, allocate = peers.comm, peers.later, self._lease.allocate
+        comm, siblings, allocate = peers.comm, peers.siblings, self._lease.allocate
         plan = self.plan_of(epoch)
         exchange: compressed.Exchange
         if self._scattered:
             exchange = compressed.ScatterReduce(
-                comm, self.codec, self._encoded, allocate, plan, later
+                comm, self.codec, self._encoded, allocate, plan, siblings
             )
         else:
             exchange = compressed.AllgatherReduce(
-                comm, self.codec, self._encoded, sizes, allocate, plan, later
+                comm, self.codec, self._encoded, sizes, allocate, plan, siblings
             )
         working = partial(self._working, meter)
         yield from compressed.steps(exchange, working)

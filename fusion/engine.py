@@ -70,6 +70,7 @@ class Engine:
             comm, self._control, self.limits, self._submissions, self._signal
         )
         self._released: deque[Group] = deque()
+        self._heard: deque[bytes] = deque()  # messages not yet dispatched
         self._joining: deque[int] = deque()
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -282,8 +283,9 @@ class Engine:
         participant = self._participant
         try:
             while not self._closing:
-                for message in self._control.receive(self._patience()):
-                    participant.dispatch(message)
+                self._heard.extend(self._control.receive(self._patience()))
+                while self._heard:
+                    participant.dispatch(self._heard.popleft())
                 participant.pipeline.advance()
                 while self._released:
                     participant.release(self._released.popleft())
@@ -372,13 +374,17 @@ class Engine:
         """Return an error that names the rank and the cause, if the coordinator tells them soon."""
         deadline = time.monotonic() + _NAMING_S
         try:
-            while not error.ranks and (left := deadline - time.monotonic()) > 0:
-                for message in self._control.receive(left):
+            while not error.ranks:
+                while self._heard:
+                    message = self._heard.popleft()
                     if message[:1] == m.LOST:
                         rank, text = loads(message[1:])
                         return PeerLost(text, [rank])
                     if message[:1] == m.BROKEN:
                         return EngineClosed(f"the engine broke on {loads(message[1:])}")
+                if (left := deadline - time.monotonic()) <= 0:
+                    break
+                self._heard.extend(self._control.receive(left))
         except PeerLost as gone:
             return gone
         return error

@@ -12,30 +12,36 @@ from ringlet.ring.communicator import Communicator
 class Peers:
     """Process set ``number``: its global ``ranks``, ascending, and a communicator of them.
 
-    ``later`` is for the second collective of an exchange: a sibling of ``comm``, so that first and
-    second ones overlap; or ``comm``, where the transport has none.
+    ``siblings`` of ``comm`` are for the second and third collectives of exchanges, so that those of
+    several overlap; there are none where the transport has none.
     """
 
     number: int
     ranks: tuple[int, ...]
     comm: Communicator
-    later: Communicator = field(init=False)
+    siblings: tuple[Communicator, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.later = (self.comm.sibling(1) if self.comm.size > 1 else None) or self.comm
+        found = [self.comm.sibling(i) for i in (1, 2) if self.comm.size > 1]
+        self.siblings = tuple(sibling for sibling in found if sibling is not None)
 
     @property
     def overlaps(self) -> bool:
-        """Whether collectives of two exchanges can be under way at once."""
-        return self.later is not self.comm
+        """Whether collectives of several exchanges can be under way at once."""
+        return bool(self.siblings)
+
+    @property
+    def later(self) -> Communicator:
+        """The communicator of second collectives."""
+        return self.siblings[0] if self.siblings else self.comm
 
     def watch(self, note: Note | None) -> None:
         """Let ``note`` be told of every collective from now on, or nobody."""
-        self.comm, later = unwatched(self.comm), unwatched(self.later)
-        overlaps = later is not self.comm
+        self.comm = unwatched(self.comm)
+        self.siblings = tuple(unwatched(sibling) for sibling in self.siblings)
         if note is not None:
-            self.comm, later = watched(self.comm, note), watched(later, note)
-        self.later = later if overlaps else self.comm
+            self.comm = watched(self.comm, note)
+            self.siblings = tuple(watched(sibling, note) for sibling in self.siblings)
 
     @property
     def rank(self) -> int:

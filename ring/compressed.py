@@ -63,18 +63,16 @@ def encode(codec: Codec, allocate: Allocate = _allocate) -> Encoded:
 
 
 class Exchange(Protocol):
-    """A compressed allreduce in four steps; ``start`` and ``finish`` are collective."""
+    """A compressed allreduce: ``start`` and what ``rest`` holds are collective."""
 
     sent: int  # bytes that this rank sends
+    rest: Sequence[Callable[[], None]]  # collectives after the first
 
     def start(self) -> None:
         """Move payloads."""
 
     def reduce(self) -> None:
         """Sum and encode what arrived."""
-
-    def finish(self) -> None:
-        """Move sums. Raises ExchangeFailed on every rank if any rank found a fault."""
 
     def decode(self) -> None:
         """Write the output."""
@@ -83,21 +81,22 @@ class Exchange(Protocol):
 def steps(
     exchange: Exchange, working: Callable[[str, Callable[[], None]], None] = lambda _, work: work()
 ) -> Steps:
-    """Yield the two collectives of ``exchange``.
+    """Yield the collectives of ``exchange``; ``working(name, call)`` makes the calls between them.
 
-    ``working(name, call)`` makes the calls that do not wait.
+    The last collective raises ExchangeFailed on all ranks if any of them found a fault.
     """
     yield Wire(exchange.start, exchange.sent)
     working("reduce", exchange.reduce)
-    yield Wire(exchange.finish)
+    for collective in exchange.rest:
+        yield Wire(collective)
     working("decode", exchange.decode)
 
 
 class AllgatherReduce:
     """Gather every rank's payload and decode their sum; ``sizes`` are its bytes by rank.
 
-    ``later`` is a sibling of ``comm`` that ``finish`` uses, so that both steps of two exchanges can
-    be under way at once.
+    ``siblings`` of ``comm`` make its later collectives, so that those of several exchanges can be
+    under way at once. To agree is one of its own: its few bytes may queue behind many.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class AllgatherReduce:
         sizes: Sequence[int],
         allocate: Allocate = _allocate,
         plan: int = 0,
-        later: Communicator | None = None,
+        siblings: Sequence[Communicator] = (),
     ) -> None:
         if sizes[comm.rank] != encoded.nbytes:
             said = sizes[comm.rank]
@@ -116,7 +115,8 @@ class AllgatherReduce:
                 f"rank {comm.rank} encoded {encoded.nbytes} bytes, but announced {said}"
             )
         self._comm, self._codec, self._encoded = comm, codec, encoded
-        self._inspector = _Inspector(comm, plan, later or comm)
+        self._inspector = _Inspector(comm, plan, siblings[0] if siblings else comm)
+        self.rest: Sequence[Callable[[], None]] = (self._inspector.agree,)
         self._sizes = list(sizes)
         self._received = allocate(sum(sizes))
         self.sent = (comm.size - 1) * encoded.nbytes
@@ -130,10 +130,6 @@ class AllgatherReduce:
         """Look at what arrived."""
         self._inspector.look(_split(self._received, self._sizes))
 
-    def finish(self) -> None:
-        """Agree that all is well."""
-        self._inspector.agree()
-
     def decode(self) -> None:
         """Decode the sum of the payloads."""
         self._codec.decode_sum_into(0, _opened(self._received, self._sizes))
@@ -142,9 +138,9 @@ class AllgatherReduce:
 class ScatterReduce:
     """Reduce part r on rank r, encode the sum and gather it. Parts are of fixed size.
 
-    ``later`` is as in ``AllgatherReduce``. Raises ProtocolError, before any byte moves, when a part
-    does not fill its capacity: the other ranks count on it. When the codec fails to sum, all ranks
-    raise ExchangeFailed.
+    ``siblings``, two if any, are as in ``AllgatherReduce``. Raises ProtocolError, before any byte
+    moves, when a part does not fill its capacity: the other ranks count on it. When the codec fails
+    to sum, all ranks raise ExchangeFailed.
     """
 
     def __init__(
@@ -154,7 +150,7 @@ class ScatterReduce:
         encoded: Encoded,
         allocate: Allocate = _allocate,
         plan: int = 0,
-        later: Communicator | None = None,
+        siblings: Sequence[Communicator] = (),
     ) -> None:
         rank, size = comm.rank, comm.size
         self._sizes = [codec.capacity(part) + SEAL for part in range(size)]
@@ -163,8 +159,9 @@ class ScatterReduce:
                 f"parts have {encoded.counts} bytes, but fixed sizes are {self._sizes}"
             )
         self._comm, self._codec, self._encoded = comm, codec, encoded
-        self._inspector = _Inspector(comm, plan, later or comm)
-        self._later = later or comm
+        self._later, last = siblings[:2] if siblings else (comm, comm)
+        self._inspector = _Inspector(comm, plan, last)
+        self.rest: Sequence[Callable[[], None]] = (self.finish, self.agree)
         mine = self._sizes[rank]
         self._incoming = [mine] * size
         self._received = allocate(mine * size)
@@ -197,8 +194,11 @@ class ScatterReduce:
         seal(self._own, self._inspector.sequence, self._inspector.plan)
 
     def finish(self) -> None:
-        """Gather the sums and agree that all is well."""
+        """Gather the sums."""
         self._later.allgather(self._own, self._gathered, self._sizes)
+
+    def agree(self) -> None:
+        """Agree that all is well."""
         self._inspector.look(_split(self._gathered, self._sizes))
         self._inspector.agree(self._error)
 
@@ -232,11 +232,9 @@ def scatter_reduce(
 
 
 def run(exchange: Exchange) -> int:
-    """Take the four steps of ``exchange``; return the bytes this rank sent."""
-    exchange.start()
-    exchange.reduce()
-    exchange.finish()
-    exchange.decode()
+    """Take all steps of ``exchange``; return the bytes this rank sent."""
+    for wire in steps(exchange):
+        wire.call()
     return exchange.sent
 
 

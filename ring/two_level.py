@@ -90,9 +90,10 @@ def two_level(
             exchange = ScatterReduce(comm.cross, codec, encoded, allocate, plan)
         yield Wire(exchange.start, exchange.sent)
         exchange.reduce()
-        finish = _Kept(exchange.finish)
-        yield Wire(finish)
-        failure = finish.failure
+        for collective in exchange.rest:
+            kept = _Kept(collective)
+            yield Wire(kept)
+            failure = failure or kept.failure
         if failure is None:
             try:
                 exchange.decode()

@@ -15,6 +15,7 @@ from ringlet.fusion.observe.events import BucketDone, Span, StepDone
 from ringlet.fusion.observe.merge import CLOCK
 
 Event = dict[str, Any]
+_LANES = ("first", "second", "third")
 ENGINE, PROGRAM, WIRE = 1, 2, 10  # threads of the trace; lanes count on from WIRE
 
 
@@ -85,7 +86,7 @@ class Renderer:
         yield self._meta("process_name", 0, {"name": process})
         yield self._meta("process_sort_index", 0, {"sort_index": self._rank})
         threads = {ENGINE: "engine", PROGRAM: "tensors handed in, steps", PROGRAM + 1: "program"}
-        threads |= {WIRE + 1: "wire, first collectives", WIRE + 2: "wire, second collectives"}
+        threads |= {WIRE + i: f"wire, {n} collectives" for i, n in enumerate(_LANES, 1)}
         for tid, name in threads.items():
             yield self._meta("thread_name", tid, {"name": name})
             yield self._meta("thread_sort_index", tid, {"sort_index": tid})

@@ -287,11 +287,11 @@ def test_exchanges_in_a_pipeline_equal_those_one_by_one(size, shapes, seed):
             codecs.append(Int8Codec(gradient(comm.rank, n, seed + i), size if scatter else 1))
             encoded = encode(codecs[-1])
             if scatter:
-                exchanges.append(ScatterReduce(comm, codecs[-1], encoded, later=comm.sibling(1)))
+                exchanges.append(ScatterReduce(comm, codecs[-1], encoded, siblings=siblings(comm)))
             else:
                 sizes = [encoded.nbytes] * size
                 exchanges.append(
-                    AllgatherReduce(comm, codecs[-1], encoded, sizes, later=comm.sibling(1))
+                    AllgatherReduce(comm, codecs[-1], encoded, sizes, siblings=siblings(comm))
                 )
         assert run_pipelined(exchanges) == sum(sent for _, sent in sequential)
         for codec, (output, _) in zip(codecs, sequential, strict=True):
@@ -303,8 +303,8 @@ def test_exchanges_in_a_pipeline_equal_those_one_by_one(size, shapes, seed):
 def test_a_fault_in_a_pipeline_is_raised_on_every_rank():
     def faulty(comm):
         codecs = [Int8Codec(gradient(comm.rank, 60, i), comm.size) for i in range(5)]
-        later = comm.sibling(1)
-        exchanges = [ScatterReduce(comm, codec, encode(codec), later=later) for codec in codecs]
+        family = siblings(comm)
+        exchanges = [ScatterReduce(comm, codec, encode(codec), siblings=family) for codec in codecs]
         if comm.rank == 0:
             damaged(comm, "_alltoall", flip, 1, calls=3)
         with pytest.raises(ProtocolError, match=r"rank 0 received from rank 1 .* \(exchange 3\)"):
@@ -313,6 +313,11 @@ def test_a_fault_in_a_pipeline_is_raised_on_every_rank():
         assert all(np.isnan(codec.output).all() for codec in codecs[2:])
 
     run_local(faulty, 3)
+
+
+def siblings(comm):
+    found = [comm.sibling(1), comm.sibling(2)]
+    return [sibling for sibling in found if sibling is not None]
 
 
 def run_pipelined(exchanges, overlapping=True):

@@ -22,7 +22,7 @@ SIZES = (0, 1, 1000, 400_001, 3_000_000, 17)
 def play(comm):
     """Return a digest of many exchanges, in a pipeline and over two levels."""
     gradient, codec_of = CODEC["gradient"], CODEC["Int8Codec"]
-    later, digest = comm.sibling(1), hashlib.sha256()
+    siblings, digest = CODEC["siblings"](comm), hashlib.sha256()
     for repeat in range(3):
         codecs, exchanges = [], []
         for i, n in enumerate(SIZES):
@@ -30,12 +30,14 @@ def play(comm):
             codec = codec_of(gradient(comm.rank, n, i), comm.size if scatter else 1)
             encoded = encode(codec)
             if scatter:
-                exchanges.append(ScatterReduce(comm, codec, encoded, plan=7, later=later))
+                exchanges.append(ScatterReduce(comm, codec, encoded, plan=7, siblings=siblings))
             else:
                 sizes = [encoded.nbytes] * comm.size
-                exchanges.append(AllgatherReduce(comm, codec, encoded, sizes, plan=7, later=later))
+                exchanges.append(
+                    AllgatherReduce(comm, codec, encoded, sizes, plan=7, siblings=siblings)
+                )
             codecs.append(codec)
-        CODEC["run_pipelined"](exchanges, overlapping=later is not None)
+        CODEC["run_pipelined"](exchanges, overlapping=bool(siblings))
         for codec in codecs:
             digest.update(codec.output.tobytes())
     if comm.size == 4:
