@@ -14,7 +14,7 @@ from __future__ import annotations
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from ringlet.ring.halves import Scratch, combine, combine_everywhere, exchange_s
 TAG = 0x52  # of our sends, so that they are no answer to the user's receives; siblings count on
 SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats gloo's ring
 WINDOW = 1 << 20  # bytes under way at once
+TURN = 1 << 18  # bytes that one collective sends before another one's turn, between hosts
 BOTH = (ReduceOp.SUM, ReduceOp.PRODUCT)  # do not depend on the sign an integer is read with
 ALL = (*BOTH, ReduceOp.MIN, ReduceOp.MAX)
 # What gloo reduces, as which type, and for which operations. Its minima of floats lose NaNs.
@@ -105,10 +106,16 @@ class ProcessGroupCommunicator(Communicator):
             return
         right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
+        longest = max(map(len, pieces))
+        most = TURN if self._spread else max(1, longest)
+
         def pass_on(group: Any) -> None:
             for step in range(self.size - 1):
                 gone, coming = (self.rank - step) % self.size, (self.rank - step - 1) % self.size
-                _complete(self._begin(group, right, pieces[gone], left, pieces[coming]))
+                for start in range(0, longest, most):
+                    part = slice(start, start + most)
+                    send, receive = pieces[gone][part], pieces[coming][part]
+                    _complete(self._begin(group, right, send, left, receive))
 
         self._wait("allgather", pass_on)
 
@@ -132,12 +139,16 @@ class ProcessGroupCommunicator(Communicator):
         receiver at once lose packets. Shifts that are small together are not waited for.
         """
         works: list[Any] = []
+        longest = max(map(len, (*sends, *receives)))
+        most, window = (TURN, TURN) if self._spread else (max(1, longest), WINDOW)
         waiting = 0
-        for shift in range(1, self.size):
+        for start, shift in product(range(0, longest, most), range(1, self.size)):
             to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-            works += self._begin(group, to, sends[to], source, receives[source])
-            waiting += len(sends[to]) + len(receives[source])
-            if waiting > WINDOW:
+            part = slice(start, start + most)
+            send, receive = sends[to][part], receives[source][part]
+            works += self._begin(group, to, send, source, receive)
+            waiting += len(send) + len(receive)
+            if waiting > window:
                 _complete(works)
                 waiting = 0
         _complete(works)
