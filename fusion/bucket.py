@@ -75,6 +75,9 @@ class Bucket(ABC):
         except ExchangeFailed as error:
             self.failure = error
             return
+        except MemoryError as error:  # too late to give up the step: others are under way
+            raw = sum(member.nbytes for member in self.members)
+            raise MemoryError(f"no memory to receive a bucket of {raw} bytes") from error
         if self.more:
             return
         stats = meter.stats

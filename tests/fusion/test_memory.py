@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, OutOfMemory, Request
+from ringlet.fusion import Engine, EngineClosed, OutOfMemory, Request
 from ringlet.fusion.buffers import BufferPool
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
@@ -73,3 +73,34 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
     assert first == second
     assert first[1] == 2
     assert first[0][0] != first[0][1] == first[0][3]
+
+
+def test_no_memory_for_what_is_received_is_named_on_all_ranks():
+    def rank_main(comm):
+        engine = Engine(comm, open_control)
+        request, n = Request("w", shape=(100_000,), spec="int8"), 100_000
+        try:
+            group = engine.declare("g", [request], [parse("int8")], [{}])
+            group.submit("w", np.ones(n, np.float32))
+            group.wait(60)
+            pool = engine._participant._pool
+            pool._free.clear()
+            allocate, taken = pool._allocate, []
+
+            def bounded(nbytes):
+                taken.append(nbytes)
+                if comm.rank == 1 and len(taken) > 1:  # the first is for what is sent
+                    raise MemoryError
+                return allocate(nbytes)
+
+            pool._allocate = bounded
+            group.submit("w", np.ones(n, np.float32))
+            with pytest.raises((MemoryError, EngineClosed)) as caught:
+                group.wait(60)
+            return str(caught.value)
+        finally:
+            engine.shutdown()
+
+    first, second, third = run_local(rank_main, 3)
+    assert second == "no memory to receive a bucket of 400000 bytes"
+    assert first == third == f"the engine broke on rank 1: MemoryError: {second}"
