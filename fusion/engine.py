@@ -21,6 +21,7 @@ from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
 from ringlet.fusion.errors import DuplicateName, EngineClosed
 from ringlet.fusion.group import Group
+from ringlet.fusion.hearing import Hearing
 from ringlet.fusion.hooks import ENGINE_THREAD, Hooks
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import Coordinator
@@ -40,7 +41,6 @@ from ringlet.ring.errors import PeerLost
 
 log = logging.getLogger("ringlet")
 
-_NAMING_S = 2.0  # how long to wait for the name of a rank that a transport lost
 _LEAVING_S = 10.0  # how long to wait until the coordinator has heard the goodbye
 _COMPANY = 8  # cycles that submissions wait at most while more of them come in
 
@@ -64,13 +64,13 @@ class Engine:
         self._check_every = shortest / 4 if leads and self.size > 1 and shortest else None
         self._checked = time.monotonic()
         self._control = open_control(comm, coordinator)
+        self._hearing = Hearing(self._control)
         self._signal = Signal(self._hurry)
         self._submissions = Submissions(self._signal)
         self._participant = Participant(
             comm, self._control, self.limits, self._submissions, self._signal
         )
         self._released: deque[Group] = deque()
-        self._heard: deque[bytes] = deque()  # messages not yet dispatched
         self._joining: deque[int] = deque()
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -283,9 +283,9 @@ class Engine:
         participant = self._participant
         try:
             while not self._closing:
-                self._heard.extend(self._control.receive(self._patience()))
-                while self._heard:
-                    participant.dispatch(self._heard.popleft())
+                self._hearing.listen(self._patience())
+                while (message := self._hearing.next()) is not None:
+                    participant.dispatch(message)
                 participant.pipeline.advance()
                 while self._released:
                     participant.release(self._released.popleft())
@@ -299,7 +299,7 @@ class Engine:
             self._keep_promises()
             self._break(EngineClosed("the engine was shut down"))
         except PeerLost as error:
-            self._break(self._named(error))
+            self._break(self._hearing.cause_of(error))
         except Exception as error:
             log.debug("the engine failed", exc_info=True)
             self._announce(error)
@@ -310,7 +310,8 @@ class Engine:
         """Run what this rank had voted for: others may be inside those collectives already."""
         deadline = time.monotonic() + _LEAVING_S
         while (left := deadline - time.monotonic()) > 0:
-            for message in self._control.receive(left):
+            self._hearing.listen(left)
+            while (message := self._hearing.next()) is not None:
                 if message[:1] == m.GONE and loads(message[1:]) == self.rank:
                     self._participant.pipeline.drain()
                     return
@@ -369,25 +370,6 @@ class Engine:
         self._seen = self._cycles = 0
         self._hurried = False
         return True
-
-    def _named(self, error: PeerLost) -> Exception:
-        """Return an error that names the rank and the cause, if the coordinator tells them soon."""
-        deadline = time.monotonic() + _NAMING_S
-        try:
-            while not error.ranks:
-                while self._heard:
-                    message = self._heard.popleft()
-                    if message[:1] == m.LOST:
-                        rank, text = loads(message[1:])
-                        return PeerLost(text, [rank])
-                    if message[:1] == m.BROKEN:
-                        return EngineClosed(f"the engine broke on {loads(message[1:])}")
-                if (left := deadline - time.monotonic()) <= 0:
-                    break
-                self._heard.extend(self._control.receive(left))
-        except PeerLost as gone:
-            return gone
-        return error
 
     def _announce(self, error: Exception) -> None:
         """Tell the other ranks, as far as that is still possible, why this one stops."""

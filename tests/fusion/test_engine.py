@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.compressors import Compressor, Context, Traits, parse, register, registry
+from ringlet.compressors import Compressor, Context, parse, register, registry
 from ringlet.fusion import (
     CompressionFailed,
     DuplicateName,
@@ -332,51 +332,27 @@ def test_a_plugin_that_fails_to_decode_stops_everybody(faulty):
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_plugin_that_fails_on_a_sum_is_named_on_all_and_the_engine_goes_on(declared, monkeypatch):
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    fault: dict = {}
-
-    @register("brittle")
-    class Brittle(Compressor):
-        def traits(self):
-            return Traits(fixed_size=True, granularity=1)
-
-        def layout(self, n):
-            return parse("none").layout(n)
-
-        def compress(self, x, ctx: Context):
-            if ctx.stage == 2 and fault.get("rank") == ctx.rank:
-                raise KeyError("lost my keys")
-            return {parse("none").layout(x.size)[0].name: x.copy()}
-
-        def decompress(self, payload, out, ctx: Context):
-            (out[:],) = payload.values()
-
+def test_a_plugin_that_fails_on_a_sum_is_named_on_all_and_the_engine_goes_on(
+    declared, brittle, reducer
+):
     def body(engine):
-        request, n = Request("w", shape=(3000,), spec="brittle"), 3000
-        compressor = parse("brittle")
-        if declared:
-            group = engine.declare("g", [request], [compressor], [{}])
+        reduce = reducer(engine, 3000, declared)
 
         def step():
-            x = np.full(n, engine.rank, np.float32)
-            if declared:
-                group.submit("w", x)
-                group.wait(60)
-            else:
-                engine.submit(request, x, compressor=compressor).wait(60)
-            np.testing.assert_array_equal(x, np.ones(n, np.float32))
+            x = np.full(3000, engine.rank, np.float32)
+            reduce(x)
+            np.testing.assert_array_equal(x, np.ones(3000, np.float32))
 
         def sync():
             engine.submit(Request("sync"), np.zeros(1, np.float32)).wait(60)
 
         step()
         sync()
-        fault["rank"] = 2
+        brittle["when"] = lambda ctx: ctx.stage == 2 and ctx.rank == 2
         with pytest.raises(CompressionFailed) as caught:
             step()
         sync()
-        fault.clear()
+        brittle.clear()
         sync()
         step()
         return str(caught.value)

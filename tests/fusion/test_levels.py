@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.compressors import Compressor, Context, Traits, parse, register, registry
+from ringlet.compressors import parse
 from ringlet.fusion import CompressionFailed, Engine, Limits, Request, pieces
 from ringlet.fusion.levels import TwoLevelBucket
 from ringlet.ring import ReduceOp, Topology
@@ -153,40 +153,14 @@ def test_a_forced_collective_is_the_tensors_own(collective):
 
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_plugin_that_fails_on_one_rank_fails_the_step_on_all(stage, declared, monkeypatch):
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    fault = {}
-
-    @register("brittle")
-    class Brittle(Compressor):
-        def traits(self):
-            return Traits(fixed_size=True, granularity=1)
-
-        def layout(self, n):
-            return parse("none").layout(n)
-
-        def compress(self, x, ctx: Context):
-            if (ctx.stage, ctx.name) == fault.get("where"):
-                raise KeyError("lost my keys")
-            return {parse("none").layout(x.size)[0].name: x.copy()}
-
-        def decompress(self, payload, out, ctx: Context):
-            (out[:],) = payload.values()
-
+def test_a_plugin_that_fails_on_one_rank_fails_the_step_on_all(stage, declared, brittle, reducer):
     def body(engine):
-        request, n = Request("w", shape=(3000,), spec="brittle"), 3000
-        compressor = parse("brittle")
-        if declared:
-            group = engine.declare("g", [request], [compressor], [{}])
+        reduce = reducer(engine, 3000, declared)
 
         def step():
-            x = np.full(n, engine.rank, np.float32)
-            if declared:
-                group.submit("w", x)
-                group.wait(60)
-            else:
-                engine.submit(request, x, compressor=compressor).wait(60)
-            np.testing.assert_array_equal(x, np.full(n, 2.5, np.float32))
+            x = np.full(3000, engine.rank, np.float32)
+            reduce(x)
+            np.testing.assert_array_equal(x, np.full(3000, 2.5, np.float32))
 
         def sync():
             engine.submit(Request("sync"), np.zeros(1, np.float32)).wait(60)
@@ -194,12 +168,12 @@ def test_a_plugin_that_fails_on_one_rank_fails_the_step_on_all(stage, declared, 
         step()
         sync()
         if engine.rank == 3:
-            fault["where"] = stage, "w/1"
+            brittle["when"] = lambda ctx: (ctx.stage, ctx.name) == (stage, "w/1")
         sync()
         with pytest.raises(CompressionFailed) as caught:
             step()
         sync()
-        fault.clear()
+        brittle.clear()
         sync()
         step()
         return str(caught.value)
