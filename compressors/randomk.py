@@ -103,9 +103,9 @@ class RandomK(Compressor):
         """Put the values at their places among zeros."""
         chosen = self.indices(out.size, ctx)
         if ctx.xp is np:
-            from ringlet.compressors.kernels import select
+            from ringlet.compressors.kernels import sparse
 
-            select.scatter(chosen, payload["values"], out)
+            sparse.scatter(chosen, payload["values"], out)
             return
         out[...] = 0
         if not on_device("scatter", ctx, out, a=payload["values"], indices=chosen):
@@ -115,9 +115,9 @@ class RandomK(Compressor):
         """Add the values at their places."""
         chosen = self.indices(out.size, ctx)
         if ctx.xp is np:
-            from ringlet.compressors.kernels import select
+            from ringlet.compressors.kernels import sparse
 
-            select.scatter_add(chosen, payload["values"], out)
+            sparse.scatter_add(chosen, payload["values"], out)
             return
         if not on_device("scatter_add", ctx, out, a=payload["values"], indices=chosen):
             out[chosen] += payload["values"]

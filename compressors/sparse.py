@@ -31,9 +31,9 @@ class Selection(Compressor):
             if not on_device("scatter", ctx, out, a=values, indices=indices):
                 out[indices] = values
             return
-        from ringlet.compressors.kernels import select
+        from ringlet.compressors.kernels import sparse
 
-        self._inside(select.scatter(indices, values, out), out)
+        self._inside(sparse.scatter(indices, values, out), out)
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Add the values at their places."""
@@ -42,9 +42,9 @@ class Selection(Compressor):
             if not on_device("scatter_add", ctx, out, a=values, indices=indices):
                 out[indices] += values
             return
-        from ringlet.compressors.kernels import select
+        from ringlet.compressors.kernels import sparse
 
-        self._inside(select.scatter_add(payload["indices"], payload["values"], out), out)
+        self._inside(sparse.scatter_add(payload["indices"], payload["values"], out), out)
 
     def feedback_into(
         self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
@@ -151,14 +151,55 @@ def reaching(x: Array, threshold: int, ctx: Context) -> Array:
 
 def largest(x: Array, k: int, ctx: Context) -> Payload:
     """Return exactly the ``k`` entries of largest magnitude, the lowest index among equals."""
+    payload = {"indices": np.empty(k, np.uint32), "values": np.empty(k, np.float32)}
+    largest_into(x, payload, ctx)
+    return payload
+
+
+def largest_into(
+    x: Array, payload: Payload, ctx: Context, residual: Array | None = None, decay: float = 1.0
+) -> None:
+    """Do the same with as many entries as ``payload`` has room for. CPU only.
+
+    With a ``residual`` they are those of x + decay * residual; the residual keeps the others.
+    """
     from ringlet.compressors.kernels import select
 
-    indices, values = np.empty(k, np.uint32), np.empty(k, np.float32)
-    if k:
-        scratch = ctx.workspace.array("candidates", x.size, np.uint32)
-        room = ctx.workspace.array("select", select.ROOM, np.int64)
-        select.topk(x, k, scratch, room, indices, values)
-    return {"indices": indices, "values": values}
+    indices, values = payload["indices"], payload["values"]
+    n, k = x.size, values.size
+    if k == 0:
+        return
+    feedback, weight = residual is not None, np.float32(decay)
+    held = x if residual is None else residual
+    listed = ctx.workspace.array("candidates", n, np.uint32)
+    found = ctx.workspace.array("magnitudes", n, np.int32)
+    sample = ctx.workspace.array("sample", select.SAMPLE, np.int32)
+    floor = select.sampled_floor(x, held, weight, feedback, k, sample)
+    counts: dict[int, int] = {}
+
+    def collect(start: int, stop: int) -> None:
+        at = slice(start, stop)
+        counts[start] = select.collect(
+            x[at], held[at], weight, feedback, start, floor, listed[at], found[at]
+        )
+
+    run_ranges(n, select.WIDTH, collect)
+    count = 0
+    for start, more in sorted(counts.items()):
+        if start != count:
+            listed[count : count + more] = listed[start : start + more]
+            found[count : count + more] = found[start : start + more]
+        count += more
+    if count < k:  # the sample was misleading
+        infinite = listed[:count][found[:count] >= select.INFINITE]
+        np.bitwise_and(held.view(np.int32), 0x7FFFFFFF, out=found)
+        if feedback:  # the residual took no part in those
+            with np.errstate(invalid="ignore", over="ignore"):
+                sums = x[infinite] + weight * held[infinite]
+            found[infinite] = sums.view(np.int32) & 0x7FFFFFFF
+        listed[:] = np.arange(n, dtype=np.uint32)
+        count = n
+    select.take(x, held, weight, feedback, listed[:count], found[:count], indices, values)
 
 
 def largest_array(x: Array, k: int, ctx: Context) -> Payload:

@@ -12,7 +12,7 @@ from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
-from ringlet.compressors.sparse import Selection, largest_array
+from ringlet.compressors.sparse import Selection, largest_array, largest_into
 
 
 @register("topk")
@@ -50,12 +50,16 @@ class TopK(Selection):
         if ctx.xp is not np or x.size == 0:
             super().encode_into(x, payload, ctx)
             return
-        from ringlet.compressors.kernels import select
+        largest_into(x, payload, ctx)
 
-        indices, values = payload["indices"], payload["values"]
-        candidates = ctx.workspace.array("candidates", x.size, np.uint32)
-        room = ctx.workspace.array("select", select.ROOM, np.int64)
-        select.topk(x, values.size, candidates, room, indices, values)
+    def feedback_into(
+        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
+    ) -> None:
+        """Add to the residual and select in one pass; forget there what is sent."""
+        if ctx.xp is np and x.size:
+            largest_into(x, payload, ctx, residual, decay)
+        else:
+            super().feedback_into(x, residual, decay, payload, ctx)
 
     def selects_on_device(
         self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context

@@ -31,13 +31,13 @@ def select(magnitudes: Any, k: int, picks: Any, found: Any, maxima: Any) -> None
     if n > _FEW and 8 * k <= n:
         floor = _floor(magnitudes, k, maxima)
         count = _collect(magnitudes, floor, picks, found)
-        threshold, reach = _kth(found[:count], k, 0)
-        _filter(found[:count], threshold, reach, k, picks, picks)
+        threshold, reach = kth(found[:count], k, 0)
+        keep_largest(found[:count], threshold, reach, k, picks, picks)
     else:
         for i in range(n):
             picks[i] = i
-        threshold, reach = _kth(magnitudes, k, 0)
-        _filter(magnitudes, threshold, reach, k, picks, picks)
+        threshold, reach = kth(magnitudes, k, 0)
+        keep_largest(magnitudes, threshold, reach, k, picks, picks)
 
 
 @njit(nogil=True)
@@ -51,7 +51,7 @@ def _floor(magnitudes: Any, k: int, maxima: Any) -> Any:
         piece = magnitudes[start : start + groups]
         for i in range(piece.size):
             maxima[i] = max(maxima[i], piece[i])
-    return _kth(maxima[:groups], k, k // 4)[0]
+    return kth(maxima[:groups], k, k // 4)[0]
 
 
 @njit(nogil=True)
@@ -71,7 +71,7 @@ def _collect(magnitudes: Any, floor: Any, picks: Any, found: Any) -> int:
 
 
 @njit(nogil=True)
-def _kth(values: Any, k: int, slack: int) -> Any:
+def kth(values: Any, k: int, slack: int) -> Any:
     """Return a threshold reached by k values, or by k to k + ``slack``, or the k-th largest.
 
     And by how many it is reached.
@@ -95,7 +95,7 @@ def _kth(values: Any, k: int, slack: int) -> Any:
 
 
 @njit(nogil=True)
-def _filter(values: Any, threshold: Any, reach: int, k: int, indices: Any, picks: Any) -> None:
+def keep_largest(values: Any, threshold: Any, reach: int, k: int, indices: Any, picks: Any) -> None:
     """Keep the ``k`` indices whose values are largest; both arrays may be one.
 
     ``reach`` values reach the threshold: more than k where some equal it.

@@ -1,8 +1,11 @@
 """Exact selection of the k entries of largest magnitude, lowest index first among equals.
 
-One pass over memory in the usual case: a sample gives a threshold that a little more than k
-entries pass, they are collected, and the exact threshold is found among them. When the sample
-misleads, a histogram of all entries gives the threshold. The result is the same either way.
+One pass over memory in the usual case: a sample gives a floor that a little more than k entries
+reach, they are listed with their magnitudes, and bisection among those finds the exact threshold.
+When the sample misleads, all entries are listed. The result is the same either way.
+
+With ``feedback`` the entries are those of x + decay * held, which replaces ``held`` in the same
+pass where it is finite. Without it ``held`` is not looked at.
 """
 
 from __future__ import annotations
@@ -12,131 +15,110 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from ringlet.compressors.kernels.blocks import keep_largest, kth
 from ringlet.compressors.kernels.intrinsics import f32_bits
+from ringlet.compressors.kernels.target import target_at
+from ringlet.compressors.kernels.vectors import WIDTH, advance, lowest, reaching, reaching_sum
 
-_SAMPLE = 8192
-_BLOCK = 1024
-ROOM = _SAMPLE // 2 + 2048
+SAMPLE = 8192
+INFINITE = 0x7F800000
 
 
 @njit(nogil=True, cache=True)
-def topk(x: Any, k: int, candidates: Any, room: Any, indices: Any, values: Any) -> None:
-    """Write the ``k`` largest |x| to ``indices`` (uint32, ascending) and ``values`` (float32).
+def sampled_floor(x: Any, held: Any, decay: Any, feedback: bool, k: int, sample: Any) -> Any:
+    """Return a magnitude that a little more than ``k`` entries reach, by strided entries.
 
-    ``candidates`` (uint32) is scratch for at least x.size entries, ``room`` (int64) for ROOM. NaN
-    counts as largest.
+    At most that of infinity. ``sample`` (int32) is scratch for SAMPLE entries.
+    """
+    if x.size <= 4 * SAMPLE:
+        return types.int32(0)
+    stride = x.size // SAMPLE
+    for j in range(SAMPLE):
+        sample[j] = _magnitude(target_at(x, held, decay, j * stride, feedback))
+    expected = k / x.size * SAMPLE
+    rank = int(expected + 4.0 * np.sqrt(expected) + 2.0)
+    if rank >= SAMPLE:
+        return types.int32(0)
+    return min(kth(sample[:SAMPLE], rank, rank // 8)[0], types.int32(INFINITE))
+
+
+@njit(nogil=True, cache=True)
+def collect(
+    x: Any, held: Any, decay: Any, feedback: bool, first: int, floor: Any, listed: Any, found: Any
+) -> int:
+    """List ``first + i`` and the magnitude of every entry that reaches ``floor``; return how many.
+
+    ``listed`` (uint32) and ``found`` (int32) have room for all of x.
     """
     count = 0
-    sample, histogram = room[: _SAMPLE // 2].view(np.uint32), room[_SAMPLE // 2 :]
-    if x.size > 4 * _SAMPLE:
-        floor = _sampled_threshold(x, k, sample)
-        count = _collect(x, floor, candidates, min(x.size, 4 * k + 2 * _BLOCK))
-    if count < k:
-        whole = k >= x.size
-        floor = types.uint32(0) if whole else _threshold(x, candidates, 0, k, True, histogram)
-        count = _collect(x, floor, candidates, x.size)
-    threshold = _threshold(x, candidates, count, k, False, histogram)
-    above = 0
-    for j in range(count):
-        above += _magnitude(x[candidates[j]]) > threshold
-    equal = k - above
-    taken = 0
-    for j in range(count):
-        i = candidates[j]
-        bits = _magnitude(x[i])
-        if bits > threshold or (bits == threshold and equal > 0):
-            equal -= bits == threshold
-            indices[taken] = i
-            values[taken] = x[i]
-            taken += 1
-
-
-@njit(nogil=True, cache=True)
-def scatter(indices: Any, values: Any, out: Any) -> bool:
-    """Overwrite ``out`` with zeros and the given entries; False if an index lies outside."""
-    out[:] = 0
-    for j in range(indices.size):
-        if indices[j] >= out.size:
-            return False
-        out[indices[j]] = values[j]
-    return True
-
-
-@njit(nogil=True, cache=True)
-def scatter_add(indices: Any, values: Any, out: Any) -> bool:
-    """Add the given entries to ``out``; False if an index lies outside."""
-    for j in range(indices.size):
-        if indices[j] >= out.size:
-            return False
-        out[indices[j]] += values[j]
-    return True
-
-
-@njit(inline="always")
-def _magnitude(value: Any) -> Any:
-    return f32_bits(value) & types.uint32(0x7FFFFFFF)
-
-
-@njit(nogil=True, cache=True)
-def _collect(x: Any, threshold: Any, candidates: Any, capacity: int) -> int:
-    """List the indices of entries of at least ``threshold``; 0 if they exceed ``capacity``."""
-    count = 0
-    for start in range(0, x.size, _BLOCK):
-        block = x[start : start + _BLOCK]
-        if count + block.size > capacity:  # near the end of a full list, count before writing
-            more = 0
-            for i in range(block.size):
-                more += _magnitude(block[i]) >= threshold
-            if count + more > capacity:
-                return 0
-            for i in range(block.size):
-                if _magnitude(block[i]) >= threshold:
-                    candidates[count] = start + i
-                    count += 1
-            continue
-        for i in range(block.size):  # without a branch: most entries fail, in no pattern
-            candidates[count] = start + i
-            count += _magnitude(block[i]) >= threshold
+    full = x.size // WIDTH * WIDTH
+    for at in range(0, full, WIDTH):
+        if feedback:
+            mask = reaching_sum(x, held, decay, at, floor)
+        else:
+            mask = reaching(x, at, floor)
+        top = types.int32(0)
+        while mask:
+            i = at + lowest(mask)
+            magnitude = _magnitude(target_at(x, held, decay, i, feedback))
+            listed[count], found[count] = first + i, magnitude
+            top = max(top, magnitude)
+            count += 1
+            mask &= mask - types.uint32(1)
+        if feedback:
+            if top < INFINITE:
+                advance(x, held, decay, at)
+            else:
+                for i in range(at, at + WIDTH):
+                    _advance_one(x, held, decay, i)
+    for i in range(full, x.size):
+        magnitude = _magnitude(target_at(x, held, decay, i, feedback))
+        if magnitude >= floor:
+            listed[count], found[count] = first + i, magnitude
+            count += 1
+        if feedback:
+            _advance_one(x, held, decay, i)
     return count
 
 
 @njit(nogil=True, cache=True)
-def _sampled_threshold(x: Any, k: int, sample: Any) -> Any:
-    """Estimate a magnitude that a little more than ``k`` entries reach, from strided entries."""
-    stride = x.size // _SAMPLE
-    for j in range(_SAMPLE):
-        sample[j] = _magnitude(x[j * stride])
-    expected = k / x.size * _SAMPLE
-    rank = int(expected + 4.0 * np.sqrt(expected) + 2.0)
-    if rank >= _SAMPLE:
-        return types.uint32(0)
-    sample.sort()
-    return sample[_SAMPLE - rank]
+def take(
+    x: Any,
+    held: Any,
+    decay: Any,
+    feedback: bool,
+    listed: Any,
+    found: Any,
+    indices: Any,
+    values: Any,
+) -> None:
+    """Fill ``indices`` (uint32) and ``values`` with the largest of what ``collect`` listed.
 
-
-@njit(nogil=True, cache=True)
-def _threshold(
-    x: Any, candidates: Any, count: int, k: int, everything: bool, histogram: Any
-) -> Any:
-    """Return the k-th largest magnitude among the candidates, or among ``everything``.
-
-    Three passes over the 31 bits of a magnitude: 11, 10 and 10 bits, most significant first.
+    With feedback those that are finite are zeroed in ``held``. Overwrites what was listed.
     """
-    prefix = types.uint32(0)
-    left = k
-    n = x.size if everything else count
-    for level in range(3):
-        shift = types.uint32(20 - 10 * level)
-        histogram[:] = 0
-        for j in range(n):
-            bits = _magnitude(x[j] if everything else x[candidates[j]])
-            if level == 0 or (bits >> (shift + types.uint32(10))) == prefix:
-                histogram[(bits >> shift) & types.uint32(2047 if level == 0 else 1023)] += 1
-        bin_ = 2047 if level == 0 else 1023
-        while histogram[bin_] < left:
-            left -= histogram[bin_]
-            bin_ -= 1
-        prefix = (
-            types.uint32(bin_) if level == 0 else (prefix << types.uint32(10)) | types.uint32(bin_)
-        )
-    return prefix
+    k = values.size
+    threshold, reach = kth(found, k, 0)
+    keep_largest(found, threshold, reach, k, listed, listed)
+    keep_largest(found, threshold, reach, k, found, found)
+    for j in range(k):
+        i = listed[j]
+        indices[j] = i
+        if not feedback:
+            values[j] = x[i]
+        elif found[j] < INFINITE:
+            values[j] = held[i]
+            held[i] = types.float32(0)
+        else:
+            values[j] = x[i] + decay * held[i]
+
+
+@njit(inline="always")
+def _magnitude(value: Any) -> Any:
+    return types.int32(f32_bits(value) & types.uint32(0x7FFFFFFF))
+
+
+@njit(inline="always")
+def _advance_one(x: Any, held: Any, decay: Any, i: Any) -> None:
+    target = x[i] + decay * held[i]
+    if _magnitude(target) < INFINITE:
+        held[i] = target

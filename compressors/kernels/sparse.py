@@ -1,4 +1,4 @@
-"""Selection by a threshold, sums of what exceeds one, and samples to estimate one from.
+"""Selection by a threshold, sums of what exceeds one, samples to estimate one from; scattering.
 
 Magnitudes are compared as the bits of a float32 without its sign, which order like them; NaN
 counts as largest.
@@ -14,8 +14,7 @@ from numba import njit, types
 from ringlet.compressors.kernels.intrinsics import bits_f32, f32_bits
 from ringlet.compressors.kernels.lanes import LANES, fold
 from ringlet.compressors.kernels.random import squares
-
-_GROUP = 32
+from ringlet.compressors.kernels.vectors import WIDTH, lowest, reaching
 
 
 @njit(inline="always")
@@ -27,20 +26,43 @@ def _magnitude(value: Any) -> Any:
 def collect(x: Any, threshold: Any, first: Any, indices: Any) -> int:
     """List ``first + i`` in ``indices`` (uint32) where |x[i]| has bits of at least ``threshold``.
 
-    Returns how many there are. ``indices`` has room for all of x; entries behind are scratch.
+    Returns how many there are. ``indices`` has room for all of x.
     """
     count = 0
     floor = types.int32(threshold)
-    for start in range(0, x.size, _GROUP):
-        group = x[start : start + _GROUP]
-        found = types.uint32(0)
-        for i in range(group.size):  # with vectors, for most groups have none
-            found += types.uint32(_magnitude(group[i]) >= floor)
-        if found:
-            for i in range(group.size):
-                indices[count] = first + start + i
-                count += _magnitude(group[i]) >= floor
+    full = x.size // WIDTH * WIDTH
+    for at in range(0, full, WIDTH):
+        mask = reaching(x, at, floor)
+        while mask:
+            indices[count] = first + at + lowest(mask)
+            count += 1
+            mask &= mask - types.uint32(1)
+    for i in range(full, x.size):
+        if _magnitude(x[i]) >= floor:
+            indices[count] = first + i
+            count += 1
     return count
+
+
+@njit(nogil=True, cache=True)
+def scatter(indices: Any, values: Any, out: Any) -> bool:
+    """Overwrite ``out`` with zeros and the given entries; False if an index lies outside."""
+    out[:] = 0
+    for j in range(indices.size):
+        if indices[j] >= out.size:
+            return False
+        out[indices[j]] = values[j]
+    return True
+
+
+@njit(nogil=True, cache=True)
+def scatter_add(indices: Any, values: Any, out: Any) -> bool:
+    """Add the given entries to ``out``; False if an index lies outside."""
+    for j in range(indices.size):
+        if indices[j] >= out.size:
+            return False
+        out[indices[j]] += values[j]
+    return True
 
 
 @njit(nogil=True, cache=True)

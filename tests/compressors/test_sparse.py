@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import PayloadError, parse
+from ringlet.compressors.kernels import select
+from ringlet.compressors.pool import limited
 from ringlet.compressors.randomk import first_places
+from ringlet.compressors.sparse import largest_into
 from ringlet.compressors.testing import parametrize_with_checks
 from ringlet.compressors.testing.simulate import context, decode, encode, simulate
 
@@ -268,3 +271,32 @@ def test_randomk_shows_overflow_that_it_did_not_draw(bad):
         x[at] = bad
         for out in simulate(parse("randomk(ratio=0.01)"), [np.ones(1000, np.float32), x]):
             assert not np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["gauss", "spikes", "ties", "equal", "trap", "not finite"])
+def test_topk_of_large_tensors_is_exact_with_feedback(kind, threads):
+    """Where a sample gives the first threshold: also when that misleads, and in several threads."""
+    n, k, seed = 900_001, 9_000, 5
+    x = drawn(n, seed, "gauss" if kind in ("trap", "not finite") else kind)
+    rng = np.random.default_rng(seed)
+    if kind == "trap":  # every sampled entry is large
+        x[:: n // select.SAMPLE] *= 1e3
+        x[select.SAMPLE * (n // select.SAMPLE) :] = 0
+    if kind == "not finite":
+        x[rng.integers(0, n, 50)] = [np.nan, np.inf, -np.inf, 1.0, 2.0] * 10
+    residual = rng.standard_normal(n).astype(np.float32) * np.float32(0.1)
+    weight = np.float32(0.9)
+    with np.errstate(invalid="ignore"):
+        total = x + weight * residual
+    bits = total.view(np.uint32) & 0x7FFFFFFF
+    order = np.lexsort((np.arange(n), -bits.astype(np.int64)))
+    chosen = np.sort(order[:k])
+    kept = np.where(np.isfinite(total), total, residual)
+    kept[chosen[np.isfinite(total[chosen])]] = 0
+    payload = {"indices": np.empty(k, np.uint32), "values": np.empty(k, np.float32)}
+    with limited(threads):
+        largest_into(x, payload, context(x), residual, 0.9)
+    np.testing.assert_array_equal(payload["indices"], chosen)
+    np.testing.assert_array_equal(payload["values"], total[chosen])
+    np.testing.assert_array_equal(residual, kept)
