@@ -17,7 +17,7 @@ import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.errors import CompressorError, InputError, PayloadError
-from ringlet.compressors.feedback import keep_lost, target_into
+from ringlet.compressors.feedback import keep_combined, keep_lost, target_into
 from ringlet.compressors.options import bind_options, checked, options_of
 from ringlet.compressors.traits import Exchange, Part, Payload, Round, Traits, storage
 
@@ -190,6 +190,27 @@ class Compressor:
         payload = self.compress(target, ctx)
         keep_residual(self, target, payload, residual, ctx)
         return payload
+
+    def exchange_feedback(
+        self,
+        x: Array,
+        out: Array,
+        residual: Array,
+        decay: float,
+        ctx: Context,
+        local: Array | None = None,
+    ) -> Exchange:
+        """Exchange p = x + decay * residual, leave in ``residual`` what ``local`` lacks of p.
+
+        Less the mean, residuals would take up how ranks differ, in every step anew. Where the new
+        residual or the result would not be finite, the old residual stays.
+        """
+        held = ctx.workspace.held
+        with held(x.size) as target, held(x.size if local is None else 0) as own:
+            target_into(x, residual, decay, target, ctx)
+            sent = own if local is None else local
+            yield from self.exchange(target, out, ctx, sent)
+            keep_combined(target, sent, out, residual, ctx)
 
     def warm_up(self, ctx: Context) -> None:
         """Compile kernels before the first step; by default there are none."""

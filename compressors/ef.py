@@ -12,7 +12,6 @@ import dataclasses
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Exchange, Payload, Traits, encoded
 from ringlet.compressors.errors import CompressorError
-from ringlet.compressors.feedback import keep_combined, target_into
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
@@ -45,7 +44,7 @@ class ErrorFeedback(Modifier):
     def traits(self) -> Traits:
         """Return the wrapped traits; feedback makes them stateful and breaks unbiasedness."""
         inner = self.wrapped_compressor.traits()
-        return dataclasses.replace(inner, stateful=True, omega=None, delta=None)
+        return dataclasses.replace(inner, stateful=True, omega=None, delta=None, in_place=True)
 
     def residual(self, x: Array, ctx: Context) -> Array:
         """Return the residual of the piece that ``x`` is, creating zeros at the first step."""
@@ -71,13 +70,8 @@ class ErrorFeedback(Modifier):
 
     def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Exchange x plus the residual; keep what this rank's share of the result lacks of it."""
-        residual, held = self.residual(x, ctx), ctx.workspace.held
-        with held(x.size) as target, held(x.size if local is None else 0) as own:
-            target_into(x, residual, self.decay, target, ctx)
-            # Less the mean, residuals would take up how ranks differ, in every step anew.
-            sent = own if local is None else local
-            yield from self.wrapped_compressor.exchange(target, out, ctx, sent)
-            keep_combined(target, sent, out, residual, ctx)
+        residual, inner = self.residual(x, ctx), self.wrapped_compressor
+        yield from inner.exchange_feedback(x, out, residual, self.decay, ctx, local)
 
 
 @register("server_ef")

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
+from ringlet.compressors.feedback import target_into
 from ringlet.compressors.pool import run_ranges
+
+Factors = tuple[Array, Array]  # r x n and r x m
 
 # A row that keeps less of its length than this beside those before it is not independent.
 _SMALL = 1e-9
@@ -98,42 +101,75 @@ def _folded(terms: Array) -> Array:
     return terms[..., 0]
 
 
-def times_rows(right: Array, matrix: Array, out: Array, ctx: Context) -> None:
-    """Fill ``out`` (r x n) with right M^T."""
-    if ctx.xp is not np:
-        out[...] = right @ matrix.T
-        return
-    from ringlet.compressors.kernels import lowrank
+class Source:
+    """A matrix to be approximated (float32, n x m), or with a residual matrix + decay * residual.
 
-    n, m = matrix.shape
+    That sum is left in ``target`` by the first product, in one pass on a CPU.
+    """
 
-    def multiply(start: int, stop: int) -> None:
-        rows = slice(start // m, stop // m)
-        lowrank.times_rows(right, matrix[rows], out[:, rows])
+    def __init__(
+        self,
+        matrix: Array,
+        ctx: Context,
+        residual: Array | None = None,
+        decay: float = 1.0,
+        target: Array | None = None,
+    ) -> None:
+        self.shape: tuple[int, int] = matrix.shape
+        self._matrix, self._ctx = matrix, ctx
+        self._residual, self._weight, self._target = residual, np.float32(decay), target
 
-    run_ranges(n * m, m, multiply)
+    def times_rows(self, right: Array, out: Array) -> None:
+        """Fill ``out`` (r x n) with right M^T."""
+        x, residual, target, weight = self._matrix, self._residual, self._target, self._weight
+        if self._ctx.xp is not np:
+            out[...] = right @ x.T
+            return
+        from ringlet.compressors.kernels import lowrank
+
+        m = self.shape[1]
+
+        def multiply(start: int, stop: int) -> None:
+            rows = slice(start // m, stop // m)
+            if residual is None or target is None:
+                lowrank.times_rows(right, x[rows], out[:, rows])
+            else:
+                sums = out[:, rows]
+                lowrank.sum_times_rows(right, x[rows], residual[rows], weight, target[rows], sums)
+
+        run_ranges(x.size, m, multiply)
+        self._has_target()
+
+    def times_columns(self, left: Array, out: Array) -> None:
+        """Fill ``out`` (r x m) with left M."""
+        if self._residual is not None and self._target is not None:
+            whole, held = self._target.reshape(-1), self._residual.reshape(-1)
+            target_into(self._matrix.reshape(-1), held, float(self._weight), whole, self._ctx)
+            self._has_target()
+        matrix = self._matrix
+        if self._ctx.xp is not np:
+            out[...] = left @ matrix
+            return
+        from ringlet.compressors.kernels import lowrank
+
+        n, m = self.shape
+        room = self._ctx.workspace.array("columns", len(left) * m)
+
+        def multiply(start: int, stop: int) -> None:
+            first, last = start // n, stop // n
+            sums = room[first * len(left) : last * len(left)]
+            lowrank.times_columns(left, matrix, first, last, sums, out)
+
+        run_ranges(n * m, n * lowrank.COLUMNS, multiply)
+
+    def _has_target(self) -> None:
+        if self._target is not None:
+            self._matrix, self._residual = self._target, None
 
 
-def times_columns(left: Array, matrix: Array, out: Array, ctx: Context) -> None:
-    """Fill ``out`` (r x m) with left M."""
-    if ctx.xp is not np:
-        out[...] = left @ matrix
-        return
-    from ringlet.compressors.kernels import lowrank
-
-    n, m = matrix.shape
-    room = ctx.workspace.array("columns", len(left) * m)
-
-    def multiply(start: int, stop: int) -> None:
-        first, last = start // n, stop // n
-        sums = room[first * len(left) : last * len(left)]
-        lowrank.times_columns(left, matrix, first, last, sums, out)
-
-    run_ranges(n * m, n * lowrank.COLUMNS, multiply)
-
-
-def product(left: Array, poison: Any, right: Array, out: Array, ctx: Context) -> None:
+def product(factors: Factors, poison: Any, out: Array, ctx: Context) -> None:
     """Fill ``out`` with (left + poison)^T right, adding in order of the rank."""
+    left, right = factors
     if ctx.xp is np:
         from ringlet.compressors.kernels import lowrank
 
@@ -150,3 +186,31 @@ def product(left: Array, poison: Any, right: Array, out: Array, ctx: Context) ->
         out[...] = left[0][:, None] * right[0]
         for k in range(1, len(left)):
             out += left[k][:, None] * right[k]
+
+
+def product_and_lost(
+    both: Factors,
+    own: Factors,
+    poison: Any,
+    target: Array,
+    out: Array,
+    residual: Array,
+    ctx: Context,
+) -> None:
+    """Fill ``out`` with the product of ``both``, ``residual`` with target less that of ``own``.
+
+    The residual stays where it or the result would not be finite. CPU only.
+    """
+    from ringlet.compressors.kernels import lowrank
+
+    (left, right), (own_left, own_right), m = both, own, out.shape[1]
+
+    def multiply(start: int, stop: int) -> None:
+        rows = slice(start // m, stop // m)
+        with ctx.workspace.held(lowrank.CHUNK) as room:
+            lowrank.product_and_lost(
+                left[:, rows], right, own_left[:, rows], own_right, poison,
+                target[rows], out[rows], residual[rows], room,
+            )  # fmt: skip
+
+    run_ranges(out.size, m, multiply)

@@ -23,14 +23,19 @@ _pid = 0
 
 
 def threads() -> int:
-    """Return how many threads a kernel uses: RINGLET_NUM_THREADS, else a rank's share of cores."""
+    """Return how many threads a kernel uses: RINGLET_NUM_THREADS, else a rank's share of cores.
+
+    Of these no more than OMP_NUM_THREADS, which says what the user, or torchrun, leaves a rank.
+    """
     named = os.environ.get("RINGLET_NUM_THREADS", "")
     if named:
         if not named.isdigit() or int(named) < 1:
             raise ValueError(f"RINGLET_NUM_THREADS={named!r} is not a number of at least 1")
         return int(named)
     ranks = max(1, int(os.environ.get("RINGLET_LOCAL_SIZE", "1") or "1"))
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    share = len(os.sched_getaffinity(0)) // ranks
+    most = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return max(1, min(share, int(most)) if most.isdigit() else share)
 
 
 def run_ranges(n: int, granule: int, kernel: Callable[[int, int], None]) -> None:

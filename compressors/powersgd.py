@@ -8,22 +8,27 @@ distributed deep learning" (ACP-SGD), ICDCS 2023.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Exchange, Round, Traits, rehearse
 from ringlet.compressors.lowrank import (
+    Factors,
+    Source,
     draw,
     keep,
     orthonormal,
     poison_of,
     product,
-    times_columns,
-    times_rows,
+    product_and_lost,
 )
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
+
+Finish = Callable[[Factors, Factors, Any], None]
 
 
 class LowRank(Compressor):
@@ -39,7 +44,7 @@ class LowRank(Compressor):
 
     def traits(self) -> Traits:
         """Rounds; what is remembered is the same on all ranks."""
-        return Traits("rounds", stateful=True)
+        return Traits("rounds", stateful=True, in_place=True)
 
     def matrix(self, x: Array, ctx: Context) -> Array | None:
         """Return ``x`` as a matrix, or None if it is to travel uncompressed."""
@@ -53,15 +58,47 @@ class LowRank(Compressor):
         """Exchange factors, or the values themselves."""
         matrix = self.matrix(x, ctx)
         if matrix is None:
-            out[...] = yield Round(x, "mean")
             if local is not None:
                 local[...] = x
-        else:
-            own = None if local is None else local.reshape(matrix.shape)
-            yield from self.factors(matrix, out.reshape(matrix.shape), own, ctx)
+            out[...] = yield Round(x, "mean")
+            return
 
-    def factors(self, matrix: Array, out: Array, local: Array | None, ctx: Context) -> Exchange:
-        """Exchange the factors of a matrix; leave products in ``out`` and ``local``."""
+        def finish(both: Factors, own: Factors, poison: Any) -> None:
+            product(both, poison, out.reshape(matrix.shape), ctx)
+            if local is not None:
+                product(own, poison, local.reshape(matrix.shape), ctx)
+
+        yield from self.factors(Source(matrix, ctx), finish, ctx)
+
+    def exchange_feedback(
+        self,
+        x: Array,
+        out: Array,
+        residual: Array,
+        decay: float,
+        ctx: Context,
+        local: Array | None = None,
+    ) -> Exchange:
+        """Add the residual in the first product's pass, and keep what is lost in the last one's."""
+        matrix = self.matrix(x, ctx)
+        if matrix is None or local is not None or ctx.xp is not np:
+            yield from super().exchange_feedback(x, out, residual, decay, ctx, local)
+            return
+        n, m = matrix.shape
+        with ctx.workspace.held(x.size) as room:
+            target, held = room.reshape(n, m), residual.reshape(n, m)
+
+            def finish(both: Factors, own: Factors, poison: Any) -> None:
+                product_and_lost(both, own, poison, target, out.reshape(n, m), held, ctx)
+
+            source = Source(matrix, ctx, held, decay, target)
+            yield from self.factors(source, finish, ctx)
+
+    def factors(self, source: Source, finish: Finish, ctx: Context) -> Exchange:
+        """Exchange the factors of a matrix; tell ``finish`` all ranks' and this rank's own.
+
+        And 0, or NaN where something was not finite on any rank.
+        """
         raise TypeError(f"{type(self).__name__} does not say which factors travel")
 
     def warm_up(self, ctx: Context) -> None:
@@ -89,30 +126,28 @@ class PowerSGD(LowRank):
 
     def traits(self) -> Traits:
         """Two rounds; remembers a factor with a warm start."""
-        return Traits("rounds", stateful=self.warm_start)
+        return Traits("rounds", stateful=self.warm_start, in_place=True)
 
-    def factors(self, matrix: Array, out: Array, local: Array | None, ctx: Context) -> Exchange:
+    def factors(self, source: Source, finish: Finish, ctx: Context) -> Exchange:
         """Average P, then Q; factors are held as rows."""
-        r, (n, m), held = self.rank, matrix.shape, ctx.workspace.held
+        r, (n, m), held = self.rank, source.shape, ctx.workspace.held
         with held(r * n) as rows, held(r * m) as columns, held(r * m) as first:
             basis, own = rows.reshape(r, n), columns.reshape(r, m)
             start = ctx.state.get("right") if self.warm_start else None
             if start is None:
                 start = first.reshape(r, m)
                 draw(start, ctx)
-            times_rows(start, matrix, basis, ctx)
+            source.times_rows(start, basis)
             left = (yield Round(rows)).reshape(r, n)
             poison = poison_of(left, ctx)
             orthonormal(left, basis, ctx)
-            times_columns(basis, matrix, own, ctx)
+            source.times_columns(basis, own)
             right = (yield Round(columns)).reshape(r, m)
             if self.warm_start:
                 if "right" not in ctx.state:
                     ctx.state["right"] = start.copy()
                 keep(right, poison, ctx.state["right"], ctx)
-            product(basis, poison, right, out, ctx)
-            if local is not None:
-                product(basis, poison, own, local, ctx)
+            finish((basis, right), (basis, own), poison)
 
 
 @register("acpsgd")
@@ -123,11 +158,11 @@ class ACPSGD(LowRank):
     before, made orthonormal. Use it with error feedback, and after some uncompressed steps.
     """
 
-    def factors(self, matrix: Array, out: Array, local: Array | None, ctx: Context) -> Exchange:
+    def factors(self, source: Source, finish: Finish, ctx: Context) -> Exchange:
         """Average P in even steps and Q in odd ones; factors are held as rows."""
         r, even, held = self.rank, ctx.step % 2 == 0, ctx.workspace.held
         fixed, sent = ("right", "left") if even else ("left", "right")
-        n, m = matrix.shape if even else matrix.shape[::-1]  # the lengths of what is sent, and not
+        n, m = source.shape if even else source.shape[::-1]  # of what is sent, and what is not
         with held(r * m) as known, held(r * n) as sending, held(r * m) as first:
             basis, own = known.reshape(r, m), sending.reshape(r, n)
             start = ctx.state.get(fixed)
@@ -135,7 +170,7 @@ class ACPSGD(LowRank):
                 start = first.reshape(r, m)
                 draw(start, ctx)
             orthonormal(start, basis, ctx)
-            (times_rows if even else times_columns)(basis, matrix, own, ctx)
+            (source.times_rows if even else source.times_columns)(basis, own)
             other = (yield Round(sending)).reshape(r, n)
             if fixed not in ctx.state:
                 ctx.state[fixed] = start.copy()
@@ -144,7 +179,7 @@ class ACPSGD(LowRank):
                 draw(ctx.state[sent], ctx)
             keep(other, np.float32(0), ctx.state[sent], ctx)
             poison = poison_of(other, ctx)
-            for factor, target in ((other, out), (own, local)):
-                left, right = (factor, basis) if even else (basis, factor)
-                if target is not None:
-                    product(left, poison, right, target, ctx)
+            if even:
+                finish((other, basis), (own, basis), poison)
+            else:
+                finish((basis, other), (basis, own), poison)

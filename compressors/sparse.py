@@ -164,6 +164,7 @@ def largest_into(
     With a ``residual`` they are those of x + decay * residual; the residual keeps the others.
     """
     from ringlet.compressors.kernels import select
+    from ringlet.compressors.kernels.vectors import WIDTH
 
     indices, values = payload["indices"], payload["values"]
     n, k = x.size, values.size
@@ -183,7 +184,7 @@ def largest_into(
             x[at], held[at], weight, feedback, start, floor, listed[at], found[at]
         )
 
-    run_ranges(n, select.WIDTH, collect)
+    run_ranges(n, WIDTH, collect)
     count = 0
     for start, more in sorted(counts.items()):
         if start != count:

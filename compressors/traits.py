@@ -80,6 +80,9 @@ class Traits:
         Averages divide before compressing, so that sums on the wire stay in range.
     min_size
         Tensors with fewer elements travel uncompressed.
+    in_place
+        ``exchange`` writes to ``out`` only after it has last looked at ``x``, so that both may be
+        one array: the engine then saves a copy of every result.
     """
 
     combine: Literal["sum", "gather", "rounds"] = "gather"
@@ -90,3 +93,4 @@ class Traits:
     stateful: bool = False
     predivide: bool = False
     min_size: int = 1024
+    in_place: bool = False

@@ -35,7 +35,7 @@ class RoundsBucket(Bucket):
         self._rounds: dict[Member, Round] = {}
         self._buffers: dict[tuple[str, str], Array] = {}
         self._pieces: dict[Member, Array] = {}
-        self._outs: dict[Member, Array] = {}  # beside the input, which later rounds still read
+        self._outs: dict[Member, Array] = {}  # where later rounds still read the input
         self._error: Exception | None = None
 
     def abandon(self) -> None:
@@ -93,12 +93,18 @@ class RoundsBucket(Bucket):
             x = member.values()
             if not np.shares_memory(x, member.input):
                 x = x.copy()  # scratch would not last until the next round
-            out = self._outs.get(member)
-            if out is None:
-                out = self._outs[member] = np.empty(x.size, np.float32)
+            out = self._output(member)
             generator = member.compressor.exchange(x, out, member.context(0, 1))
             self._running[member] = (generator, out)
             self._step(member, None)
+
+    def _output(self, member: Member) -> Array:
+        if member.request.dtype == "float32" and member.compressor.traits().in_place:
+            return member.output
+        out = self._outs.get(member)
+        if out is None:
+            out = self._outs[member] = np.empty(member.numel, np.float32)
+        return out
 
     def _resume(self) -> None:
         """Hand every member what was combined, up to its next round or its end."""

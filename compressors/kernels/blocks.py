@@ -11,7 +11,8 @@ from typing import Any
 
 from numba import njit, types
 
-_GROUP = 16
+from ringlet.compressors.kernels.vectors import WIDTH, lowest, reaching
+
 _FEW = 128  # blocks no longer than this are bisected at once
 
 
@@ -57,16 +58,18 @@ def _floor(magnitudes: Any, k: int, maxima: Any) -> Any:
 @njit(nogil=True)
 def _collect(magnitudes: Any, floor: Any, picks: Any, found: Any) -> int:
     count = 0
-    for start in range(0, magnitudes.size, _GROUP):
-        group = magnitudes[start : start + _GROUP]
-        any_ = types.uint32(0)
-        for i in range(group.size):  # with vectors, for most groups have none
-            any_ += types.uint32(group[i] >= floor)
-        if any_:
-            for i in range(group.size):
-                picks[count] = start + i
-                found[count] = group[i]
-                count += group[i] >= floor
+    full = magnitudes.size // WIDTH * WIDTH
+    for at in range(0, full, WIDTH):
+        mask = reaching(magnitudes, at, floor)
+        while mask:
+            i = at + lowest(mask)
+            picks[count], found[count] = i, magnitudes[i]
+            count += 1
+            mask &= mask - types.uint32(1)
+    for i in range(full, magnitudes.size):
+        if magnitudes[i] >= floor:
+            picks[count], found[count] = i, magnitudes[i]
+            count += 1
     return count
 
 

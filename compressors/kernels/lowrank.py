@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from ringlet.compressors.kernels.feedback import add, keep_combined
 from ringlet.compressors.kernels.intrinsics import f32_bits, is_finite
 
-_CHUNK = 2048  # columns of a product whose factors stay in the first-level cache
+CHUNK = 2048  # columns of a product whose factors stay in the first-level cache
 COLUMNS = 1024  # columns that times_columns sums up at a time: ranges begin at multiples
 
 
@@ -102,18 +103,71 @@ def orthonormal(rows: Any, small: float, room: Any, out: Any) -> None:
 @njit(nogil=True, cache=True)
 def product(left: Any, poison: Any, right: Any, out: Any) -> None:
     """Fill ``out`` (n x m) with the sum over k of (left[k, i] + poison) * right[k, j], in order."""
-    r, n = left.shape
-    m = right.shape[1]
-    for start in range(0, m, _CHUNK):
+    n, m = out.shape
+    for start in range(0, m, CHUNK):
         for i in range(n):
-            target = out[i, start : min(start + _CHUNK, m)]
-            weight, values = left[0, i] + poison, right[0, start : start + target.size]
+            _product_row(left, poison, right, i, start, out[i, start : min(start + CHUNK, m)])
+
+
+@njit(nogil=True, cache=True)
+def product_and_lost(
+    left: Any,
+    right: Any,
+    own_left: Any,
+    own_right: Any,
+    poison: Any,
+    target: Any,
+    out: Any,
+    residual: Any,
+    room: Any,
+) -> None:
+    """Do the same, and set ``residual`` to target less the product of the own factors.
+
+    It stays where that or ``out`` is not finite. ``room`` is scratch for CHUNK elements.
+    """
+    n, m = out.shape
+    for start in range(0, m, CHUNK):
+        stop = min(start + CHUNK, m)
+        local = room[: stop - start]
+        for i in range(n):
+            combined = out[i, start:stop]
+            _product_row(left, poison, right, i, start, combined)
+            _product_row(own_left, poison, own_right, i, start, local)
+            keep_combined(target[i, start:stop], local, combined, residual[i, start:stop])
+
+
+@njit(nogil=True)
+def _product_row(left: Any, poison: Any, right: Any, i: int, start: int, target: Any) -> None:
+    """Fill ``target`` with columns from ``start`` on of row ``i``; four ranks are one pass."""
+    r, stop = left.shape[0], start + target.size
+    for k in range(0, r - 3, 4):
+        a, b = left[k, i] + poison, left[k + 1, i] + poison
+        c, d = left[k + 2, i] + poison, left[k + 3, i] + poison
+        one, two = right[k, start:stop], right[k + 1, start:stop]
+        three, four = right[k + 2, start:stop], right[k + 3, start:stop]
+        if k == 0:
+            for j in range(target.size):
+                target[j] = ((a * one[j] + b * two[j]) + c * three[j]) + d * four[j]
+        else:
+            for j in range(target.size):
+                total = (target[j] + a * one[j]) + b * two[j]
+                target[j] = (total + c * three[j]) + d * four[j]
+    for k in range(r // 4 * 4, r):
+        weight, values = left[k, i] + poison, right[k, start:stop]
+        if k == 0:
             for j in range(target.size):
                 target[j] = weight * values[j]
-            for k in range(1, r):
-                weight, values = left[k, i] + poison, right[k, start : start + target.size]
-                for j in range(target.size):
-                    target[j] += weight * values[j]
+        else:
+            for j in range(target.size):
+                target[j] += weight * values[j]
+
+
+@njit(nogil=True, cache=True)
+def sum_times_rows(right: Any, x: Any, held: Any, decay: Any, target: Any, out: Any) -> None:
+    """Set ``target`` to x + decay * held, and ``out`` to ``times_rows`` of that."""
+    for i in range(x.shape[0]):
+        add(x[i], held[i], decay, target[i])
+        times_rows(right, target[i : i + 1], out[:, i : i + 1])
 
 
 @njit(nogil=True, cache=True, fastmath={"reassoc"})
@@ -122,7 +176,16 @@ def times_rows(right: Any, matrix: Any, out: Any) -> None:
     r, n = out.shape
     for i in range(n):
         row = matrix[i]
-        for k in range(r):
+        for k in range(0, r - 3, 4):
+            one, two, three, four = right[k], right[k + 1], right[k + 2], right[k + 3]
+            a = b = c = d = types.float32(0)
+            for j in range(row.size):
+                a += row[j] * one[j]
+                b += row[j] * two[j]
+                c += row[j] * three[j]
+                d += row[j] * four[j]
+            out[k, i], out[k + 1, i], out[k + 2, i], out[k + 3, i] = a, b, c, d
+        for k in range(r // 4 * 4, r):
             other = right[k]
             total = types.float32(0)
             for j in range(row.size):

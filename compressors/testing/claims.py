@@ -159,6 +159,27 @@ def check_memory_is_declared(compressor: Compressor) -> None:
         )
 
 
+def check_results_may_replace_values(compressor: Compressor) -> None:
+    """in_place=True lets the engine give ``exchange`` one array as ``x`` and as ``out``: what looks
+    at ``x`` after it has written to ``out`` would then see something else.
+    """
+    traits = compressor.traits()
+    if traits.combine != "rounds" or not traits.in_place:
+        return
+    states: list[list[dict[str, Any]]] = [[{}, {}], [{}, {}]]
+    for shape in ((40, 50), (2000,)):
+        for step in range(3):
+            gradients = [gaussian(2000, 2 * step), gaussian(2000, 2 * step + 1)]
+            given: dict[str, Any] = {"step": step, "name": str(shape), "shape": shape}
+            apart = simulate(compressor, gradients, states[0], **given)
+            within = simulate(compressor, gradients, states[1], **given, in_place=True)
+            assert same(apart[0], within[0]), (
+                f"step {step} of shape {shape} gives another result if out is x itself, but "
+                "traits() says in_place=True"
+            )
+        states = [[{}, {}], [{}, {}]]
+
+
 def _piece(x: Array, offset: int, n: int) -> Context:
     return Context(shape=(n,), numel=n, offset=offset, step=3)
 
@@ -176,4 +197,5 @@ CHECKS = (
     check_unbiased,
     check_contraction,
     check_memory_is_declared,
+    check_results_may_replace_values,
 )

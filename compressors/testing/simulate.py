@@ -43,11 +43,13 @@ def simulate(
     step: int = 0,
     name: str = "tensor",
     shape: tuple[int, ...] | None = None,
+    in_place: bool = False,
 ) -> list[Array]:
     """Return what every one of W simulated ranks has for the mean of ``gradients``.
 
     ``gradients`` are flat float32 arrays of one length, by rank; ``states`` what each rank
-    remembers between calls; ``shape`` the tensor's, flat by default.
+    remembers between calls; ``shape`` the tensor's, flat by default. Results of exchanges replace
+    the values if they are made ``in_place``.
     """
     size, n = len(gradients), gradients[0].size
     held = states if states is not None else [{} for _ in gradients]
@@ -58,7 +60,7 @@ def simulate(
     now = compressor.at(step)
     traits = now.traits()
     if traits.combine == "rounds":
-        outs = _rounds(now, gradients, contexts)
+        outs = _rounds(now, gradients, contexts, in_place)
     else:
         scale = np.float32(1.0 / size)
         inputs = [x * scale if traits.predivide and size > 1 else x for x in gradients]
@@ -95,9 +97,10 @@ def _summed(compressor: Compressor, payloads: Sequence[Payload], n: int) -> Payl
 
 
 def _rounds(
-    compressor: Compressor, gradients: Sequence[Array], contexts: Sequence[Context]
+    compressor: Compressor, gradients: Sequence[Array], contexts: Sequence[Context], in_place: bool
 ) -> list[Array]:
-    outs = [np.full(x.size, np.nan, np.float32) for x in gradients]
+    outs = [x.copy() if in_place else np.full(x.size, np.nan, np.float32) for x in gradients]
+    gradients = outs if in_place else gradients
     generators: list[Exchange] = [
         compressor.exchange(x, out, ctx)
         for x, out, ctx in zip(gradients, outs, contexts, strict=True)

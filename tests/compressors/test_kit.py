@@ -365,6 +365,15 @@ class YieldsSharedScratch(Compressor):
         out *= 2
 
 
+class ReplacesTooSoon(Compressor):
+    def traits(self):
+        return Traits("rounds", in_place=True)
+
+    def exchange(self, x, out, ctx: Context, local=None):
+        out[:] = yield Round(x * np.float32(0.5))
+        out += yield Round(x * np.float32(0.5))
+
+
 class ReturnsScratch(Halved):
     def compress(self, x, ctx):
         values = ctx.workspace.array("values", (x.size + 1) // 2)
@@ -436,6 +445,7 @@ class GrowsBehindFeedback(Compressor):
 
 GALLERY = {
     YieldsSharedScratch: "the mean of",
+    ReplacesTooSoon: "in_place=True",
     ReturnsScratch: "is scratch of ctx.workspace",
     TakesAnyDtype: "is compressed without an error",
     ReplacesItsSlots: "does not fill the arrays",
