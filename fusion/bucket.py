@@ -27,7 +27,7 @@ from ringlet.ring import compressed
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
 from ringlet.ring.errors import ExchangeFailed
-from ringlet.ring.pipeline import Steps
+from ringlet.ring.pipeline import ALONE, Steps, resume
 from ringlet.ring.reduction import allreduce_steps
 
 _MASK = (1 << 64) - 1  # a plan's hash has 64 bits
@@ -71,11 +71,11 @@ class Bucket(ABC):
         """
         self.failure = None
         try:
-            yield from self._exchange(peers, list(sizes), meter, epoch)
+            yield from self.with_memory(lambda: self._exchange(peers, list(sizes), meter, epoch))
         except ExchangeFailed as error:
             self.failure = error
             return
-        except MemoryError as error:  # too late to give up the step: others are under way
+        except MemoryError as error:
             raw = sum(member.nbytes for member in self.members)
             raise MemoryError(f"no memory to receive a bucket of {raw} bytes") from error
         if self.more:
@@ -87,6 +87,29 @@ class Bucket(ABC):
         self._count()
         self.abandon()
         self.done = True
+
+    def with_memory(self, start: Callable[[], Steps]) -> Steps:
+        """Take the steps of ``start``; without memory for them, alone and with the pool's reserve.
+
+        The others count on this rank: it is too late to give up the step. All that is allocated is
+        allocated before the first collective, except over two levels, which are always alone.
+        """
+        mark, steps = self._lease.mark(), start()
+        try:
+            wire = resume(steps)
+        except MemoryError:
+            self._lease.back_to(mark)
+            self._lease.use_reserve()
+            yield ALONE
+            steps = start()
+            wire = resume(steps)
+        while wire is not None:
+            try:
+                yield wire
+            except Exception as error:
+                wire = resume(steps, error)
+            else:
+                wire = resume(steps)
 
     def _count(self) -> None:
         for member in self.members:

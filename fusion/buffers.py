@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from ringlet.ring.dtypes import Array
@@ -11,12 +13,26 @@ class BufferPool:
     """Reuses byte buffers, so that a steady training step allocates none.
 
     Used by the engine's thread alone. A buffer may be up to four times larger than asked for. What
-    lies unused is bounded by what was in use at once, at most.
+    lies unused is bounded by what was in use at once, at most. A reserve of ``reserved`` bytes is
+    for one exchange that has to be made when there is no memory left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reserved: int = 0) -> None:
         self._free: list[Array] = []  # the one given back last is at the end
         self._in_use = self._most = self._idle = 0  # bytes
+        self._reserve = np.empty(0, np.uint8)
+        self.reserve(reserved)
+
+    def reserve(self, nbytes: int) -> None:
+        """Hold at least ``nbytes`` in reserve, if there is memory; mostly they stay untouched."""
+        if nbytes > self._reserve.size:
+            with suppress(MemoryError):
+                self._reserve = self._allocate(nbytes)
+
+    @property
+    def last_resort(self) -> Array:
+        """The reserve (uint8), for an exchange while there is no other."""
+        return self._reserve
 
     def take(self, nbytes: int) -> Array:
         """Return a uint8 buffer of at least ``nbytes``; its contents are undefined.
@@ -58,20 +74,43 @@ def _rounded(nbytes: int) -> int:
 
 
 class Lease:
-    """Buffers taken together, for one collective, and given back together."""
+    """Buffers taken together, for one exchange, and given back together."""
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
         self._taken: list[Array] = []
+        self._left: Array | None = None  # of the reserve, while this lease may use it
 
     def allocate(self, nbytes: int) -> Array:
-        """Return exactly ``nbytes`` of a pooled buffer."""
-        buffer = self._pool.take(nbytes)
+        """Return exactly ``nbytes`` of a pooled buffer. Raises MemoryError."""
+        try:
+            buffer = self._pool.take(nbytes)
+        except MemoryError:
+            if self._left is None or self._left.size < nbytes:
+                raise
+            buffer, self._left = self._left[:nbytes], self._left[-(-nbytes // 64) * 64 :]
+            return buffer
         self._taken.append(buffer)
         return buffer[:nbytes]
+
+    def mark(self) -> tuple[int, Array | None]:
+        """Return what ``back_to`` needs to give back what is taken from now on."""
+        return len(self._taken), self._left
+
+    def back_to(self, mark: tuple[int, Array | None]) -> None:
+        """Give back what was taken since ``mark``."""
+        count, self._left = mark
+        while len(self._taken) > count:
+            self._pool.give_back(self._taken.pop())
+
+    def use_reserve(self) -> None:
+        """Fall back on the pool's reserve until the release, while no other exchange is made."""
+        if self._left is None:
+            self._left = self._pool.last_resort
 
     def release(self) -> None:
         """Give everything back."""
         for buffer in self._taken:
             self._pool.give_back(buffer)
         self._taken.clear()
+        self._left = None

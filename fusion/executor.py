@@ -140,8 +140,12 @@ class Batch:
         # Encoded when its turn comes: as many fusion buffers are in use as exchanges under way.
         if meter.observers:
             meter.encoding("", self.number, bucket)
-        nbytes = bucket.encode(meter)
-        yield from bucket.exchange(self.peers, [nbytes] * self.peers.size, meter)
+
+        def steps() -> Steps:
+            nbytes = bucket.encode(meter)
+            yield from bucket.exchange(self.peers, [nbytes] * self.peers.size, meter)
+
+        yield from bucket.with_memory(steps)
 
     def _plain_done(self, index: int, meter: Meter) -> None:
         if meter.observers:

@@ -66,6 +66,7 @@ class TwoLevelBucket(Bucket):
 
     def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
         comm = self._comm
+        self._lease.use_reserve()
         mine, allocate = self._counts[comm.local.rank], self._lease.allocate
         sums, results = (allocate(4 * mine).view(np.float32) for _ in range(2))
         ends = [0, *accumulate(part.numel for part in self._parts)]

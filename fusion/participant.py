@@ -55,7 +55,7 @@ class Participant:
         self.complete: deque[tuple[Group | Batch, int, int]] = deque()
         self.joined: set[int] = set()
         self._control, self._limits = control, limits
-        self._pool, self._workspace = BufferPool(), Workspace()
+        self._pool, self._workspace = BufferPool(limits.fusion_threshold), Workspace()
         self._flights = Flights(self.meter, control.wake, comm.rank)
         self.pipeline = self._flights.pipeline
         self.requests = Requests(
@@ -178,6 +178,7 @@ class Participant:
     def retune(self, setting: dict[str, Any], steps: dict[int, int]) -> None:
         """Use other limits: declared groups from the given steps on, the rest at once."""
         self._limits = replace(self._limits, **setting)
+        self._pool.reserve(self._limits.fusion_threshold)
         self.requests.forget_plans()
         for number, step in steps.items():
             group = self._groups.get(number)

@@ -115,10 +115,11 @@ class AllgatherReduce:
                 f"rank {comm.rank} encoded {encoded.nbytes} bytes, but announced {said}"
             )
         self._comm, self._codec, self._encoded = comm, codec, encoded
-        self._inspector = _Inspector(comm, plan, siblings[0] if siblings else comm)
-        self.rest: Sequence[Callable[[], None]] = (self._inspector.agree,)
         self._sizes = list(sizes)
         self._received = allocate(sum(sizes))
+        # It counts the exchange, which can begin now that there is room.
+        self._inspector = _Inspector(comm, plan, siblings[0] if siblings else comm)
+        self.rest: Sequence[Callable[[], None]] = (self._inspector.agree,)
         self.sent = (comm.size - 1) * encoded.nbytes
 
     def start(self) -> None:
@@ -160,13 +161,13 @@ class ScatterReduce:
             )
         self._comm, self._codec, self._encoded = comm, codec, encoded
         self._later, last = siblings[:2] if siblings else (comm, comm)
-        self._inspector = _Inspector(comm, plan, last)
-        self.rest: Sequence[Callable[[], None]] = (self.finish, self.agree)
         mine = self._sizes[rank]
         self._incoming = [mine] * size
         self._received = allocate(mine * size)
         self._own = allocate(mine)
         self._gathered = allocate(sum(self._sizes))
+        self._inspector = _Inspector(comm, plan, last)
+        self.rest: Sequence[Callable[[], None]] = (self.finish, self.agree)
         self._error: Exception | None = None
         self.sent = encoded.nbytes - mine + (size - 1) * mine
 

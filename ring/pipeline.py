@@ -35,7 +35,25 @@ class Wire(NamedTuple):
     nbytes: float = 0.0
 
 
+def _nothing() -> None:
+    pass
+
+
+# Yielded before any collective: wait until no other exchange is under way.
+ALONE = Wire(_nothing)
+
 Steps = Generator[Wire, None, None]  # what a collective raises is thrown into it
+
+
+def resume(steps: Steps, error: BaseException | None = None) -> Wire | None:
+    """Return the next collective of ``steps``, which the last one's error is thrown into; or None.
+
+    Raises what the steps raise, which includes an error that they take no care of.
+    """
+    try:
+        return next(steps) if error is None else steps.throw(error)
+    except StopIteration:
+        return None
 
 
 class Flight:
@@ -66,11 +84,10 @@ class Flight:
         Raises what the last one did, unless the exchange takes care of it.
         """
         error, self.error = self.error, None
-        try:
-            self.wire = next(self.steps) if error is None else self.steps.throw(error)
-        except StopIteration:
-            return False
-        return True
+        wire = resume(self.steps, error)
+        if wire is not None:
+            self.wire = wire
+        return wire is not None
 
     def communicate(self) -> None:
         """Make the collective; an error is kept."""
@@ -95,6 +112,7 @@ class Pipeline:
     def __init__(self, wake: Callable[[], None], depth: int = DEPTH, name: str = "") -> None:
         self._wake, self._depth, self._name = wake, depth, name
         self._waiting: deque[Flight] = deque()
+        self._parked: Flight | None = None  # until it is alone; nothing begins meanwhile
         self._under_way = 0
         self._landed: SimpleQueue[Flight] = SimpleQueue()
         self._lanes: list[SimpleQueue[Flight | None]] = []
@@ -121,8 +139,9 @@ class Pipeline:
             return
         self.drain()
         while flight.advance():
-            flight.communicate()
-            flight.landed()
+            if flight.wire is not ALONE:
+                flight.communicate()
+                flight.landed()
         flight.done()
 
     def advance(self) -> None:
@@ -147,18 +166,27 @@ class Pipeline:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._waiting.clear()
+        self._parked = None
 
     def _begin(self) -> None:
-        while self._waiting and self._under_way < self._depth:
+        while self._waiting and self._under_way < self._depth and self._parked is None:
             self._under_way += 1
             self._work(self._waiting.popleft())
 
     def _go_on(self, flight: Flight) -> None:
         flight.landed()
         self._work(flight)
+        if self._parked is not None and self._under_way == 1:
+            flight, self._parked = self._parked, None
+            self._work(flight)
 
     def _work(self, flight: Flight) -> None:
-        if flight.advance():
+        going = flight.advance()
+        while going and flight.wire is ALONE and self._under_way == 1:
+            going = flight.advance()
+        if going and flight.wire is ALONE:
+            self._parked = flight
+        elif going:
             flight.lane += 1
             self._lane(flight.lane - 1).put(flight)
         else:

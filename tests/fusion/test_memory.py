@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, EngineClosed, OutOfMemory, Request
+from ringlet.fusion import Engine, EngineClosed, Limits, OutOfMemory, Request
 from ringlet.fusion.buffers import BufferPool
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
@@ -75,6 +76,73 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
     assert first[0][0] != first[0][1] == first[0][3]
 
 
+def starve(engine):
+    """Let nothing be allocated for exchanges any more, but for what buckets send."""
+    participant = engine._participant
+    pool, pipeline = participant._pool, participant.pipeline
+    allocate, work, inside = pool._allocate, pipeline._work, []
+
+    def bounded(nbytes):
+        if inside:
+            raise MemoryError
+        return allocate(nbytes)
+
+    def watched(flight):
+        inside.append(flight)
+        try:
+            work(flight)
+        finally:
+            inside.pop()
+
+    pool._free.clear()
+    pool._allocate, pipeline._work = bounded, watched
+
+
+SPECS = ["int8", "topk(ratio=0.05)", "fp16", "none"]
+
+
+@pytest.mark.parametrize("hungry", [{1}, {0, 1, 2}])
+def test_without_memory_to_receive_exchanges_are_made_one_at_a_time(hungry):
+    n = 30_000
+    requests = [
+        Request(f"{i}", shape=(n,), spec=SPECS[i % 4], op=ReduceOp.SUM, collective=way)
+        for i, way in enumerate(["scatter_reduce", "auto", "auto", "auto"] * 3)
+    ]
+    singles = [Request(f"s{i}", shape=(n,), op=ReduceOp.SUM) for i in range(8)]
+    halves = [Request(f"h{i}", dtype="float16", shape=(n,), op=ReduceOp.SUM) for i in range(4)]
+
+    def rank_main(comm, hungry):
+        rng = np.random.default_rng(comm.rank)
+        engine = Engine(comm, open_control, Limits(fusion_threshold=4 * n, lookahead=0))
+        try:
+            compressors = [parse(request.spec) for request in requests]
+            group = engine.declare("g", requests, compressors, [{} for _ in requests])
+            results = []
+            for step in range(3):
+                if step == 1 and comm.rank in hungry:
+                    starve(engine)
+                arrays = [rng.integers(-8, 8, n).astype(r.storage) for r in [*requests, *singles]]
+                more = [rng.integers(-8, 8, n).astype(np.float16) for _ in halves]
+                for request, array in zip(requests, arrays, strict=False):
+                    group.submit(request.name, array)
+                work = list(
+                    zip([*singles, *halves], [*arrays[len(requests) :], *more], strict=True)
+                )
+                handles = [engine.submit(request, array) for request, array in work]
+                group.wait(60)
+                for handle in handles:
+                    handle.wait(60)
+                results += [*arrays, *more]
+            return results
+        finally:
+            engine.shutdown()
+
+    expected = run_local(lambda comm: rank_main(comm, set()), 3)[0]
+    for results in run_local(lambda comm: rank_main(comm, hungry), 3):
+        for ours, right in zip(results, expected, strict=True):
+            np.testing.assert_array_equal(ours, right)
+
+
 def test_no_memory_for_what_is_received_is_named_on_all_ranks():
     def rank_main(comm):
         engine = Engine(comm, open_control)
@@ -83,17 +151,9 @@ def test_no_memory_for_what_is_received_is_named_on_all_ranks():
             group = engine.declare("g", [request], [parse("int8")], [{}])
             group.submit("w", np.ones(n, np.float32))
             group.wait(60)
-            pool = engine._participant._pool
-            pool._free.clear()
-            allocate, taken = pool._allocate, []
-
-            def bounded(nbytes):
-                taken.append(nbytes)
-                if comm.rank == 1 and len(taken) > 1:  # the first is for what is sent
-                    raise MemoryError
-                return allocate(nbytes)
-
-            pool._allocate = bounded
+            if comm.rank == 1:
+                engine._participant._pool._reserve = np.empty(0, np.uint8)
+                starve(engine)
             group.submit("w", np.ones(n, np.float32))
             with pytest.raises((MemoryError, EngineClosed)) as caught:
                 group.wait(60)
