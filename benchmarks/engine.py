@@ -4,7 +4,8 @@
     ringlet run -np 2 --transport gloo python benchmarks/engine.py
 
 Prints, by medians over interleaved rounds and the slowest rank: microseconds a tensor from submit
-to completion for 1000 tensors of 1 KB; control bytes of a steady cycle; processor time while idle;
+to completion for 1000 tensors of 1 KB; control bytes of a steady step, sent and heard; how often
+the engine's thread wakes up, which costs up to Python's switch interval; processor time while idle;
 and 161 gradients of ResNet-50's sizes beside mpi4py (concatenate, Allreduce, split) or torch's gloo
 (DDP's 25 MB buckets) in the same run.
 """
@@ -46,20 +47,59 @@ def slowest(runtime, seconds: float) -> float:
     return float(worst[0])
 
 
-def small_tensors(runtime, count: int, rounds: int) -> float:
-    """Return microseconds a tensor, in the steady state."""
+class Traffic:
+    """Counts what a rank's engine says and hears, and how often its thread wakes up."""
+
+    def __init__(self, engine) -> None:
+        self.sent = self.heard = self.woken = 0
+        control, hearing = engine._control, engine._hearing
+        send, listen, following = control.send, hearing.listen, hearing.next
+
+        def counted_send(message):
+            self.sent += len(message)
+            send(message)
+
+        def counted_listen(patience):
+            self.woken += 1
+            listen(patience)
+
+        def counted_next():
+            message = following()
+            self.heard += len(message or b"")
+            return message
+
+        control.send, hearing.listen, hearing.next = counted_send, counted_listen, counted_next
+
+    def now(self) -> np.ndarray:
+        """Return what was counted so far."""
+        return np.array([self.sent, self.heard, self.woken], np.float64)
+
+
+def most(runtime, counts: np.ndarray) -> np.ndarray:
+    """Return the largest counts of a rank."""
+    worst = counts.copy()
+    request = Request("most", dtype="float64", shape=(counts.size,), op=ReduceOp.MAX)
+    runtime.engine.submit(request, worst).wait()
+    return worst
+
+
+def small_tensors(runtime, traffic, count: int, rounds: int) -> tuple[float, np.ndarray]:
+    """Return microseconds a tensor, and what a step was counted to need, in the steady state."""
     requests = [Request(f"small.{i}", shape=(256,), op=ReduceOp.SUM) for i in range(count)]
     arrays = [np.ones(256, np.float32) for _ in requests]
-    times = []
+    times, counts = [], []
     for _ in range(rounds + 5):
         runtime.engine.submit(Request("start", "barrier"), np.empty(0, np.float32)).wait()
-        start = time.perf_counter()
+        start, before = time.perf_counter(), traffic.now()
         submit = runtime.engine.submit
         handles = [submit(r, a) for r, a in zip(requests, arrays, strict=True)]
         for handle in handles:
             handle.wait()
-        times.append(slowest(runtime, time.perf_counter() - start))
-    return statistics.median(times[5:]) / count * 1e6
+        seconds = time.perf_counter() - start
+        counts.append(traffic.now() - before)
+        times.append(slowest(runtime, seconds))
+    steady = most(runtime, np.median(counts[5:], axis=0))
+    return statistics.median(times[5:]) / count * 1e6, steady
 
 
 def idle_share(seconds: float) -> float:
@@ -151,12 +191,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     runtime = init()
-    each = small_tensors(runtime, options.tensors, options.rounds)
+    traffic = Traffic(runtime.engine)
+    each, steady = small_tensors(runtime, traffic, options.tensors, options.rounds)
     idle = slowest(runtime, idle_share(3.0))
     ways = resnet(runtime, options.rounds)
     if runtime.rank == 0:
         print(f"{runtime.size} ranks, transport {runtime.transport}")
         print(f"{options.tensors} tensors of 1 KB: {each:.2f} us a tensor")
+        sent, heard, woken = steady
+        print(
+            f"a step of them: {sent:.0f} control bytes sent, {heard:.0f} heard, {woken:.0f} wakes"
+        )
         print(f"idle: {100 * idle:.2f} % of a core")
         for name, seconds in ways.items():
             ratio = seconds / ways["ringlet"]
