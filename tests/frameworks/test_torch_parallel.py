@@ -168,6 +168,64 @@ def case_hsdp():
         hvd.compress_hsdp(model(), "int8", mesh["replicate"].get_group())
 
 
+class Uneven(torch.nn.Module):
+    """Two layers whose gradients differ by a factor of a million, and a small one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(32, 512, bias=False)
+        self.b = torch.nn.Linear(32, 512, bias=False)
+        self.c = torch.nn.Linear(32, 6)
+        self.unused = torch.nn.Parameter(torch.ones(4096))
+
+    def forward(self, x, all_of_it=True):
+        small = 1e-6 * self.b(x).sum() + self.c(x).sum()
+        return self.a(x).sum() + small + (self.unused.sum() if all_of_it else 0.0)
+
+
+def case_fsdp2_compresses_each_parameters_shard():
+    started()
+
+    def grads(spec, all_of_it=True):
+        torch.manual_seed(1)
+        own = Uneven()
+        fully_shard(own)
+        made = hvd.compress_fsdp(own, spec)
+        torch.manual_seed(hvd.rank())
+        own(torch.randn(8, 32), all_of_it).backward()
+        found = {n: p.grad.full_tensor() for n, p in own.named_parameters() if p.grad is not None}
+        return found, made, own
+
+    exact, _, _ = grads("none")
+    coded, made, own = grads("int8(bucket=65536) | ef")
+    for name, expected in exact.items():  # in one bucket with a, b's gradients would be zeros
+        assert (coded[name] - expected).norm() <= 0.02 * expected.norm(), name
+    torch.testing.assert_close(
+        coded["c.weight"], exact["c.weight"]
+    )  # small ones travel as they are
+
+    saved = made.state_dict()
+    assert made.residual_norm() > 0
+    step = {n: p.grad.full_tensor() for n, p in second(own).items()}
+    _, again, other = grads("int8(bucket=65536) | ef")
+    again.load_state_dict(saved)
+    assert all(torch.equal(p.grad.full_tensor(), step[n]) for n, p in second(other).items())
+    with pytest.warns(UserWarning, match="this is rank"):
+        again.load_state_dict(saved | {"rank": saved["rank"] + 1})
+    assert again.residual_norm() == 0
+
+    partly, _, _ = grads("int8(bucket=64)", all_of_it=False)
+    assert "unused" not in partly
+    assert (partly["a.weight"] - exact["a.weight"]).norm() <= 0.02 * exact["a.weight"].norm()
+
+
+def second(own):
+    own.zero_grad()
+    torch.manual_seed(100 + hvd.rank())
+    own(torch.randn(8, 32)).backward()
+    return dict(own.named_parameters())
+
+
 def case_fsdp2_bad_input():
     started()
     with pytest.raises(ValueError, match="fully_shard"):
