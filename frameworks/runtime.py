@@ -19,7 +19,7 @@ from typing import Any
 
 from ringlet.fusion import Engine, Limits
 from ringlet.fusion.limits import UNKNOWN
-from ringlet.fusion.tune.space import BOUNDS
+from ringlet.fusion.tune.choice import ALL, names
 from ringlet.network import MEASURE, hierarchical, measured_link, parse_link
 from ringlet.ring.communicator import Communicator, Topology
 from ringlet.ring.connect import connect
@@ -80,6 +80,8 @@ class Runtime:
             self._comm.close()
 
 
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
 _process: Runtime | None = None
 _thread = threading.local()
 
@@ -89,21 +91,22 @@ def limits_from(env: Mapping[str, str]) -> Limits:
 
     The link between hosts stays unknown where RINGLET_LINK is not set: a measurement decides how
     results are rounded, and they shall be reproducible by default. Raises ValueError naming the
-    variable when a value is not a number, or negative, or no link.
+    variable when a value is not a number, or negative, or no link, and ImportError when autotuning
+    is not installed.
     """
     default = Limits()
     named = env.get("RINGLET_LINK", "")
     link = UNKNOWN if named in ("", MEASURE) else parse_link(named)
-    tuned = [name for name in BOUNDS if _given(env, name.upper()) is None]  # what is set stays
-    autotune = ",".join(tuned) if _flag(env, "AUTOTUNE") else ""
+    autotune = _tuned(env)
     if autotune and importlib.util.find_spec("bayes_opt") is None:
-        raise ImportError("RINGLET_AUTOTUNE needs more: pip install 'ringlet[tune]'")
+        raise ImportError("autotuning needs more: pip install 'ringlet[tune]'")
     warning = _number(env, "STALL_CHECK_TIME_SECONDS", default.stall_warning)
     return Limits(
         fusion_threshold=int(_number(env, "FUSION_THRESHOLD", default.fusion_threshold)),
         cycle_time=_number(env, "CYCLE_TIME", default.cycle_time * 1e3) / 1e3,
         seed=int(_number(env, "SEED", default.seed)),
         cache_capacity=int(_number(env, "CACHE_CAPACITY", default.cache_capacity)),
+        streams=int(_number(env, "STREAMS", _number(env, "NUM_NCCL_STREAMS", default.streams))),
         stall_warning=0.0 if _flag(env, "STALL_CHECK_DISABLE") else warning,
         stall_shutdown=_number(env, "STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown),
         latency=link.latency,
@@ -117,6 +120,28 @@ def limits_from(env: Mapping[str, str]) -> Limits:
             _number(env, "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", default.autotune_samples)
         ),
     )
+
+
+_FIXED_BY = {  # what is set stays, unless autotuning names it
+    "fusion_threshold": ("FUSION_THRESHOLD",),
+    "cycle_time": ("CYCLE_TIME",),
+    "streams": ("STREAMS", "NUM_NCCL_STREAMS"),
+    "cache": ("CACHE_CAPACITY",),
+}
+
+
+def _tuned(env: Mapping[str, str]) -> str:
+    """Return what is to be tuned, by the names of ``Limits``: nothing, all, or a list."""
+    text = (_given(env, "AUTOTUNE") or "").strip()
+    if text.lower() in ("", *_OFF):
+        return ""
+    asked = [ALL] if text.lower() in _ON else [name.strip() for name in text.split(",")]
+    if ALL in asked:
+        fixed = (n for n, variables in _FIXED_BY.items() if any(_given(env, v) for v in variables))
+        asked += [f"-{name}" for name in fixed if name not in asked]
+    chosen = ",".join(asked)
+    names(chosen)  # a misspelt one is an error on every rank, before they connect
+    return chosen
 
 
 def _collective(env: Mapping[str, str]) -> str:
@@ -136,7 +161,7 @@ def wishes_from(env: Mapping[str, str]) -> set[str]:
 def _flag(env: Mapping[str, str], name: str) -> bool:
     for variable in (f"RINGLET_{name}", f"HOROVOD_{name}"):
         if variable in env:
-            return env[variable].strip().lower() in ("1", "true", "yes", "on")
+            return env[variable].strip().lower() in _ON
     return False
 
 
@@ -157,15 +182,20 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
     return default
 
 
-def init(transport: str | None = None, comm: Communicator | None = None) -> Runtime:
+def init(
+    transport: str | None = None,
+    comm: Communicator | None = None,
+    autotune: bool | str | None = None,
+) -> Runtime:
     """Connect with the other ranks and start the engine; a second call changes nothing.
 
     The environment says how: ``ringlet run``, torchrun, mpiexec and Slurm are understood, and
     without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides, or a ``comm``
-    that exists. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL, sets the level of logger "ringlet".
-    Raises LaunchError when launcher and transport disagree on the size, or in a
-    process that was forked from one that had called this; TransportUnavailable when something is
-    not installed; ValueError when this was called before with another transport.
+    that exists. ``autotune`` stands for RINGLET_AUTOTUNE. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL,
+    sets the level of logger "ringlet". Raises LaunchError when launcher and transport disagree on
+    the size, or in a process that was forked from one that had called this; TransportUnavailable
+    when something is not installed; ValueError when this was called before with another transport,
+    or what was asked for cannot be.
     """
     global _process
     existing = _current()
@@ -182,7 +212,8 @@ def init(transport: str | None = None, comm: Communicator | None = None) -> Runt
             f"this process was forked from rank {existing.rank} after init(); it cannot be a rank "
             "itself. Start worker processes with the 'spawn' method, or before init()"
         )
-    limits, wishes = limits_from(os.environ), wishes_from(os.environ)
+    given = {} if autotune is None else {"RINGLET_AUTOTUNE": str(autotune)}
+    limits, wishes = limits_from({**os.environ, **given}), wishes_from(os.environ)
     level = level_from(os.environ)
     comm = connect(transport) if comm is None else comm
     threads = isinstance(comm, LocalCommunicator) and comm is this_thread()

@@ -21,7 +21,7 @@ from ringlet.fusion.codec import BucketCodec
 from ringlet.fusion.convert import from_float32
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter, Trace
-from ringlet.fusion.peers import Peers
+from ringlet.fusion.peers import Peers, levels_of
 from ringlet.fusion.request import dumps
 from ringlet.ring import compressed
 from ringlet.ring.communicator import ReduceOp
@@ -139,6 +139,10 @@ class Bucket(ABC):
         for member in self.members:
             member.restart()
 
+    def among(self, peers: Peers) -> Peers:
+        """Return ``peers`` as this bucket's exchange needs them."""
+        return peers
+
     @abstractmethod
     def _encode(self) -> int:
         """Fill the send buffer; return its bytes."""
@@ -233,9 +237,14 @@ class CompressedBucket(Bucket):
         meter.decompressed(self.trace, start, step)
 
 
-def make_bucket(members: Sequence[Member], peers: Peers, pool: BufferPool) -> Bucket:
-    """Return the bucket that suits its members' common strategy, and the hosts they are on."""
-    from ringlet.fusion.levels import TwoLevelBucket, levels_of
+def make_bucket(
+    members: Sequence[Member], peers: Peers, pool: BufferPool, hierarchical: bool = True
+) -> Bucket:
+    """Return the bucket that suits its members' common strategy, and the hosts they are on.
+
+    Uncompressed members go through two levels only if ``hierarchical``.
+    """
+    from ringlet.fusion.levels import TwoLevelBucket
     from ringlet.fusion.plain import PlainBucket
     from ringlet.fusion.rounds import RoundsBucket
 
@@ -245,8 +254,9 @@ def make_bucket(members: Sequence[Member], peers: Peers, pool: BufferPool) -> Bu
         "allgather": CompressedBucket,
         "scatter_reduce": CompressedBucket,
     }
-    plain = isinstance(members[0].compressor, NoCompression)
-    kind = PlainBucket if plain else kinds[members[0].strategy]
+    if isinstance(members[0].compressor, NoCompression):
+        return PlainBucket(members, peers.size, pool, hierarchical)
+    kind = kinds[members[0].strategy]
     levels = levels_of(peers.comm)
     if kind is CompressedBucket and levels is not None:
         return TwoLevelBucket(members, levels, pool)

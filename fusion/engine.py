@@ -32,6 +32,7 @@ from ringlet.fusion.request import Request, dumps, loads
 from ringlet.fusion.stall import StallInspector
 from ringlet.fusion.stats import Stats
 from ringlet.fusion.submissions import Submissions
+from ringlet.fusion.tune.choice import settled
 from ringlet.fusion.tune.control import LimitsControl
 from ringlet.fusion.work import Handle, Signal, Work
 from ringlet.ring.communicator import Communicator
@@ -54,10 +55,9 @@ class Engine:
         self, comm: Communicator, open_control: OpenControl, limits: Limits | None = None
     ) -> None:
         self.comm = comm
-        self.limits = limits or Limits()
+        self.limits = limits = settled(limits or Limits(), comm)
         self.rank, self.size = comm.rank, comm.size
         leads = self.rank == 0
-        limits = self.limits
         stalls = StallInspector(limits.stall_warning, limits.stall_shutdown)
         coordinator = Coordinator(self.size, limits.cache_capacity, stalls) if leads else None
         shortest = min((s for s in (limits.stall_warning, limits.stall_shutdown) if s), default=0)

@@ -42,7 +42,7 @@ class Batch:
         pieces = [piece for of_one in divided for piece in of_one]
         self._divided = [of_one for of_one in divided if len(of_one) > 1]
         self.buckets: list[Bucket] = [
-            make_bucket(b, peers, pool)
+            make_bucket(b, peers, pool, limits.hierarchical)
             for b in pack(pieces, limits.fusion_threshold, limits.lookahead)
         ]
         self._submissions = submissions
@@ -82,8 +82,9 @@ class Batch:
             if isinstance(bucket.members[0].compressor, NoCompression):
                 nbytes = sum(member.nbytes for member in bucket.members)
                 done = partial(self._plain_done, index, meter)
-                steps = self._plain(bucket, meter)
-                flights.launch(steps, bucket.begin(), self.peers, nbytes, done)
+                peers = bucket.among(self.peers)
+                steps = self._plain(bucket, peers, meter)
+                flights.launch(steps, bucket.begin(), peers, nbytes, done)
             else:
                 compressed.append(index)
         self._voted = set(compressed)
@@ -136,14 +137,14 @@ class Batch:
         self._missing[member.whole] -= 1
         return self._missing[member.whole] == 0
 
-    def _plain(self, bucket: Bucket, meter: Meter) -> Steps:
+    def _plain(self, bucket: Bucket, peers: Peers, meter: Meter) -> Steps:
         # Encoded when its turn comes: as many fusion buffers are in use as exchanges under way.
         if meter.observers:
             meter.encoding("", self.number, bucket)
 
         def steps() -> Steps:
             nbytes = bucket.encode(meter)
-            yield from bucket.exchange(self.peers, [nbytes] * self.peers.size, meter)
+            yield from bucket.exchange(peers, [nbytes] * peers.size, meter)
 
         yield from bucket.with_memory(steps)
 

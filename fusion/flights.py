@@ -14,11 +14,11 @@ SMALL = 1 << 16  # bytes up to which handing a collective to another thread cost
 
 
 class Flights:
-    """The exchanges that this rank has under way. Used by the engine's thread."""
+    """This rank's exchanges, ``depth`` of them under way at once. Used by the engine's thread."""
 
-    def __init__(self, meter: Meter, wake: Callable[[], None], rank: int) -> None:
+    def __init__(self, meter: Meter, wake: Callable[[], None], rank: int, depth: int) -> None:
         self._meter = meter
-        self.pipeline = Pipeline(wake, name=f"{WIRE_THREAD}{rank}-")
+        self.pipeline = Pipeline(wake, depth, name=f"{WIRE_THREAD}{rank}-")
 
     def launch(
         self,

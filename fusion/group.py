@@ -11,6 +11,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,14 @@ from ringlet.ring.dtypes import Array
 
 Ready = Callable[["Group", int, int], None]  # group, bucket, epoch
 Abandon = Callable[["Group", int, str], None]  # group, epoch, why
+
+
+class Retune(NamedTuple):
+    """How to plan from a step on."""
+
+    step: int
+    threshold: int
+    hierarchical: bool
 
 
 def plan(
@@ -65,7 +74,7 @@ class Group:
         self.name, self.number, self.peers = name, number, peers
         self.epoch, self.step = 0, step
         self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
-        self._pool = pool
+        self._hierarchical, self._pool = limits.hierarchical, pool
         self._declared = list(members)
         self._scheduled = any(member.scheduled for member in members)
         self._plan([member.at(step) for member in members])
@@ -74,7 +83,7 @@ class Group:
         self._ended = threading.Condition(self._lock)
         self._submitted: set[str] = set()
         self._handed_in: dict[str, float] = {}  # when, while somebody observes
-        self._retunes: list[tuple[int, int]] = []  # from which step on, which threshold
+        self._retunes: list[Retune] = []
         self._phantoms = 0  # buckets of the step at hand that went without this rank's values
         self._unfinished = len(self.buckets)
         self._error: Exception | None = None
@@ -86,17 +95,20 @@ class Group:
         pieces = [piece for member in members for piece in divide(member)]
         planned = plan(pieces, self._threshold, self._lookahead)
         self.hash = plan_hash(planned)
-        self.buckets: list[Bucket] = [make_bucket(b, self.peers, self._pool) for b in planned]
+        self.buckets: list[Bucket] = [
+            make_bucket(b, self.peers, self._pool, self._hierarchical) for b in planned
+        ]
         self._pieces: dict[str, list[tuple[Member, int]]] = {name: [] for name in self.members}
         for i, bucket in enumerate(planned):
             for piece in bucket:
                 self._pieces[piece.request.name].append((piece, i))
 
     def _replan(self) -> None:
-        """Plan anew when a schedule or a new threshold says so: at the same step on every rank."""
+        """Plan anew when a schedule or new limits say so: at the same step on every rank."""
         due = False
-        while self._retunes and self._retunes[0][0] <= self.step:
-            due, self._threshold = True, self._retunes.pop(0)[1]
+        while self._retunes and self._retunes[0].step <= self.step:
+            due = True
+            _, self._threshold, self._hierarchical = self._retunes.pop(0)
         now = [member.at(self.step) for member in self._declared]
         if due or [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
             self._plan(now)
@@ -197,24 +209,25 @@ class Group:
 
     # -- called by the engine's thread ----------------------------------------------------------
 
-    def retune(self, threshold: int, step: int) -> None:
-        """Plan with another threshold from ``step`` on, which no rank may have begun."""
+    def retune(self, limits: Limits, step: int) -> None:
+        """Plan with other limits from ``step`` on, which no rank may have begun."""
         with self._lock:
             if self.step >= step:
                 raise RuntimeError(
-                    f"group {self.name!r} was to change its fusion threshold in step {step}, but "
-                    f"has begun step {self.step}; train without autotuning"
+                    f"group {self.name!r} was to change its plan in step {step}, but has begun "
+                    f"step {self.step}; train without autotuning"
                 )
-            self._retunes.append((step, threshold))
+            self._retunes.append(Retune(step, limits.fusion_threshold, limits.hierarchical))
 
     def halve(self, step: int) -> str:
         """Plan with half the threshold from ``step`` on, which no rank has begun; say so."""
         with self._lock:
-            last = self._retunes[-1][1] if self._retunes else self._threshold
+            last = Retune(step, self._threshold, self._hierarchical)
+            last = self._retunes[-1] if self._retunes else last
             biggest = max(sum(m.nbytes for m in bucket.members) for bucket in self.buckets)
-            threshold = max(1, min(last, biggest) // 2)
-            self._retunes = [due for due in self._retunes if due[0] < step]
-            self._retunes.append((step, threshold))
+            threshold = max(1, min(last.threshold, biggest) // 2)
+            self._retunes = [due for due in self._retunes if due.step < step]
+            self._retunes.append(Retune(step, threshold, last.hierarchical))
         return f"from step {step} on buckets have at most {threshold} bytes; repeat the step"
 
     def pass_over(self) -> None:

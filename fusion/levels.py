@@ -18,21 +18,14 @@ from ringlet.fusion.codec import BucketCodec
 from ringlet.fusion.convert import from_float32, to_float32
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
-from ringlet.fusion.observe.hops import unwatched
 from ringlet.fusion.peers import Peers
 from ringlet.fusion.strategy import choose
-from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.halves import even_counts
 from ringlet.ring.hierarchical import HierarchicalCommunicator
 from ringlet.ring.pipeline import Steps
 from ringlet.ring.two_level import Shard, two_level
-
-
-def levels_of(comm: Communicator) -> HierarchicalCommunicator | None:
-    """Return ``comm`` if its ranks are divided into hosts."""
-    inner = unwatched(comm)
-    return inner if isinstance(inner, HierarchicalCommunicator) else None
 
 
 class TwoLevelBucket(Bucket):

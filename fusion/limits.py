@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ringlet.ring.pipeline import DEPTH
+
 
 class Link(NamedTuple):
     """The network between two hosts: ``latency`` of a message in seconds, ``bandwidth`` in bytes/s.
@@ -38,10 +40,17 @@ class Limits:
     collectives are chosen (``ringlet.fusion.strategy``); a bandwidth of 0 is an unknown link.
     ``collective`` settles the choice: "allgather" or "scatter_reduce", where either is possible.
 
-    ``autotune`` names what is tuned while training goes on, "fusion_threshold,cycle_time" or one of
-    them; nothing that changes a compressor's result is. ``autotune_log`` is a CSV file on rank 0.
-    A setting's score is the median of five windows of ``autotune_steps`` steps; after
-    ``autotune_warmup`` windows and ``autotune_samples`` settings the best one stays.
+    ``streams`` is how many exchanges are under way at once, at least 1, where the transport can
+    wait for several. Without ``cache`` single submissions are asked for by name each time, though
+    they have numbers. ``hierarchical`` lets uncompressed buckets go through two levels where the
+    communicator has them; compressed ones always do.
+
+    ``autotune`` names what is tuned while training goes on, divided by commas: "fusion_threshold",
+    "cycle_time", "streams", "cache", "hierarchical", or "all" that make a difference here, of which
+    "-" takes some away: "all,-cache". Nothing that changes a compressor's result is tuned.
+    ``autotune_log`` is a CSV file on rank 0. A setting's score is the median of five windows of
+    ``autotune_steps`` steps; after ``autotune_warmup`` windows and ``autotune_samples`` settings
+    the best one stays. Raises ValueError for fewer than 1 stream.
     """
 
     fusion_threshold: int = 16 << 20
@@ -51,6 +60,9 @@ class Limits:
     stall_warning: float = 60.0
     stall_shutdown: float = 0.0
     lookahead: int | None = None
+    streams: int = DEPTH
+    cache: bool = True
+    hierarchical: bool = True
     latency: float = 0.0
     bandwidth: float = 0.0
     collective: str = "auto"
@@ -59,6 +71,10 @@ class Limits:
     autotune_warmup: int = 3
     autotune_steps: int = 10
     autotune_samples: int = 24
+
+    def __post_init__(self) -> None:
+        if self.streams < 1:
+            raise ValueError(f"streams (RINGLET_STREAMS) must be at least 1, not {self.streams}")
 
     @property
     def link(self) -> Link:

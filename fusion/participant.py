@@ -56,7 +56,7 @@ class Participant:
         self.joined: set[int] = set()
         self._control, self._limits = control, limits
         self._pool, self._workspace = BufferPool(limits.fusion_threshold), Workspace()
-        self._flights = Flights(self.meter, control.wake, comm.rank)
+        self._flights = Flights(self.meter, control.wake, comm.rank, limits.streams)
         self.pipeline = self._flights.pipeline
         self.requests = Requests(
             self.sets,
@@ -68,6 +68,7 @@ class Participant:
             signal,
             self.member,
             self._vote_on,
+            limits.cache,
         )
         self._expected: dict[Hashable, tuple[Handle, Any]] = {}
         self._groups: dict[int, Group | Batch] = {}
@@ -179,11 +180,12 @@ class Participant:
         """Use other limits: declared groups from the given steps on, the rest at once."""
         self._limits = replace(self._limits, **setting)
         self._pool.reserve(self._limits.fusion_threshold)
-        self.requests.forget_plans()
+        self.requests.retune(self._limits)
+        self.pipeline.depth = self._limits.streams
         for number, step in steps.items():
             group = self._groups.get(number)
             if isinstance(group, Group):
-                group.retune(self._limits.fusion_threshold, step)
+                group.retune(self._limits, step)
 
     def abandon(self, group: Group | Batch, epoch: int, why: str) -> None:
         """Tell the other ranks that this one gives up a step."""
@@ -218,9 +220,10 @@ class Participant:
             return  # of another process set's ranks
         bucket = group.buckets[verdict.bucket]
         # What fails here breaks the engine: other ranks may hold this step's result already.
-        steps = bucket.exchange(group.peers, verdict.sizes, self.meter, verdict.epoch)
+        peers = bucket.among(group.peers)
+        steps = bucket.exchange(peers, verdict.sizes, self.meter, verdict.epoch)
         done = partial(self._exchanged, group, verdict)
-        self._flights.launch(steps, bucket.trace, group.peers, sum(verdict.sizes), done)
+        self._flights.launch(steps, bucket.trace, peers, sum(verdict.sizes), done)
 
     def _exchanged(self, group: Group | Batch, verdict: m.Verdict) -> None:
         failure = group.buckets[verdict.bucket].failure

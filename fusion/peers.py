@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ringlet.fusion.observe.hops import Note, unwatched, watched
 from ringlet.ring.communicator import Communicator
+from ringlet.ring.hierarchical import HierarchicalCommunicator
 
 
 @dataclass
@@ -13,17 +14,21 @@ class Peers:
     """Process set ``number``: its global ``ranks``, ascending, and a communicator of them.
 
     ``siblings`` of ``comm`` are for the second and third collectives of exchanges, so that those of
-    several overlap; there are none where the transport has none.
+    several overlap; there are none where the transport has none. ``flat`` are the same ranks on one
+    level: themselves where there is no other.
     """
 
     number: int
     ranks: tuple[int, ...]
     comm: Communicator
     siblings: tuple[Communicator, ...] = field(init=False)
+    flat: Peers = field(init=False)
 
     def __post_init__(self) -> None:
         found = [self.comm.sibling(i) for i in (1, 2) if self.comm.size > 1]
         self.siblings = tuple(sibling for sibling in found if sibling is not None)
+        levels = levels_of(self.comm)
+        self.flat = self if levels is None else Peers(self.number, self.ranks, levels.flat)
 
     @property
     def overlaps(self) -> bool:
@@ -42,6 +47,8 @@ class Peers:
         if note is not None:
             self.comm = watched(self.comm, note)
             self.siblings = tuple(watched(sibling, note) for sibling in self.siblings)
+        if self.flat is not self:
+            self.flat.watch(note)
 
     @property
     def rank(self) -> int:
@@ -52,3 +59,9 @@ class Peers:
     def size(self) -> int:
         """How many ranks the set has."""
         return self.comm.size
+
+
+def levels_of(comm: Communicator) -> HierarchicalCommunicator | None:
+    """Return ``comm`` if its ranks are divided into hosts."""
+    inner = unwatched(comm)
+    return inner if isinstance(inner, HierarchicalCommunicator) else None

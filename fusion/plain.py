@@ -23,10 +23,16 @@ from ringlet.ring.reduction import allreduce_steps
 
 
 class PlainBucket(Bucket):
-    """Members of one dtype, operation and scale, which is applied to all of them at once."""
+    """Members of one dtype, operation and scale, which is applied to all of them at once.
 
-    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
+    They stay on one level unless ``hierarchical``.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], size: int, pool: BufferPool, hierarchical: bool = True
+    ) -> None:
         super().__init__(members, size, pool)
+        self._hierarchical = hierarchical
         first = self.members[0]
         self._dtype, self._op = first.request.dtype, first.request.op
         self._scales = first.prescale, first.postscale, first.divisor
@@ -36,6 +42,10 @@ class PlainBucket(Bucket):
         bounds = zip(self._ends, self._ends[1:], strict=False)
         self._places = [slice(start, end) for start, end in bounds]
         self._buffer: Array = np.empty(0, storage(self._dtype))
+
+    def among(self, peers: Peers) -> Peers:
+        """Return ``peers`` on the levels that this bucket goes through."""
+        return peers if self._hierarchical else peers.flat
 
     def _encode(self) -> int:
         prescale = self._scales[0]

@@ -29,7 +29,8 @@ _PLANS = 64  # batches that are kept to be run again
 class Requests:
     """Runs what every rank has asked for, and knows by which numbers ranks ask again.
 
-    ``vote_on(batch, index)`` is called for buckets that have to be voted on.
+    ``vote_on(batch, index)`` is called for buckets that have to be voted on. Without ``cache``
+    numbers are learnt, but this rank asks by name; others may still ask by number.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class Requests:
         signal: Signal,
         member: Callable[[Request, Compressor, State], Member],
         vote_on: Callable[[Batch, int], None],
+        cache: bool = True,
     ) -> None:
         self._sets, self._pool, self._workspace = sets, pool, workspace
         self._flights, self._meter = flights, meter
         self._submissions, self._signal = submissions, signal
         self._member, self._vote_on = member, vote_on
+        self._cache = cache
         self.states: dict[Hashable, State] = {}
         self._cached: dict[int, dict[int, Request]] = {}
         self._ids: dict[Request, int] = {}
@@ -56,11 +59,12 @@ class Requests:
         self._executing: list[Work] = []  # taken, but perhaps not finished
 
     def known(self, request: Request) -> int | None:
-        """Return the number that stands for ``request``, if it has one."""
-        return self._ids.get(request)
+        """Return the number to ask for ``request`` by, if it has one and the cache is on."""
+        return self._ids.get(request) if self._cache else None
 
-    def forget_plans(self) -> None:
+    def retune(self, limits: Limits) -> None:
         """Plan anew, because limits have changed."""
+        self._cache = limits.cache
         self._plans.clear()
 
     def close(self, error: Exception) -> None:

@@ -107,10 +107,13 @@ class Flight:
 
 
 class Pipeline:
-    """Exchanges of one thread, its owner, in one order. ``wake`` is called when a lane is done."""
+    """Exchanges of one thread, its owner, in one order. ``wake`` is called when a lane is done.
+
+    At most ``depth`` are under way, which the owner may change at any time; ranks need not agree.
+    """
 
     def __init__(self, wake: Callable[[], None], depth: int = DEPTH, name: str = "") -> None:
-        self._wake, self._depth, self._name = wake, depth, name
+        self._wake, self.depth, self._name = wake, depth, name
         self._waiting: deque[Flight] = deque()
         self._parked: Flight | None = None  # until it is alone; nothing begins meanwhile
         self._under_way = 0
@@ -169,7 +172,7 @@ class Pipeline:
         self._parked = None
 
     def _begin(self) -> None:
-        while self._waiting and self._under_way < self._depth and self._parked is None:
+        while self._waiting and self._under_way < self.depth and self._parked is None:
             self._under_way += 1
             self._work(self._waiting.popleft())
 

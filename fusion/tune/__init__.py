@@ -1,1 +1,1 @@
-"""Autotuning: the fusion threshold and the cycle time, never anything that changes a result."""
+"""Autotuning of the engine's limits, never of anything that changes a compressor's result."""

@@ -21,7 +21,8 @@ class LimitsControl:
     """One rank's end. ``changed`` is told of limits that are in effect from now on.
 
     Declared groups plan anew at a step that rank 0 names, tensors submitted one by one from the
-    next batch on, and groups declared later from the start: always alike on all ranks.
+    next batch on, and groups declared later from the start: always alike on all ranks. Streams and
+    the cache change at once, whatever others have: they decide when, or by which name, not what.
     """
 
     def __init__(

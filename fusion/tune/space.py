@@ -1,4 +1,4 @@
-"""What is tuned, and between which bounds: both on a logarithmic scale."""
+"""What can be tuned, and between which bounds: numbers on a logarithmic scale, and switches."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Setting = Mapping[str, float]  # by the names of ``Limits``
+Setting = Mapping[str, Any]  # by the names of ``Limits``
 
-BOUNDS = {
+BOUNDS: dict[str, tuple[float, float]] = {
     "fusion_threshold": (1 << 16, 1 << 27),  # bytes
     "cycle_time": (0.0002, 0.05),  # seconds
+    "streams": (1, 8),
+    "cache": (False, True),
+    "hierarchical": (False, True),
 }
-
-
-def names(text: str) -> list[str]:
-    """Return the names in ``text``, which commas divide. ValueError for one that is not tunable."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    for name in found:
-        if name not in BOUNDS:
-            raise ValueError(f"autotune: {name!r} is not one of {', '.join(BOUNDS)}")
-    return found
+SWITCHES = frozenset(name for name, (low, _) in BOUNDS.items() if low is False)
 
 
 def to_unit(setting: Setting, tuned: Sequence[str]) -> dict[str, float]:
     """Return ``setting`` with every value between 0 and 1."""
     unit: dict[str, float] = {}
     for name in tuned:
+        if name in SWITCHES:
+            unit[name] = float(setting[name])
+            continue
         low, high = BOUNDS[name]
         place = math.log(setting[name] / low) / math.log(high / low)
         unit[name] = min(1.0, max(0.0, place))
@@ -34,10 +32,15 @@ def to_unit(setting: Setting, tuned: Sequence[str]) -> dict[str, float]:
 
 
 def from_unit(unit: Mapping[str, float]) -> dict[str, Any]:
-    """Return the setting at a place between 0 and 1: whole pages, microseconds."""
-    setting: dict[str, Any] = {}
-    for name, place in unit.items():
-        low, high = BOUNDS[name]
-        value = low * (high / low) ** float(place)
-        setting[name] = round(value / 4096) * 4096 if name == "fusion_threshold" else value
-    return setting
+    """Return the setting nearest to a place between 0 and 1: whole pages and streams."""
+    return {name: _value(name, float(place)) for name, place in unit.items()}
+
+
+def _value(name: str, place: float) -> float:
+    if name in SWITCHES:
+        return place >= 0.5
+    low, high = BOUNDS[name]
+    value: float = low * (high / low) ** place
+    if name == "fusion_threshold":
+        return round(value / 4096) * 4096
+    return round(value) if name == "streams" else value

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import queue
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.observe.events import BucketDone, Quiet
+from ringlet.fusion.tune.choice import names
+from ringlet.fusion.tune.log import Log
 from ringlet.fusion.tune.search import BayesianSearch, Search
-from ringlet.fusion.tune.space import BOUNDS, from_unit, names, to_unit
+from ringlet.fusion.tune.space import BOUNDS, from_unit, to_unit
 
 log = logging.getLogger("ringlet")
 
@@ -27,6 +27,7 @@ _SHORTEST = 0.02  # seconds of a window: shorter ones measure the clock
 class Autotuner(Quiet):
     """An observer that scores settings by reduced bytes (uncompressed) per second.
 
+    One search goes through all that ``limits.autotune`` names, numbers and switches alike.
     ``apply(setting)`` brings a setting into effect on all ranks; it is called on the thread of
     the search, which thinks while training goes on. A step is the time between two reductions of
     the same tensor.
@@ -45,7 +46,7 @@ class Autotuner(Quiet):
         self._setting: dict[str, Any] = {name: getattr(limits, name) for name in BOUNDS}
         self.tried: list[tuple[dict[str, Any], float]] = []
         self.frozen = False
-        self._log = _Log(limits.autotune_log)
+        self._log = Log(limits.autotune_log)
         self._measuring = True
         self._windows: list[float] = []
         self._warming = limits.autotune_warmup
@@ -124,26 +125,3 @@ class Autotuner(Quiet):
         else:
             self._setting = self._setting | from_unit(self._search.ask())
         self._apply({name: self._setting[name] for name in self._tuned})
-
-
-class _Log:
-    """A CSV of what was tried; the line with sample 0 is what was settled on."""
-
-    def __init__(self, path: str) -> None:
-        self._file = Path(path).open("w", newline="", buffering=1) if path else None  # noqa: SIM115
-        self._writer = csv.writer(self._file) if self._file else None
-        if self._writer is not None:
-            self._writer.writerow(
-                ["sample", "cycle_time_ms", "fusion_threshold", "score_bytes_per_s"]
-            )
-
-    def write(self, sample: int, setting: dict[str, Any], score: float) -> None:
-        """Append a line."""
-        if self._writer is not None:
-            cycle = f"{setting['cycle_time'] * 1e3:.3f}"
-            self._writer.writerow([sample, cycle, setting["fusion_threshold"], f"{score:.0f}"])
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()

@@ -33,6 +33,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], str], str]] = {
     "--fusion-threshold-mb": ("FUSION_THRESHOLD", _megabytes, "size of a fusion buffer, MiB"),
     "--cycle-time-ms": ("CYCLE_TIME", _number, "how long tensors wait for company, ms"),
     "--cache-capacity": ("CACHE_CAPACITY", _whole, "responses that are remembered"),
+    "--num-nccl-streams": ("STREAMS", _whole, "exchanges under way at once"),
     "--timeline-filename": ("TIMELINE", str, "write a trace of what is communicated"),
     "--autotune-log-file": ("AUTOTUNE_LOG", str, "write what autotuning tries, CSV"),
     "--autotune-warmup-samples": ("AUTOTUNE_WARMUP_SAMPLES", _whole, "samples to throw away"),
@@ -56,7 +57,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], str], str]] = {
     "--heartbeat-seconds": ("HEARTBEAT", _number, "silence after which a rank is lost (0: never)"),
 }
 _SWITCHES: dict[str, tuple[str, str, str]] = {
-    "--autotune": ("AUTOTUNE", "1", "tune threshold and cycle time while training"),
+    "--autotune": ("AUTOTUNE", "1", "tune the engine while training"),
     "--no-autotune": ("AUTOTUNE", "0", ""),
     "--timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "1", "mark cycles in the trace"),
     "--no-timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "0", ""),

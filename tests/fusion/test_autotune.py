@@ -3,6 +3,7 @@
 import csv
 import math
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, Limits, Request, StepAbandoned
+from ringlet.fusion.tune.choice import names
 from ringlet.fusion.tune.search import BayesianSearch, RandomSearch
-from ringlet.fusion.tune.space import BOUNDS, from_unit, names, to_unit
+from ringlet.fusion.tune.space import BOUNDS, from_unit, to_unit
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
@@ -46,7 +48,10 @@ def step(engine, group, number):
     return [array.tobytes() for array in arrays.values()]
 
 
-@given(st.sampled_from(sorted(BOUNDS)), st.floats(0, 1))
+NUMBERS = ["fusion_threshold", "cycle_time"]
+
+
+@given(st.sampled_from(NUMBERS), st.floats(0, 1))
 def test_places_and_settings_are_one_to_one(name, place):
     setting = from_unit({name: place})
     low, high = BOUNDS[name]
@@ -54,34 +59,95 @@ def test_places_and_settings_are_one_to_one(name, place):
     assert to_unit(setting, [name])[name] == pytest.approx(place, abs=0.01)
 
 
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+def test_whole_numbers_and_switches_have_places_of_their_own(streams, cache, hierarchical):
+    asked = {"streams": streams, "cache": cache, "hierarchical": hierarchical}
+    setting = from_unit(asked)
+    assert [type(value) for value in setting.values()] == [int, bool, bool]
+    assert setting["streams"] in range(1, 9)
+    place = to_unit(setting, list(asked))
+    assert from_unit(place) == setting
+    assert abs(place["streams"] - streams) < 0.2
+    assert place["cache"] == (cache >= 0.5)
+
+
+def test_every_number_of_streams_can_be_reached():
+    assert {from_unit({"streams": i / 50})["streams"] for i in range(51)} == set(range(1, 9))
+
+
 def test_only_what_is_lossless_can_be_tuned():
-    assert names("fusion_threshold, cycle_time") == ["fusion_threshold", "cycle_time"]
+    assert names("cycle_time, fusion_threshold") == NUMBERS
+    assert names("all") == list(BOUNDS)
+    assert names("all,-cache, -streams") == [*NUMBERS, "hierarchical"]
     with pytest.raises(ValueError, match="'compression' is not one of fusion_threshold"):
         names("compression")
 
 
-def test_bayesian_optimisation_beats_random_search():
+def test_all_is_what_makes_a_difference_and_the_rest_is_refused_by_name():
+    def tuned(engine):
+        return engine.limits.autotune, engine.limits.hierarchical
+
+    def refused(comm, name):
+        with pytest.raises(ValueError, match=f"'{name}' cannot be tuned here") as caught:
+            Engine(comm, open_control, Limits(autotune=name, cache_capacity=0))
+        return str(caught.value)
+
+    all_here = "fusion_threshold,cycle_time,streams,cache"
+    assert with_engines(2, tuned, autotune="all") == [(all_here, False)] * 2
+    assert with_engines(1, tuned, autotune="all") == [("fusion_threshold,cycle_time,cache", False)]
+    few = "fusion_threshold,cycle_time,streams"
+    assert with_engines(2, tuned, autotune="all", cache_capacity=0)[0] == (few, False)
+    for size, name, remedy in [
+        (2, "hierarchical", "set RINGLET_HIERARCHICAL_ALLREDUCE=1"),
+        (2, "cache", "raise RINGLET_CACHE_CAPACITY"),
+        (1, "streams", "leave it out"),
+    ]:
+        (text,) = set(run_local(refused, size, name))
+        assert remedy in text
+
+
+def trials(search, tuned, score, seed, samples=29):
+    """Return after how many samples, from the worst corner on, one was within 10% of the best."""
+    rng = np.random.default_rng(seed)
+    corners = [dict(zip(tuned, c, strict=True)) for c in product((0.0, 1.0), repeat=len(tuned))]
+    place = min(corners, key=score)
+    for sample in range(1, samples + 1):
+        if score(place) >= 0.9:
+            return sample
+        search.tell(place, score(place) * rng.lognormal(0, 0.03))
+        place = to_unit(from_unit(search.ask()), tuned)
+    return samples + 1
+
+
+def bump(place):
+    x, y = place["fusion_threshold"], place["cycle_time"]
+    return (0.2 + math.exp(-((x - 0.72) ** 2 / 0.03 + (y - 0.15) ** 2 / 0.06))) / 1.2
+
+
+def with_few_streams(place):
+    x, y = place["fusion_threshold"], place["cycle_time"]
+    score = (0.25 + math.exp(-((x - 0.5) ** 2 / 0.08 + (y - 0.3) ** 2 / 0.1))) / 1.25
+    score *= math.exp(-((place["streams"] - 1 / 3) ** 2) / 0.5)
+    return score * (1 if place["cache"] else 0.8) * (0.7 if place["hierarchical"] else 1)
+
+
+def with_two_levels(place):
+    x, y = place["fusion_threshold"], place["cycle_time"]
+    score = (0.25 + math.exp(-((x - 0.72) ** 2 / 0.05 + (y - 0.15) ** 2 / 0.08))) / 1.25
+    score *= math.exp(-((place["streams"] - 2 / 3) ** 2) / 0.8)
+    return score * (1 if place["cache"] else 0.85) * (1 if place["hierarchical"] else 0.7)
+
+
+@pytest.mark.parametrize(
+    ("tuned", "score"),
+    [(NUMBERS, bump), (list(BOUNDS), with_few_streams), (list(BOUNDS), with_two_levels)],
+)
+def test_bayesian_optimisation_beats_random_search(tuned, score):
     pytest.importorskip("bayes_opt")
-
-    def score(place, rng):
-        x, y = place["fusion_threshold"], place["cycle_time"]
-        bump = math.exp(-((x - 0.72) ** 2 / 0.03 + (y - 0.15) ** 2 / 0.06))
-        return (0.2 + bump) * rng.lognormal(0, 0.03)
-
-    def best_of(search, seed):
-        rng = np.random.default_rng(seed)
-        tried = []
-        for _ in range(24):
-            place = search.ask()
-            search.tell(place, score(place, rng))
-            tried.append(place)
-        return max(score(place, np.random.default_rng(0)) for place in tried) / 1.2
-
-    both = list(BOUNDS)
-    bayes = [best_of(BayesianSearch(both, seed), seed) for seed in range(5)]
-    chance = [best_of(RandomSearch(both, seed), seed) for seed in range(5)]
-    assert min(bayes) > 0.9
-    assert np.mean(bayes) > np.mean(chance)
+    bayes = [trials(BayesianSearch(tuned, seed), tuned, score, seed) for seed in range(3)]
+    chance = [trials(RandomSearch(tuned, seed), tuned, score, seed) for seed in range(20)]
+    assert max(bayes) < 30
+    assert np.mean(bayes) < np.mean(chance)
 
 
 @given(data=st.data())
@@ -155,17 +221,22 @@ def test_it_ends_with_the_best_setting_everywhere_and_logs(tmp_path):
         tuner = engine.tuning.tuner
         return engine.limits, group.hash, tuner.tried if tuner else None
 
-    tune = {"autotune": "fusion_threshold,cycle_time", "autotune_log": str(log)}
+    tune = {"autotune": "all", "autotune_log": str(log)}
     small = {"autotune_samples": 6, "autotune_steps": 2, "autotune_warmup": 1}
     results = with_engines(2, body, fusion_threshold=1 << 16, cycle_time=0.02, **tune, **small)
     assert len({limits for limits, _, _ in results}) == 1
     assert len({digest for _, digest, _ in results}) == 1
     limits, _, tried = results[0]
     best, score = max(tried, key=lambda pair: pair[1])
-    assert (limits.fusion_threshold, limits.cycle_time) == tuple(best.values())
+    assert {name: getattr(limits, name) for name in BOUNDS} == best
     rows = list(csv.DictReader(log.open()))
     assert [row["sample"] for row in rows] == ["1", "2", "3", "4", "5", "6", "0"]
-    assert rows[0]["fusion_threshold"] == str(1 << 16)
+    assert ",".join(rows[0]) == (
+        "sample,cycle_time_ms,fusion_threshold,streams,cache,hierarchical,score_bytes_per_s"
+    )
+    first = {"cycle_time_ms": "20.000", "fusion_threshold": str(1 << 16), "streams": "4"}
+    assert first | {"cache": "1", "hierarchical": "0"} == dict(list(rows[0].items())[1:-1])
+    assert {row["hierarchical"] for row in rows} == {"0"}  # there are no levels here
     assert rows[-1]["fusion_threshold"] == str(best["fusion_threshold"])
     assert float(rows[-1]["score_bytes_per_s"]) == pytest.approx(score, abs=1)
 
