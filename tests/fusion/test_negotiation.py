@@ -57,6 +57,44 @@ def test_a_request_seen_before_takes_one_bit():
     assert m.ids_of(m.unpack_execute_hits(answer)[2]) == sorted(ids.values())
 
 
+@given(st.data(), st.integers(2, 4), st.integers(1, 5))
+def test_names_and_numbers_of_one_round_meet_in_any_order(data, size, count):
+    """Ranks switch the cache off and on at slightly different times."""
+    coordinator = Coordinator(size)
+    requests = [Request(f"t{i}", shape=(4,)) for i in range(count)]
+    numbers = {}
+    for rank in range(size):
+        for message in ask(coordinator, rank, *requests):
+            numbers.update({item[0]: item[1] for item in loads(message[1:])[2]})
+    for _ in range(3):
+        pending = []
+        for rank in range(size):
+            by_number = data.draw(st.sets(st.sampled_from(requests)))
+            named = [r for r in requests if r not in by_number]
+            if by_number:
+                bits = m.bits_of(numbers[r.name] for r in by_number)
+                pending.append((rank, m.pack_hits(0, bits)))
+            if named:
+                pending.append((rank, m.REQUEST + dumps([r.to_list() for r in named])))
+        joins = size > 2 and data.draw(st.booleans())  # the last rank has no more data
+        if joins:
+            pending = [(rank, message) for rank, message in pending if rank != size - 1]
+            pending.append((size - 1, m.JOIN + dumps(0)))
+        ran = []
+        for rank, message in data.draw(st.permutations(pending)):
+            for answer in coordinator.on_message(rank, message):
+                if answer[:1] == m.EXECUTE_HITS:
+                    ids = m.ids_of(m.unpack_execute_hits(answer)[2])
+                    ran += [name for name, number in numbers.items() if number in ids]
+                else:
+                    assert answer[:1] == m.EXECUTE
+                    ran += executed([answer])
+        assert sorted(ran) == sorted(numbers)
+        assert coordinator._waiting() == {}
+        for rank in range(size - 1 if joins else 0):  # the others follow
+            coordinator.on_message(rank, m.JOIN + dumps(0))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
