@@ -33,7 +33,10 @@ class Readiness:
         self._cached: list[Request] = []
         self._ids: dict[Request, int] = {}
         self._bits_of: dict[str, int] = {}  # all cached requests of a name
-        self._contested = 0  # cached requests whose name some rank has asked for in full
+        self._bits_of_group: dict[str, int] = {}
+        self._contested = (
+            0  # cached requests that some rank asked for in full, or others of a group
+        )
         self._held: dict[str, list[Asked]] = {}  # ready members of groups that are not complete
         self._joined: list[int] = []
 
@@ -50,6 +53,8 @@ class Readiness:
     def ask(self, rank: int, requests: Sequence[Request]) -> list[bytes]:
         """Take requests in full."""
         for request in requests:
+            if request.group:  # of which some may have no number: then all go by name
+                self._contested |= self._bits_of_group.get(request.group, 0)
             self._by_name(request.name)[rank] = request
         return self._run_named([request.name for request in requests])
 
@@ -191,6 +196,9 @@ class Readiness:
         number = self._ids[request] = len(self._cached)
         self._cached.append(request)
         self._bits_of[request.name] = self._bits_of.get(request.name, 0) | 1 << number
+        if request.group:
+            known_of_group = self._bits_of_group.get(request.group, 0)
+            self._bits_of_group[request.group] = known_of_group | 1 << number
         return number
 
     def _run_cached(self) -> list[bytes]:

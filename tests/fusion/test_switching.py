@@ -200,9 +200,14 @@ def test_requests_go_by_name_while_the_cache_is_off_and_by_number_again_later():
     assert on_hosts("aaa", body, streams=2) == [expected] * 3
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=2, max_size=8))
-@settings(max_examples=10)
-def test_ranks_that_ask_by_number_meet_ranks_that_ask_by_name(turns):
+@given(
+    st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=2, max_size=8),
+    st.sampled_from([4096, len(SIZES) + 1]),
+)
+@settings(max_examples=15)
+def test_ranks_that_ask_by_number_meet_ranks_that_ask_by_name(turns, capacity):
+    """Also where only one of two tensors that go together has a number."""
+
     def body(engine):
         for step, cached in enumerate(turns):
             engine._participant.requests._cache = cached[engine.rank]
@@ -219,4 +224,4 @@ def test_ranks_that_ask_by_number_meet_ranks_that_ask_by_name(turns):
             for single, exact in zip(together, sums(3, step, [900] * 2), strict=True):
                 np.testing.assert_array_equal(single.wait(60), exact)
 
-    on_hosts("aaa", body)
+    on_hosts("aaa", body, cache_capacity=capacity)
