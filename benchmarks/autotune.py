@@ -1,11 +1,14 @@
 """Whether the autotuner finds a good setting: beside a grid and random search, on a real engine.
 
-    ringlet run -np 2 python benchmarks/autotune.py
+    ringlet run -np 2 --transport gloo python benchmarks/autotune.py
+    ringlet run -np 4 --transport gloo python benchmarks/autotune.py --hosts 2
 
 The workload is a backward pass that hands in ResNet-50's gradients, scaled down, one by one. A grid
-over fusion threshold and cycle time is measured; then Bayesian optimisation and random search start
-from its worst corner with the same number of samples. What each found is measured once more, in
-turns with the best grid point. Transactions have a latency, as on a network, by ``--latency-ms``.
+over fusion threshold and cycle time is measured, with everything else as it is by default; then
+Bayesian optimisation and random search begin at the worst corner of all that can be tuned here,
+with the same number of samples. What each found is measured once more, in turns with the best grid
+point. Collectives have a latency, as on a network, by ``--latency-ms``, unless all their ranks are
+on one of ``--hosts``, by default a rank's own.
 """
 
 from __future__ import annotations
@@ -17,23 +20,60 @@ import time
 
 import numpy as np
 from engine import resnet_sizes
-from lookahead import Slow
 
 from ringlet.fusion import Engine, Limits, Request
+from ringlet.fusion.tune.choice import names, settled
 from ringlet.fusion.tune.search import BayesianSearch, RandomSearch
-from ringlet.fusion.tune.space import BOUNDS, from_unit, to_unit
-from ringlet.ring.communicator import ReduceOp
+from ringlet.fusion.tune.space import from_unit, to_unit
+from ringlet.ring.communicator import ReduceOp, Topology
 from ringlet.ring.connect import connect
 from ringlet.ring.control_open import open_control
+from ringlet.ring.hierarchical import two_levels
 
 SETTLING = 3
+NUMBERS = ["fusion_threshold", "cycle_time"]  # of the grid
+
+
+class Network:
+    """A communicator whose collectives take longer by a fixed time when they leave a host."""
+
+    def __init__(self, inner, seconds: float, hosts: list[str]) -> None:
+        self._inner, self._seconds, self._hosts = inner, seconds, hosts
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def sibling(self, number):
+        found = self._inner.sibling(number)
+        return found and Network(found, self._seconds, self._hosts)
+
+    def subset(self, ranks):
+        found = self._inner.subset(ranks)
+        return found and Network(found, self._seconds, [self._hosts[rank] for rank in ranks])
+
+    def allreduce(self, *args, **options):
+        self._slow(self._inner.allreduce, *args, **options)
+
+    def alltoall(self, *args, **options):
+        self._slow(self._inner.alltoall, *args, **options)
+
+    def allgather(self, *args, **options):
+        self._slow(self._inner.allgather, *args, **options)
+
+    def reduce_scatter(self, *args, **options):
+        self._slow(self._inner.reduce_scatter, *args, **options)
+
+    def _slow(self, call, *args, **options):
+        call(*args, **options)
+        if len(set(self._hosts)) > 1:
+            time.sleep(self._seconds)
 
 
 class Workload:
     """One engine, and steps whose tensors arrive over time."""
 
-    def __init__(self, comm, latency: float, scale: int, pause: float) -> None:
-        self.engine = Engine(Slow(comm, latency), open_control, Limits())
+    def __init__(self, comm, scale: int, pause: float) -> None:
+        self.engine = Engine(comm, open_control, Limits())
         sizes = [max(16, n // scale) for n in reversed(resnet_sizes())]
         self.requests = [Request(f"g{i}", shape=(n,), op=ReduceOp.SUM) for i, n in enumerate(sizes)]
         self.arrays = [np.ones(n, np.float32) for n in sizes]
@@ -72,7 +112,7 @@ def searched(load, search, start, samples: int) -> list[tuple[dict, float]]:
     for _ in range(samples):
         score = load.score(setting)
         tried.append((setting, score))
-        search.tell(to_unit(setting, list(BOUNDS)), score)
+        search.tell(to_unit(setting, list(start)), score)
         setting = from_unit(search.ask())
     return tried
 
@@ -94,55 +134,67 @@ def main() -> None:
     parser.add_argument("--pause-ms", type=float, default=0.5)
     parser.add_argument("--scale", type=int, default=8, help="divides the gradients' sizes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=0, help="that ranks are said to be on")
     options = parser.parse_args()
     comm = connect(None)
-    load = Workload(comm, options.latency_ms / 1e3, options.scale, options.pause_ms / 1e3)
+    hosts = [str(rank * (options.hosts or comm.size) // comm.size) for rank in range(comm.size)]
+    network = Network(comm, options.latency_ms / 1e3, hosts)
+    network = two_levels(network, Topology.from_hosts(comm.rank, hosts))
+    load = Workload(network, options.scale, options.pause_ms / 1e3)
+    tuned = names(settled(Limits(autotune="all"), network).autotune)
+    default = {name: getattr(load.engine.limits, name) for name in tuned}
     places = np.linspace(0, 1, options.grid)
     grid = [
-        from_unit(dict(zip(BOUNDS, place, strict=True)))
+        default | from_unit(dict(zip(NUMBERS, place, strict=True)))
         for place in itertools.product(places, repeat=2)
     ]
-    scores = [load.score(setting) for setting in grid]
-    corners = [i for i, s in enumerate(grid) if all(u in (0, 1) for u in corner(s))]
-    worst = grid[min(corners, key=lambda i: scores[i])]
-    top = grid[int(np.argmax(scores))]
-    both = list(BOUNDS)
+    top = max(((load.score(setting), i) for i, setting in enumerate(grid)))[1]
+    ends = itertools.product((0.0, 1.0), repeat=len(tuned))
+    corners = [from_unit(dict(zip(tuned, end, strict=True))) for end in ends]
+    worst = min(((load.score(setting), i) for i, setting in enumerate(corners)))[1]
     searches = {
-        "Bayesian optimisation": BayesianSearch(both, options.seed),
-        "random search": RandomSearch(both, options.seed),
+        "Bayesian optimisation": BayesianSearch(tuned, options.seed),
+        "random search": RandomSearch(tuned, options.seed),
     }
     tried = {
-        name: searched(load, search, worst, options.samples) for name, search in searches.items()
+        name: searched(load, search, corners[worst], options.samples)
+        for name, search in searches.items()
     }
     found = {name: max(t, key=lambda pair: pair[1])[0] for name, t in tried.items()}
-    final: dict[str, list[float]] = {name: [] for name in ["grid", "worst", *found]}
+    finalists = {"grid": grid[top], "worst": corners[worst], **found}
+    final: dict[str, list[float]] = {name: [] for name in finalists}
     for _ in range(5):
-        for name, setting in {"grid": top, "worst": worst, **found}.items():
+        for name, setting in finalists.items():
             final[name].append(load.score(setting, 5))
     medians = {name: statistics.median(values) for name, values in final.items()}
     if comm.rank == 0:
         best = medians["grid"]
-        print(f"{comm.size} ranks, {comm.name}, {options.latency_ms} ms a transaction")
-        print(f"best of {len(grid)} grid points: {words(top)}, {best / 1e6:.1f} MB/s")
-        print(f"worst corner: {words(worst)}, {medians['worst'] / best:.0%} of that")
+        print(f"{comm.size} ranks, {comm.name}, {options.latency_ms} ms a collective")
+        print(f"best of {len(grid)} grid points: {words(grid[top])}; {best / 1e6:.1f} MB/s")
+        print(f"worst of {len(corners)} corners: {words(corners[worst])}; "
+              f"{medians['worst'] / best:.0%} of that")  # fmt: skip
         for name, setting in found.items():
             enough = samples_to(tried[name], 0.9 * best)
             print(
-                f"{name}: {words(setting)}, {medians[name] / best:.0%} of the best grid point; "
+                f"{name}: {words(setting)}; {medians[name] / best:.0%} of the best grid point, "
                 f"90% after {enough} of {options.samples} samples"
             )
     load.engine.shutdown()
-    comm.close()
-
-
-def corner(setting) -> list[float]:
-    """Return a setting's place, rounded."""
-    return [round(u, 2) for u in to_unit(setting, list(BOUNDS)).values()]
+    network.close()
 
 
 def words(setting) -> str:
     """Return a setting in words."""
-    return f"{setting['fusion_threshold'] / 2**20:.2f} MiB, {setting['cycle_time'] * 1e3:.2f} ms"
+    told = [
+        f"{setting['fusion_threshold'] / 2**20:.2f} MiB",
+        f"{setting['cycle_time'] * 1e3:.2f} ms",
+    ]
+    if "streams" in setting:
+        told.append(f"{setting['streams']} stream(s)")
+    told.append("cache" if setting["cache"] else "no cache")
+    if "hierarchical" in setting:
+        told.append("two levels" if setting["hierarchical"] else "flat")
+    return ", ".join(told)
 
 
 if __name__ == "__main__":
