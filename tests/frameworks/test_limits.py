@@ -1,0 +1,75 @@
+"""What environment and arguments say of the engine's limits, and of what is tuned."""
+
+import pytest
+
+from ringlet.fusion import Limits
+from ringlet.lifecycle import init
+from ringlet.ring.local import run_local
+from ringlet.runtime import limits_from, shutdown
+
+
+@pytest.mark.parametrize(
+    ("env", "streams"),
+    [
+        ({}, 4),
+        ({"RINGLET_STREAMS": "2"}, 2),
+        ({"HOROVOD_NUM_NCCL_STREAMS": "1"}, 1),
+        ({"HOROVOD_NUM_NCCL_STREAMS": "1", "RINGLET_STREAMS": "8"}, 8),
+    ],
+)
+def test_streams_have_two_names(env, streams):
+    assert limits_from(env).streams == streams
+
+
+def test_there_is_at_least_one_stream():
+    with pytest.raises(ValueError, match=r"RINGLET_STREAMS.* at least 1, not 0"):
+        limits_from({"RINGLET_STREAMS": "0"})
+    with pytest.raises(ValueError, match="at least 1, not -1"):
+        Limits(streams=-1)
+
+
+@pytest.mark.parametrize(
+    ("env", "tuned"),
+    [
+        ({}, ""),
+        ({"HOROVOD_AUTOTUNE": "0"}, ""),
+        ({"RINGLET_AUTOTUNE": "False", "HOROVOD_AUTOTUNE": "1"}, ""),
+        ({"HOROVOD_AUTOTUNE": "1"}, "all"),
+        ({"RINGLET_AUTOTUNE": "True", "HOROVOD_CYCLE_TIME": "5"}, "all,-cycle_time"),
+        ({"RINGLET_AUTOTUNE": "all", "HOROVOD_CACHE_CAPACITY": "9"}, "all,-cache"),
+        ({"RINGLET_AUTOTUNE": "1", "HOROVOD_NUM_NCCL_STREAMS": "2"}, "all,-streams"),
+        ({"RINGLET_AUTOTUNE": "1", "RINGLET_HIERARCHICAL_ALLREDUCE": "1"}, "all"),
+        ({"RINGLET_AUTOTUNE": "cycle_time", "RINGLET_CYCLE_TIME": "5"}, "cycle_time"),
+        ({"RINGLET_AUTOTUNE": "streams, cache"}, "streams,cache"),
+    ],
+)
+def test_autotuning_is_switched_on_or_told_names(env, tuned):
+    pytest.importorskip("bayes_opt")
+    assert limits_from(env).autotune == tuned
+
+
+def test_what_cannot_be_tuned_is_an_error():
+    with pytest.raises(ValueError, match="'compression' is not one of fusion_threshold"):
+        limits_from({"RINGLET_AUTOTUNE": "compression"})
+
+
+def test_an_argument_of_init_comes_before_the_environment(monkeypatch):
+    pytest.importorskip("bayes_opt")
+
+    def tuned(comm, autotune):
+        limits = init(autotune=autotune).engine.limits
+        shutdown()
+        return limits.autotune, limits.streams
+
+    def refused(comm):
+        with pytest.raises(ValueError, match="set RINGLET_HIERARCHICAL_ALLREDUCE=1"):
+            init(autotune="cycle_time,hierarchical")
+
+    monkeypatch.setenv("RINGLET_STREAMS", "2")
+    monkeypatch.setenv("RINGLET_AUTOTUNE", "0")
+    assert run_local(tuned, 2, True) == [("fusion_threshold,cycle_time,cache", 2)] * 2
+    assert run_local(tuned, 2, None) == [("", 2)] * 2
+    monkeypatch.setenv("RINGLET_AUTOTUNE", "1")
+    assert run_local(tuned, 2, False) == [("", 2)] * 2
+    assert run_local(tuned, 2, "streams") == [("streams", 2)] * 2
+    run_local(refused, 2)
