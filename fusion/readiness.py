@@ -34,9 +34,7 @@ class Readiness:
         self._ids: dict[Request, int] = {}
         self._bits_of: dict[str, int] = {}  # all cached requests of a name
         self._bits_of_group: dict[str, int] = {}
-        self._contested = (
-            0  # cached requests that some rank asked for in full, or others of a group
-        )
+        self._contested = 0  # cached requests that go by name for now, for some rank asked so
         self._held: dict[str, list[Asked]] = {}  # ready members of groups that are not complete
         self._joined: list[int] = []
 
