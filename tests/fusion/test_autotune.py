@@ -144,7 +144,7 @@ def with_two_levels(place):
 )
 def test_bayesian_optimisation_beats_random_search(tuned, score):
     pytest.importorskip("bayes_opt")
-    bayes = [trials(BayesianSearch(tuned, seed), tuned, score, seed) for seed in range(3)]
+    bayes = [trials(BayesianSearch(tuned, seed), tuned, score, seed) for seed in range(2)]
     chance = [trials(RandomSearch(tuned, seed), tuned, score, seed) for seed in range(20)]
     assert max(bayes) < 30
     assert np.mean(bayes) < np.mean(chance)

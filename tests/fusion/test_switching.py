@@ -1,6 +1,7 @@
 """Streams, the cache and the levels of dense sums change while tensors are under way."""
 
 import time
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from ringlet.ring.control_open import open_control
 from ringlet.ring.hierarchical import HierarchicalCommunicator
 from ringlet.ring.local import run_local
 
-SIZES = [40_000, 700, 90_000, 1200, 25_000]  # some of which are large enough for two levels
+SIZES = (40_000, 700, 90_000, 1200, 25_000)  # some of which are large enough for two levels
 HOSTS = "aabb"
 SETTINGS = st.fixed_dictionaries(
     {},
@@ -52,12 +53,17 @@ def on_hosts(hosts, body, **limits):
 
 def whole(rank, step, i, n):
     """Return float32 whose sum is exact in any order."""
-    drawn = np.random.default_rng([rank, step, i]).integers(-99, 99, n)
-    return drawn.astype(np.float32)
+    return drawn(rank, step, i, n).copy()
 
 
+@cache
+def drawn(rank, step, i, n):
+    return np.random.default_rng([rank, step, i]).integers(-99, 99, n).astype(np.float32)
+
+
+@cache
 def sums(ranks, step, sizes=SIZES):
-    return [sum(whole(r, step, i, n) for r in range(ranks)) for i, n in enumerate(sizes)]
+    return [sum(drawn(r, step, i, n) for r in range(ranks)) for i, n in enumerate(sizes)]
 
 
 def declare(engine, spec, name="g"):
@@ -80,6 +86,31 @@ def singles(engine, step):
     return [engine.submit(r, a) for r, a in zip(requests, arrays, strict=True)]
 
 
+def train(engine, changes=(), delays=(0.0,)):
+    """Check dense sums while rank 0 announces ``changes``; return compressed ones, and limits."""
+    ranks, results = engine.size, []
+    plain, lossy = declare(engine, "none", "g"), declare(engine, "int8(bucket=64) | ef", "q")
+    for step in range(10):
+        time.sleep(delays[step * (engine.rank + 1) % len(delays)])
+        dense, codes = begin(engine, plain, step), begin(engine, lossy, step)
+        handles = singles(engine, step)
+        if engine.rank == 0 and step < 2 * len(changes) and step % 2 == 1:
+            engine.tuning.announce(changes[step // 2])  # with all of this under way
+        for got, exact in zip(handles, sums(ranks, step), strict=True):
+            np.testing.assert_array_equal(got.wait(60), exact)
+        plain.wait(60)
+        for got, exact in zip(dense, sums(ranks, step), strict=True):
+            np.testing.assert_array_equal(got, exact)
+        lossy.wait(60)
+        results += [array.tobytes() for array in codes]
+    return results, engine.limits
+
+
+@cache
+def untuned(hosts):
+    return on_hosts(hosts, train)[0][0]
+
+
 @settings(max_examples=8)
 @given(
     st.sampled_from([HOSTS, "aaa"]),
@@ -87,29 +118,9 @@ def singles(engine, step):
     st.lists(st.floats(0, 0.002), min_size=7, max_size=7),
 )
 def test_no_change_loses_or_alters_anything(hosts, changes, delays):
-    ranks = len(hosts)
-
-    def body(engine, tune):
-        plain, lossy = declare(engine, "none", "g"), declare(engine, "int8(bucket=64) | ef", "q")
-        results = []
-        for step in range(12):
-            time.sleep(delays[step * (engine.rank + 1) % 7])
-            dense, codes = begin(engine, plain, step), begin(engine, lossy, step)
-            handles = singles(engine, step)
-            if tune and engine.rank == 0 and step % 2 == 1 and step // 2 < len(changes):
-                engine.tuning.announce(changes[step // 2])  # with all of this under way
-            for single in [handle.wait(60) for handle in handles], dense:
-                plain.wait(60) if single is dense else None
-                for got, exact in zip(single, sums(ranks, step), strict=True):
-                    np.testing.assert_array_equal(got, exact)
-            lossy.wait(60)
-            results += [array.tobytes() for array in codes]
-        return results, engine.limits
-
-    tuned = on_hosts(hosts, lambda engine: body(engine, True))
-    untuned = on_hosts(hosts, lambda engine: body(engine, False))
-    assert {repr(rank[0]) for rank in tuned} == {repr(rank[0]) for rank in untuned}
-    assert len({rank[1] for rank in tuned}) == 1
+    tuned = on_hosts(hosts, lambda engine: train(engine, changes, delays))
+    assert all(results == untuned(hosts) for results, _ in tuned)
+    assert len({limits for _, limits in tuned}) == 1
 
 
 def test_dense_sums_leave_the_levels_and_come_back_and_others_never_leave():
@@ -221,7 +232,7 @@ def test_ranks_that_ask_by_number_meet_ranks_that_ask_by_name(turns, capacity):
             together = engine.submit_all(items)
             for single, exact in zip(handles, sums(3, step), strict=True):
                 np.testing.assert_array_equal(single.wait(60), exact)
-            for single, exact in zip(together, sums(3, step, [900] * 2), strict=True):
+            for single, exact in zip(together, sums(3, step, (900, 900)), strict=True):
                 np.testing.assert_array_equal(single.wait(60), exact)
 
     on_hosts("aaa", body, cache_capacity=capacity)
