@@ -13,6 +13,7 @@ def test_every_environment_variable_is_documented():
     # "`RINGLET_AUTOTUNE_LOG`, `_WARMUP_SAMPLES`" names two.
     told = set(re.findall(r"RINGLET_[A-Z_]*[A-Z]", text))
     told |= {"RINGLET_AUTOTUNE" + rest for rest in re.findall(r"`(_[A-Z_]+)`", text)}
+    told |= {"RINGLET_" + name for name in re.findall(r"HOROVOD_([A-Z_]*[A-Z])", text)}
     read = set()
     for folder in ("ring", "fusion", "compressors", "frameworks"):
         for path in (ROOT / folder).rglob("*.py"):
