@@ -22,7 +22,7 @@ from ringlet.ring.distributed import TorchCommunicator
 from ringlet.runtime import Runtime, current, init, is_initialized
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_router
-from ringlet.torch.tensors import check, dtype_of, flat
+from ringlet.torch.tensors import check, dtype_of, flat, on_host, unstage
 
 
 class DdpState:
@@ -115,14 +115,16 @@ def _communicator(process_group: Any) -> Communicator:
 
 
 def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     buffer = bucket.buffer()
     check(buffer, "the gradient bucket")
-    items = []
+    devices = [buffer.device] if buffer.is_cuda else None
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    items, staged = [], []
     for i, (p, grad) in enumerate(zip(bucket.parameters(), bucket.gradients(), strict=True)):
         request, compressor = state.request(p, grad, f"bucket{bucket.index()}.{i}")
         # The views are parts of the bucket's buffer, so that the result lies where DDP wants it.
-        items.append((request, flat(grad.contiguous()), None, compressor))
+        staged.append((on_host(grad), grad))
+        items.append((request, flat(staged[-1][0]), None, compressor))
         if not grad.is_contiguous():
             raise RuntimeError("DDP handed out a gradient that is no part of its bucket's buffer")
     handles = current().engine.submit_all(items)
@@ -136,6 +138,8 @@ def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         try:
             for handle in handles:
                 handle.wait()
+            for host, grad in staged:
+                unstage(host, grad)  # on the default stream, for which the future waits
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
         else:

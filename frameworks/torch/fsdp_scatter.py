@@ -20,6 +20,7 @@ from ringlet.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.distributed import TorchCommunicator
 from ringlet.ring.dtypes import Array
+from ringlet.torch.tensors import flat, on_host
 
 
 class _Piece(NamedTuple):
@@ -160,9 +161,4 @@ def _shards(module: FSDPModule) -> Iterator[Sequence[int]]:
 
 
 def _float32(tensor: torch.Tensor) -> Array:
-    if tensor.device.type != "cpu":
-        raise InvalidArgument(
-            f"gradients on {tensor.device}: FSDP2 is supported on the CPU only so far"
-        )
-    array: Array = tensor.detach().float().numpy()
-    return array
+    return flat(on_host(tensor.detach().float()))

@@ -22,7 +22,7 @@ from ringlet.ring.control_open import open_control
 from ringlet.ring.distributed import TorchCommunicator
 from ringlet.runtime import limits_from
 from ringlet.torch.compression import as_compressor
-from ringlet.torch.tensors import check, dtype_of, flat
+from ringlet.torch.tensors import check, dtype_of, flat, on_host, unstage
 
 
 class ReplicaAverage:
@@ -38,7 +38,9 @@ class ReplicaAverage:
         request = Request(
             self._name, "allreduce", dtype, tuple(shard.shape), ReduceOp.AVERAGE, spec
         )
-        self._engine.submit(request, flat(shard), None, self._compressor).wait()
+        staged = on_host(shard)
+        self._engine.submit(request, flat(staged), None, self._compressor).wait()
+        unstage(staged, shard)
 
 
 def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> list[ReplicaAverage]:

@@ -13,7 +13,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
 from ringlet.torch.handles import Handle, Tensors, differentiable
 from ringlet.torch.reductions import grouped_allreduce
-from ringlet.torch.tensors import as_tensor, check, dtype_of, flat, unstage
+from ringlet.torch.tensors import as_tensor, check, dtype_of, flat, on_host, unstage
 
 
 def allgather_async(
@@ -81,7 +81,7 @@ def broadcast_async_(
         root=process_set.rank_of(root_rank, "root_rank"),
         process_set=number,
     )
-    staged = tensor.detach().contiguous()
+    staged = on_host(tensor)
     operation = runtime.engine.submit(request, flat(staged))
     return Handle([operation], lambda _: unstage(staged, tensor))
 
@@ -148,11 +148,12 @@ def alltoall_async(
         process_set=number,
         splits=rows,
     )
-    operation = runtime.engine.submit(request, flat(tensor.detach().contiguous()))
+    operation = runtime.engine.submit(request, flat(on_host(tensor)))
 
     def result(done: Any) -> tuple[torch.Tensor, torch.Tensor]:
         received = torch.tensor(done[0].sizes, dtype=torch.int32)
-        return as_tensor(done[0].output, dtype, (sum(done[0].sizes), *shape[1:])), received
+        moved = as_tensor(done[0].output, dtype, (sum(done[0].sizes), *shape[1:]))
+        return moved.to(tensor.device), received
 
     return Handle([operation], result)
 
@@ -210,6 +211,7 @@ def _gather(
     count = len(tensors)
     shapes = [tuple(tensor.shape) for tensor in tensors]
     dtypes = [dtype_of(tensor) for tensor in tensors]
+    devices = [tensor.device for tensor in tensors]
     items = [
         (
             Request(
@@ -221,7 +223,7 @@ def _gather(
                 group="" if single else base,
                 group_size=0 if single else count,
             ),
-            flat(tensor.detach().contiguous()),
+            flat(on_host(tensor)),
             None,
             None,
         )
@@ -230,8 +232,8 @@ def _gather(
 
     def result(done: Any) -> Any:
         gathered = [
-            as_tensor(operation.output, dtype, (sum(operation.sizes), *shape[1:]))
-            for operation, dtype, shape in zip(done, dtypes, shapes, strict=True)
+            as_tensor(operation.output, dtype, (sum(operation.sizes), *shape[1:])).to(device)
+            for operation, dtype, shape, device in zip(done, dtypes, shapes, devices, strict=True)
         ]
         return gathered[0] if single else gathered
 

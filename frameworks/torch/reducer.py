@@ -22,7 +22,7 @@ from ringlet.torch.compression import as_router
 from ringlet.torch.handles import SparseHandle
 from ringlet.torch.reductions import allreduce
 from ringlet.torch.sparse import sparse_allreduce_async
-from ringlet.torch.tensors import check, dtype_of, flat
+from ringlet.torch.tensors import check, dtype_of, flat, on_host, shares_memory
 
 LARGE = 1 << 16  # elements from which a sparse gradient travels as indices and values
 
@@ -325,14 +325,16 @@ class Reducer:
         if grad.is_sparse:
             if self._seen_sparse is not None:
                 self._seen_sparse.add(name)
-            dims, dense = grad.sparse_dim(), grad.detach().to_dense().contiguous()
-            self._after.append(lambda: setattr(p, "grad", dense.to_sparse(dims)))
+            dims, device = grad.sparse_dim(), grad.device
+            dense = on_host(grad.detach().to_dense())
+            self._after.append(lambda: setattr(p, "grad", dense.to(device).to_sparse(dims)))
             return flat(dense)
         if grad.layout is not torch.strided:
             raise TypeError(f"the gradient of {name!r} has layout {grad.layout}; use sparse COO")
-        if grad.is_contiguous():
-            return flat(grad)
-        packed = grad.detach().contiguous()  # other strides, such as channels_last
+        packed = on_host(grad)
+        if shares_memory(packed, grad):
+            return flat(packed)
+        # Of other strides, such as channels_last, or on another device.
         self._after.append(lambda: grad.copy_(packed))
         return flat(packed)
 

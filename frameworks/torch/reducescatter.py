@@ -16,7 +16,7 @@ from ringlet.runtime import current
 from ringlet.torch.compression import as_compressor, legacy
 from ringlet.torch.handles import Handle, Tensors, differentiable
 from ringlet.torch.movements import grouped_allgather
-from ringlet.torch.tensors import as_tensor, check, dtype_of, flat
+from ringlet.torch.tensors import as_tensor, check, dtype_of, flat, on_host
 
 
 def reducescatter_async(
@@ -141,10 +141,7 @@ def _start(
             raise InvalidArgument("reducescatter needs a tensor with at least one dimension")
     base = name or runtime.unnamed("reducescatter" if single else "grouped_reducescatter", number)
     count, rank = len(tensors), process_set.rank()
-    sources = [
-        t.detach().contiguous().to(wire if wire and t.is_floating_point() else t.dtype)
-        for t in tensors
-    ]
+    sources = [on_host(t).to(wire if wire and t.is_floating_point() else t.dtype) for t in tensors]
     requests = [
         Request(
             base if single else f"{base}_{i + 1}of{count}",
@@ -164,7 +161,7 @@ def _start(
 
     def result(done: Any) -> Any:
         outputs = [
-            as_tensor(o.output, r.dtype, (o.sizes[rank], *r.shape[1:])).to(t.dtype)
+            as_tensor(o.output, r.dtype, (o.sizes[rank], *r.shape[1:])).to(t)
             for o, r, t in zip(done, requests, tensors, strict=True)
         ]
         return outputs[0] if single else outputs

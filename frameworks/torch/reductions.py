@@ -19,7 +19,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
 from ringlet.torch.compression import as_compressor, legacy
 from ringlet.torch.handles import Handle, Tensors, differentiable
-from ringlet.torch.tensors import check, dtype_of, flat, unstage
+from ringlet.torch.tensors import check, dtype_of, flat, on_host, unstage
 
 _SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
@@ -244,7 +244,7 @@ def _start(
     names = [base] if single else [f"{base}_{i}of{count}" for i in range(1, count + 1)]
     sources = [_source(tensor, op, compressor) for tensor in tensors]
     targets = [
-        output.detach() if output.is_contiguous() and output.dtype is source.dtype else source
+        output.detach() if _can_hold(output, source) else source
         for source, output in zip(sources, outputs, strict=True)
     ]
     used = compressor if op in _SUMS else NoCompression()
@@ -278,9 +278,15 @@ def _start(
     return Handle(operations, result)
 
 
+def _can_hold(output: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the engine can write the result of ``source`` to ``output`` itself."""
+    alike = output.dtype is source.dtype and output.device == source.device
+    return alike and output.is_contiguous()
+
+
 def _source(tensor: torch.Tensor, op: ReduceOp, compressor: Compressor) -> torch.Tensor:
     """Return what is handed in: for minima and the like, a 16-bit cast happens here."""
-    source = tensor.detach().contiguous()
+    source = on_host(tensor)
     if op in _SUMS or not tensor.is_floating_point() or isinstance(compressor, NoCompression):
         return source
     if isinstance(compressor, FP16 | BF16):

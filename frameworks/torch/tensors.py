@@ -1,4 +1,7 @@
-"""Views of torch tensors as the flat NumPy arrays that the engine moves."""
+"""Views of torch tensors as the flat NumPy arrays that the engine moves.
+
+The engine's arrays are in host memory: what is on another device is copied there and back.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,23 @@ def dtype_of(tensor: torch.Tensor) -> str:
 
 
 def check(tensor: torch.Tensor, what: str = "tensor") -> None:
-    """Raise TypeError unless the engine can move ``tensor``: dense, on the CPU."""
+    """Raise TypeError unless the engine can move ``tensor``: dense, and with values."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} is sparse; call .to_dense() first")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"{what} is on {tensor.device}; only CPU tensors are supported so far")
+    if tensor.device.type == "meta":
+        raise TypeError(f"{what} is on the meta device and has no values; materialise it first")
     dtype_of(tensor)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` detached, contiguous and in host memory: itself, or a complete copy."""
+    plain = tensor.detach()
+    if plain.device.type == "cpu":
+        return plain.contiguous()
+    staged = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=plain.is_cuda)
+    return staged.copy_(plain)  # waits for the device
 
 
 def flat(tensor: torch.Tensor) -> Array:
@@ -59,9 +71,14 @@ def as_tensor(array: Array, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(array).reshape(shape)
 
 
+def shares_memory(staged: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether ``staged``, which ``on_host`` has made of ``tensor``, is no copy."""
+    return staged.device == tensor.device and staged.data_ptr() == tensor.data_ptr()
+
+
 def unstage(staged: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Copy a result to where it belongs, unless it is there already."""
-    if staged.data_ptr() != tensor.data_ptr() or staged.dtype is not tensor.dtype:
+    if not shares_memory(staged, tensor) or staged.dtype is not tensor.dtype:
         with torch.no_grad():
             tensor.copy_(staged)
     return tensor
