@@ -7,14 +7,18 @@ ringlet run -np 4 python -m ringlet.as_horovod train.py --epochs 3
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
 import sys
+from collections.abc import MutableMapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from ringlet.insides import HorovodBasics
 
 # What Horovod calls a module, and where Ringlet keeps the same names.
 ALIASES = {
@@ -25,6 +29,9 @@ ALIASES = {
     "horovod.torch.optimizer": "ringlet.torch",
     "horovod.torch.sync_batch_norm": "ringlet.torch",
     "horovod.torch.compression": "ringlet.torch.compression",
+    "horovod.torch.elastic": "ringlet.torch.elastic",
+    "horovod.torch.elastic.sampler": "ringlet.torch.elastic.sampler",
+    "horovod.torch.elastic.state": "ringlet.torch.elastic.state",
     "horovod.tensorflow": "ringlet.tensorflow",
     "horovod.tensorflow.mpi_ops": "ringlet.tensorflow",
     "horovod.tensorflow.functions": "ringlet.tensorflow",
@@ -36,9 +43,17 @@ ALIASES = {
     "horovod.keras.callbacks": "ringlet.keras.callbacks",
     "horovod.common": "",  # a package with nothing of its own
     "horovod.common.process_sets": "ringlet.process_sets",
-    "horovod.common.exceptions": "ringlet.torch",
+    "horovod.common.elastic": "ringlet.elastic",
+    "horovod.common.basics": "ringlet.insides",
+    "horovod.common.exceptions": "ringlet.insides",
+    "horovod.common.util": "ringlet.insides",
     "horovod.runner": "ringlet",
+    "horovod.runner.util": "",
+    "horovod.runner.util.threads": "ringlet.insides",
 }
+# Here Horovod keeps the operations, and an object that programs reach for.
+_OPERATIONS = ".mpi_ops"
+_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 
 class _Aliases(MetaPathFinder, Loader):
@@ -62,10 +77,23 @@ class _Aliases(MetaPathFinder, Loader):
         if not ALIASES[name]:
             return
         target = importlib.import_module(ALIASES[name])
+        if name.endswith(_OPERATIONS):
+            vars(module).update(vars(target) | {"_basics": HorovodBasics(), "__name__": name})
+            return
         sys.modules[name] = target
         parent, _, child = name.rpartition(".")
         if parent in sys.modules and not hasattr(sys.modules[parent], child):
             setattr(sys.modules[parent], child, target)
+        if name + _OPERATIONS in ALIASES:
+            importlib.import_module(name + _OPERATIONS)
+
+
+def _tell_place(env: MutableMapping[str, str]) -> None:
+    """Say what horovodrun says to ranks that talk gloo, and to those only."""
+    for name in _PLACE:
+        env.pop(f"HOROVOD_{name}", None)
+        if env.get("RINGLET_TRANSPORT") == "gloo" and f"RINGLET_{name}" in env:
+            env[f"HOROVOD_{name}"] = env[f"RINGLET_{name}"]
 
 
 def install_as_horovod() -> None:
@@ -78,6 +106,7 @@ def install_as_horovod() -> None:
     if "horovod" in sys.modules:
         raise ImportError("horovod is imported already; call install_as_horovod() before that")
     sys.meta_path.insert(0, _Aliases())
+    _tell_place(os.environ)
 
 
 def main(arguments: list[str]) -> None:

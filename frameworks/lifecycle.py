@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
-from ringlet.process_sets import ProcessSet, add_process_set
+from ringlet.objects import allgather_object
+from ringlet.process_sets import (
+    InvalidArgument,
+    ProcessSet,
+    add_process_set,
+    find_process_set,
+    global_process_set,
+)
 from ringlet.ring.communicator import Communicator
 from ringlet.runtime import Runtime
 from ringlet.runtime import init as start
@@ -20,8 +28,9 @@ def init(
     """Join the job that a launcher started; a second call changes nothing. Collective.
 
     - ``comm``: an mpi4py communicator whose ranks the job consists of; usually None.
-    - ``process_sets``: sets to add at once, the same on every rank. ("dynamic", which Horovod
-      needs before sets can be added later, is accepted: they always can.)
+    - ``process_sets``: sets that there shall be, added where they are not there yet. A rank whose
+      communicators are not those of others lists its own; all are added on every rank. ("dynamic",
+      which Horovod needs before sets can be added later, is accepted: they always can.)
     - ``transport``: "mpi" or "gloo", where the environment should not decide.
     - ``autotune``: True to tune the engine while training goes on, or what of it, as in
       "fusion_threshold,streams"; rank 0's counts. None leaves it to RINGLET_AUTOTUNE.
@@ -33,11 +42,25 @@ def init(
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f"process_sets is a list of ProcessSet or 'dynamic', not {process_sets!r}")
     runtime = start(transport, _communicator(comm), autotune)
+    if comm is not None and hasattr(comm, "Get_group"):
+        global_process_set.mpi_comm = comm
     if process_sets is not None and not isinstance(process_sets, str):
-        for process_set in process_sets:
-            if process_set.process_set_id is None:
-                add_process_set(process_set)
+        _establish(process_sets)
     return runtime
+
+
+def _establish(process_sets: Sequence[ProcessSet]) -> None:
+    own = [process_set.find_ranks() for process_set in process_sets]
+    everyone = allgather_object(own, "init.process_sets")
+    for ranks in (ranks for row in zip_longest(*everyone) for ranks in row if ranks is not None):
+        if find_process_set(ranks) is None:
+            add_process_set(ranks)
+    for i, (process_set, ranks) in enumerate(zip(process_sets, own, strict=True)):
+        known = find_process_set(ranks)
+        if known is None or known is global_process_set or ranks in own[:i]:
+            raise InvalidArgument(f"init: process_sets lists the ranks {ranks} a second time")
+        if known is not process_set and known.process_set_id is not None:
+            process_set.adopt(known.process_set_id)
 
 
 def _communicator(comm: Any) -> Communicator | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ringlet.ring.errors import RingError
@@ -22,11 +22,16 @@ class ProcessSet:
     def __init__(self, ranks: Iterable[int] | Any) -> None:
         self.process_set_id: int | None = None
         self.mpi_comm: Any = None
-        self.ranks: list[int] | None = None
+        self._ranks: list[int] | None = None
         if hasattr(ranks, "Get_group"):
             self.mpi_comm = ranks
         else:
-            self.ranks = sorted(int(rank) for rank in ranks)
+            self._ranks = sorted(int(rank) for rank in ranks)
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The ranks, ascending; None as long as they are not known."""
+        return self._ranks
 
     def size(self) -> int:
         """Return how many ranks the set has."""
@@ -56,9 +61,21 @@ class ProcessSet:
         assert self.process_set_id is not None
         return self.process_set_id
 
+    def adopt(self, number: int) -> None:
+        """Stand for the registered set ``number`` until the job is over."""
+        self.process_set_id = number
+        current().at_close.append(self.forget)
+
     def forget(self) -> None:
         """Be a set that is not registered: the job that knew it is over."""
         self.process_set_id = None
+
+    def find_ranks(self) -> list[int]:
+        """Return the ranks; of a communicator, this is collective over those."""
+        if self._ranks is None:
+            own = current().rank
+            self._ranks = sorted(int(rank) for rank in self.mpi_comm.allgather(own))
+        return self._ranks
 
     def _known(self) -> list[int]:
         if self.process_set_id is None or self.ranks is None:
@@ -77,16 +94,16 @@ class _Global(ProcessSet):
         super().__init__([])
         self.process_set_id = 0
 
+    @property
+    def ranks(self) -> list[int] | None:
+        return self._known() if is_initialized() else None
+
     def number(self) -> int:
         current()
         return 0
 
     def _known(self) -> list[int]:
         return list(range(current().size))
-
-    def __repr__(self) -> str:
-        ranks = self._known() if is_initialized() else None
-        return f"ProcessSet(process_set_id=0, ranks={ranks})"
 
 
 global_process_set: ProcessSet = _Global()
@@ -100,21 +117,25 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """
     runtime = current()
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if made.mpi_comm is not None and made.ranks is None:
-        made.ranks = _ranks_of(made.mpi_comm, runtime)
-    ranks = made.ranks or []
+    ranks = made.find_ranks()
     if not ranks or len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < runtime.size:
         raise InvalidArgument(
             f"a process set has distinct ranks between 0 and {runtime.size - 1}, not {ranks}"
         )
-    known = {tuple(known.ranks or ()): known for known in _of(runtime)}
-    if tuple(ranks) in known or len(ranks) == runtime.size:
-        same = known.get(tuple(ranks), global_process_set)
+    same = find_process_set(ranks)
+    if same is not None:
         raise InvalidArgument(f"there is a process set of the same ranks already: {same}")
-    made.process_set_id = runtime.engine.add_process_set(ranks)
+    made.adopt(runtime.engine.add_process_set(ranks))
     _of(runtime).append(made)
-    runtime.at_close.append(made.forget)
     return made
+
+
+def find_process_set(ranks: Sequence[int]) -> ProcessSet | None:
+    """Return the registered process set of these ranks, listed ascending."""
+    runtime = current()
+    if len(ranks) == runtime.size:
+        return global_process_set
+    return next((known for known in _of(runtime) if known.ranks == list(ranks)), None)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -124,11 +145,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     runtime = current()
     number = process_set.process_set_id
-    if not number or process_set not in _of(runtime):
+    known = next((s for s in _of(runtime) if number and s.process_set_id == number), None)
+    if known is None or number is None:
         return False
     runtime.engine.remove_process_set(number)
-    _of(runtime).remove(process_set)
-    process_set.process_set_id = None
+    _of(runtime).remove(known)
+    known.forget()
+    process_set.forget()
     return True
 
 
@@ -142,8 +165,3 @@ def process_set_ranks() -> dict[int, list[int]]:
 def _of(runtime: Runtime) -> list[ProcessSet]:
     made: list[ProcessSet] = runtime.extras.setdefault("process sets", [])
     return made
-
-
-def _ranks_of(comm: Any, runtime: Runtime) -> list[int]:
-    """Return the global ranks of an mpi4py communicator; collective over its ranks."""
-    return sorted(int(rank) for rank in comm.allgather(runtime.rank))

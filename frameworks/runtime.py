@@ -60,6 +60,7 @@ class Runtime:
         self.pid = os.getpid()
         self._comm = comm
         self._counters: dict[tuple[str, int], itertools.count[int]] = {}
+        self._joins = 0
         self.at_close: list[Callable[[], None]] = []
         self.extras: dict[str, Any] = {}  # what adapters keep for as long as this lives
 
@@ -69,7 +70,16 @@ class Runtime:
         The ranks of a process set must call these in one order.
         """
         counter = self._counters.setdefault((operation, process_set), itertools.count())
-        return f"{operation}.noname.{next(counter)}"
+        since = f"join{self._joins}." if self._joins else ""
+        return f"{operation}.noname.{since}{next(counter)}"
+
+    def join(self) -> int:
+        """Take part with zeros until all ranks have joined; return who did so last."""
+        last = self.engine.join()
+        # Ranks that joined late have named more operations; from here on all count alike.
+        self._joins += 1
+        self._counters.clear()
+        return last
 
     def close(self) -> None:
         """Shut the engine and the transport down. Idempotent."""

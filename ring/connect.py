@@ -6,7 +6,6 @@ a job never falls apart into as many single-process trainings as there are ranks
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import stat
@@ -29,7 +28,6 @@ from ringlet.ring.leave import leave_on_exception
 from ringlet.ring.local import this_thread
 
 TIMEOUT = 300.0  # seconds for the ranks to meet
-_calls = itertools.count()
 
 
 def connect(transport: str | None = None) -> Communicator:
@@ -124,8 +122,10 @@ def _gloo(launched: Launched) -> Communicator:
         raise unavailable("gloo", "this torch has no torch.distributed", "Install another build.")
     from ringlet.ring.gloo import GlooCommunicator
 
-    # A job may connect, close and connect again: keys of one time must not be seen the next.
-    store = dist.PrefixStore(f"ringlet/{next(_calls)}", _store(dist, launched))
+    # A rank may connect again, and so may a child that it forks: no key may be seen twice.
+    whole = _store(dist, launched)
+    time = whole.add(f"ringlet/connected/{launched.rank}", 1)
+    store = dist.PrefixStore(f"ringlet/{time}", whole)
     # The launcher knows which of this host's addresses leads to the others.
     host = os.environ.get("RINGLET_ADDRESS") if launched.launcher == "ringlet" else None
     if launched.size > 1:

@@ -45,12 +45,12 @@ class GlooCommunicator(ProcessGroupCommunicator):
             raise unavailable("gloo", "this torch was built without gloo", "Install another build.")
         self._store, self._timeout, self._host = store, timeout, host
         self._asked = 0  # subsets so far, so that each has keys of its own in the store
+        # Runs at exit too, when nobody closed.
+        self._finalizer = weakref.finalize(self, self._groups.clear)
         if size > 1:
             self._groups.append(self._connect())
             hosts = self.allgather_bytes(socket.gethostname().encode())
             self._spread = len(set(hosts)) == size
-        # Runs at exit too, when nobody closed.
-        self._finalizer = weakref.finalize(self, self._groups.clear)
 
     def _subset(self, ranks: list[int]) -> GlooCommunicator | None:
         self._asked += 1

@@ -182,7 +182,7 @@ def join() -> Any:
     """
 
     def wait(_: list[Array]) -> list[Array]:
-        return [np.array(current().engine.join(), np.int32)]
+        return [np.array(current().join(), np.int32)]
 
     return run(wait, [], [("int32", ())])[0]
 

@@ -47,6 +47,7 @@ from ringlet.topology import (
     size,
     stats,
 )
+from ringlet.torch import elastic
 from ringlet.torch.compression import Compression
 from ringlet.torch.ddp import ddp_hook
 from ringlet.torch.diloco import DiLoCo
@@ -142,6 +143,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "ddp_hook",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

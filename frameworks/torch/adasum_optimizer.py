@@ -48,6 +48,10 @@ class AdasumMixin:
             "_ringlet_label": current().unnamed("AdasumOptimizer"),
         }
 
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:  # Horovod's, and its users', name
+        return {p: name for name, p in self._ringlet_named.items()}
+
     def synchronize(self) -> None:
         """Do nothing: gradients are each rank's own."""
 

@@ -64,13 +64,15 @@ def broadcast_optimizer_state(
 
     Compressors' residuals are not part of it: they belong to each rank. State travels in torch's
     own format and is read without executing anything (``weights_only``); RingError, the same on
-    every rank, when it holds something that this cannot read. ``model`` is accepted for Horovod's
-    sake, and not needed.
+    every rank, when it holds something that this cannot read. As in Horovod, parameters of an
+    optimizer that has no state yet have gradients afterwards: zeros. ``model`` is accepted for
+    Horovod's sake, and not needed.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS cannot be broadcast: it depends on a closure")
     runtime = current()
     if process_set.size() == 1:
+        _give_gradients(optimizer)
         return
     data, problem = b"", b""
     if runtime.rank == root_rank:
@@ -94,6 +96,16 @@ def broadcast_optimizer_state(
     reducer = getattr(optimizer, "_ringlet", None)
     if reducer is not None and steps is not None:
         reducer.align(steps)
+    _give_gradients(optimizer)
+
+
+def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
+    # Scripts read them; a sparse gradient, though, would become a dense one.
+    if optimizer.state or isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
 
 
 def _agree_on_names(names: list[str], process_set: ProcessSet) -> None:

@@ -196,7 +196,7 @@ def join(device: int = -1) -> int:
     to every allreduce, averages included, and other collectives raise Mismatch. ``device`` is
     accepted for Horovod's sake.
     """
-    return current().engine.join()
+    return current().join()
 
 
 def _gather(

@@ -62,6 +62,10 @@ class _Distributed:
         inner: Any = super()
         inner.__setstate__(state)
 
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:  # Horovod's, and its users', name
+        return {p: name for name, p in self._ringlet.parameters.items()}
+
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for example to clip them before ``step``."""
         if not self._take_implied():

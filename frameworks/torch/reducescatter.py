@@ -16,6 +16,7 @@ from ringlet.runtime import current
 from ringlet.torch.compression import as_compressor, legacy
 from ringlet.torch.handles import Handle, Tensors, differentiable
 from ringlet.torch.movements import grouped_allgather
+from ringlet.torch.reductions import refuse_mean
 from ringlet.torch.tensors import as_tensor, check, dtype_of, flat, on_host
 
 
@@ -137,6 +138,7 @@ def _start(
         raise InvalidArgument("reducescatter takes op Average, Sum, Min, Max or Product")
     for tensor in tensors:
         check(tensor)
+        refuse_mean(tensor, op)
         if tensor.dim() == 0:
             raise InvalidArgument("reducescatter needs a tensor with at least one dimension")
     base = name or runtime.unnamed("reducescatter" if single else "grouped_reducescatter", number)

@@ -208,6 +208,14 @@ def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
 
 
+def refuse_mean(tensor: torch.Tensor, op: ReduceOp) -> None:
+    """Raise InvalidArgument for an average of booleans, which would be no boolean."""
+    if op is ReduceOp.AVERAGE and tensor.dtype is torch.bool:
+        raise InvalidArgument(
+            "booleans have no average: pass op=Sum for any, op=Min for all, or tensor.float()"
+        )
+
+
 def _outputs(tensors: Tensors) -> list[torch.Tensor]:
     for tensor in tensors:
         check(tensor)
@@ -231,6 +239,7 @@ def _start(
         raise InvalidArgument("a grouped allreduce needs at least one tensor")
     for tensor in tensors:
         check(tensor)
+        refuse_mean(tensor, op)
     runtime, number = current(), process_set.number()
     compressor = as_compressor(compression)
     if name is None and compressor.traits().stateful:

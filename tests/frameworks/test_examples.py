@@ -65,14 +65,27 @@ def test_fsdp2():
 
 
 SCRIPT = """
+import os
 import sys
 import torch
 import horovod.torch as hvd
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.basics import HorovodBasics
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.util import check_extension, split_list
+from horovod.runner.util.threads import in_thread
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.mpi_ops import synchronize
 from horovod.torch.compression import Compression
 import horovod
 
 hvd.init()
+assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0, 1]}
+assert HorovodBasics("package").rank() == hvd.mpi_ops.rank() == hvd.rank()
+assert os.environ.get("HOROVOD_RANK", str(hvd.rank())) == str(hvd.rank())
+assert ("HOROVOD_RANK" in os.environ) == hvd.gloo_enabled()
+done = []
+in_thread(done.append, (3,)).join()
+assert done == [3] and split_list([1, 2, 3], 2) == [[1, 2], [3]]
 torch.manual_seed(hvd.rank())
 model = torch.nn.Linear(8, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
@@ -110,11 +123,11 @@ def test_a_script_of_horovods_runs_unchanged(tmp_path, way):
 
 
 def test_what_has_no_counterpart_says_so():
-    code = "import ringlet; ringlet.install_as_horovod(); import horovod.torch.elastic"
+    code = "import ringlet; ringlet.install_as_horovod(); import horovod.spark"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
-    assert "Ringlet has nothing that stands for horovod.torch.elastic" in done.stderr
+    assert "Ringlet has nothing that stands for horovod.spark" in done.stderr
     done = subprocess.run(
         [sys.executable, "-m", "ringlet.as_horovod", "missing.py"],
         capture_output=True, text=True, timeout=60, check=False,

@@ -134,6 +134,43 @@ def case_process_sets():
         hvd.allreduce(filled(1, 1), process_set=own)
 
 
+def case_process_sets_at_init():
+    size, rank = hvd.size(), hvd.rank()
+    with pytest.raises(ValueError, match="a second time"):
+        hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet([0])])
+    first, own = hvd.ProcessSet([0]), hvd.ProcessSet([rank])
+    hvd.init(process_sets=[first, own] if rank else [first])  # what is there already is shared
+    assert first.process_set_id is not None
+    if rank:
+        assert hvd.allreduce(filled(rank, 1), op=hvd.Sum, process_set=own).tolist() == [rank]
+    others = [hvd.broadcast_object(own.process_set_id, r) for r in range(1, size)]
+    assert len(set(others)) == size - 1
+    assert hvd.global_process_set.ranks == list(range(size))
+    for number in (*others, first.process_set_id):
+        known = hvd.ProcessSet([])
+        known.adopt(number)
+        assert hvd.remove_process_set(known)
+
+
+def case_names_of_parameters():
+    model = torch.nn.Linear(2, 1)
+    for op in (hvd.Average, hvd.Adasum):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
+        assert sorted(optimizer._parameter_names.values()) == ["bias", "weight"]
+    assert model.bias.grad is None
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert model.bias.grad.tolist() == [0.0]
+
+
+def case_booleans_have_no_average():
+    x = torch.ones(hvd.size(), dtype=torch.bool)
+    for call in (hvd.allreduce, hvd.allreduce_, hvd.reducescatter):
+        with pytest.raises(ValueError, match="no average"):
+            call(x)
+    assert hvd.grouped_allreduce([x], op=hvd.Sum)[0].all()
+
+
 def case_optimizer_of_a_process_set():
     size, rank = hvd.size(), hvd.rank()
     if size < 3:
@@ -155,6 +192,12 @@ def case_join():
     for _ in range(1 + rank):
         hvd.allreduce(filled(1, 3), name="uneven", op=hvd.Sum)
     assert hvd.join() == size - 1
+    for first in range(size):  # ranks have made unequal numbers of calls that have no name
+        if rank != first:
+            with pytest.raises(RuntimeError):
+                hvd.allgather(filled(1, 3))
+        assert hvd.join(hvd.local_rank()) != first
+    assert hvd.allreduce(filled(1, 1), op=hvd.Sum).tolist() == [size]
     model = torch.nn.Linear(40, 40)
     hvd.broadcast_parameters(model.state_dict(), 0)
     named = model.named_parameters()
@@ -169,6 +212,43 @@ def case_join():
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()
     assert hvd.replicas_equal(model.state_dict())
+
+
+def case_elastic_state():
+    size, rank = hvd.size(), hvd.rank()
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 + rank, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    sampler = hvd.elastic.ElasticSampler(range(size * 4 + 1), seed=1)
+    assert len(sampler) == 5
+    assert set(hvd.allgather(torch.tensor(list(sampler))).tolist()) == set(range(size * 4 + 1))
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, seen=[rank])
+    told = []
+    state.register_reset_callbacks([lambda: told.append("reset")])
+
+    @hvd.elastic.run
+    def train(state, fail=False):
+        assert state.seen[0] == 0
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        state.sampler.record_batch(0, 2)
+        state.seen.append(len(sampler))
+        if fail:
+            hvd.allreduce(torch.ones(1 + rank), name="differs")
+        state.commit()
+        return state.seen
+
+    assert train(state) == [0, 5]
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    weight = model.weight.detach().clone()
+    with pytest.raises(hvd.HorovodInternalError):
+        train(state, fail=True)
+    assert torch.equal(model.weight, weight)  # what was committed
+    assert (state.seen, len(sampler), sampler.processed_num) == ([0, 5], 3, size * 2)
+    sampler.set_epoch(1)
+    state.on_reset()
+    assert (len(sampler), told) == (5, ["reset"])
 
 
 def case_sparse_tensors():
