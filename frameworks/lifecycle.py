@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -15,7 +16,8 @@ from ringlet.process_sets import (
     global_process_set,
 )
 from ringlet.ring.communicator import Communicator
-from ringlet.runtime import Runtime
+from ringlet.ring.environment import detect
+from ringlet.runtime import Runtime, is_initialized
 from ringlet.runtime import init as start
 
 
@@ -27,7 +29,8 @@ def init(
 ) -> Runtime:
     """Join the job that a launcher started; a second call changes nothing. Collective.
 
-    - ``comm``: an mpi4py communicator whose ranks the job consists of; usually None.
+    - ``comm``: an mpi4py communicator whose ranks the job consists of, or a list of them, which
+      over other transports than MPI names all; usually None.
     - ``process_sets``: sets that there shall be, added where they are not there yet. A rank whose
       communicators are not those of others lists its own; all are added on every rank. ("dynamic",
       which Horovod needs before sets can be added later, is accepted: they always can.)
@@ -41,7 +44,7 @@ def init(
     """
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f"process_sets is a list of ProcessSet or 'dynamic', not {process_sets!r}")
-    runtime = start(transport, _communicator(comm), autotune)
+    runtime = start(transport, _communicator(comm, transport), autotune)
     if comm is not None and hasattr(comm, "Get_group"):
         global_process_set.mpi_comm = comm
     if process_sets is not None and not isinstance(process_sets, str):
@@ -63,16 +66,28 @@ def _establish(process_sets: Sequence[ProcessSet]) -> None:
             process_set.adopt(known.process_set_id)
 
 
-def _communicator(comm: Any) -> Communicator | None:
-    if comm is None or comm == []:
+def _communicator(comm: Any, transport: str | None) -> Communicator | None:
+    if comm is None or comm == [] or is_initialized():
         return None
     if isinstance(comm, Communicator):
         return comm
+    if isinstance(comm, list | tuple | range) and all(isinstance(rank, int) for rank in comm):
+        launched = detect(os.environ)
+        if sorted(comm) == list(range(launched.size)):
+            return None
+        if (transport or launched.transport) != "mpi":
+            raise ValueError(
+                f"init(comm={list(comm)}): over {transport or launched.transport} a job has all "
+                f"{launched.size} ranks; for some of them use process_sets"
+            )
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(sorted(comm)))
     if hasattr(comm, "Get_group"):
         from ringlet.ring.mpi import MpiCommunicator
 
         return MpiCommunicator(comm)
     raise TypeError(
-        f"comm is an mpi4py communicator or None, not {comm!r}; for some of the ranks use "
-        "process_sets, for a transport transport='gloo'"
+        f"comm is an mpi4py communicator, a list of ranks or None, not {comm!r}; for a transport "
+        "use transport='gloo'"
     )

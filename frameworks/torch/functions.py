@@ -23,20 +23,23 @@ STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors 
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    params: Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor],
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite parameters on every rank with those of ``root_rank``.
 
-    ``params`` is a ``state_dict()`` or ``named_parameters()``. Raises Mismatch, the same on every
-    rank, when names, shapes or dtypes differ; entries that are no tensors are left alone.
+    ``params`` is a ``state_dict()``, ``named_parameters()``, or ``parameters()``, whose places are
+    their names. Raises Mismatch, the same on every rank, when names, shapes or dtypes differ;
+    entries that are no tensors are left alone.
     """
     if isinstance(params, torch.Tensor):
         raise TypeError("pass model.state_dict() or model.named_parameters(), not a tensor")
     if isinstance(params, torch.nn.Module):
         raise TypeError("pass model.state_dict(), not the model")
-    named = {name: p for name, p in dict(params).items() if isinstance(p, torch.Tensor)}
+    if not isinstance(params, Mapping):
+        params = dict(p if isinstance(p, tuple) else (f"{i}", p) for i, p in enumerate(params))
+    named = {name: p for name, p in params.items() if isinstance(p, torch.Tensor)}
     for name, tensor in named.items():
         check(tensor, f"parameter {name!r}")
     _agree_on_names(list(named), process_set)

@@ -78,7 +78,7 @@ from horovod.torch.mpi_ops import synchronize
 from horovod.torch.compression import Compression
 import horovod
 
-hvd.init()
+hvd.init(comm=[0, 1])
 assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0, 1]}
 assert HorovodBasics("package").rank() == hvd.mpi_ops.rank() == hvd.rank()
 assert os.environ.get("HOROVOD_RANK", str(hvd.rank())) == str(hvd.rank())

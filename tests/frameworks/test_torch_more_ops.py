@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
+import ringlet
 import ringlet.torch as hvd
 
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
@@ -158,6 +161,8 @@ def case_names_of_parameters():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
         assert sorted(optimizer._parameter_names.values()) == ["bias", "weight"]
+    hvd.broadcast_parameters(model.parameters())
+    assert hvd.replicas_equal(model.state_dict())
     assert model.bias.grad is None
     hvd.broadcast_optimizer_state(optimizer, 0)
     assert model.bias.grad.tolist() == [0.0]
@@ -396,3 +401,18 @@ CASES = [value for name, value in list(globals().items()) if name.startswith("ca
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
 def test_op(run_case, case, transport, size):
     run_case(case, transport, size)
+
+
+def part_of_a_job():
+    hvd.init(comm=[int(os.environ["RINGLET_RANK"])])
+    told = hvd.rank(), hvd.size()
+    hvd.shutdown()
+    return told
+
+
+def test_a_job_of_some_ranks():
+    with pytest.raises(ValueError, match="use process_sets"):
+        hvd.init(comm=[0, 1])
+    with pytest.raises(TypeError, match="a list of ranks"):
+        hvd.init(comm="all")
+    assert ringlet.run(part_of_a_job, np=2, transport="mpi") == [(0, 1)] * 2
