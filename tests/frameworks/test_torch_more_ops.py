@@ -416,3 +416,24 @@ def test_a_job_of_some_ranks():
     with pytest.raises(TypeError, match="a list of ranks"):
         hvd.init(comm="all")
     assert ringlet.run(part_of_a_job, np=2, transport="mpi") == [(0, 1)] * 2
+
+
+def two_children():
+    told = []
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                hvd.init()
+                code = int(hvd.allreduce(torch.ones(1), op=hvd.Sum).item() != 2)
+                hvd.barrier()
+                hvd.shutdown()
+            finally:
+                os._exit(code)
+        told.append(os.waitpid(child, 0)[1])
+    return told
+
+
+def test_a_rank_whose_children_connect_one_after_the_other():
+    assert ringlet.run(two_children, np=2, transport="gloo") == [[0, 0]] * 2
