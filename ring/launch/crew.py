@@ -16,7 +16,7 @@ from ringlet.ring.launch.door import Guest
 from ringlet.ring.launch.output import STDERR, STDOUT, Printer
 from ringlet.ring.launch.wire import Channel, Kind
 
-CAUSE_NS = 2_000_000_000  # how long an effect waits for its cause
+CAUSE_NS = 5_000_000_000  # how long an effect waits for its cause
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Crew:
         """Return the rank that failed first, if one has, cause before effect.
 
         A rank that ended because it lost another one may be quicker to end than that one: for
-        two seconds it is not named while others still run.
+        some seconds it is not named while others still run.
         """
         failed = [rank for rank in self.ranks if rank.code]
         first = min(failed, key=lambda r: (r.code == LOST_PEER, r.when), default=None)
