@@ -37,6 +37,7 @@ ALIASES = {
     "horovod.tensorflow.functions": "ringlet.tensorflow",
     "horovod.tensorflow.compression": "ringlet.keras.compression",
     "horovod.tensorflow.sync_batch_norm": "ringlet.tensorflow.sync_batch_norm",
+    "horovod.tensorflow.util": "ringlet.tensorflow.util",
     "horovod.tensorflow.keras": "ringlet.tensorflow.keras",
     "horovod.tensorflow.keras.callbacks": "ringlet.tensorflow.keras.callbacks",
     "horovod.keras": "ringlet.keras",

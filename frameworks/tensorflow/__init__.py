@@ -68,6 +68,7 @@ from ringlet.tensorflow.topology import (
     rank_op,
     size_op,
 )
+from ringlet.tensorflow.util import _executing_eagerly as _executing_eagerly
 from ringlet.timeline import start_timeline, stop_timeline, timeline_span
 from ringlet.topology import (
     cross_rank,

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from ringlet.ring.dtypes import Array
 from ringlet.runtime import current
+from ringlet.tensorflow import plain_graphs
+from ringlet.tensorflow.errors import translated
 from ringlet.tensorflow.tensors import to_array, to_tensor
 
 Function = Callable[[list[Array]], Sequence[Array]]
@@ -21,7 +24,8 @@ def run(function: Function, tensors: Sequence[Any], outputs: Sequence[Output]) -
 
     In a graph the call is one stateful node, however many tensors there are. It occupies a thread
     of TensorFlow's until it is done; ``tf.function`` runs such nodes one after the other, in the
-    order in which they were traced, so no two of them can wait for each other's thread.
+    order in which they were traced, so no two of them can wait for each other's thread. For plain
+    graphs, which have no order, see ``plain_graphs``.
     """
     current()
     if tf.executing_eagerly():
@@ -33,7 +37,13 @@ def run(function: Function, tensors: Sequence[Any], outputs: Sequence[Output]) -
         return list(function(list(arrays)))
 
     kinds = [tf.as_dtype(dtype) for dtype, _ in outputs]
-    made: Any = tf.numpy_function(call, list(tensors), kinds, stateful=True)
+    made: Any
+    if not in_plain_graph():
+        made = tf.numpy_function(call, list(tensors), kinds, stateful=True)
+    elif outputs:
+        made = plain_graphs.call(call, tensors, kinds)
+    else:
+        (made,) = plain_graphs.call(lambda *a: [*call(*a), np.array(True)], tensors, [tf.bool])
     results: list[Any] = list(made) if outputs else [made]
     for tensor, (_, shape) in zip(results, outputs, strict=False):
         tensor.set_shape(shape)
@@ -41,8 +51,8 @@ def run(function: Function, tensors: Sequence[Any], outputs: Sequence[Output]) -
 
 
 def as_written(function: Called) -> Called:
-    """Decorate an entry point, so that AutoGraph does not rewrite it: there is nothing to gain."""
-    result: Called = tf.autograph.experimental.do_not_convert(function)
+    """Decorate an entry point: its errors are TensorFlow's too, and AutoGraph leaves it alone."""
+    result: Called = tf.autograph.experimental.do_not_convert(translated(function))
     return result
 
 

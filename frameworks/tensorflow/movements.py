@@ -80,16 +80,21 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Overwrite ``variables`` with rank ``root_rank``'s, in one graph node, and return them."""
+    """Overwrite ``variables`` with rank ``root_rank``'s, in one graph node; return the values.
+
+    In a ``tf.compat.v1`` graph it is the values returned that overwrite them, when evaluated.
+    """
     listed = list(variables)
     if not listed:
         return listed
     base = name or "broadcast_"
     names: list[str | None] = [f"{base}.{i}" for i in range(len(listed))]
     values = broadcast_all([dense(v) for v in listed], root_rank, names, process_set)
-    for variable, value in zip(listed, values, strict=True):
-        variable.assign(value)
-    return listed
+    assigned = [variable.assign(value) for variable, value in zip(listed, values, strict=True)]
+    if tf.executing_eagerly():
+        return values
+    with tf.control_dependencies([each for each in assigned if each is not None]):
+        return [tf.identity(value) for value in values]
 
 
 def broadcast_all(

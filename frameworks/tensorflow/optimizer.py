@@ -129,5 +129,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         _ringlet_accumulator=Accumulator(backward_passes_per_step, average_aggregated_gradients),
         _ringlet_groups=num_groups if groups is None and num_groups else groups,
         _ringlet_ends=None,
+        _optimizer=optimizer,  # where Horovod's users look for what they wrapped
     )
     return distributed

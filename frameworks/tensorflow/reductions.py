@@ -21,7 +21,7 @@ from ringlet.ring.dtypes import FLOATS, Array
 from ringlet.runtime import current
 from ringlet.tensorflow.autodiff import differentiable, no_gradient
 from ringlet.tensorflow.bridge import as_written, operation_name, run
-from ringlet.tensorflow.slices import allreduce_slices
+from ringlet.tensorflow.slices import allreduce_slices, refuse_other_ops
 from ringlet.tensorflow.tensors import dense, dtype_of
 
 _SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
@@ -83,6 +83,8 @@ def grouped_allreduce(
         raise InvalidArgument("a grouped allreduce needs at least one tensor")
     places = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
     results: list[Any] = list(given)
+    if len(places) < len(given):
+        refuse_other_ops(chosen)
     if places:
         plain = [given[i] for i in places]
         reduced = _allreduce(plain, chosen, factors, name, process_set, compression)

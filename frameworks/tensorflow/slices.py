@@ -27,12 +27,11 @@ def allreduce_slices(
     process_set: ProcessSet,
     compression: Any,
 ) -> Any:
-    """Return the sum or average of IndexedSlices over all ranks; see ``allreduce``."""
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise InvalidArgument(
-            f"IndexedSlices can be summed or averaged, not combined with op={op.name.title()}; "
-            "pass tf.convert_to_tensor(...) of them"
-        )
+    """Return the sum or average of IndexedSlices over all ranks; see ``allreduce``.
+
+    The average of integers is a quotient in floating point.
+    """
+    refuse_other_ops(op)
     cast = legacy(compression)
     compressor = as_compressor(None if cast is not None else compression)
     if compressor.traits().stateful:
@@ -43,6 +42,9 @@ def allreduce_slices(
     values = dense(slices.values, "the values of IndexedSlices")
     if values.shape.rank is None or values.shape[1:].num_elements() is None:
         raise InvalidArgument("IndexedSlices need values whose shape behind the rows is known")
+    if op is ReduceOp.AVERAGE and values.dtype.is_integer:  # a quotient, as in Horovod
+        total = allreduce_slices(slices, ReduceOp.SUM, factors, name, process_set, compression)
+        return tf.IndexedSlices(total.values / process_set.size(), total.indices, total.dense_shape)
     indices = tf.convert_to_tensor(slices.indices)
     dtype, width = dtype_of(values), tuple(values.shape[1:])
     rows = _rows(slices.dense_shape)
@@ -70,6 +72,15 @@ def allreduce_slices(
     if cast is not None:
         combined = cast.decompress(combined, context)
     return tf.IndexedSlices(combined, found, slices.dense_shape)
+
+
+def refuse_other_ops(op: ReduceOp) -> None:
+    """Raise NotImplementedError unless rows can be combined by ``op``."""
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise NotImplementedError(
+            f"IndexedSlices can be summed or averaged, not combined with op={op.name.title()}; "
+            "pass tf.convert_to_tensor(...) of them"
+        )
 
 
 def _rows(dense_shape: Any) -> tuple[int, ...]:

@@ -42,6 +42,20 @@ class _Distributed:
         gradients = inner.gradient(target, sources, output_gradients, unconnected_gradients)
         return self._ringlet_reduced(gradients, sources)
 
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return pairs of variable and gradient: those of local sources, and those reduced."""
+        gradients = tf.nest.flatten(
+            self.gradient(target, sources, *args, **kwargs), expand_composites=False
+        )
+        local: list[tuple[Any, Any]] = []
+        shared: list[tuple[Any, Any]] = []
+        for source, gradient in zip(tf.nest.flatten(sources), gradients, strict=True):
+            kind = local if identity(source) in self._ringlet_local else shared
+            kind.append((source, gradient))
+        return local, shared
+
     def register_local_source(self, source: Any) -> None:
         """Leave the gradient of ``source``, a variable, as it is on this rank."""
         self._ringlet_local.add(identity(source))
