@@ -51,6 +51,9 @@ ALIASES = {
     "horovod.runner": "ringlet",
     "horovod.runner.util": "",
     "horovod.runner.util.threads": "ringlet.insides",
+    "horovod.runner.common": "",
+    "horovod.runner.common.util": "",
+    "horovod.runner.common.util.env": "ringlet.insides",
 }
 # Here Horovod keeps the operations, and an object that programs reach for.
 _OPERATIONS = ".mpi_ops"
@@ -100,7 +103,8 @@ def _tell_place(env: MutableMapping[str, str]) -> None:
 def install_as_horovod() -> None:
     """Let ``import horovod`` and its submodules mean Ringlet, in this process. Idempotent.
 
-    Raises ImportError when Horovod itself is imported already.
+    HOROVOD_RANK and its likes are set as well, for programs that read them. Raises ImportError
+    when Horovod itself is imported already.
     """
     if any(isinstance(finder, _Aliases) for finder in sys.meta_path):
         return

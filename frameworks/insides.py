@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringlet import build, lifecycle, runtime, timeline, topology
 from ringlet.process_sets import process_set_ranks
+from ringlet.ring.environment import detect
 from ringlet.ring.errors import RingError as HorovodInternalError
 
 __all__ = [
@@ -16,7 +18,9 @@ __all__ = [
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
     "check_extension",
+    "get_env_rank_and_size",
     "in_thread",
+    "is_version_greater_equal_than",
     "num_rank_is_power_2",
     "split_list",
 ]
@@ -66,6 +70,19 @@ class HorovodBasics:
 
 def check_extension(*_: Any) -> None:
     """Do nothing: there is no extension that could be missing."""
+
+
+def get_env_rank_and_size() -> tuple[int, int]:
+    """Return the rank and size that a launcher announced; (0, 1) without one."""
+    launched = detect(os.environ)
+    return launched.rank, launched.size
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether version ``ver`` is ``target`` or a later one."""
+    from packaging.version import parse
+
+    return parse(ver) >= parse(target)
 
 
 def in_thread(

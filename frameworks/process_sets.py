@@ -59,6 +59,8 @@ class ProcessSet:
         """Return the set's number; InvalidArgument if this rank cannot use it."""
         self.rank()
         assert self.process_set_id is not None
+        if self.process_set_id not in process_set_ranks():
+            raise InvalidArgument(f"there is no process set {self.process_set_id}")
         return self.process_set_id
 
     def adopt(self, number: int) -> None:

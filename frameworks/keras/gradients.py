@@ -179,6 +179,14 @@ class Reducer:
         ]
 
 
+class Staying(Reducer):
+    """Stands for a reducer where gradients stay on their rank, and are only added up."""
+
+    def reduce(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
+        """Return the gradients as they are."""
+        return self._alone(slots, arrays)
+
+
 class _Step:
     """One list of gradients: the dense ones as a declared group, the others as rows."""
 

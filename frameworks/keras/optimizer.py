@@ -12,7 +12,7 @@ from ringlet.keras import backends
 from ringlet.keras.accumulation import Accumulator
 from ringlet.keras.agreement import unique
 from ringlet.keras.compression import as_router
-from ringlet.keras.gradients import Reducer, Settings
+from ringlet.keras.gradients import Reducer, Settings, Staying
 from ringlet.keras.variables import cohorts, identity, local_variables, name_of
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
@@ -25,6 +25,7 @@ class Distributed:
     built: bool
     _ringlet: Reducer
     _ringlet_accumulator: Accumulator
+    _ringlet_staying: tuple[Staying, Accumulator]
     _ringlet_groups: Any
     _ringlet_local: set[int]
     _ringlet_scale_local: bool
@@ -86,11 +87,7 @@ class Distributed:
     def _ringlet_reduced(self, gradients: list[Any], variables: list[Any]) -> tuple[Any, list[Any]]:
         shared = [i for i, v in enumerate(variables) if identity(v) not in self._ringlet_local]
         results = list(gradients)
-        size = self._ringlet.settings.process_set.size()
-        if self._ringlet_scale_local and size > 1:
-            for i, gradient in enumerate(results):
-                if gradient is not None and i not in shared:
-                    results[i] = keras.ops.divide(gradient, size)
+        self._ringlet_kept(results, variables, [i for i in range(len(results)) if i not in shared])
         chosen = [variables[i] for i in shared]
         names = unique([name_of(v, i) for i, v in enumerate(chosen)])
         given = [gradients[i] for i in shared]
@@ -113,6 +110,24 @@ class Distributed:
             results[i] = gradient
         return ends, results
 
+    def _ringlet_kept(self, results: list[Any], variables: list[Any], local: list[int]) -> None:
+        """Scale the gradients of local variables, and add up those of several passes."""
+        size = self._ringlet.settings.process_set.size()
+        if self._ringlet_scale_local and size > 1:
+            for i in local:
+                if results[i] is not None:
+                    results[i] = keras.ops.divide(results[i], size)
+        if local and self._ringlet_accumulator.passes > 1:
+            chosen = [variables[i] for i in local]
+            names = unique([name_of(v, i) for i, v in enumerate(chosen)])
+            given = [results[i] for i in local]
+            stay, sums = self._ringlet_staying
+            _, added = backends.reduce_gradients(
+                stay, sums, chosen, names, given, [""] * len(local)
+            )
+            for i, gradient in zip(local, added, strict=True):
+                results[i] = gradient
+
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,
@@ -133,7 +148,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Return a Keras 3 optimizer that reduces gradients over all ranks before it applies them.
 
     The result is an instance of a subclass of the optimizer's class that shares its variables and
-    is saved as the original; use it instead, in ``model.compile`` or by ``apply``. A
+    is saved as the original; use it instead, in ``model.compile`` or by ``apply``. Its
+    ``from_config`` makes one that is distributed in the same way. A
     LossScaleOptimizer is wrapped from outside: when one rank's gradients overflow, all ranks skip
     the step, and residuals stay as they are.
 
@@ -178,13 +194,34 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         guard=scales and str(router) != "none",
     )
     base = type(optimizer)
-    cls: Any = type(base.__name__, (Distributed, base), {"__doc__": base.__doc__})
+
+    def from_config(_: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        return DistributedOptimizer(
+            base.from_config(config, *args, **kwargs),
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+            num_groups=num_groups,
+            groups=groups,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+
+    content = {"__doc__": base.__doc__, "from_config": classmethod(from_config)}
+    cls: Any = type(base.__name__, (Distributed, base), content)
     cls.__module__ = base.__module__  # what is saved names the original class
     distributed = cls.__new__(cls)
     distributed.__dict__.update(optimizer.__dict__)
     distributed.__dict__.update(
         _ringlet=Reducer("DistributedOptimizer", settings),
         _ringlet_accumulator=Accumulator(backward_passes_per_step, average_aggregated_gradients),
+        _ringlet_staying=(
+            Staying("local variables", settings),
+            Accumulator(backward_passes_per_step, average_aggregated_gradients),
+        ),
         _ringlet_groups=num_groups if groups is None and num_groups else groups,
         _ringlet_local=set(),
         _ringlet_scale_local=scale_local_gradients,

@@ -14,14 +14,14 @@ from ringlet.ring.errors import Mismatch
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 
-class TensorMismatch(Mismatch, tf.errors.FailedPreconditionError):  # type: ignore[misc]
+class TensorMismatch(Mismatch, tf.errors.FailedPreconditionError):
     """Ranks asked for different things: a Mismatch that is a FailedPreconditionError."""
 
     def __init__(self, message: str) -> None:
         tf.errors.FailedPreconditionError.__init__(self, None, None, message)
 
 
-class TensorArgument(InvalidArgument, tf.errors.InvalidArgumentError):  # type: ignore[misc]
+class TensorArgument(InvalidArgument, tf.errors.InvalidArgumentError):
     """An argument that cannot be: an InvalidArgument that is an InvalidArgumentError."""
 
     def __init__(self, message: str) -> None:

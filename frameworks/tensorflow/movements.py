@@ -17,7 +17,7 @@ from ringlet.runtime import current
 from ringlet.tensorflow.autodiff import differentiable
 from ringlet.tensorflow.bridge import as_written, operation_name, run
 from ringlet.tensorflow.reductions import grouped_allreduce, wait_all
-from ringlet.tensorflow.tensors import dense, dtype_of
+from ringlet.tensorflow.tensors import dense, dtype_of, signed, unsigned
 
 
 @as_written
@@ -68,9 +68,10 @@ def broadcast(
     def backward(grads: list[Any], _: Any) -> list[Any]:
         again = None if name is None else f"{name}.grad"
         total = _averaged(grads, again, process_set)[0]
-        return [total if current().rank == root_rank else tf.zeros_like(total)]
+        with tf.control_dependencies([total]):  # other ranks wait for it
+            return [total if current().rank == root_rank else tf.zeros_like(total)]
 
-    return differentiable([dense(tensor)], forward, backward)[0]
+    return differentiable([dense(tensor, moves=True)], forward, backward)[0]
 
 
 @as_written
@@ -89,7 +90,7 @@ def broadcast_(
         return listed
     base = name or "broadcast_"
     names: list[str | None] = [f"{base}.{i}" for i in range(len(listed))]
-    values = broadcast_all([dense(v) for v in listed], root_rank, names, process_set)
+    values = broadcast_all([dense(v, moves=True) for v in listed], root_rank, names, process_set)
     assigned = [variable.assign(value) for variable, value in zip(listed, values, strict=True)]
     if tf.executing_eagerly():
         return values
@@ -105,7 +106,8 @@ def broadcast_all(
 ) -> list[Any]:
     """Return rank ``root_rank``'s tensors under ``names``, all in one graph node."""
     root, number = process_set.rank_of(root_rank, "root_rank"), process_set.number()
-    dtypes = [dtype_of(tensor) for tensor in tensors]
+    given = [signed(tensor) for tensor in tensors]
+    dtypes = [dtype_of(tensor) for tensor in given]
     named = [
         operation_name("broadcast", name, tensor, number)
         for name, tensor in zip(names, tensors, strict=True)
@@ -127,7 +129,8 @@ def broadcast_all(
         wait_all(current().engine.submit_all(items))
         return outputs
 
-    return run(move, tensors, [(d, t.shape) for d, t in zip(dtypes, tensors, strict=True)])
+    moved = run(move, given, [(d, t.shape) for d, t in zip(dtypes, given, strict=True)])
+    return [unsigned(result, like) for result, like in zip(moved, tensors, strict=True)]
 
 
 @as_written
@@ -160,7 +163,7 @@ def alltoall(
         again = None if name is None else f"{name}.grad"
         return [_alltoall(grads[0], tf.cast(received, tf.int64), False, again, process_set)[0]]
 
-    moved, received = differentiable([dense(tensor)], forward, backward)
+    moved, received = differentiable([dense(tensor, moves=True)], forward, backward)
     return moved if equal else (moved, received)
 
 
@@ -195,7 +198,7 @@ def join() -> Any:
 def _allgather(
     tensors: Sequence[Any], name: str | None, process_set: ProcessSet, single: bool = False
 ) -> list[Any]:
-    given = [dense(tensor) for tensor in tensors]
+    given = [dense(tensor, moves=True) for tensor in tensors]
     for tensor in given:
         if tensor.shape.rank == 0:
             raise InvalidArgument("a tensor without dimensions cannot be gathered; reshape it")
@@ -219,7 +222,8 @@ def _gather(
 ) -> list[Any]:
     """Return the gathered tensors, and behind them the rows by tensor and rank (int64)."""
     number, count = process_set.number(), len(tensors)
-    dtypes = [dtype_of(tensor) for tensor in tensors]
+    given = [signed(tensor) for tensor in tensors]
+    dtypes = [dtype_of(tensor) for tensor in given]
     kind = "allgather" if single else "grouped_allgather"
     named = operation_name(kind, name, tensors[0], number)
 
@@ -251,21 +255,23 @@ def _gather(
 
     outputs: list[tuple[str, Any]] = [
         (dtype, None if t.shape.rank is None else (None, *t.shape[1:]))
-        for dtype, t in zip(dtypes, tensors, strict=True)
+        for dtype, t in zip(dtypes, given, strict=True)
     ]
-    return run(move, tensors, [*outputs, ("int64", (count, process_set.size()))])
+    *moved, sizes = run(move, given, [*outputs, ("int64", (count, process_set.size()))])
+    return [*[unsigned(each, like) for each, like in zip(moved, tensors, strict=True)], sizes]
 
 
 def _alltoall(
     tensor: Any, splits: Any, equal: bool, name: str | None, process_set: ProcessSet
 ) -> list[Any]:
     number, size = process_set.number(), process_set.size()
-    dtype = dtype_of(tensor)
+    given = signed(tensor)
+    dtype = dtype_of(given)
     named = operation_name("alltoall", name, tensor, number)
 
     def move(arrays: list[Array]) -> list[Array]:
-        array, given = arrays
-        rows = _rows(None if equal else given, array.shape, size)
+        array, shares = arrays
+        rows = _rows(None if equal else shares, array.shape, size)
         request = Request(named(), "alltoall", dtype, array.shape, process_set=number, splits=rows)
         handle = current().engine.submit(request, flat(array))
         handle.wait()
@@ -273,7 +279,8 @@ def _alltoall(
         return [shaped(handle.output, dtype, (sum(handle.sizes), *array.shape[1:])), received]
 
     shape = None if tensor.shape.rank is None else (None, *tensor.shape[1:])
-    return run(move, [tensor, splits], [(dtype, shape), ("int32", (size,))])
+    moved, received = run(move, [given, splits], [(dtype, shape), ("int32", (size,))])
+    return [unsigned(moved, tensor), received]
 
 
 def _rows(splits: Array | None, shape: tuple[int, ...], size: int) -> tuple[int, ...]:

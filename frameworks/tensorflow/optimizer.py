@@ -50,19 +50,28 @@ class _Distributed:
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> Any:
-        """Apply what ``compute_gradients`` returned; between steps, do nothing."""
+        """Apply what ``compute_gradients`` returned; between steps, only count them."""
         inner: Any = super()
         pairs, ends = list(grads_and_vars), self._ringlet_ends
         if self._ringlet_accumulator.passes == 1 or ends is None:
             return inner.apply_gradients(pairs, global_step, name)
+
+        def count() -> Any:
+            return None if global_step is None else global_step.assign_add(1)
+
         if not in_graph():
-            return inner.apply_gradients(pairs, global_step, name) if bool(ends) else None
+            return inner.apply_gradients(pairs, global_step, name) if ends else count()
 
         def apply() -> Any:
             with tf.control_dependencies([inner.apply_gradients(pairs, global_step, name)]):
                 return tf.constant(True)
 
-        return tf.group(tf.cond(ends, apply, lambda: tf.constant(False)))
+        def skip() -> Any:
+            counted = count()
+            with tf.control_dependencies([] if counted is None else [counted]):
+                return tf.constant(False)
+
+        return tf.group(tf.cond(ends, apply, skip))
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

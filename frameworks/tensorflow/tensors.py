@@ -10,13 +10,15 @@ import tensorflow as tf
 from ringlet.keras.arrays import ALIGNMENT, DTYPES, numpy_dtype
 from ringlet.ring.dtypes import Array
 
+_SIGNED = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
 _SHARED = 1 << 16  # bytes from which an array becomes a tensor without a copy
 
 
-def dense(tensor: Any, what: str = "tensor") -> Any:
+def dense(tensor: Any, what: str = "tensor", moves: bool = False) -> Any:
     """Return ``tensor`` (a variable, an array, a number) as a dense tensor that can travel.
 
-    Raises TypeError for what cannot: ragged, sparse and symbolic Keras tensors, strings.
+    Raises TypeError for what cannot: ragged, sparse and symbolic Keras tensors, strings. One that
+    only ``moves``, and is not computed with, may be of more types.
     """
     if isinstance(tensor, tf.RaggedTensor):
         raise TypeError(
@@ -36,7 +38,8 @@ def dense(tensor: Any, what: str = "tensor") -> Any:
             "built; call this inside a layer's call(), or a training step"
         )
     given = tf.convert_to_tensor(tensor)
-    dtype_of(given, what)
+    if not (moves and given.dtype.name in _SIGNED):
+        dtype_of(given, what)
     if tf.executing_eagerly() and not hasattr(given, "numpy"):
         raise TypeError(
             f"{what} is {given.name!r} of a tf.function or graph that has been left, so it has no "
@@ -51,6 +54,17 @@ def dtype_of(tensor: Any, what: str = "tensor") -> str:
     if name not in DTYPES:
         raise TypeError(f"{what} is of dtype {name}, which cannot travel; use {', '.join(DTYPES)}")
     return name
+
+
+def signed(tensor: Any) -> Any:
+    """Return a tensor of unsigned numbers, which cannot travel, as signed ones of the same bits."""
+    as_type = _SIGNED.get(tensor.dtype.name)
+    return tensor if as_type is None else tf.bitcast(tensor, as_type)
+
+
+def unsigned(tensor: Any, like: Any) -> Any:
+    """Return what became of ``signed(like)`` in the type of ``like``."""
+    return tensor if tensor.dtype == like.dtype else tf.bitcast(tensor, like.dtype)
 
 
 def to_array(tensor: Any) -> Array:
