@@ -252,6 +252,17 @@ def case_horovods_names():
     for module in ("horovod.keras.callbacks", "horovod.tensorflow.keras.callbacks"):
         assert importlib.import_module(module).MetricAverageCallback
     assert found.DistributedGradientTape
+    assert found.util._executing_eagerly()
+    env = importlib.import_module("horovod.runner.common.util.env")
+    assert env.get_env_rank_and_size() == (hvd.rank(), hvd.size())
+    assert os.environ["HOROVOD_LOCAL_SIZE"] == str(hvd.size())
+    versions = importlib.import_module("horovod.common.util")
+    assert versions.is_version_greater_equal_than("2.10.0", "2.9")
+    threads = importlib.import_module("horovod.runner.util.threads")
+    done = []
+    threads.in_thread(done.append, (1,)).join()
+    threads.in_thread(done.index, (2,), silent=True).join()
+    assert done == [1]
     both = importlib.import_module("ringlet.tensorflow.keras")
     assert both.callbacks.MetricAverageCallback is hvd.callbacks.MetricAverageCallback
 

@@ -154,11 +154,28 @@ def case_broadcast():
     variables = [tf.Variable(filled(rank, 2)), tf.Variable(rank)]
     hvd.broadcast_(variables, root, name="two")
     assert [v.numpy().tolist() for v in variables] == [[root] * 2, root]
+    assert hvd.broadcast_([tf.Variable(rank)], root)[0].numpy() == root
     variables[0].assign([rank, rank])
     tf.function(lambda: hvd.broadcast_(variables, 0) and None, autograph=False)()
     assert variables[0].numpy().tolist() == [0.0, 0.0]
     with pytest.raises(ValueError, match="root_rank must be one of"):
         hvd.broadcast(filled(1, 1), size)
+
+
+def case_unsigned_integers_move():
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in ("uint16", "uint32", "uint64"):
+        mine = tf.constant([2**15 + rank] * size, dtype)
+        for call in both(lambda x: (hvd.allgather(x), hvd.broadcast(x, 1), hvd.alltoall(x))):
+            everyone, from_one, exchanged = call(mine)
+            assert everyone.dtype == from_one.dtype == exchanged.dtype == mine.dtype
+            assert everyone.numpy().tolist() == [
+                2**15 + r for r in range(size) for _ in range(size)
+            ]
+            assert from_one.numpy().tolist() == [2**15 + 1] * size
+            assert exchanged.numpy().tolist() == [2**15 + r for r in range(size)]
+    with pytest.raises(TypeError, match="dtype uint16"):
+        hvd.allreduce(tf.constant([1], tf.uint16))
 
 
 def case_alltoall():
@@ -249,8 +266,11 @@ def case_indexed_slices():
         assert np.allclose(summed.values, size * (size - 1) / 2, rtol=0.01)
     empty = sliced(tf.zeros([0, 2]), [], (4, 2))
     assert hvd.allreduce(empty).indices.shape == (0,)
-    with pytest.raises(ValueError, match="op=Max"):
-        hvd.allreduce(given, op=hvd.Max)
+    whole = hvd.allreduce(sliced(filled(3, 1, 2, dtype="int32"), [rank], (size, 2)))
+    assert whole.values.numpy().tolist() == [[3 / size] * 2] * size
+    for call in (hvd.allreduce, lambda s, op: hvd.grouped_allreduce([tf.ones(2), s], op=op)):
+        with pytest.raises(NotImplementedError, match="op=Max"):
+            call(given, op=hvd.Max)
 
 
 def case_run_time_topology():
@@ -373,6 +393,14 @@ def case_bad_input():
         hvd.allreduce(tf.ones([2]), average=True, op=hvd.Sum)
     with pytest.raises(hvd.HorovodInternalError, match="shapes differ between ranks"):
         hvd.allreduce(tf.ones([2 + rank]), name="mismatch")
+    with pytest.raises(tf.errors.FailedPreconditionError, match="differ between ranks"):
+        hvd.allgather(tf.ones([2, 2 + rank]), name="mismatch")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="pass splits"):
+        hvd.alltoall(tf.ones([hvd.size() + 1]))
+    unknown = hvd.ProcessSet([rank])
+    unknown.process_set_id = 10
+    with pytest.raises(ValueError, match="no process set 10"):
+        tf.function(lambda: hvd.allreduce(1.0, process_set=unknown), autograph=False)()
     with pytest.raises(tf.errors.OpError, match="dtypes differ between ranks"):
         tf.function(lambda x: hvd.allreduce(x, name="mismatch2"))(
             tf.ones([2], tf.float32 if rank else tf.float64)
@@ -392,6 +420,27 @@ def case_plain_graph():
             a, b = session.run([total, rows], {x: np.full((3, 2), rank + 1)})
     assert a.tolist() == [[size * (size + 1) / 2] * 2] * 3
     assert b.shape == (3 * size, 2)
+
+
+def case_plain_graph_with_fewer_threads_than_collectives():
+    size, rank = hvd.size(), hvd.rank()
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=2)
+    with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
+        x = tf.constant([1.0, 2.0])
+        sums = [hvd.allreduce(x * i, op=hvd.Sum) for i in range(8)]
+        (slope,) = tf.gradients(hvd.broadcast(x, 0), x, tf.ones(2))
+        variable = tf.compat.v1.get_variable("v", initializer=float(rank), use_resource=False)
+        session.run(variable.initializer)
+        (started,) = hvd.broadcast_([variable], 1)
+        wrong = hvd.allreduce(tf.ones([2 + rank]), name="graph mismatch")
+        asked = [*sums, slope, started]
+        order = -1 if rank else 1  # nothing says in which order nodes run
+        *totals, slopes, value = session.run(asked[::order])[::order]
+        assert [t.tolist() for t in totals] == [[i * size, 2.0 * i * size] for i in range(8)]
+        assert slopes.tolist() == [float(rank == 0)] * 2
+        assert value == session.run(variable) == 1.0
+        with pytest.raises(tf.errors.FailedPreconditionError, match="shapes differ between ranks"):
+            session.run(wrong)
 
 
 CASES = [name for name in dir() if name.startswith("case_")]
