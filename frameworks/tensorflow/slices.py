@@ -42,6 +42,8 @@ def allreduce_slices(
     values = dense(slices.values, "the values of IndexedSlices")
     if values.shape.rank is None or values.shape[1:].num_elements() is None:
         raise InvalidArgument("IndexedSlices need values whose shape behind the rows is known")
+    if values.dtype.is_integer and factors != (1.0, 1.0):
+        raise NotImplementedError("IndexedSlices of whole numbers cannot be scaled; cast them")
     if op is ReduceOp.AVERAGE and values.dtype.is_integer:  # a quotient, as in Horovod
         total = allreduce_slices(slices, ReduceOp.SUM, factors, name, process_set, compression)
         return tf.IndexedSlices(total.values / process_set.size(), total.indices, total.dense_shape)

@@ -268,6 +268,8 @@ def case_indexed_slices():
     assert hvd.allreduce(empty).indices.shape == (0,)
     whole = hvd.allreduce(sliced(filled(3, 1, 2, dtype="int32"), [rank], (size, 2)))
     assert whole.values.numpy().tolist() == [[3 / size] * 2] * size
+    with pytest.raises(NotImplementedError, match="cannot be scaled"):
+        hvd.allreduce(sliced(filled(3, 1, 2, dtype="int32"), [0], (1, 2)), prescale_factor=0.5)
     for call in (hvd.allreduce, lambda s, op: hvd.grouped_allreduce([tf.ones(2), s], op=op)):
         with pytest.raises(NotImplementedError, match="op=Max"):
             call(given, op=hvd.Max)
