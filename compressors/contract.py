@@ -322,7 +322,7 @@ def exercise(compressor: Compressor, ctx: Context) -> None:
     x, out = ctx.xp.ones(64, "float32"), ctx.xp.zeros(64, "float32")
     ctx = Context(shape=(64,), numel=64, xp=ctx.xp, workspace=ctx.workspace)
     if compressor.traits().combine == "rounds":
-        rehearse(compressor, x, out, ctx)
+        rehearse(compressor.exchange(x, out, ctx))
         return
     payload = encoded(compressor, x, ctx)
     compressor.decompress(payload, out, ctx)
@@ -336,9 +336,8 @@ def exercise(compressor: Compressor, ctx: Context) -> None:
         compressor.compress_feedback(x, out, 1.0, ctx)
 
 
-def rehearse(compressor: Compressor, x: Array, out: Array, ctx: Context) -> None:
+def rehearse(rounds: Exchange) -> None:
     """Run an exchange of one rank, which receives what it sends."""
-    rounds = compressor.exchange(x, out, ctx)
     asked = next(rounds)
     with suppress(StopIteration):
         while True:

@@ -130,12 +130,12 @@ class Source:
         m = self.shape[1]
 
         def multiply(start: int, stop: int) -> None:
-            rows = slice(start // m, stop // m)
+            first, rows = start // m, slice(start // m, stop // m)
             if residual is None or target is None:
-                lowrank.times_rows(right, x[rows], out[:, rows])
+                lowrank.times_rows(right, x[rows], first, out)
             else:
-                sums = out[:, rows]
-                lowrank.sum_times_rows(right, x[rows], residual[rows], weight, target[rows], sums)
+                held, sums = residual[rows], target[rows]
+                lowrank.sum_times_rows(right, x[rows], held, weight, sums, first, out)
 
         run_ranges(x.size, m, multiply)
         self._has_target()
@@ -176,8 +176,7 @@ def product(factors: Factors, poison: Any, out: Array, ctx: Context) -> None:
         m = out.shape[1]
 
         def multiply(start: int, stop: int) -> None:
-            rows = slice(start // m, stop // m)
-            lowrank.product(left[:, rows], poison, right, out[rows])
+            lowrank.product(left, poison, right, start // m, out[start // m : stop // m])
 
         run_ranges(out.size, m, multiply)
         return
@@ -209,7 +208,7 @@ def product_and_lost(
         rows = slice(start // m, stop // m)
         with ctx.workspace.held(lowrank.CHUNK) as room:
             lowrank.product_and_lost(
-                left[:, rows], right, own_left[:, rows], own_right, poison,
+                left, right, own_left, own_right, poison, start // m,
                 target[rows], out[rows], residual[rows], room,
             )  # fmt: skip
 

@@ -104,12 +104,13 @@ class LowRank(Compressor):
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels, on a matrix of zeros and one rank."""
         side = 2 * self.rank + 1
-        x = ctx.xp.zeros(side * side, "float32")
+        x, out, residual = (ctx.xp.zeros(side * side, "float32") for _ in range(3))
         for step in range(2):
             alone = Context(
                 shape=(side, side), numel=x.size, step=step, xp=ctx.xp, workspace=ctx.workspace
             )
-            rehearse(self, x, ctx.xp.empty_like(x), alone)
+            rehearse(self.exchange(x, out, alone))
+            rehearse(self.exchange_feedback(x, out, residual, 1.0, alone))
 
 
 @register("powersgd")

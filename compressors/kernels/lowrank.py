@@ -101,12 +101,16 @@ def orthonormal(rows: Any, small: float, room: Any, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def product(left: Any, poison: Any, right: Any, out: Any) -> None:
-    """Fill ``out`` (n x m) with the sum over k of (left[k, i] + poison) * right[k, j], in order."""
+def product(left: Any, poison: Any, right: Any, first: int, out: Any) -> None:
+    """Fill ``out`` with rows ``first`` and following of (left + poison)^T right.
+
+    The sum over the rank is taken in order.
+    """
     n, m = out.shape
     for start in range(0, m, CHUNK):
         for i in range(n):
-            _product_row(left, poison, right, i, start, out[i, start : min(start + CHUNK, m)])
+            columns = out[i, start : min(start + CHUNK, m)]
+            _product_row(left, poison, right, first + i, start, columns)
 
 
 @njit(nogil=True, cache=True)
@@ -116,6 +120,7 @@ def product_and_lost(
     own_left: Any,
     own_right: Any,
     poison: Any,
+    first: int,
     target: Any,
     out: Any,
     residual: Any,
@@ -131,8 +136,8 @@ def product_and_lost(
         local = room[: stop - start]
         for i in range(n):
             combined = out[i, start:stop]
-            _product_row(left, poison, right, i, start, combined)
-            _product_row(own_left, poison, own_right, i, start, local)
+            _product_row(left, poison, right, first + i, start, combined)
+            _product_row(own_left, poison, own_right, first + i, start, local)
             keep_combined(target[i, start:stop], local, combined, residual[i, start:stop])
 
 
@@ -163,18 +168,23 @@ def _product_row(left: Any, poison: Any, right: Any, i: int, start: int, target:
 
 
 @njit(nogil=True, cache=True)
-def sum_times_rows(right: Any, x: Any, held: Any, decay: Any, target: Any, out: Any) -> None:
+def sum_times_rows(
+    right: Any, x: Any, held: Any, decay: Any, target: Any, first: int, out: Any
+) -> None:
     """Set ``target`` to x + decay * held, and ``out`` to ``times_rows`` of that."""
     for i in range(x.shape[0]):
         add(x[i], held[i], decay, target[i])
-        times_rows(right, target[i : i + 1], out[:, i : i + 1])
+        times_rows(right, target[i : i + 1], first + i, out)
 
 
 @njit(nogil=True, cache=True, fastmath={"reassoc"})
-def times_rows(right: Any, matrix: Any, out: Any) -> None:
-    """Fill ``out`` (r x n) with right M^T. Sums are of this rank alone: any order will do."""
-    r, n = out.shape
-    for i in range(n):
+def times_rows(right: Any, matrix: Any, first: int, out: Any) -> None:
+    """Fill columns from ``first`` on of ``out`` (r x n) with right M^T, by those rows of M.
+
+    Sums are of this rank alone: any order will do.
+    """
+    r = right.shape[0]
+    for i in range(matrix.shape[0]):
         row = matrix[i]
         for k in range(0, r - 3, 4):
             one, two, three, four = right[k], right[k + 1], right[k + 2], right[k + 3]
@@ -184,13 +194,14 @@ def times_rows(right: Any, matrix: Any, out: Any) -> None:
                 b += row[j] * two[j]
                 c += row[j] * three[j]
                 d += row[j] * four[j]
-            out[k, i], out[k + 1, i], out[k + 2, i], out[k + 3, i] = a, b, c, d
+            out[k, first + i], out[k + 1, first + i] = a, b
+            out[k + 2, first + i], out[k + 3, first + i] = c, d
         for k in range(r // 4 * 4, r):
             other = right[k]
             total = types.float32(0)
             for j in range(row.size):
                 total += row[j] * other[j]
-            out[k, i] = total
+            out[k, first + i] = total
 
 
 @njit(nogil=True, cache=True)
