@@ -16,6 +16,9 @@ from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
 
 
+_NOTHING = np.empty(0, np.float32)
+
+
 class Selection(Compressor):
     """Base of compressors that send indices (uint32, ascending) and values of some entries."""
 
@@ -171,7 +174,7 @@ def largest_into(
     if k == 0:
         return
     feedback, weight = residual is not None, np.float32(decay)
-    held = x if residual is None else residual
+    held = _NOTHING if residual is None else residual  # not x, which may be read-only
     listed = ctx.workspace.array("candidates", n, np.uint32)
     found = ctx.workspace.array("magnitudes", n, np.int32)
     sample = ctx.workspace.array("sample", select.SAMPLE, np.int32)
@@ -193,7 +196,7 @@ def largest_into(
         count += more
     if count < k:  # the sample was misleading
         infinite = listed[:count][found[:count] >= select.INFINITE]
-        np.bitwise_and(held.view(np.int32), 0x7FFFFFFF, out=found)
+        np.bitwise_and((held if feedback else x).view(np.int32), 0x7FFFFFFF, out=found)
         if feedback:  # the residual took no part in those
             with np.errstate(invalid="ignore", over="ignore"):
                 sums = x[infinite] + weight * held[infinite]

@@ -273,6 +273,15 @@ def test_randomk_shows_overflow_that_it_did_not_draw(bad):
             assert not np.isfinite(out).all()
 
 
+@pytest.mark.parametrize("spec", ["topk", "topk | ef", "threshold(value=0.5)", "block_topk"])
+def test_values_may_be_read_only(spec):
+    compressor, x = parse(spec), drawn(2000, 1, "gauss")
+    expected = encode(compressor, x, context(x))
+    x.flags.writeable = False  # as TensorFlow's are
+    payload = encode(compressor, x, context(x))
+    assert all(np.array_equal(payload[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", ["gauss", "spikes", "ties", "equal", "trap", "not finite"])
 def test_topk_of_large_tensors_is_exact_with_feedback(kind, threads):
