@@ -29,6 +29,9 @@ LANES = 32  # as in kernels.lanes, which is not imported here: it would load Num
 _CACHED = 1 << 16  # elements whose float32 sum stays in a core's cache
 
 
+_NOTHING = np.empty(0, np.float32)
+
+
 class Bucketed(Compressor):
     """Base: kernels do everything; without any for a device, ``compress`` and ``decode_array``.
 
@@ -100,7 +103,8 @@ class Bucketed(Compressor):
             if not self._encode_on_device(x, None, 1.0, payload, ctx):
                 super().encode_into(x, payload, ctx)
             return
-        self._encode(x, x, 1.0, payload, ctx, self.encoder(feedback=False, ctx=ctx))
+        # Not x: a kernel may be written to change what it is given, and x may be read-only.
+        self._encode(x, _NOTHING, 1.0, payload, ctx, self.encoder(feedback=False, ctx=ctx))
         return
 
     def feedback_into(

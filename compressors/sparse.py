@@ -15,7 +15,6 @@ from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
 
-
 _NOTHING = np.empty(0, np.float32)
 
 
