@@ -1,36 +1,41 @@
-"""Policies and their registry. Third parties announce theirs in ``ringlet.precision``.
-
-@register_policy("half_head")
-def half_head(scale: float = 128.0) -> Policy:
-    return Policy("half_head", parameters="float16", scale=StaticScale(scale))
-"""
+"""A precision policy: which dtype is used where, and by what the loss is scaled."""
 
 from __future__ import annotations
 
-import ast
-import difflib
-import inspect
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
-from ringlet.precision.scaler import DynamicScale, LossScale, NoScale, StaticScale
+from ringlet.precision.scaler import LossScale, NoScale
 
-GROUP = "ringlet.precision"
+M = TypeVar("M")
+
 DTYPES = ("float32", "bfloat16", "float16")
-# Norms divide by small numbers, and biases are tiny: neither gains from 16 bits.
-KEPT = ("*norm*", "*Norm*", "*.bn*", "bn*", "*.ln*", "ln*")
+REDUCTIONS = ("float32", "wire")
+# Norms divide by small numbers, biases are tiny, and rows of embeddings are seldom updated.
+NORMS = ("*norm*", "*Norm*", "*.bn*", "bn*", "*.ln*", "ln*")
+BIASES = ("bias", "*.bias", "*_bias", "*.bias_[ih]h_l*")
+EMBEDDINGS = ("*Embedding*", "*embedding*", "*pos_embed*")
+KEPT = (*NORMS, *BIASES, *EMBEDDINGS)
 
 
 @dataclass(frozen=True)
 class Policy:
     """Dtypes by name, layers that stay in float32, the default wire, and the loss scale.
 
-    ``parameters`` is what the model holds and computes with; the optimizer keeps float32 masters
-    where that is a 16-bit type. ``compression`` is the spec used unless the caller names one.
-    ``keep`` are patterns of parameter names that stay in float32, beside all norm layers.
+    - ``parameters``: what the model holds. Where that is a 16-bit type, the optimizer works on
+      float32 masters.
+    - ``compression``: the spec used unless the caller names one.
+    - ``keep``: patterns of parameters' names, or of the classes of the layers that own them, that
+      stay in float32, beside all norm layers.
+    - ``scale``: the loss scale.
+    - ``compute``: what layers compute in: by default what ``parameters`` is. Where parameters are
+      float32 and this is not, layers cast as they go (autocast).
+    - ``reduction``: "float32" accumulates sums over ranks in float32 even where 16 bits travel;
+      "wire" leaves sums of 16-bit values to the transport, which may round at every hop.
+
+    Raises ValueError for dtypes that are none of these, or do not go together.
     """
 
     name: str
@@ -38,12 +43,34 @@ class Policy:
     compression: str = "none"
     keep: tuple[str, ...] = KEPT
     scale: LossScale = field(default_factory=NoScale)
+    compute: str = ""
+    reduction: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.parameters not in DTYPES:
+        plain: dict[str, Any] = self.__dict__
+        plain["compute"] = self.compute or self.parameters
+        keep = plain["keep"]
+        if isinstance(keep, str):
+            raise ValueError(f"policy {self.name!r}: keep is a tuple of patterns: ({keep!r},)")
+        plain["keep"] = tuple(keep)
+        for what in ("parameters", "compute"):
+            self._one_of(what, DTYPES)
+        self._one_of("reduction", REDUCTIONS)
+        if self.masters and self.compute != self.parameters:
             raise ValueError(
-                f"policy {self.name!r}: parameters must be one of {', '.join(DTYPES)}, not "
-                f"{self.parameters!r}"
+                f"policy {self.name!r}: {self.parameters} parameters compute in "
+                f"{self.parameters}, not {self.compute}; float32 parameters compute in any dtype"
+            )
+
+    def _one_of(self, what: str, known: tuple[str, ...]) -> None:
+        value = getattr(self, what)
+        if value not in known:
+            hint = ""
+            if "8" in str(value):
+                hint = ". 8-bit floats can travel, whatever torch knows of: take 'fp8_wire'"
+            raise ValueError(
+                f"policy {self.name!r}: {what} must be one of {', '.join(known)}, not "
+                f"{value!r}{hint}"
             )
 
     @property
@@ -51,95 +78,48 @@ class Policy:
         """Whether the optimizer works on float32 copies of the parameters."""
         return self.parameters != "float32"
 
-    def keeps(self, name: str) -> bool:
-        """Whether the parameter ``name`` stays in float32."""
-        return any(fnmatchcase(name, pattern) for pattern in self.keep)
+    @property
+    def autocasts(self) -> bool:
+        """Whether float32 parameters are cast where layers compute."""
+        return self.compute != self.parameters
 
+    def keeps(self, name: str, layer: str = "") -> bool:
+        """Whether the parameter ``name``, of a layer of the class ``layer``, stays in float32."""
+        return any(fnmatchcase(name, p) or fnmatchcase(layer, p) for p in self.keep)
 
-Factory = Callable[..., Policy]
-_factories: dict[str, Factory] = {}
+    def apply(self, model: M) -> M:
+        """Give a ``torch.nn.Module`` this policy's dtypes, in place, and return it.
 
+        See ``ringlet.torch.apply_precision``. TypeError for a model of another framework: Keras
+        decides when a layer is made, see ``ringlet.keras.set_precision``.
+        """
+        import torch
 
-def register_policy(name: str) -> Callable[[Factory], Factory]:
-    """Return a decorator that registers a function with defaults for all arguments."""
+        from ringlet.torch.casting import give
 
-    def register(factory: Factory) -> Factory:
-        if name in _factories:
-            raise ValueError(f"a precision policy named {name!r} is registered already")
-        for option in inspect.signature(factory).parameters.values():
-            if option.default is inspect.Parameter.empty:
-                raise TypeError(f"policy {name!r}: option {option.name!r} needs a default")
-        _factories[name] = factory
-        return factory
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"a policy is applied to a torch.nn.Module, not {type(model).__name__}; for Keras, "
+                "call ringlet.keras.set_precision before the model is made"
+            )
+        give(model, self)
+        return model
 
-    return register
+    def autocast(self, device: str | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which torch computes in ``compute`` on ``device``.
 
+        ``device`` is a type such as "cuda": by default that of the accelerator, if there is one.
+        Models that were given the policy need none; code beside them may. A policy whose parameters
+        are of the dtype already does nothing here.
+        """
+        if not self.autocasts:
+            return nullcontext()
+        import torch
 
-def registered_policies() -> list[str]:
-    """Return the names of all policies, those of other packages included."""
-    return sorted({*_factories, *(point.name for point in entry_points(group=GROUP))})
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.autocast(device, dtype=getattr(torch, self.compute))
 
-
-def parse_policy(spec: str | Policy | None) -> Policy:
-    """Return the policy that ``spec`` names, such as ``"fp16"`` or ``"fp16(static=1024)"``.
-
-    Raises ValueError for an unknown name (with the closest one), an unknown option, or a value
-    out of range.
-    """
-    if spec is None or isinstance(spec, Policy):
-        return spec or _fp32()
-    name, options = _taken_apart(spec)
-    factory = _factories.get(name)
-    if factory is None:
-        for point in entry_points(group=GROUP, name=name):
-            factory = point.load()
-    if factory is None:
-        known = registered_policies()
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-        raise ValueError(f"unknown precision policy {name!r}; {hint}")
-    unknown = options.keys() - inspect.signature(factory).parameters.keys()
-    if unknown:
-        takes = ", ".join(inspect.signature(factory).parameters) or "no options"
-        raise ValueError(f"policy {name!r} has no option {sorted(unknown)[0]!r}; it takes {takes}")
-    return factory(**options)
-
-
-def _taken_apart(spec: str) -> tuple[str, dict[str, Any]]:
-    try:
-        node = ast.parse(spec.strip(), mode="eval").body
-        if isinstance(node, ast.Name):
-            return node.id, {}
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-            values = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords}
-            return node.func.id, values
-    except (SyntaxError, ValueError):
-        pass
-    raise ValueError(f"a precision policy reads like 'fp16' or 'fp16(static=1024)', not {spec!r}")
-
-
-@register_policy("fp32")
-def _fp32() -> Policy:
-    return Policy("fp32")
-
-
-@register_policy("bf16")
-def _bf16(keep: tuple[str, ...] = KEPT) -> Policy:
-    return Policy("bf16", "bfloat16", "bf16", tuple(keep))
-
-
-@register_policy("fp16")
-def _fp16(
-    static: float | None = None,
-    init: float = 65536.0,
-    interval: int = 2000,
-    keep: tuple[str, ...] = KEPT,
-) -> Policy:
-    scale = StaticScale(float(static)) if static is not None else None
-    chosen = scale or DynamicScale(scale=float(init), interval=interval)
-    return Policy("fp16", "float16", "fp16", tuple(keep), chosen)
-
-
-@register_policy("fp8_wire")
-def _fp8_wire(format: str = "e4m3") -> Policy:
-    return Policy("fp8_wire", "float32", f"fp8(format={format!r}) | ef")
+    def keras_dtype(self) -> str:
+        """Return Keras' name for this policy's dtypes: its variables are float32 masters."""
+        return "float32" if self.compute == "float32" else f"mixed_{self.compute}"

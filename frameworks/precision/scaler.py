@@ -44,6 +44,10 @@ class LossScale:
 class NoScale(LossScale):
     """The scale 1, for dtypes with float32's range: nothing is checked, nothing skipped."""
 
+    def __post_init__(self) -> None:
+        if self.scale != 1:
+            raise ValueError(f"NoScale is the scale 1; for {self.scale} take StaticScale")
+
     @property
     def watches(self) -> bool:
         """False: an Inf reaches the parameters as it would in float32."""
@@ -59,7 +63,8 @@ class StaticScale(LossScale):
 class DynamicScale(LossScale):
     """Doubles after ``interval`` steps without overflow, halves at each overflow.
 
-    Stays between ``least`` and ``most``. ``clean`` counts steps since the last change.
+    Stays between ``least`` and ``most``. ``clean`` counts steps since the last change. Raises
+    ValueError for a scale beyond its bounds, and for factors that would not change it so.
     """
 
     scale: float = 65536.0
@@ -72,10 +77,14 @@ class DynamicScale(LossScale):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.growth > 1 and 0 < self.backoff < 1 and self.interval >= 1):
+        if not (1 < self.growth < math.inf and 0 < self.backoff < 1 and self.interval >= 1):
             raise ValueError(
                 f"growth must be above 1, backoff between 0 and 1, interval at least 1; got "
                 f"{self.growth}, {self.backoff}, {self.interval}"
+            )
+        if not (0 < self.least <= self.scale <= self.most < math.inf):
+            raise ValueError(
+                f"the loss scale {self.scale} must be between {self.least} and {self.most}"
             )
 
     def after(self, overflow: bool) -> DynamicScale:

@@ -48,6 +48,7 @@ from ringlet.topology import (
     stats,
 )
 from ringlet.torch import elastic
+from ringlet.torch.casting import apply_precision
 from ringlet.torch.compression import Compression
 from ringlet.torch.ddp import ddp_hook
 from ringlet.torch.diloco import DiLoCo
@@ -55,7 +56,6 @@ from ringlet.torch.fsdp import compress_fsdp
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.handles import poll, synchronize
 from ringlet.torch.hsdp import compress_hsdp
-from ringlet.torch.mixed import apply_precision
 from ringlet.torch.movements import (
     allgather,
     allgather_async,

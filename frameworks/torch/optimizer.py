@@ -19,7 +19,7 @@ from ringlet.runtime import current
 from ringlet.torch import residuals
 from ringlet.torch.adasum_optimizer import AdasumMixin
 from ringlet.torch.functions import STATE_KEY
-from ringlet.torch.mixed import PRECISION_KEY, Masters, check_policy
+from ringlet.torch.mixed import PRECISION_KEY, Masters, acts, check_policy
 from ringlet.torch.naming import Named, grouped_names, name_parameters
 from ringlet.torch.reducer import Reducer
 
@@ -42,9 +42,18 @@ class _Distributed:
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's; a GradScaler that looks at them waits for the gradients.
 
-        It does so to unscale them, and must see what all ranks agree on.
+        It does so to unscale them, and must see what all ranks agree on. Raises RuntimeError where
+        ``precision`` has brought masters or a loss scale, of which a GradScaler knows nothing.
         """
-        if self._ringlet.in_flight and "grad_scaler" in sys._getframe(1).f_globals["__name__"]:
+        masters = self._ringlet_masters
+        involved = self._ringlet.in_flight or masters is not None
+        if involved and "grad_scaler" in sys._getframe(1).f_globals["__name__"]:
+            if masters is not None:
+                raise RuntimeError(
+                    "this optimizer's precision has masters or a loss scale of its own: call "
+                    "optimizer.scale(loss).backward() and optimizer.step(), without a GradScaler. "
+                    "A GradScaler goes together with precision='amp_bf16', or none"
+                )
             self._ringlet.synchronize(self._ringlet_groups)
             self._ringlet_implied = True
         return self._ringlet_groups
@@ -277,7 +286,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     - ``sparse_as_dense``: reduce sparse gradients as dense ones even where they are large.
     - ``process_set``: the ranks that take part; on others gradients stay as they are.
     - ``precision``: a policy such as ``"bf16"`` or ``"fp16"`` that ``apply_precision`` gave the
-      model: float32 masters, a loss scale (see ``scale``), and its wire if ``compression`` is None.
+      model: float32 masters, a loss scale (see ``scale``), in what sums accumulate, and its wire if
+      ``compression`` is None.
 
     Raises Mismatch, the same on every rank, when ranks hold different parameters or arguments;
     ValueError for names that do not fit the parameters; SpecError for a bad ``compression``.
@@ -309,6 +319,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             process_set,
             grouped_names(named, groups),
             sparse_as_dense,
+            policy.reduction,
+            undo=policy.scale.watches,
         )
         extra = {"_ringlet": reducer, "_ringlet_implied": False}
     base = type(optimizer)
@@ -321,7 +333,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if mixin is _Distributed:
         distributed.__dict__.pop("param_groups", None)
         distributed._ringlet_groups = optimizer.param_groups
-        distributed._ringlet_masters = Masters(optimizer, named, policy) if policy.masters else None
+        distributed._ringlet_masters = Masters(optimizer, named, policy) if acts(policy) else None
     distributed._ringlet_original = optimizer
     distributed._ringlet_synchronized = False
     distributed._ringlet_skip = False

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
 from ringlet.compressors.routes import Routes, Spec
 from ringlet.fusion import Group, Request
+from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
@@ -23,6 +25,7 @@ from ringlet.torch.handles import SparseHandle
 from ringlet.torch.reductions import allreduce
 from ringlet.torch.sparse import sparse_allreduce_async
 from ringlet.torch.tensors import check, dtype_of, flat, on_host, shares_memory
+from ringlet.torch.undo import Undo
 
 LARGE = 1 << 16  # elements from which a sparse gradient travels as indices and values
 
@@ -35,6 +38,7 @@ class Reducer:
 
     Parameters belong to the newest reducer that names them: an older one gives all of its hooks
     up, and its ``synchronize`` raises RuntimeError. A reducer that nobody holds is gone.
+    ``reduction`` is a policy's, and with ``undo`` a step can be taken back.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class Reducer:
         process_set: ProcessSet = global_process_set,
         groups: Sequence[Sequence[str]] = (),
         sparse_as_dense: bool = False,
+        reduction: str = "wire",
+        undo: bool = False,
     ) -> None:
         check_passes(passes)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -71,6 +77,8 @@ class Reducer:
         self._seen_sparse: set[str] | None = None if sparse_as_dense else set()
         self._sparse: dict[str, int] = {}  # gathered, not fused; with their sparse dimensions
         self._gathering: dict[str, SparseHandle] = {}
+        self._reduction = reduction
+        self._undo = Undo() if undo else None
         self._group: Group | None = None
         self._finalizer: Any = None
         self._retired = False
@@ -199,6 +207,11 @@ class Reducer:
         for state in self.states.values():
             residuals.rescale(state, factor)
 
+    def undo(self) -> None:
+        """Let compressors forget the last step, which is skipped."""
+        if self._undo is not None:
+            self._undo.restore(self.states)
+
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what this rank's compressors hold back."""
         return residuals.norm(self.states)
@@ -219,7 +232,7 @@ class Reducer:
             return
         number = self._process_set.number()
         names = [name for name in self.parameters if name not in self._sparse]
-        compressors = [self._router(name) for name in names]
+        carried = [self._carried(name) for name in names]
         requests = [
             Request(
                 name,
@@ -228,13 +241,15 @@ class Reducer:
                 tuple(self.parameters[name].shape),
                 self._op,
                 str(compressor),
+                collective,
                 prescale=1.0 / self._predivide,
                 postscale=self._predivide,
                 process_set=number,
                 group=self._cohorts.get(name, ""),
             )
-            for name, compressor in zip(names, compressors, strict=True)
+            for name, (compressor, collective) in zip(names, carried, strict=True)
         ]
+        compressors = [compressor for compressor, _ in carried]
         # Declared even without parameters: a rank that has some has to hear of it.
         states, engine = [self.states[name] for name in names], runtime.engine
         group = engine.declare(self._label, requests, compressors, states, step, number)
@@ -243,6 +258,15 @@ class Reducer:
             engine.release(self._group)
         self._group = group if self.parameters else None
         self._finalizer = weakref.finalize(self, engine.release, group)
+
+    def _carried(self, name: str) -> tuple[Compressor, str]:
+        p = self.parameters[name]
+        return carrier(self._router(name), dtype_of(p), p.numel(), self._reduction)
+
+    def _begin(self) -> None:
+        if not self.in_flight and self._undo is not None:
+            self._undo.remember(self.states)
+        self.in_flight = True
 
     def _agree_on_sparse(self) -> None:
         """After the first step, let large sparse gradients travel as indices and values."""
@@ -306,7 +330,7 @@ class Reducer:
             grad = p.grad = torch.zeros_like(p)
         assert self._group is not None
         view = self._view(name, p, grad)
-        self.in_flight = True
+        self._begin()
         self._handed[name] = grad
         self._group.submit(name, view)
 
@@ -315,7 +339,7 @@ class Reducer:
         if grad is None or not grad.is_sparse:  # nothing of it was used on this rank
             dense = torch.zeros_like(p) if grad is None else grad
             grad = dense.to_sparse(self._sparse[name])
-        self.in_flight = True
+        self._begin()
         label = f"{self._label}.{name}"
         self._gathering[name] = sparse_allreduce_async(grad, label, self._op, self._process_set)
 

@@ -19,6 +19,8 @@ from ringlet.compressors.context import State
 from ringlet.ring.communicator import ReduceOp
 
 VERSION = 1
+# Of error feedback, momentum correction, and EF21 with its second stage.
+_IN_UNITS = {"residual", "u", "v", "worker", "server", "known", "sum"}
 
 
 def saved(states: Mapping[str, State], rank: int, size: int, step: int) -> dict[str, Any]:
@@ -88,11 +90,11 @@ def reshard(
 
 
 def rescale(state: State, factor: float) -> None:
-    """Multiply every residual in ``state``."""
+    """Multiply what ``state`` remembers in units of gradients: residuals, momenta, estimates."""
     for key, value in state.items():
         if isinstance(value, dict):
             rescale(value, factor)
-        elif key == "residual":
+        elif key in _IN_UNITS:
             value *= np.float32(factor)
 
 

@@ -116,8 +116,7 @@ def train(model, optimizer, steps, start=0, poisoned=()):
 def case_dtypes_of_a_model():
     model = make("bf16")
     assert [p.dtype for p in model.parameters()] == [
-        torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.bfloat16,
-        torch.bfloat16,
+        torch.bfloat16, torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float32,
     ]  # fmt: skip
     assert model(torch.randn(2, 32)).dtype is torch.float32
     optimizer = wrapped(model, "bf16")

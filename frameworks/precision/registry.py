@@ -1,0 +1,91 @@
+"""Policies by name. Third parties announce theirs in the entry-point group ``ringlet.precision``.
+
+@register_policy("half_head")
+def half_head(scale: float = 128.0) -> Policy:
+    return Policy("half_head", parameters="float16", scale=StaticScale(scale))
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from ringlet.precision.policy import Policy
+
+GROUP = "ringlet.precision"
+NO_POLICY = Policy("fp32", reduction="wire")  # what was chosen otherwise stays as it is
+
+Factory = Callable[..., Policy]
+_factories: dict[str, Factory] = {}
+
+
+def register_policy(name: str) -> Callable[[Factory], Factory]:
+    """Return a decorator that registers a function with defaults for all arguments."""
+
+    def register(factory: Factory) -> Factory:
+        if name in _factories:
+            raise ValueError(f"a precision policy named {name!r} is registered already")
+        for option in inspect.signature(factory).parameters.values():
+            if option.default is inspect.Parameter.empty:
+                raise TypeError(f"policy {name!r}: option {option.name!r} needs a default")
+        _factories[name] = factory
+        return factory
+
+    return register
+
+
+def registered_policies() -> list[str]:
+    """Return the names of all policies, those of other packages included."""
+    return sorted({*_factories, *(point.name for point in entry_points(group=GROUP))})
+
+
+def factory_of(name: str) -> Factory:
+    """Return the function behind a name; ValueError, with the closest one, if there is none."""
+    factory = _factories.get(name)
+    if factory is None:
+        for point in entry_points(group=GROUP, name=name):
+            factory = point.load()
+    if factory is None:
+        known = registered_policies()
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+        raise ValueError(f"unknown precision policy {name!r}; {hint}")
+    return factory
+
+
+def parse_policy(spec: str | Policy | None) -> Policy:
+    """Return the policy that ``spec`` names, such as ``"fp16"`` or ``"fp16(static=1024)"``.
+
+    None is float32 with sums as the transport forms them. Raises ValueError for an unknown name
+    (with the closest one), an unknown option, or a value out of range.
+    """
+    if spec is None or isinstance(spec, Policy):
+        return spec or NO_POLICY
+    name, options = taken_apart(spec)
+    factory = factory_of(name)
+    unknown = options.keys() - inspect.signature(factory).parameters.keys()
+    if unknown:
+        takes = ", ".join(inspect.signature(factory).parameters) or "no options"
+        raise ValueError(f"policy {name!r} has no option {sorted(unknown)[0]!r}; it takes {takes}")
+    try:
+        return factory(**options)
+    except TypeError as error:
+        raise ValueError(f"policy {spec!r}: {error}") from error
+
+
+def taken_apart(spec: str) -> tuple[str, dict[str, Any]]:
+    """Return name and options of a spec; ValueError for what is none."""
+    try:
+        node = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, {}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            values = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords}
+            return node.func.id, values
+    except (SyntaxError, ValueError):
+        pass
+    raise ValueError(f"a precision policy reads like 'fp16' or 'fp16(static=1024)', not {spec!r}")
