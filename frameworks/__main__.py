@@ -19,7 +19,7 @@ COMMANDS = {
     "doctor": ("ringlet.doctor", "say what is installed, and what the network can do"),
     "report": ("ringlet.observe.report", "draw what compression saved or cost in a run"),
     "timeline": ("ringlet.timeline", "merge the parts of a timeline that a crash left behind"),
-    "check": ("ringlet.compressors.testing.cli", "check whether a compressor is what it claims"),
+    "check": ("ringlet.precision.cli", "check whether a compressor or policy is what it claims"),
     "new": ("ringlet.compressors.testing.scaffold", "make a package for a compressor of your own"),
 }
 

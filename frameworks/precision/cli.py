@@ -1,0 +1,67 @@
+"""``ringlet check``: the conformance kits of compressors and precision policies."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+from ringlet.compressors.testing import cli as compressors
+from ringlet.precision import Policy, parse_policy
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``ringlet check``."""
+    compressors.add_arguments(parser)
+    parser.description = "Check whether a compressor or a precision policy is what it claims to be."
+    parser.add_argument(
+        "--policy",
+        action="store_true",
+        help="check a precision policy instead: a spec such as 'fp16(static=128)', or MODULE:NAME",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print a line per check; return 1 if one fails, 2 if there is nothing to check."""
+    if not options.policy:
+        return compressors.main(options)
+    from ringlet.precision.testing import CheckFailed, all_checks
+
+    try:
+        policy = _find(options.compressor)
+    except ValueError as error:
+        print(f"ringlet check: {error}", file=sys.stderr)
+        return 2
+    print(f"checking {policy}")
+    failures: list[str] = []
+    checks = all_checks()
+    for check in checks:
+        try:
+            check(policy)
+        except CheckFailed as error:
+            failures.append(str(error))
+            print(f"  FAILED  {check.name}")
+        else:
+            print(f"  ok      {check.name}")
+    for failure in failures:
+        print(f"\n{failure}")
+    print(f"\n{len(checks) - len(failures)} of {len(checks)} checks passed")
+    return 1 if failures else 0
+
+
+def _find(text: str) -> Policy:
+    module_name, colon, name = text.partition(":")
+    if not colon or "(" in module_name:
+        return parse_policy(text)
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+        found = found() if callable(found) else found
+    except Exception as error:
+        raise ValueError(
+            f"{module_name} does not import: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, Policy):
+        raise ValueError(f"{module_name} has no policy {name!r} (found: {found!r})")
+    return found
