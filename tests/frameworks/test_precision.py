@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import faulthandler
 import io
 import warnings
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ringlet.torch as hvd
+from ringlet.compressors import FP16, registry, resolve
 from ringlet.precision import (
+    KEPT,
     DynamicScale,
     NoScale,
     Policy,
@@ -20,7 +27,10 @@ from ringlet.precision import (
     register_policy,
     registered_policies,
 )
+from ringlet.precision.reduction import carrier
+from ringlet.runtime import current
 
+IN_UNITS_OF_THE_SCALE = {"residual", "u", "v", "worker", "server", "known", "sum"}
 SPECS = ["none", "fp16", "bf16", "int8 | ef", "topk(ratio=0.1) | ef", "powersgd(rank=2) | ef"]
 
 
@@ -80,6 +90,145 @@ def test_the_registry_tells_mistakes_apart():
         register_policy("odd")(lambda scale: Policy("odd"))
 
 
+def test_dtypes_that_do_not_go_together_are_refused():
+    for options, words in (
+        ({"parameters": "float16", "compute": "bfloat16"}, "compute in float16"),
+        ({"compute": "float64"}, "compute must be one of"),
+        ({"reduction": "float16"}, "reduction must be one of float32, wire"),
+        ({"parameters": "float8_e4m3fn"}, "take 'fp8_wire'"),
+        ({"keep": "head.*"}, "tuple of patterns"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Policy("odd", **options)
+    for spec in ("fp16(static='x')", "fp16(static=float)", "fp16(interval='x')"):
+        with pytest.raises(ValueError, match=r"policy|convert"):
+            parse_policy(spec)
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="above 0 and finite"):
+            StaticScale(value)
+    for scale in (2.0**25, 2.0**-15):
+        with pytest.raises(ValueError, match="must be between"):
+            DynamicScale(scale=scale)
+    with pytest.raises(ValueError, match="StaticScale"):
+        NoScale(2.0)
+
+
+def test_what_travels_and_what_sums_are_formed_in_are_chosen_apart():
+    for dtype, asked, numel, found in (
+        ("float32", "none", 4096, ("none", "auto")),
+        ("float16", "none", 4096, ("fp16", "scatter_reduce")),
+        ("bfloat16", "none", 4096, ("bf16", "scatter_reduce")),
+        ("float32", "fp16", 4096, ("fp16", "scatter_reduce")),
+        ("float16", "fp16 | ef", 4096, ("fp16 | ef", "scatter_reduce")),
+        ("float16", "int8", 4096, ("int8", "auto")),
+        ("float16", "int8", 10, ("fp16", "scatter_reduce")),  # too small to be compressed
+        ("float32", "int8", 10, ("int8", "auto")),
+    ):
+        asked = resolve(asked)
+        compressor, collective = carrier(asked, dtype, numel, "float32")
+        assert (str(compressor), collective) == found
+        assert carrier(asked, dtype, numel, "wire") == (asked, "auto")
+
+    class Uncut(FP16):
+        def traits(self):
+            return replace(super().traits(), granularity=None)
+
+    assert carrier(Uncut(), "float32", 4096, "float32") == (Uncut(), "allgather")
+
+
+class Tied(torch.nn.Module):
+    """A layer of every kind that is split, kept, shared or converted as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(10, 8)
+        self.place = torch.nn.Parameter(torch.zeros(5, 8))
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = torch.nn.LayerNorm(8)
+        self.memory = torch.nn.LSTM(8, 8, batch_first=True)
+        self.head = torch.nn.Linear(8, 10)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.place
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        assert x.dtype is self.memory.weight_hh_l0.dtype
+        return self.head(self.memory(x)[0])
+
+
+def test_norms_biases_and_embeddings_stay_in_float32():
+    tokens = torch.arange(10).reshape(2, 5)
+    torch.manual_seed(0)
+    plain = Tied()
+    expected = plain(tokens)
+    for spec in ("bf16", "fp16"):
+        model = parse_policy(spec).apply(copy.deepcopy(plain))
+        dtype = getattr(torch, parse_policy(spec).parameters)
+        kept = {n for n, p in model.named_parameters() if p.dtype is torch.float32}
+        assert kept == {
+            "embed.weight", "attention.in_proj_bias", "attention.out_proj.bias", "norm.weight",
+            "norm.bias", "head.bias",
+        }  # fmt: skip
+        others = {p.dtype for n, p in model.named_parameters() if n not in kept}
+        assert others == {dtype}
+        for each in (model, copy.deepcopy(model)):
+            out = each(tokens)
+            assert out.dtype is torch.float32
+            assert torch.allclose(out, expected, atol=0.05)
+            out.square().sum().backward()
+            assert each.head.bias.grad.dtype is torch.float32
+            with pytest.raises(IndexError):
+                each(tokens + 100)
+            assert each.head.bias.dtype is torch.float32  # the copy is gone, after an error too
+        assert model.state_dict().keys() == plain.state_dict().keys()
+        bare = parse_policy(f"{spec}(keep=('norm.*',))").apply(copy.deepcopy(plain))
+        assert {n for n, p in bare.named_parameters() if p.dtype is torch.float32} == {
+            "norm.weight", "norm.bias"
+        }  # fmt: skip
+        assert torch.allclose(bare(tokens), expected, atol=0.05)
+
+
+def test_autocast_computes_in_16_bits_but_where_layers_are_kept():
+    policy = parse_policy("amp_bf16")
+    seen = {}
+
+    def look(name):
+        return lambda _, args, out: seen.update({name: (args[0].dtype, out.dtype)})
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+    )
+    policy = Policy("mine", compute="bfloat16", keep=(*KEPT, "3.*"))
+    for i, layer in enumerate(model):
+        layer.register_forward_hook(look(i))
+    assert policy.apply(model) is model
+    wide, half = torch.float32, torch.bfloat16
+    for each in (model, copy.deepcopy(model)):
+        assert each(torch.ones(2, 8)).dtype is wide
+        assert seen == {0: (wide, half), 1: (wide, wide), 2: (wide, half), 3: (wide, wide)}
+    assert {p.dtype for p in model.parameters()} == {wide}
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 9))
+    assert not torch.is_autocast_enabled("cpu")
+    x = torch.ones(2, 8)
+    with policy.autocast("cpu"):
+        assert (x @ x.T).dtype is half
+    with parse_policy("bf16").autocast():
+        assert (x @ x.T).dtype is wide
+    with pytest.raises(ValueError, match="float32 model"):
+        policy.apply(torch.nn.Linear(2, 2).bfloat16())
+    with pytest.raises(TypeError, match=r"ringlet\.keras"):
+        policy.apply(object())
+
+
+def test_keras_names_of_dtypes():
+    names = {s: parse_policy(s).keras_dtype() for s in ("fp32", "fp16", "amp_bf16", "fp8_wire")}
+    assert names == {
+        "fp32": "float32", "fp16": "mixed_float16", "amp_bf16": "mixed_bfloat16",
+        "fp8_wire": "float32",
+    }  # fmt: skip
+
+
 def make(precision, seed=0):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
@@ -129,7 +278,8 @@ def case_dtypes_of_a_model():
 
 def case_losses_follow_float32():
     curves = {}
-    for precision in ("fp32", "bf16", "fp16", "fp16(static=1024)", "fp8_wire"):
+    policies = ["fp32", "bf16", "fp16", "fp16(static=1024)", "amp_bf16", "amp_fp16", "fp8_wire"]
+    for precision in policies:
         model = make(precision)
         hvd.broadcast_parameters(model.state_dict())
         curves[precision] = train(model, wrapped(model, precision), 40)
@@ -141,24 +291,68 @@ def case_losses_follow_float32():
         assert abs(value - last["fp32"]) < 0.15 * first, (name, value, last["fp32"])
 
 
-def case_an_overflow_on_one_rank_skips_the_step_on_all():
-    for spec in SPECS:
-        for precision in ("fp16(init=1024)", "fp16(static=256)"):
-            model = make(precision)
-            optimizer = wrapped(model, precision, spec)
-            train(model, optimizer, 3)
+def every_spec():
+    """Return a spec for each registered compressor: modifiers behind one that they go with."""
+    for name in registry.names():
+        for spec in (name, f"int8 | {name}", f"topk(ratio=0.1) | {name}", f"qsgd | {name}"):
+            try:
+                yield str(resolve(spec))
+                break
+            except ValueError:
+                continue
+        else:
+            raise AssertionError(f"no spec for {name}")
+        if not resolve(spec).traits().stateful:
+            with contextlib.suppress(ValueError):
+                yield str(resolve(f"{spec} | ef"))
+
+
+def remembered(state):
+    """Return arrays that a compressor remembers, copied, with where they are."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= {(key, *place): array for place, array in remembered(value).items()}
+        elif isinstance(value, np.ndarray):
+            found[(key,)] = value.copy()
+    return found
+
+
+def case_an_overflow_on_one_rank_skips_the_step_on_all_with_every_compressor():
+    numbers = np.random.default_rng(7)  # the same on every rank
+    specs = list(every_spec()) if hvd.size() == 2 else SPECS
+    assert len(specs) >= len(SPECS)
+    for spec in specs:
+        faulthandler.dump_traceback_later(60, exit=True)  # for each: kernels may have to compile
+        precision = numbers.choice(["fp16(init=64)", "fp16(static=256)", "amp_fp16(init=64)"])
+        torch.manual_seed(0)
+        model = hvd.apply_precision(torch.nn.Linear(32, 40), precision)
+        optimizer = wrapped(model, precision, {"*": spec}, lr=0.01)
+        rank, skipped = int(numbers.integers(hvd.size())), 0
+        bad = set(numbers.choice(5, 2, replace=False).tolist())
+        for step in range(5):
             before = [p.detach().clone() for p in model.parameters()]
             scale = optimizer.loss_scale
-            train(model, optimizer, 1, start=3, poisoned={(3, hvd.size() - 1)})
-            assert all(
-                torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
-            ), spec
-            assert optimizer.skipped_steps == 1
-            assert optimizer.loss_scale == (scale / 2 if "init" in precision else scale)
-            assert torch.isfinite(torch.tensor(optimizer.residual_norm()))
-            train(model, optimizer, 3, start=4)
-            assert optimizer.skipped_steps == 1
-            assert hvd.replicas_equal(model.state_dict()), spec
+            held = {n: remembered(s) for n, s in optimizer._ringlet.states.items()}
+            train(model, optimizer, 1, step, {(step, rank)} if step in bad else ())
+            skipped += step in bad
+            assert optimizer.skipped_steps == skipped, (spec, step)
+            same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+            assert all(same) == (step in bad), (spec, step)
+            if step not in bad:
+                continue
+            factor = 1.0 if "static" in precision else 0.5
+            assert optimizer.loss_scale == factor * scale, spec
+            for name, state in optimizer._ringlet.states.items():
+                now = remembered(state)
+                assert now.keys() == held[name].keys(), (spec, name)
+                for place, array in now.items():
+                    wanted = held[name][place]
+                    assert place[-1] in IN_UNITS_OF_THE_SCALE | {"left", "right"}, (spec, place)
+                    if place[-1] in IN_UNITS_OF_THE_SCALE:
+                        wanted = wanted * np.float32(factor)
+                    assert np.array_equal(array, wanted), (spec, name, place)
+        assert hvd.replicas_equal(model.state_dict()), spec
 
 
 def case_a_growing_scale_rescales_residuals():
@@ -209,6 +403,64 @@ def case_gradients_accumulate():
     assert hvd.replicas_equal(model.state_dict())
 
 
+def case_loss_scales_restored_with_autocast():
+    precision = "amp_fp16(init=64, interval=4)"
+    model = make(precision)
+    optimizer = wrapped(model, precision)
+    train(model, optimizer, 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 1, start=3)
+    assert optimizer.loss_scale == 128.0
+    again = make(precision)
+    resumed = wrapped(again, precision)
+    resumed.load_state_dict(state)
+    train(again, resumed, 1, start=3)
+    assert resumed.loss_scale == 128.0
+
+
+def case_sums_accumulate_in_float32():
+    """With a transport that adds float16 itself, as gloo does between hosts."""
+    comm = current().engine.comm
+    native = [c for c in (comm, *comm._siblings.values()) if hasattr(c, "_spread")]
+    for each in native:
+        each._spread = True
+    size, rank, n = hvd.size(), hvd.rank(), 1 << 16  # small ones are combined by all ranks at once
+    values = torch.full((n,), 0.25 * size)
+    values[torch.arange(n) % size == rank] = 512.0 * size
+    exact = torch.full((n,), 512.0 + 0.25 * (size - 1)).half()
+    for reduction in ("float32", "wire"):
+        for spec in ("none", "fp16"):
+            p = torch.nn.Parameter(torch.zeros(n).half())
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([p], lr=1.0), compression=spec,
+                precision=Policy("half", "float16", scale=StaticScale(1.0), reduction=reduction),
+            )  # fmt: skip
+            (p * values.half()).sum().backward()
+            optimizer.synchronize()
+            (member,) = optimizer._ringlet._group.members.values()
+            assert (member.strategy == "scatter_reduce") == (reduction == "float32")
+            if reduction == "float32":
+                assert torch.equal(p.grad, exact), (spec, p.grad)
+            elif native:
+                assert torch.equal(p.grad, exact) == (size == 2), (spec, p.grad)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    for each in native:
+        each._spread = False
+
+
+def case_averages_of_float16_divide_before_they_add():
+    for precision in ("fp16", "fp16(reduction='wire')"):
+        p = torch.nn.Parameter(torch.zeros(8).half())
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), precision=precision)
+        (p * 60000).sum().backward()
+        optimizer.synchronize()
+        assert torch.equal(p.grad, torch.full((8,), 60000.0).half())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert optimizer.skipped_steps == 0
+
+
 def case_bad_input():
     model = torch.nn.Linear(4, 4)
     with pytest.raises(ValueError, match="call apply_precision"):
@@ -221,9 +473,33 @@ def case_bad_input():
     counts = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=torch.int64), False)])
     with pytest.raises(ValueError, match="has no use for"):
         hvd.apply_precision(counts, "bf16")
+    with pytest.warns(UserWarning, match="computes in float16"):
+        wrapped(torch.nn.Linear(4, 4), Policy("odd", compute="float16"))
     optimizer = torch.optim.SGD(make("bf16").parameters(), lr=0.1)
     with pytest.raises(ValueError, match="Adasum"):
         hvd.DistributedOptimizer(optimizer, op=hvd.Adasum, precision="bf16")
+    model = make("amp_fp16")
+    optimizer = wrapped(model, "amp_fp16")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 32)).sum()).backward()
+    with pytest.raises(RuntimeError, match="without a GradScaler"):
+        scaler.unscale_(optimizer)
+    optimizer.step()
+
+
+def case_fp8_travels_without_a_dtype_of_torchs():
+    names = [name for name in dir(torch) if name.startswith("float8")]
+    kept = {name: getattr(torch, name) for name in names}
+    for name in names:
+        delattr(torch, name)
+    try:
+        model = make("fp8_wire")
+        optimizer = wrapped(model, "fp8_wire")
+        first, *_, last = train(model, optimizer, 20)
+        assert last < first
+    finally:
+        for name in names:
+            setattr(torch, name, kept[name])
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
