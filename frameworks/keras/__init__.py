@@ -38,6 +38,7 @@ from ringlet.keras.functions import (
 )
 from ringlet.keras.models import load_model
 from ringlet.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from ringlet.keras.precision import set_precision
 from ringlet.lifecycle import init
 from ringlet.objects import allgather_object, broadcast_object
 from ringlet.observe import start_metrics
@@ -121,6 +122,7 @@ __all__ = [
     "rocm_built",
     "save_compressor_state",
     "set_compressor_state",
+    "set_precision",
     "shutdown",
     "size",
     "start_metrics",

@@ -15,6 +15,7 @@ from ringlet.fusion import Group, Request
 from ringlet.keras.agreement import agree
 from ringlet.keras.arrays import allocate, flat
 from ringlet.keras.rows import RowExchange, densified
+from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
@@ -48,7 +49,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Settings:
-    """How gradients are reduced. ``guard`` skips a step on all ranks when one has an overflow."""
+    """How gradients are reduced. ``guard`` skips a step on all ranks when one has an overflow.
+
+    ``reduction`` is a precision policy's.
+    """
 
     router: Router
     op: ReduceOp = ReduceOp.AVERAGE
@@ -56,6 +60,7 @@ class Settings:
     process_set: ProcessSet = field(default=global_process_set)
     sparse_as_dense: bool = False
     guard: bool = False
+    reduction: str = "wire"
 
     def __post_init__(self) -> None:
         """Raise ValueError for arguments that do not go together."""
@@ -69,7 +74,7 @@ class Settings:
     def key(self) -> tuple[object, ...]:
         """Return what distinguishes these settings from others."""
         number = self.process_set.process_set_id
-        plain = (self.op, self.predivide, number, self.sparse_as_dense, self.guard)
+        plain = (self.op, self.predivide, number, self.sparse_as_dense, self.guard, self.reduction)
         return (str(self.router), *plain)
 
     def dense(self, slot: Slot) -> bool:
@@ -203,7 +208,10 @@ class _Step:
         self.number = step
         number, op = settings.process_set.number(), settings.op
         self._dense = [slot for slot in slots if settings.dense(slot)]
-        compressors = [settings.router(slot.name) for slot in self._dense]
+        carried = [
+            carrier(settings.router(s.name), s.dtype, math.prod(s.shape), settings.reduction)
+            for s in self._dense
+        ]
         requests = [
             Request(
                 slot.name,
@@ -212,12 +220,13 @@ class _Step:
                 slot.shape,
                 op,
                 str(compressor),
+                collective,
                 prescale=1.0 / settings.predivide,
                 postscale=settings.predivide,
                 process_set=number,
                 group=slot.cohort,
             )
-            for slot, compressor in zip(self._dense, compressors, strict=True)
+            for slot, (compressor, collective) in zip(self._dense, carried, strict=True)
         ]
         self._rows = {
             slot.name: RowExchange(
@@ -236,7 +245,7 @@ class _Step:
         self._group: Group | None = None
         if self._dense:
             kept = [states[slot.name] for slot in self._dense]
-            engine = runtime.engine
+            engine, compressors = runtime.engine, [compressor for compressor, _ in carried]
             self._group = engine.declare(label, requests, compressors, kept, step, number)
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:

@@ -13,7 +13,9 @@ from ringlet.keras.accumulation import Accumulator
 from ringlet.keras.agreement import unique
 from ringlet.keras.compression import as_router
 from ringlet.keras.gradients import Reducer, Settings, Staying
+from ringlet.keras.precision import with_loss_scale
 from ringlet.keras.variables import cohorts, identity, local_variables, name_of
+from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
@@ -144,6 +146,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    precision: str | Policy | None = None,
 ) -> Any:
     """Return a Keras 3 optimizer that reduces gradients over all ranks before it applies them.
 
@@ -163,6 +166,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     - ``groups``: variables that travel together, as lists of them, or how many groups to make.
     - ``process_set``: the ranks that take part; on others gradients stay as they are.
     - ``scale_local_gradients``: divide gradients of local variables by the number of ranks.
+    - ``precision``: a policy such as ``"fp16"`` that ``set_precision`` gave the layers: a
+      LossScaleOptimizer if it has a loss scale and ``optimizer`` is none, in what sums accumulate,
+      and its wire if ``compression`` is None.
 
     Devices are accepted for Horovod's sake. Raises ValueError for an optimizer that is wrapped
     already; SpecError for a bad ``compression``; when gradients of different variables meet,
@@ -183,7 +189,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ValueError(f"op must be Average or Sum, not {ReduceOp(op).name.title()}")
     backends.backend()
     current()
-    router = as_router(compression)
+    policy = parse_policy(precision)
+    optimizer = with_loss_scale(optimizer, policy)
+    router = as_router(policy.compression if compression is None else compression)
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     settings = Settings(
         router,
@@ -192,6 +200,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set,
         sparse_as_dense,
         guard=scales and str(router) != "none",
+        reduction=policy.reduction,
     )
     base = type(optimizer)
 
@@ -208,6 +217,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             groups=groups,
             process_set=process_set,
             scale_local_gradients=scale_local_gradients,
+            precision=precision,
         )
 
     content = {"__doc__": base.__doc__, "from_config": classmethod(from_config)}
@@ -247,6 +257,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    precision: str | Policy | None = None,
 ) -> Any:
     """Return a DistributedOptimizer that leaves the variables of ``local_layers`` alone.
 
@@ -268,6 +279,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         groups,
         process_set,
         scale_local_gradients,
+        precision,
     )
     for variable in local_variables(local_layers):
         distributed.register_local_var(variable)

@@ -23,6 +23,7 @@ from ringlet.build import (
 )
 from ringlet.fusion.errors import OutOfMemory, StepAbandoned
 from ringlet.keras.compression import Compression
+from ringlet.keras.precision import set_precision
 from ringlet.lifecycle import init
 from ringlet.observe import start_metrics
 from ringlet.process_sets import (
@@ -154,6 +155,7 @@ __all__ = [
     "replicas_equal",
     "reset_stats",
     "rocm_built",
+    "set_precision",
     "shutdown",
     "size",
     "size_op",

@@ -15,6 +15,7 @@ from ringlet.keras.compression import as_router
 from ringlet.keras.gradients import Reducer, Settings
 from ringlet.keras.optimizer import DistributedOptimizer as KerasDistributedOptimizer
 from ringlet.keras.variables import cohorts, name_of
+from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
@@ -90,13 +91,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    precision: str | Policy | None = None,
 ) -> Any:
     """Return an optimizer whose gradients are reduced over all ranks before they are applied.
 
     ``optimizer`` is a Keras 3 optimizer, for which see ``ringlet.keras.DistributedOptimizer``, or
     one of ``tf.compat.v1.train``, in a graph or eager: its ``compute_gradients`` reduces, all
-    gradients in one node. Arguments mean the same for both. Raises ValueError for an optimizer
-    that is wrapped already, TypeError for anything else.
+    gradients in one node. Arguments mean the same for both, but that those of ``tf.compat.v1`` have
+    no loss scale, which the ``precision`` "fp16" needs. Raises ValueError for that, and for an
+    optimizer that is wrapped already; TypeError for anything else.
     """
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return KerasDistributedOptimizer(
@@ -114,6 +117,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             groups,
             process_set,
             scale_local_gradients,
+            precision,
         )
     if isinstance(optimizer, _Distributed):
         raise ValueError(
@@ -127,8 +131,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if ReduceOp(op) not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"op must be Average or Sum, not {ReduceOp(op).name.title()}")
     current()
-    router, predivide = as_router(compression), gradient_predivide_factor
-    settings = Settings(router, ReduceOp(op), predivide, process_set, sparse_as_dense)
+    policy, predivide = parse_policy(precision), gradient_predivide_factor
+    if policy.scale.watches:
+        raise ValueError(
+            f"policy {policy.name!r} has a loss scale, and optimizers of tf.compat.v1 cannot have "
+            "one; take 'bf16', or a Keras optimizer"
+        )
+    router = as_router(policy.compression if compression is None else compression)
+    settings = Settings(
+        router, ReduceOp(op), predivide, process_set, sparse_as_dense, reduction=policy.reduction
+    )
     base = type(optimizer)
     cls: Any = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
     distributed = cls.__new__(cls)

@@ -458,6 +458,12 @@ def case_compat_v1():
     y = tf.Variable(0.0)
     eager.minimize(lambda: y * (rank + 1.0), var_list=[y])
     assert y.numpy() == -(size + 1) / 2
+    with pytest.raises(ValueError, match="has a loss scale"):
+        hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), precision="fp16")
+    half = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), precision="bf16")
+    half.minimize(lambda: y * (rank + 1.0), var_list=[y])
+    assert y.numpy() == -(size + 1)
+    assert str(half._ringlet.settings.router) == "bf16"
 
 
 def case_checkpoint_of_a_tape_and_an_optimizer():
