@@ -5,7 +5,9 @@
 A model with the parameters of ResNet-50 in mixed precision (convolutions in FP16, norms in FP32,
 interleaved) and one with those of a transformer (half of them BF16). Each contender reduces the
 gradients of one backward pass from the same hooks: Ringlet with its look-ahead, Ringlet that ends a
-bucket wherever the type changes, and DistributedDataParallel over gloo. They take turns, a round
+bucket wherever the type changes, and DistributedDataParallel over gloo. A fourth is Ringlet with
+the reduction that policies have (16-bit values travel by a cast codec, and add up in float32; the
+others leave that to the transport), a fifth no reduction at all. They take turns, a round
 each; a time is that of the slowest rank, the figure the median over the rounds.
 """
 
@@ -23,13 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringlet.compressors import NoCompression
 from ringlet.fusion import Engine, Limits, Request
+from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.connect import connect
 from ringlet.ring.control_open import open_control
 from ringlet.torch.tensors import flat
 
 TWO, BROKEN, DDP = "two streams", "broken at every change", "DDP"
-FLOOR = "no communication"
+WIDE, FLOOR = "sums in float32", "no communication"
 
 
 class Half(torch.nn.Module):
@@ -51,15 +54,21 @@ class Half(torch.nn.Module):
 class Streams:
     """A model whose gradients go to an engine of their own as they are produced."""
 
-    def __init__(self, comm, queue, lookahead: int | None) -> None:
+    def __init__(self, comm, queue, lookahead: int | None, reduction: str = "wire") -> None:
         self.engine = Engine(comm, open_control, Limits(lookahead=lookahead))
         self.model = Half(queue)
+        none = NoCompression()
+        carried = [carrier(none, dtype, n, reduction) for n, dtype in queue]
         requests = [
-            Request(f"t{i}", dtype=dtype, shape=(n,), op=ReduceOp.AVERAGE)
-            for i, (n, dtype) in enumerate(queue)
+            Request(
+                f"t{i}", "allreduce", dtype, (n,), ReduceOp.AVERAGE, str(compressor), collective
+            )
+            for i, ((n, dtype), (compressor, collective)) in enumerate(
+                zip(queue, carried, strict=True)
+            )
         ]
-        none = [NoCompression()] * len(requests)
-        self._group = self.engine.declare("model", requests, none, [{} for _ in requests])
+        compressors = [compressor for compressor, _ in carried]
+        self._group = self.engine.declare("model", requests, compressors, [{} for _ in requests])
         self.transactions = len(self._group.buckets)
         for request, p in zip(requests, self.model.parts, strict=True):
             p.register_post_accumulate_grad_hook(self._hook(request.name))
@@ -146,6 +155,7 @@ def main() -> None:
         contenders = {
             TWO: Streams(comm.subset(everyone), queue, None),
             BROKEN: Streams(comm.subset(everyone), queue, 0),
+            WIDE: Streams(comm.subset(everyone), queue, None, "float32"),
             DDP: Reference(queue),
             FLOOR: Alone(queue),
         }
