@@ -11,17 +11,15 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 def enable(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Let ``module`` compute in ``dtype`` by autocast, and return float32."""
-    module.register_forward_pre_hook(_entering(dtype), with_kwargs=True)
-    module.register_forward_hook(_leave, always_call=True)
+    _around(module, dtype)
 
 
 def disable(module: torch.nn.Module) -> None:
     """Let ``module`` compute in float32 under whatever autocast."""
-    module.register_forward_pre_hook(_entering(None), with_kwargs=True)
-    module.register_forward_hook(_leave, always_call=True)
+    _around(module, None)
 
 
-def _entering(dtype: torch.dtype | None) -> Any:
+def _around(module: torch.nn.Module, dtype: torch.dtype | None) -> None:
     def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = next((p.device.type for p in module.parameters()), "cpu")
         context: Any = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
@@ -31,12 +29,13 @@ def _entering(dtype: torch.dtype | None) -> Any:
             return None
         return cast(args, torch.float32), cast(kwargs, torch.float32)
 
-    return enter
+    def leave(module: Any, _: Any, output: Any) -> Any:
+        module._ringlet_autocast.pop().__exit__(None, None, None)
+        return cast(output, torch.float32)
 
-
-def _leave(module: Any, _: Any, output: Any) -> Any:
-    module._ringlet_autocast.pop().__exit__(None, None, None)
-    return cast(output, torch.float32)
+    untraced: Any = torch.compiler.disable  # it knows contexts of with statements alone
+    module.register_forward_pre_hook(untraced(enter), with_kwargs=True)
+    module.register_forward_hook(untraced(leave), always_call=True)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

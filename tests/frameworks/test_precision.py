@@ -225,6 +225,20 @@ def test_autocast_computes_in_16_bits_but_where_layers_are_kept():
         policy.apply(object())
 
 
+@pytest.mark.parametrize("spec", ["bf16", "amp_bf16"])
+def test_a_policy_goes_together_with_compile(spec):
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)
+    model = parse_policy(spec).apply(torch.nn.Sequential(*layers))
+    x = torch.randn(2, 8)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        out = compiled(x)
+        out.sum().backward()
+    assert torch.allclose(out, model(x))
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_keras_names_of_dtypes():
     names = {s: parse_policy(s).keras_dtype() for s in ("fp32", "fp16", "amp_bf16", "fp8_wire")}
     assert names == {
