@@ -36,6 +36,7 @@ class Masters:
         name_of = {id(p): name for name, p in named.items()}
         self.pairs: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
         self._wide: list[torch.nn.Parameter] = []
+        self._versions: dict[str, int] = {}  # of the parameters, as this left them
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if p.dtype in (torch.float16, torch.bfloat16):
@@ -52,6 +53,7 @@ class Masters:
 
         Reduced gradients are the same bits on every rank, and so is the answer.
         """
+        self._follow()
         for p, master in self.pairs.values():
             master.grad = None if p.grad is None else p.grad.detach().float()
         masters = [m for _, m in self.pairs.values()]
@@ -73,9 +75,20 @@ class Masters:
     def put_parameters(self) -> None:
         """Copy the masters into the model."""
         with torch.no_grad():
-            for p, master in self.pairs.values():
+            for name, (p, master) in self.pairs.items():
                 p.copy_(master)
                 master.grad = None
+                self._versions[name] = p._version
+
+    def _follow(self) -> None:
+        """Take over what others wrote into the model: before the first step, or by torch since.
+
+        Such as ``broadcast_parameters`` and ``load_state_dict``, which know of no masters.
+        """
+        with torch.no_grad():
+            for name, (p, master) in self.pairs.items():
+                if p._version != self._versions.get(name):
+                    master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))
 
     def advance(self, overflow: bool, reducer: Reducer) -> None:
         """Move the loss scale on; residuals, which are in its units, follow.

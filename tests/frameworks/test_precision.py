@@ -460,6 +460,46 @@ def case_a_checkpoint_in_mid_growth_continues_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(straight, again.parameters(), strict=True))
 
 
+def case_masters_follow_what_is_written_into_the_model():
+    rank = hvd.rank()
+    for precision in ("bf16", "fp16(init=64)"):
+        model = make(precision, seed=rank)
+        optimizer = wrapped(model, precision)
+        hvd.broadcast_parameters(model.state_dict())
+        train(model, optimizer, 2)
+        assert hvd.replicas_equal(model.state_dict())
+        masters = [m.clone() for _, m in optimizer._ringlet_masters.pairs.values()]
+        assert any((m != m.to(model[0].weight.dtype)).any() for m in masters)  # more bits than 16
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        train(model, optimizer, 2)
+        model.load_state_dict(state)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        train(model, optimizer, 1)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, state[name]), name
+
+
+def case_an_overflow_in_one_of_several_passes():
+    model = make("fp16(init=64)")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), "int8 | ef",
+        backward_passes_per_step=2, precision="fp16(init=64)",
+    )  # fmt: skip
+    for step in range(3):
+        before = model[0].weight.detach().clone()
+        optimizer.zero_grad()
+        for part in range(2):
+            x = torch.ones(4, 32) * (hvd.rank() + 1)
+            x = x * float("inf") if (step, part, hvd.rank()) == (1, 0, 1) else x
+            optimizer.scale(model(x)[:, 0].square().mean() / 2).backward()
+        optimizer.step()
+        assert optimizer.skipped_steps == (step > 0)
+        assert torch.equal(model[0].weight, before) == (step == 1)
+        assert hvd.replicas_equal(model.state_dict())
+    assert optimizer.loss_scale == 32.0
+
+
 def case_gradients_accumulate():
     model = make("bf16")
     optimizer = hvd.DistributedOptimizer(
