@@ -54,8 +54,9 @@ class Half(torch.nn.Module):
 class Streams:
     """A model whose gradients go to an engine of their own as they are produced."""
 
-    def __init__(self, comm, queue, lookahead: int | None, reduction: str = "wire") -> None:
-        self.engine = Engine(comm, open_control, Limits(lookahead=lookahead))
+    def __init__(self, comm, queue, nbytes: int, lookahead=None, reduction="wire") -> None:
+        limits = Limits(fusion_threshold=nbytes, lookahead=lookahead)
+        self.engine = Engine(comm, open_control, limits)
         self.model = Half(queue)
         none = NoCompression()
         carried = [carrier(none, dtype, n, reduction) for n, dtype in queue]
@@ -87,9 +88,9 @@ class Streams:
 class Reference:
     """The same model in DistributedDataParallel, as torch ships it."""
 
-    def __init__(self, queue) -> None:
+    def __init__(self, queue, megabytes: float) -> None:
         self.model = Half(queue)
-        self._parallel = DistributedDataParallel(self.model)
+        self._parallel = DistributedDataParallel(self.model, bucket_cap_mb=megabytes)
         self.transactions = 0
 
     def step(self) -> None:
@@ -138,7 +139,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layers", type=int, default=12, help="of the transformer")
+    parser.add_argument("--threshold-mb", type=float, default=25.0, help="of a bucket, DDP's too")
     options = parser.parse_args()
+    nbytes = int(options.threshold_mb * (1 << 20))
     torch.set_num_threads(1)
     comm = connect(None)
     everyone = range(comm.size)
@@ -153,10 +156,10 @@ def main() -> None:
         print(f"{comm.size} ranks, transport {comm.name}, {options.rounds} rounds", flush=True)
     for name, queue in (("ResNet-50", resnet()), ("transformer", transformer(options.layers))):
         contenders = {
-            TWO: Streams(comm.subset(everyone), queue, None),
-            BROKEN: Streams(comm.subset(everyone), queue, 0),
-            WIDE: Streams(comm.subset(everyone), queue, None, "float32"),
-            DDP: Reference(queue),
+            TWO: Streams(comm.subset(everyone), queue, nbytes),
+            BROKEN: Streams(comm.subset(everyone), queue, nbytes, 0),
+            WIDE: Streams(comm.subset(everyone), queue, nbytes, None, "float32"),
+            DDP: Reference(queue, options.threshold_mb),
             FLOOR: Alone(queue),
         }
         medians = measured(comm, contenders, options.rounds)
