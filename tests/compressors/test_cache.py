@@ -60,7 +60,9 @@ def test_a_second_process_finds_every_kernel_on_disk():
 def test_every_compressor_is_listed():
     listed = {parse(spec) for spec in SPECS}
     found = {part.spec_name for c in listed for part in parts(c)}
-    assert found >= set(names()) - {"none", "warmup", "min_size", "maxnorm"}
+    # Other tests may have registered plugins of their own.
+    ours = {name for name in names() if type(parse(name)).__module__.startswith("ringlet.")}
+    assert found >= ours - {"none", "warmup", "min_size", "maxnorm"}
 
 
 def parts(compressor):
