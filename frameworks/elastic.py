@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run"]
 R = TypeVar("R")
 
 
-class State:
+class State(ABC):
     """What training can go back to; subclasses say how it is saved, restored and synchronised."""
 
     def __init__(self) -> None:
@@ -41,22 +42,22 @@ class State:
         self.save()
         self.check_host_updates()
 
-    def check_host_updates(self) -> None:
+    def check_host_updates(self) -> None:  # noqa: B027 - for subclasses that can
         """Do nothing: hosts stay."""
 
+    @abstractmethod
     def save(self) -> None:
         """Keep a copy of the state in this process's memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Go back to what was saved last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sync(self) -> None:
         """Take over rank 0's state. Collective."""
-        raise NotImplementedError
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - for subclasses that have to
         """Prepare for other ranks."""
 
 

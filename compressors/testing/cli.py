@@ -6,11 +6,13 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from ringlet.compressors.contract import Compressor
 from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.spec import resolve
-from ringlet.compressors.testing.runner import CheckFailed, all_checks
+from ringlet.compressors.testing.runner import Named, all_checks, failures_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,20 +32,18 @@ def main(options: argparse.Namespace) -> int:
     except CompressorError as error:
         print(f"ringlet check: {error}", file=sys.stderr)
         return 2
-    print(f"checking {compressor}")
-    failures: list[str] = []
-    for check in all_checks():
-        try:
-            check(compressor)
-        except CheckFailed as error:
-            failures.append(str(error))
-            print(f"  FAILED  {check.name}")
-        else:
-            print(f"  ok      {check.name}")
+    return report(compressor, all_checks())
+
+
+def report(plugin: Any, checks: Sequence[Named]) -> int:
+    """Print a line per check, then what failed; return 1 if one did."""
+    print(f"checking {plugin}")
+    failures = failures_of(
+        plugin, checks, lambda name, ok: print(f"  {'ok    ' if ok else 'FAILED'}  {name}")
+    )
     for failure in failures:
         print(f"\n{failure}")
-    count = len(all_checks())
-    print(f"\n{count - len(failures)} of {count} checks passed")
+    print(f"\n{len(checks) - len(failures)} of {len(checks)} checks passed")
     return 1 if failures else 0
 
 

@@ -11,31 +11,40 @@ from ringlet.compressors.contract import Compressor
 from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.spec import resolve
 
-Check = Callable[[Compressor], None]
+Check = Callable[[Any], None]
 
 
 class CheckFailed(AssertionError):
-    """A compressor broke a promise. The message says which, where, and why it matters."""
+    """A plugin broke a promise. The message says which, where, and why it matters."""
 
 
 class Named:
-    """A check with its name and its reason; calling it runs it."""
+    """A check with its name and its reason; calling it runs it.
 
-    def __init__(self, check: Check) -> None:
+    ``resolve`` makes the object to be checked of a spec, ``label`` is what messages call it.
+    """
+
+    def __init__(
+        self,
+        check: Check,
+        resolve: Callable[[Any], Any] = resolve,
+        label: Callable[[Any], str] = str,
+    ) -> None:
+        self._resolve, self._label = resolve, label
         self.name = check.__name__.removeprefix("check_")
         self.why = " ".join((check.__doc__ or "").split())
         self._check = check
 
-    def __call__(self, compressor: Compressor | str) -> None:
-        """Run the check; raises CheckFailed."""
-        target = resolve(compressor)
+    def __call__(self, plugin: Any) -> None:
+        """Run the check on a plugin or spec; raises CheckFailed."""
+        target = self._resolve(plugin)
         try:
             self._check(target)
         except Exception as error:
             reason = str(error) if isinstance(error, AssertionError) else _told(error)
             notes = "\n".join(getattr(error, "__notes__", []))
             raise CheckFailed(
-                f"{target} fails {self.name!r}: {reason.strip()}\n"
+                f"{self._label(target)} fails {self.name!r}: {reason.strip()}\n"
                 + (f"{notes}\n" if notes else "")
                 + f"Why it matters: {self.why}"
             ) from error
@@ -54,14 +63,24 @@ def all_checks() -> list[Named]:
 
 def check_compressor(compressor: Compressor | str, checks: Iterable[Named] | None = None) -> None:
     """Run all checks on a compressor or spec; raises CheckFailed with everything found."""
-    failures: list[str] = []
-    for check in all_checks() if checks is None else checks:
-        try:
-            check(compressor)
-        except CheckFailed as failure:
-            failures.append(str(failure))
+    failures = failures_of(compressor, all_checks() if checks is None else checks)
     if failures:
         raise CheckFailed("\n\n".join(failures))
+
+
+def failures_of(
+    plugin: Any, checks: Iterable[Named], told: Callable[[str, bool], None] = lambda *_: None
+) -> list[str]:
+    """Run ``checks``; return what failed. ``told(name, ok)`` is called after each."""
+    failures: list[str] = []
+    for check in checks:
+        before = len(failures)
+        try:
+            check(plugin)
+        except CheckFailed as failure:
+            failures.append(str(failure))
+        told(check.name, len(failures) == before)
+    return failures
 
 
 def parametrize_with_checks(compressors: Iterable[Compressor | str]) -> Any:

@@ -26,28 +26,14 @@ def main(options: argparse.Namespace) -> int:
     """Print a line per check; return 1 if one fails, 2 if there is nothing to check."""
     if not options.policy:
         return compressors.main(options)
-    from ringlet.precision.testing import CheckFailed, all_checks
+    from ringlet.precision.testing import all_checks
 
     try:
         policy = _find(options.compressor)
     except ValueError as error:
         print(f"ringlet check: {error}", file=sys.stderr)
         return 2
-    print(f"checking {policy}")
-    failures: list[str] = []
-    checks = all_checks()
-    for check in checks:
-        try:
-            check(policy)
-        except CheckFailed as error:
-            failures.append(str(error))
-            print(f"  FAILED  {check.name}")
-        else:
-            print(f"  ok      {check.name}")
-    for failure in failures:
-        print(f"\n{failure}")
-    print(f"\n{len(checks) - len(failures)} of {len(checks)} checks passed")
-    return 1 if failures else 0
+    return compressors.report(policy, all_checks())
 
 
 def _find(text: str) -> Policy:

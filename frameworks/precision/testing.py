@@ -15,7 +15,7 @@ import inspect
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
@@ -23,52 +23,24 @@ import numpy as np
 
 from ringlet.compressors import resolve
 from ringlet.compressors.testing import CheckFailed, simulate
+from ringlet.compressors.testing.runner import Named, failures_of
 from ringlet.precision.policy import DTYPES, REDUCTIONS, Policy
 from ringlet.precision.registry import factory_of, parse_policy, registered_policies
 from ringlet.precision.scaler import LossScale
 
-__all__ = ["Check", "CheckFailed", "all_checks", "check_policy"]
+__all__ = ["CheckFailed", "all_checks", "check_policy"]
 
 _COURSES = [list(course) for n in (1, 3, 6) for course in product((False, True), repeat=n)]
 
 
-class Check:
-    """A check with its name and its reason; calling it runs it."""
-
-    def __init__(self, check: Callable[[Policy], None]) -> None:
-        self.name = check.__name__.removeprefix("check_")
-        self.why = " ".join((check.__doc__ or "").split())
-        self._check = check
-
-    def __call__(self, policy: Policy | str) -> None:
-        """Run the check; raises CheckFailed."""
-        target = parse_policy(policy)
-        try:
-            self._check(target)
-        except Exception as error:
-            told = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-            raise CheckFailed(
-                f"policy {target.name!r} fails {self.name!r}: {told}{error}\n"
-                f"Why it matters: {self.why}"
-            ) from error
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def all_checks() -> list[Check]:
+def all_checks() -> list[Named]:
     """Return every check of the kit."""
-    return [Check(check) for check in CHECKS]
+    return [Named(check, parse_policy, lambda p: f"policy {p.name!r}") for check in CHECKS]
 
 
-def check_policy(policy: Policy | str, checks: Iterable[Check] | None = None) -> None:
+def check_policy(policy: Policy | str, checks: Iterable[Named] | None = None) -> None:
     """Run all checks on a policy or spec; raises CheckFailed with everything found."""
-    failures: list[str] = []
-    for check in all_checks() if checks is None else checks:
-        try:
-            check(policy)
-        except CheckFailed as failure:
-            failures.append(str(failure))
+    failures = failures_of(policy, all_checks() if checks is None else checks)
     if failures:
         raise CheckFailed("\n\n".join(failures))
 

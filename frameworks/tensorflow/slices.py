@@ -42,7 +42,7 @@ def allreduce_slices(
     values = dense(slices.values, "the values of IndexedSlices")
     if values.shape.rank is None or values.shape[1:].num_elements() is None:
         raise InvalidArgument("IndexedSlices need values whose shape behind the rows is known")
-    if values.dtype.is_integer and factors != (1.0, 1.0):
+    if values.dtype.is_integer and factors != (1.0, 1.0):  # of the class that Horovod raises
         raise NotImplementedError("IndexedSlices of whole numbers cannot be scaled; cast them")
     if op is ReduceOp.AVERAGE and values.dtype.is_integer:  # a quotient, as in Horovod
         total = allreduce_slices(slices, ReduceOp.SUM, factors, name, process_set, compression)
@@ -77,7 +77,7 @@ def allreduce_slices(
 
 
 def refuse_other_ops(op: ReduceOp) -> None:
-    """Raise NotImplementedError unless rows can be combined by ``op``."""
+    """Raise NotImplementedError, as Horovod does, unless rows can be combined by ``op``."""
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise NotImplementedError(
             f"IndexedSlices can be summed or averaged, not combined with op={op.name.title()}; "
