@@ -46,7 +46,6 @@ def main():
         stats = hvd.stats()
         print(f"accuracy {100 * accuracy:.1f} %, {stats.ratio:.1f} times fewer bytes sent")
         print(f"replicas bit-equal: {'yes' if equal else 'NO'}")
-    del ddp, optimizer  # before their group, or torch may abort at exit
     dist.destroy_process_group()
 
 
