@@ -46,7 +46,9 @@ class Bucket(ABC):
         self._pool = pool
         self._plan: int | None = None
         self._lease = Lease(pool)
-        self.raw_bytes = 2 * (size - 1) / size * sum(member.nbytes for member in self.members)
+        nbytes = sum(member.nbytes for member in self.members)
+        pool.reserve(nbytes)  # one tensor may be more than a bucket's limit
+        self.raw_bytes = 2 * (size - 1) / size * nbytes
         self.trace = Trace()  # of this step
         self.failure: ExchangeFailed | None = None
 

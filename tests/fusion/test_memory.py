@@ -1,5 +1,7 @@
 """Fusion buffers that cannot be allocated."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -108,6 +110,7 @@ def test_without_memory_to_receive_exchanges_are_made_one_at_a_time(hungry):
         Request(f"{i}", shape=(n,), spec=SPECS[i % 4], op=ReduceOp.SUM, collective=way)
         for i, way in enumerate(["scatter_reduce", "auto", "auto", "auto"] * 3)
     ]
+    requests.append(replace(requests[1], name="more than a bucket may hold", shape=(5 * n,)))
     singles = [Request(f"s{i}", shape=(n,), op=ReduceOp.SUM) for i in range(8)]
     halves = [Request(f"h{i}", dtype="float16", shape=(n,), op=ReduceOp.SUM) for i in range(4)]
 
@@ -121,7 +124,9 @@ def test_without_memory_to_receive_exchanges_are_made_one_at_a_time(hungry):
             for step in range(3):
                 if step == 1 and comm.rank in hungry:
                     starve(engine)
-                arrays = [rng.integers(-8, 8, n).astype(r.storage) for r in [*requests, *singles]]
+                arrays = [
+                    rng.integers(-8, 8, r.numel).astype(r.storage) for r in [*requests, *singles]
+                ]
                 more = [rng.integers(-8, 8, n).astype(np.float16) for _ in halves]
                 for request, array in zip(requests, arrays, strict=False):
                     group.submit(request.name, array)
