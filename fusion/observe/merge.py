@@ -13,6 +13,8 @@ Event = dict[str, Any]
 
 CLOCK = "ringlet clock"  # a metadata event that says how far a rank's clock is from rank 0's
 
+_BEGAN = "start_time_since_epoch_in_micros"  # what Horovod calls it
+
 
 def rank_file(path: Path, rank: int) -> Path:
     """Return where rank ``rank`` writes its part of the timeline ``path``."""
@@ -40,11 +42,12 @@ def merge(path: Path, parts: Sequence[Path]) -> dict[str, Any]:
         out.write('{"displayTimeUnit": "ms", "traceEvents": [')
         for part in parts:
             for event in read(part):
-                if event.get("name") == CLOCK:
-                    pid, offset = str(event.get("pid")), event["args"]["offset_us"]
-                    said["clock_offsets_us"].setdefault(pid, []).append(offset)
                 if "ts" in event:
                     event["ts"] = round(_aligned(event["ts"], clocks[part]) - origin, 3)
+                if event.get("name") == CLOCK:
+                    pid, found = str(event.get("pid")), event["args"]
+                    said["clock_offsets_us"].setdefault(pid, []).append(found["offset_us"])
+                    said.setdefault(_BEGAN, round(found["epoch_us"] - event["ts"]))
                 out.write(",\n" if said["events"] else "\n")
                 out.write(json.dumps(event, separators=(",", ":")))
                 said["events"] += 1

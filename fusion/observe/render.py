@@ -2,7 +2,8 @@
 
 A rank is a process with two threads: the engine's, where compressing, moving and decompressing lie
 one behind the other, and the program's, with marks for tensors handed in. Every bucket has a track
-of its own from its first tensor to its result, in stages.
+of its own from its first tensor to its result, in stages. Operations, their negotiation and cycles
+have the names that Horovod gives them, for whoever searches its timelines by program.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Clock(NamedTuple):
     at: float
     offset: float
     uncertainty: float
+    epoch: float  # seconds since 1970, at that moment
 
 
 class Renderer:
@@ -79,6 +81,7 @@ class Renderer:
             yield self._whole(item.name, item.start, item.end, PROGRAM + 1, {})
         elif isinstance(item, Clock):
             found = {"offset_us": item.offset * 1e6, "uncertainty_us": item.uncertainty * 1e6}
+            found["epoch_us"] = item.epoch * 1e6
             yield self._instant(CLOCK, item.at, ENGINE, found)
 
     def _names(self) -> Iterator[Event]:
@@ -105,7 +108,7 @@ class Renderer:
             "wire_bytes": round(done.wire_bytes),
         }
         for tensor, at in done.submitted.items():
-            yield self._instant(tensor, at, PROGRAM, {"step": done.step})
+            yield self._instant(f"allreduce.{tensor}", at, PROGRAM, {"step": done.step})
         for span in done.spans:
             extra = {"bytes": span.nbytes} if span.nbytes else {}
             yield self._span(span, {"bucket": name} | extra)
@@ -126,7 +129,7 @@ class Renderer:
         go, end = moved[0].start, max(span.end for span in done.spans)
         number = f"{self._rank}.{next(self._ids)}"
         yield self._async("b", name, first, number, detail)
-        yield self._async("b", "negotiate", first, number)
+        yield self._async("b", "NEGOTIATE_ALLREDUCE", first, number)
         stages = [
             ("gather tensors", first, last),
             ("wait for the engine", last, encoded[0].start),
@@ -137,9 +140,9 @@ class Renderer:
             if stop > start:
                 yield self._async("b", stage, start, number)
                 yield self._async("e", stage, stop, number)
-        yield self._async("e", "negotiate", go, number)
-        yield self._async("b", "exchange", go, number)
-        yield self._async("e", "exchange", end, number)
+        yield self._async("e", "NEGOTIATE_ALLREDUCE", go, number)
+        yield self._async("b", "ALLREDUCE", go, number)
+        yield self._async("e", "ALLREDUCE", end, number)
         yield self._async("e", name, end, number)
 
     def _single(self, item: Single) -> Iterator[Event]:
@@ -148,11 +151,14 @@ class Renderer:
             extra = {"bytes": span.nbytes} if span.nbytes else {}
             yield self._span(span, detail | extra)
         if item.spans:
-            number = f"{self._rank}.{next(self._ids)}"
-            yield self._async("b", item.name, item.submitted, number, detail)
-            yield self._async("b", "negotiate", item.submitted, number)
-            yield self._async("e", "negotiate", item.spans[0].start, number)
-            yield self._async("e", item.name, item.spans[-1].end, number)
+            number, kind = f"{self._rank}.{next(self._ids)}", item.kind.upper()
+            name, go, end = f"{item.kind}.{item.name}", item.spans[0].start, item.spans[-1].end
+            yield self._async("b", name, item.submitted, number, detail)
+            yield self._async("b", f"NEGOTIATE_{kind}", item.submitted, number)
+            yield self._async("e", f"NEGOTIATE_{kind}", go, number)
+            yield self._async("b", kind, go, number)
+            yield self._async("e", kind, end, number)
+            yield self._async("e", name, end, number)
 
     # -- one event each -------------------------------------------------------------------------
 

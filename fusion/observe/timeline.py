@@ -121,7 +121,7 @@ class Timeline(Quiet):
 
     def _measure_clock(self) -> None:
         offset = estimate(self._comm)
-        self._put(Clock(time.perf_counter(), *offset))
+        self._put(Clock(time.perf_counter(), *offset, time.time()))
 
     def _put(self, item: Any) -> None:
         if self._file is not None:

@@ -47,7 +47,7 @@ def events_of(path):
 
 
 def test_all_ranks_are_in_one_file_and_spans_nest(tmp_path):
-    path = tmp_path / "t.json"
+    path, begun = tmp_path / "t.json", time.time()
 
     def body(engine):
         train(engine, 1, name="before")
@@ -66,14 +66,18 @@ def test_all_ranks_are_in_one_file_and_spans_nest(tmp_path):
     assert {e["pid"] for e in events} == {0, 1, 2}
     names = {e["name"] for e in events}
     assert {"compress", "communicate", "alltoall", "allgather", "reduce", "decode"} <= names
-    assert {"negotiate", "gather tensors", "wait for ranks", "exchange", "backward"} <= names
+    assert {"gather tensors", "wait for ranks", "backward", "allreduce.x", "broadcast.b"} <= names
+    assert {
+        f"{n}{kind}" for n in ("NEGOTIATE_", "") for kind in ("ALLREDUCE", "BROADCAST")
+    } <= names
+    assert abs(said["start_time_since_epoch_in_micros"] - begun * 1e6) < 60e6
     assert {"allreduce", "broadcast", "CYCLE_START", "step of model", "bytes", CLOCK} <= names
     assert not any("before" in name or "after" in name for name in names)
     for rank in range(3):
         mine = [e for e in events if e["pid"] == rank]
         steps = [e for e in mine if e["name"] == "step of model"]
         assert [e["args"]["step"] for e in steps] == [0, 1, 2]
-        assert sum(e["name"] == "model.0" and e["ph"] == "i" for e in mine) == 3
+        assert sum(e["name"] == "allreduce.model.0" and e["ph"] == "i" for e in mine) == 3
         thread = sorted(
             (e for e in mine if e["ph"] == "X" and e["tid"] == 1),
             key=lambda e: (e["ts"], -e["dur"]),
@@ -195,7 +199,8 @@ def test_merging_uses_rank_0s_clock_and_lets_clocks_drift(tmp_path):
         with rank_file(tmp_path / "t.json", rank).open("w") as out:
             out.write("[\n")
             for at, offset in ((0.0, first), (100.0, last)):
-                clock = {"name": CLOCK, "ph": "i", "pid": rank, "args": {"offset_us": offset}}
+                found = {"offset_us": offset, "epoch_us": 1e15 + at}
+                clock = {"name": CLOCK, "ph": "i", "pid": rank, "args": found}
                 out.write(json.dumps(clock | {"ts": 500 + at + offset}) + ",\n")
             middle = 500 + 50 + (first + last) / 2
             out.write(json.dumps({"name": "x", "ph": "i", "pid": rank, "ts": middle}) + ",\n")
