@@ -3,6 +3,9 @@
 Tensors of different wire types cannot share a collective. Breaking a bucket wherever the type
 changes would leave many small ones when FP16 and FP32 gradients interleave; instead the scan
 looks past tensors of other streams, within a budget of bytes, for more of its own.
+
+An exchange of its own costs what the network's latency is, however little it moves. So a bucket of
+less than a share of the threshold, ``1 / SMALL``, is not closed yet.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import Protocol, TypeVar
+
+SMALL = 16
 
 
 class Packable(Protocol):
@@ -23,6 +28,10 @@ class Packable(Protocol):
     def nbytes(self) -> int:
         """What it takes of the byte budgets."""
 
+    @property
+    def encoded(self) -> bool:
+        """Whether a compressor writes it into a fusion buffer, which it else is copied to."""
+
 
 T = TypeVar("T", bound=Packable)
 
@@ -32,9 +41,11 @@ def pack(queue: Iterable[T], threshold: int, lookahead: int | None = None) -> li
 
     A pure function of its arguments. Nothing is lost or repeated; within a stream the order of the
     queue is kept, across buckets too; the head of the queue always opens the next bucket, so
-    nothing starves; only a single tensor can be larger than ``threshold``. The scan ends when it
-    has passed ``lookahead`` bytes of other streams (default: ``threshold``; 0 turns the
-    look-ahead off).
+    nothing starves. The scan ends when it has passed ``lookahead`` bytes of other streams (default:
+    ``threshold``; 0 turns the look-ahead off).
+
+    A small bucket scans on, and takes an encoded tensor that goes beyond the threshold. Else only a
+    single tensor is larger: alone, one that is not encoded needs no copy.
     """
     budget = threshold if lookahead is None else lookahead
     waiting = deque(queue)
@@ -46,14 +57,15 @@ def pack(queue: Iterable[T], threshold: int, lookahead: int | None = None) -> li
         passed_bytes = 0
         while waiting:
             candidate = waiting[0]
+            small = size * SMALL < threshold
             if candidate.stream == bucket[0].stream:
-                if size + candidate.nbytes > threshold:
+                if size + candidate.nbytes > threshold and not (small and candidate.encoded):
                     break
                 size += candidate.nbytes
                 bucket.append(waiting.popleft())
             else:
                 passed_bytes += candidate.nbytes
-                if budget == 0 or passed_bytes > budget:
+                if budget == 0 or (passed_bytes > budget and not small):
                     break
                 passed.append(waiting.popleft())
         waiting.extendleft(reversed(passed))

@@ -141,8 +141,7 @@ class Member:
     @property
     def stream(self) -> Hashable:
         """Members of one stream may share a fusion buffer."""
-        uncompressed = isinstance(self.compressor, NoCompression)
-        wire = self.request.dtype if uncompressed else str(self.compressor)
+        wire = str(self.compressor) if self.encoded else self.request.dtype
         # A group that counts its members is one of requests; without a count it is of neighbours.
         cohort = "" if self.request.group_size else self.request.group
         collective = self.strategy, self.request.collective
@@ -152,6 +151,11 @@ class Member:
     def nbytes(self) -> int:
         """Bytes before compression: what counts against the fusion threshold."""
         return self.numel * self.request.storage.itemsize
+
+    @property
+    def encoded(self) -> bool:
+        """Whether it is compressed, straight into a fusion buffer."""
+        return not isinstance(self.compressor, NoCompression)
 
     @property
     def prescale(self) -> float:
@@ -174,7 +178,7 @@ class Member:
     def _predivided(self) -> bool:
         if self.request.op is not ReduceOp.AVERAGE:
             return False
-        if isinstance(self.compressor, NoCompression):
+        if not self.encoded:
             return self.request.dtype == "float16"
         return self.compressor.traits().predivide
 

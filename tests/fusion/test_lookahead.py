@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlet.fusion.lookahead import pack
+from ringlet.fusion.lookahead import SMALL, pack
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,10 @@ class Item:
     number: int
     stream: str
     nbytes: int
+
+    @property
+    def encoded(self):
+        return self.stream == "int8"
 
 
 queues = st.lists(
@@ -36,11 +40,17 @@ def test_a_stream_keeps_its_order(queue, threshold, budget):
         assert numbers == sorted(numbers)
 
 
+def is_small(bucket, threshold):
+    return sum(item.nbytes for item in bucket) * SMALL < threshold
+
+
 @given(queues, thresholds, budgets)
 def test_buckets_are_pure_and_within_the_threshold(queue, threshold, budget):
     for bucket in pack(queue, threshold, budget):
         assert len({item.stream for item in bucket}) == 1
-        assert len(bucket) == 1 or sum(item.nbytes for item in bucket) <= threshold
+        within = sum(item.nbytes for item in bucket) <= threshold
+        beyond = bucket[-1].encoded and is_small(bucket[:-1], threshold)
+        assert len(bucket) == 1 or within or beyond
 
 
 @given(queues, thresholds, budgets)
@@ -57,8 +67,19 @@ def test_the_scan_stays_within_its_budget(queue, threshold, budget):
     allowed = threshold if budget is None else budget
     for bucket in pack(queue, threshold, budget):
         last = left.index(bucket[-1])
-        assert sum(item.nbytes for item in left[:last] if item not in bucket) <= allowed
+        passed = sum(item.nbytes for item in left[:last] if item not in bucket)
+        assert passed <= allowed or (allowed > 0 and is_small(bucket[:-1], threshold))
         left = [item for item in left if item not in bucket]
+
+
+@given(queues, thresholds, st.one_of(st.none(), st.integers(1, 300)))
+def test_a_small_bucket_is_followed_by_none_that_it_could_take(queue, threshold, budget):
+    buckets = pack(queue, threshold, budget)
+    for number, bucket in enumerate(buckets):
+        later = [each[0] for each in buckets[number + 1 :] if each[0].stream == bucket[0].stream]
+        if later and is_small(bucket, threshold):
+            assert not later[0].encoded
+            assert sum(item.nbytes for item in bucket) + later[0].nbytes > threshold
 
 
 @given(queues, thresholds)
