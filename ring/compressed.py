@@ -9,7 +9,8 @@ everybody else's, and because payloads are summed in rank order everywhere:
 
 Encoding comes before (``encode``), so that a codec that fails does so before any byte moves. Every
 payload travels with a seal. Ranks tell each other what they found, so that all raise the same
-error, and do so before anything is decoded: an output is written whole or not at all.
+error. Meanwhile a rank that found nothing decodes: an output is written whole or not at all, but
+where one is not, those of other ranks may be.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ def encode(codec: Codec, allocate: Allocate = _allocate) -> Encoded:
 
 
 class Exchange(Protocol):
-    """A compressed allreduce: ``start`` and what ``rest`` holds are collective."""
+    """A compressed allreduce: ``start``, what ``rest`` holds, and ``agree`` are collective."""
 
     sent: int  # bytes that this rank sends
-    rest: Sequence[Callable[[], None]]  # collectives after the first
+    rest: Sequence[Callable[[], None]]  # collectives between the first and the last
 
     def start(self) -> None:
         """Move payloads."""
@@ -74,8 +75,11 @@ class Exchange(Protocol):
     def reduce(self) -> None:
         """Sum and encode what arrived."""
 
+    def agree(self) -> None:
+        """Raise ExchangeFailed on all ranks if any of them found a fault."""
+
     def decode(self) -> None:
-        """Write the output."""
+        """Write the output, unless this rank found a fault; does not depend on ``agree``."""
 
 
 def steps(
@@ -89,7 +93,7 @@ def steps(
     working("reduce", exchange.reduce)
     for collective in exchange.rest:
         yield Wire(collective)
-    working("decode", exchange.decode)
+    yield Wire(exchange.agree, meanwhile=lambda: working("decode", exchange.decode))
 
 
 class AllgatherReduce:
@@ -119,7 +123,7 @@ class AllgatherReduce:
         self._received = allocate(sum(sizes))
         # It counts the exchange, which can begin now that there is room.
         self._inspector = _Inspector(comm, plan, siblings[0] if siblings else comm)
-        self.rest: Sequence[Callable[[], None]] = (self._inspector.agree,)
+        self.rest: Sequence[Callable[[], None]] = ()
         self.sent = (comm.size - 1) * encoded.nbytes
 
     def start(self) -> None:
@@ -131,9 +135,14 @@ class AllgatherReduce:
         """Look at what arrived."""
         self._inspector.look(_split(self._received, self._sizes))
 
+    def agree(self) -> None:
+        """Agree that all is well."""
+        self._inspector.agree()
+
     def decode(self) -> None:
         """Decode the sum of the payloads."""
-        self._codec.decode_sum_into(0, _opened(self._received, self._sizes))
+        if self._inspector.well:
+            self._codec.decode_sum_into(0, _opened(self._received, self._sizes))
 
 
 class ScatterReduce:
@@ -167,7 +176,7 @@ class ScatterReduce:
         self._own = allocate(mine)
         self._gathered = allocate(sum(self._sizes))
         self._inspector = _Inspector(comm, plan, last)
-        self.rest: Sequence[Callable[[], None]] = (self.finish, self.agree)
+        self.rest: Sequence[Callable[[], None]] = (self.finish,)
         self._error: Exception | None = None
         self.sent = encoded.nbytes - mine + (size - 1) * mine
 
@@ -182,7 +191,8 @@ class ScatterReduce:
     def reduce(self) -> None:
         """Sum this rank's part and encode the sum; a failure is kept for ``finish``."""
         rank, out = self._comm.rank, self._own[: self._own.size - SEAL]
-        if self._inspector.look(_split(self._received, self._incoming)):
+        self._inspector.look(_split(self._received, self._incoming))
+        if self._inspector.well:
             try:
                 payloads = _opened(self._received, self._incoming)
                 used = self._codec.decode_sum_encode(rank, payloads, out)
@@ -195,18 +205,19 @@ class ScatterReduce:
         seal(self._own, self._inspector.sequence, self._inspector.plan)
 
     def finish(self) -> None:
-        """Gather the sums."""
+        """Gather the sums, and look at them."""
         self._later.allgather(self._own, self._gathered, self._sizes)
+        self._inspector.look(_split(self._gathered, self._sizes))
 
     def agree(self) -> None:
         """Agree that all is well."""
-        self._inspector.look(_split(self._gathered, self._sizes))
         self._inspector.agree(self._error)
 
     def decode(self) -> None:
         """Decode every rank's part."""
-        for part, payload in enumerate(_opened(self._gathered, self._sizes)):
-            self._codec.decode_into(part, payload)
+        if self._inspector.well:
+            for part, payload in enumerate(_opened(self._gathered, self._sizes)):
+                self._codec.decode_into(part, payload)
 
 
 def allgather_reduce(
@@ -236,6 +247,8 @@ def run(exchange: Exchange) -> int:
     """Take all steps of ``exchange``; return the bytes this rank sent."""
     for wire in steps(exchange):
         wire.call()
+        if wire.meanwhile is not None:
+            wire.meanwhile()
     return exchange.sent
 
 
@@ -248,12 +261,16 @@ class _Inspector:
         self._comm, self._later = comm, later
         self._finding = 0  # fault and rank in one integer; 0 while there is none
 
-    def look(self, messages: Sequence[Array]) -> bool:
-        """Inspect every other rank's message; return whether nothing was found so far."""
-        for rank, message in enumerate(messages):
-            if self._finding == 0 and rank != self._comm.rank:
-                self._note(inspect(message, self.sequence, self.plan), rank)
+    @property
+    def well(self) -> bool:
+        """Whether nothing was found so far, on this rank."""
         return self._finding == 0
+
+    def look(self, messages: Sequence[Array]) -> None:
+        """Inspect every other rank's message."""
+        for rank, message in enumerate(messages):
+            if self.well and rank != self._comm.rank:
+                self._note(inspect(message, self.sequence, self.plan), rank)
 
     def failed(self) -> None:
         """Note that this rank cannot go on."""

@@ -6,6 +6,7 @@ place in an exchange ("lane"):
 
     lane 0    all-to-all 0, all-to-all 1, all-to-all 2, ...
     lane 1                  all-gather 0, all-gather 1, ...
+    lane 2                                agreement 0, ...
     owner     encode 1, sum 0, encode 2, sum 1, decode 0, ...
 
 Exchanges begin in one order on all ranks, lanes are first in, first out, and every lane has a
@@ -29,10 +30,14 @@ _PATIENCE_S = 10.0  # for a lane whose collective was interrupted
 
 
 class Wire(NamedTuple):
-    """A collective: ``call`` communicates, sends ``nbytes``, and touches nobody else's memory."""
+    """A collective: ``call`` communicates, sends ``nbytes``, and touches nobody else's memory.
+
+    The owner makes ``meanwhile``, which must not depend on what it moves, while it is under way.
+    """
 
     call: Callable[[], None]
     nbytes: float = 0.0
+    meanwhile: Callable[[], None] | None = None
 
 
 def _nothing() -> None:
@@ -64,7 +69,7 @@ class Flight:
     1; 0 is the owner.
     """
 
-    __slots__ = ("done", "end", "enter", "error", "lane", "start", "steps", "timed", "wire")
+    __slots__ = ("done", "end", "enter", "error", "lane", "slip", "start", "steps", "timed", "wire")
 
     def __init__(
         self,
@@ -76,14 +81,15 @@ class Flight:
         self.steps, self.done, self.timed, self.enter = steps, done, timed, enter
         self.lane = 0  # of its last collective
         self.start = self.end = 0.0
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # of the collective
+        self.slip: BaseException | None = None  # of what was done meanwhile
 
     def advance(self) -> bool:
         """Work until the next collective; return whether there is one.
 
         Raises what the last one did, unless the exchange takes care of it.
         """
-        error, self.error = self.error, None
+        error, self.error, self.slip = self.error or self.slip, None, None
         wire = resume(self.steps, error)
         if wire is not None:
             self.wire = wire
@@ -99,6 +105,14 @@ class Flight:
         except BaseException as error:
             self.error = error
         self.end = time.perf_counter()
+
+    def attend(self) -> None:
+        """Do what is to be done meanwhile; an error is kept, the collective's comes before it."""
+        if self.wire.meanwhile is not None:
+            try:
+                self.wire.meanwhile()
+            except BaseException as error:
+                self.slip = error
 
     def landed(self) -> None:
         """Tell of the collective."""
@@ -145,6 +159,8 @@ class Pipeline:
             if flight.wire is not ALONE:
                 flight.communicate()
                 flight.landed()
+                if flight.error is None:
+                    flight.attend()
         flight.done()
 
     def advance(self) -> None:
@@ -192,6 +208,7 @@ class Pipeline:
         elif going:
             flight.lane += 1
             self._lane(flight.lane - 1).put(flight)
+            flight.attend()
         else:
             self._under_way -= 1
             flight.done()

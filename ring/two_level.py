@@ -90,7 +90,7 @@ def two_level(
             exchange = ScatterReduce(comm.cross, codec, encoded, allocate, plan)
         yield Wire(exchange.start, exchange.sent)
         exchange.reduce()
-        for collective in exchange.rest:
+        for collective in (*exchange.rest, exchange.agree):
             kept = _Kept(collective)
             yield Wire(kept)
             failure = failure or kept.failure

@@ -66,9 +66,13 @@ def test_the_scan_stays_within_its_budget(queue, threshold, budget):
     left = list(queue)
     allowed = threshold if budget is None else budget
     for bucket in pack(queue, threshold, budget):
-        last = left.index(bucket[-1])
-        passed = sum(item.nbytes for item in left[:last] if item not in bucket)
-        assert passed <= allowed or (allowed > 0 and is_small(bucket[:-1], threshold))
+        passed, taken = 0, []
+        for item in left[: left.index(bucket[-1])]:
+            if item in bucket:
+                taken.append(item)
+            else:
+                passed += item.nbytes
+                assert passed <= allowed or (allowed > 0 and is_small(taken, threshold))
         left = [item for item in left if item not in bucket]
 
 

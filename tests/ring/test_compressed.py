@@ -310,7 +310,9 @@ def test_a_fault_in_a_pipeline_is_raised_on_every_rank():
         with pytest.raises(ProtocolError, match=r"rank 0 received from rank 1 .* \(exchange 3\)"):
             run_pipelined(exchanges)
         assert not np.isnan(codecs[0].output).any()
-        assert all(np.isnan(codec.output).all() for codec in codecs[2:])
+        for codec in codecs[2:]:  # whole, or not at all
+            assert len(set(np.isnan(codec.output))) == 1
+        assert comm.rank != 0 or np.isnan(codecs[2].output).all()
 
     run_local(faulty, 3)
 

@@ -160,3 +160,42 @@ def test_a_lane_that_waits_is_interrupted():
         return said
 
     assert run_local(body, 3)[1] == "rank 0 gave up"
+
+
+@pytest.mark.parametrize("wire_fails", [False, True])
+def test_meanwhile_the_owner_works_and_its_error_waits_for_the_collective(wire_fails):
+    working, owner, caught = threading.Event(), threading.get_ident(), []
+    pipeline = Pipeline(nothing)
+
+    def collective():
+        assert threading.get_ident() != owner
+        assert working.wait(60)  # which only ends if both go on at once
+        if wire_fails:
+            raise ExchangeFailed("damaged")
+
+    def meanwhile():
+        assert threading.get_ident() == owner
+        working.set()
+        raise ValueError("no room")
+
+    def careful():
+        try:
+            yield Wire(collective, meanwhile=meanwhile)
+        except (ExchangeFailed, ValueError) as error:
+            caught.append(str(error))
+
+    pipeline.add(Flight(careful(), nothing, nothing))
+    pipeline.drain()
+    pipeline.stop(nothing)
+    assert caught == ["damaged" if wire_fails else "no room"]
+
+
+def test_without_lanes_what_is_to_be_done_meanwhile_follows_the_collective():
+    made = []
+    pipeline = Pipeline(nothing)
+
+    def steps():
+        yield Wire(lambda: made.append("collective"), meanwhile=lambda: made.append("meanwhile"))
+
+    pipeline.add(Flight(steps(), lambda: made.append("done"), nothing), overlapping=False)
+    assert made == ["collective", "meanwhile", "done"]
