@@ -172,7 +172,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Devices are accepted for Horovod's sake. Raises ValueError for an optimizer that is wrapped
     already; SpecError for a bad ``compression``; when gradients of different variables meet,
-    Mismatch (in a tf.function ``tf.errors.UnknownError`` with its text), the same on every rank.
+    Mismatch (in a tf.function where that is called), the same on every rank.
     """
     if isinstance(optimizer, Distributed):
         raise ValueError(

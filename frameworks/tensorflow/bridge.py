@@ -12,6 +12,7 @@ from ringlet.ring.dtypes import Array
 from ringlet.runtime import current
 from ringlet.tensorflow import plain_graphs
 from ringlet.tensorflow.errors import translated
+from ringlet.tensorflow.graph_errors import remembered
 from ringlet.tensorflow.tensors import to_array, to_tensor
 
 Function = Callable[[list[Array]], Sequence[Array]]
@@ -33,6 +34,7 @@ def run(function: Function, tensors: Sequence[Any], outputs: Sequence[Output]) -
         return [to_tensor(a, dtype) for a, (dtype, _) in zip(arrays, outputs, strict=True)]
     refuse_compilation()
 
+    @remembered
     def call(*arrays: Array) -> list[Array]:
         return list(function(list(arrays)))
 

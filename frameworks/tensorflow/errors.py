@@ -9,23 +9,49 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from ringlet.process_sets import InvalidArgument
-from ringlet.ring.errors import Mismatch
+from ringlet.ring.errors import Mismatch, RingError
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 
-class TensorMismatch(Mismatch, tf.errors.FailedPreconditionError):
-    """Ranks asked for different things: a Mismatch that is a FailedPreconditionError."""
+class TensorError(RingError, tf.errors.OpError):
+    """A RingError that is an error of TensorFlow's: base of the classes that ``both`` returns.
 
-    def __init__(self, message: str) -> None:
-        tf.errors.FailedPreconditionError.__init__(self, None, None, message)
+    Made from a message, or from TensorFlow's arguments (node, operation, message, ...), with which
+    Keras and sessions make an error anew.
+    """
+
+    _of_tensorflow: type[Any]
+
+    def __init__(self, *args: Any) -> None:
+        node, operation, message = args[:3] if len(args) > 2 else (None, None, args[0])
+        self._of_tensorflow.__init__(self, node, operation, message)
 
 
-class TensorArgument(InvalidArgument, tf.errors.InvalidArgumentError):
-    """An argument that cannot be: an InvalidArgument that is an InvalidArgumentError."""
+_classes: dict[tuple[type, type], type[TensorError]] = {}
 
-    def __init__(self, message: str) -> None:
-        tf.errors.InvalidArgumentError.__init__(self, None, None, message)
+
+def both(kind: type[RingError], of_tensorflow: type[Any]) -> type[TensorError]:
+    """Return the class of errors that are a ``kind`` and an ``of_tensorflow`` at once."""
+    key = kind, of_tensorflow
+    if key not in _classes:
+        content = {"__doc__": kind.__doc__, "_of_tensorflow": of_tensorflow}
+        made: Any = type(kind.__name__, (TensorError, kind, of_tensorflow), content)
+        _classes.setdefault(key, made)  # another thread's may be there by now
+    return _classes[key]
+
+
+def class_for(error: RingError, otherwise: type[Any]) -> type[TensorError]:
+    """Return the class in which Horovod's users expect ``error``; ``otherwise`` where any will do.
+
+    ``tf.errors.FailedPreconditionError`` where ranks disagree, ``tf.errors.InvalidArgumentError``
+    for an argument that cannot be.
+    """
+    if isinstance(error, Mismatch):
+        return both(type(error), tf.errors.FailedPreconditionError)
+    if isinstance(error, InvalidArgument):
+        return both(type(error), tf.errors.InvalidArgumentError)
+    return both(type(error), otherwise)
 
 
 def translated(function: Called) -> Called:
@@ -38,7 +64,6 @@ def translated(function: Called) -> Called:
         except (Mismatch, InvalidArgument) as error:
             if isinstance(error, tf.errors.OpError):
                 raise
-            kind = TensorMismatch if isinstance(error, Mismatch) else TensorArgument
-            raise kind(str(error)) from error
+            raise class_for(error, tf.errors.UnknownError)(str(error)) from error
 
     return call  # type: ignore[return-value]

@@ -47,9 +47,9 @@ def allreduce(
     ``prescale_factor`` before and by ``postscale_factor`` after they are combined.
     ``compression`` is a spec; one that remembers (``ef``) needs a ``name``. ``tf.IndexedSlices``
     are summed or averaged as rows: indices ascend, each is there once. Devices and
-    ``ignore_name_scope`` are accepted for Horovod's sake. Raises Mismatch (in a tf.function
-    ``tf.errors.UnknownError`` with its text), the same on every rank, when ranks pass different
-    shapes, dtypes or arguments.
+    ``ignore_name_scope`` are accepted for Horovod's sake. Raises Mismatch, which is a
+    ``tf.errors.FailedPreconditionError`` too, the same on every rank, when ranks pass different
+    shapes, dtypes or arguments: in a tf.function where that is called.
     """
     chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices):

@@ -110,10 +110,10 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     - ``groups``: variables that travel together, as lists of them, or how many groups to make.
     - ``scale_local_gradients``: divide gradients of local sources by the number of ranks.
 
-    Devices are accepted for Horovod's sake. Raises Mismatch (in a tf.function
-    ``tf.errors.UnknownError`` with its text), the same on every rank, when ranks have gradients of
-    different variables; SpecError for a bad ``compression``; ValueError for a tape that is
-    distributed already; RuntimeError under ``jit_compile=True``.
+    Devices are accepted for Horovod's sake. Raises Mismatch (in a tf.function where that is
+    called), the same on every rank, when ranks have gradients of different variables; SpecError for
+    a bad ``compression``; ValueError for a tape that is distributed already; RuntimeError under
+    ``jit_compile=True``.
     """
     if isinstance(gradtape, _Distributed):
         raise ValueError("this tape is a DistributedGradientTape already; wrap a tf.GradientTape")

@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 
 import ringlet.tensorflow as hvd
+from ringlet.ring.errors import PeerLost
+from ringlet.tensorflow import bridge, graph_errors
 
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
 DTYPES = ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64")
@@ -403,11 +405,55 @@ def case_bad_input():
     unknown.process_set_id = 10
     with pytest.raises(ValueError, match="no process set 10"):
         tf.function(lambda: hvd.allreduce(1.0, process_set=unknown), autograph=False)()
-    with pytest.raises(tf.errors.OpError, match="dtypes differ between ranks"):
-        tf.function(lambda x: hvd.allreduce(x, name="mismatch2"))(
-            tf.ones([2], tf.float32 if rank else tf.float64)
-        )
     assert hvd.allreduce(filled(1, 2), op=hvd.Sum).numpy().tolist() == [hvd.size()] * 2
+
+
+def case_errors_out_of_a_graph():
+    """What a node raises has the classes that eager calls have, and those of Horovod."""
+    rank = hvd.rank()
+    odd = tf.ones([2], tf.float32 if rank else tf.float64)
+
+    def differing(x):
+        return hvd.allreduce(x, name="mismatch2")
+
+    kinds = []
+    for call in both(differing):
+        for horovods in (hvd.HorovodInternalError, tf.errors.FailedPreconditionError):
+            with pytest.raises(horovods, match="dtypes differ between ranks") as caught:
+                call(odd)
+            kinds.append(caught.type)
+    assert len(set(kinds)) == 1
+
+    @tf.function(autograph=False)
+    def misused(x, splits):
+        return hvd.alltoall(x, splits=splits)
+
+    for kind in (ValueError, hvd.HorovodInternalError, tf.errors.InvalidArgumentError):
+        with pytest.raises(kind, match="share of 3 rows"):
+            misused(tf.ones(3), tf.constant([1] * (hvd.size() + 1)))
+    # Errors in which the classes are not told beforehand, with what they carry.
+    lost = PeerLost("rank 7 went away", [7])
+
+    def failing(_):
+        raise lost
+
+    with pytest.raises(PeerLost, match="rank 7 went away") as found:
+        tf.function(lambda x: bridge.run(failing, [x], [("float32", None)]))(odd)
+    assert isinstance(found.value, tf.errors.UnknownError)
+    assert found.value.ranks == (7,)
+    assert not graph_errors._failed  # nothing is left that a later error could be taken for
+    # Others' errors stay what they are, also where Keras makes them anew.
+    with pytest.raises(tf.errors.InvalidArgumentError, match="of another") as others:
+        tf.function(lambda: tf.debugging.check_numerics([np.nan], "of another"))()
+    assert not isinstance(others.value, hvd.HorovodInternalError)
+
+    class Layer(tf.keras.layers.Layer):
+        def call(self, x):
+            return differing(x)
+
+    with pytest.raises(tf.errors.FailedPreconditionError, match="dtypes differ") as inside:
+        Layer(autocast=False)(odd)
+    assert isinstance(inside.value, hvd.HorovodInternalError)
 
 
 def case_plain_graph():
@@ -441,8 +487,9 @@ def case_plain_graph_with_fewer_threads_than_collectives():
         assert [t.tolist() for t in totals] == [[i * size, 2.0 * i * size] for i in range(8)]
         assert slopes.tolist() == [float(rank == 0)] * 2
         assert value == session.run(variable) == 1.0
-        with pytest.raises(tf.errors.UnknownError, match="shapes differ between ranks"):
-            session.run(wrong)
+        for kind in (hvd.HorovodInternalError, tf.errors.FailedPreconditionError):
+            with pytest.raises(kind, match="shapes differ between ranks"):
+                session.run(wrong)
 
 
 CASES = [name for name in dir() if name.startswith("case_")]
