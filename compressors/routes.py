@@ -37,6 +37,11 @@ class Router:
                 return compressor
         return resolve("none")
 
+    @property
+    def compressors(self) -> list[Compressor]:
+        """The compressors that patterns lead to, in the order of the patterns."""
+        return [compressor for _, compressor in self._routes]
+
     def __str__(self) -> str:
         if [pattern for pattern, _ in self._routes] == ["*"]:
             return str(self._routes[0][1])

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from ringlet.compressors import Router
 from ringlet.precision import DynamicScale, Policy, parse_policy
 
 
@@ -21,6 +22,39 @@ def set_precision(precision: str | Policy) -> Policy:
     policy = parse_policy(precision)
     keras.config.set_dtype_policy(policy.keras_dtype())
     return policy
+
+
+def fits(policy: Policy, model: Any) -> None:
+    """Raise ValueError if no layer of ``model`` computes in a policy's 16-bit dtype."""
+    found = sorted(
+        {str(layer.compute_dtype) for layer in model._flatten_layers(include_self=False)}
+    )
+    if policy.compute != "float32" and policy.compute not in found:
+        raise ValueError(
+            f"policy {policy.name!r} computes in {policy.compute}, but this model's layers in "
+            f"{', '.join(found)}: layers keep the dtype that they were made and saved with. Call "
+            "set_precision before the model is made"
+        )
+
+
+def guards(policy: Policy, router: Router) -> bool:
+    """Whether gradients that a caller has scaled need a watch over what compressors remember.
+
+    That is where ``policy`` has a loss scale and a compressor of ``router`` remembers: an overflow
+    must not get into its memory. Raises ValueError where that scale changes: what is remembered is
+    in its units, and has to be told of the change.
+    """
+    fed = [str(c) for c in router.compressors if c.traits().stateful]
+    if not (policy.scale.watches and fed):
+        return False
+    if policy.scale.after(overflow=True) != policy.scale:
+        raise ValueError(
+            f"policy {policy.name!r} has a loss scale that changes, and {fed[0]!r} remembers "
+            "gradients in units of it, of which a tape knows nothing. Take DistributedOptimizer "
+            "with this policy, or a fixed scale such as 'fp16(static=1024)', or a compressor that "
+            "remembers nothing"
+        )
+    return True
 
 
 def with_loss_scale(optimizer: Any, policy: Policy) -> Any:

@@ -13,7 +13,9 @@ from ringlet.compressors.routes import Routes, Spec
 from ringlet.keras.agreement import unique
 from ringlet.keras.compression import as_router
 from ringlet.keras.gradients import Reducer, Settings
+from ringlet.keras.precision import guards
 from ringlet.keras.variables import cohorts, identity, local_variables, name_of
+from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
@@ -94,6 +96,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    precision: str | Policy | None = None,
 ) -> Any:
     """Return ``gradtape`` with gradients reduced over all ranks, all of them in one graph node.
 
@@ -109,6 +112,10 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     - ``gradient_predivide_factor``: divide by this before the sum and by size / this after it.
     - ``groups``: variables that travel together, as lists of them, or how many groups to make.
     - ``scale_local_gradients``: divide gradients of local sources by the number of ranks.
+    - ``precision``: a policy such as ``"bf16"`` that ``set_precision`` gave the layers: in what
+      sums accumulate, and its wire if ``compression`` is None. A loss scale is the caller's to
+      apply, for example a LossScaleOptimizer's: a gradient that overflows on one rank does so on
+      all of them. Residuals stay as they are then, and need a scale that stays too (ValueError).
 
     Devices are accepted for Horovod's sake. Raises Mismatch (in a tf.function where that is
     called), the same on every rank, when ranks have gradients of different variables; SpecError for
@@ -124,12 +131,16 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     cls: Any = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
     tape = cls.__new__(cls)
     tape.__dict__.update(gradtape.__dict__)
+    policy = parse_policy(precision)
+    router = as_router(policy.compression if compression is None else compression)
     tape._ringlet_settings = Settings(
-        as_router(compression),
+        router,
         ReduceOp(op),
         gradient_predivide_factor,
         process_set,
         sparse_as_dense,
+        guard=guards(policy, router),
+        reduction=policy.reduction,
     )
     tape._ringlet_groups = num_groups if groups is None and num_groups else groups
     tape._ringlet_local, tape._ringlet_scale_local = set(), scale_local_gradients
@@ -150,6 +161,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    precision: str | Policy | None = None,
 ) -> Any:
     """Return a DistributedGradientTape that leaves the variables of ``local_layers`` alone.
 
@@ -167,6 +179,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         groups,
         process_set,
         scale_local_gradients,
+        precision,
     )
     for variable in local_variables(local_layers):
         tape.register_local_source(variable)

@@ -17,11 +17,14 @@ from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
 from ringlet.compressors.routes import Router, Routes, Spec
 from ringlet.fusion import Request
+from ringlet.precision import Policy, parse_policy
+from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.distributed import TorchCommunicator
 from ringlet.runtime import Runtime, current, init, is_initialized
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_router
+from ringlet.torch.mixed import acts
 from ringlet.torch.tensors import check, dtype_of, flat, on_host, unstage
 
 
@@ -38,7 +41,9 @@ class DdpState:
         compression: Spec | Routes,
         named_parameters: Mapping[str, torch.Tensor] | None,
         runtime: Runtime,
+        reduction: str = "wire",
     ) -> None:
+        self._reduction = reduction
         self._router: Router = as_router(compression)
         self._runtime = runtime
         self._label = runtime.unnamed("ddp").replace(".noname.", ".")
@@ -56,9 +61,18 @@ class DdpState:
         dtype, shape = dtype_of(grad), tuple(grad.shape)
         known = self._requests.get(name)
         if known is None or (known[0].dtype, known[0].shape) != (dtype, shape):
-            compressor = self._router(name)
-            full = f"{self._label}.{name}"
-            request = Request(full, "allreduce", dtype, shape, ReduceOp.AVERAGE, str(compressor))
+            compressor, collective = carrier(
+                self._router(name), dtype, grad.numel(), self._reduction
+            )
+            request = Request(
+                f"{self._label}.{name}",
+                "allreduce",
+                dtype,
+                shape,
+                ReduceOp.AVERAGE,
+                str(compressor),
+                collective,
+            )
             known = self._requests[name] = (request, compressor)
         return known
 
@@ -88,9 +102,10 @@ class DdpState:
 
 
 def ddp_hook(
-    compression: Spec | Routes,
+    compression: Spec | Routes = None,
     named_parameters: Any = None,
     process_group: Any = None,
+    precision: str | Policy | None = None,
 ) -> tuple[DdpState, Callable[[DdpState, Any], torch.futures.Future[torch.Tensor]]]:
     """Return (state, hook) for ``DistributedDataParallel.register_comm_hook``. Collective.
 
@@ -98,10 +113,23 @@ def ddp_hook(
     ``named_parameters`` (``model.named_parameters()``). Where ``ringlet.init`` was not called, the
     ranks are those of ``process_group`` (default: torch's), which then carries the payloads.
 
+    ``precision`` is a policy such as ``"amp_bf16"``, of which a hook takes in what sums accumulate,
+    and the wire if ``compression`` is None. Raises ValueError for one with masters or a loss scale:
+    these are an optimizer's.
+
     Gradients accumulate under ``no_sync`` as ever; what fails on one rank raises on all of them.
     """
+    policy = parse_policy(precision)
+    if acts(policy):
+        what = "float32 masters" if policy.masters else "a loss scale"
+        raise ValueError(
+            f"policy {policy.name!r} has {what}, which a hook cannot bring: use "
+            "DistributedOptimizer without DDP, or precision='amp_bf16'; beside a "
+            "torch.amp.GradScaler pass a compression, and no precision"
+        )
+    compression = policy.compression if compression is None else compression
     runtime = current() if is_initialized() else init(comm=_communicator(process_group))
-    state = DdpState(compression, dict(named_parameters or ()) or None, runtime)
+    state = DdpState(compression, dict(named_parameters or ()) or None, runtime, policy.reduction)
     # A lambda, because DDP compares a hook's annotations with types, and ours are strings.
     return state, lambda state, bucket: _reduce(state, bucket)
 

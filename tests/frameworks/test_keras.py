@@ -209,6 +209,21 @@ def case_saved_models():
     assert again.optimizer.residual_norm() == 0
     hvd.load_compressor_state(again.optimizer, folder / "best.keras")
     assert again.optimizer.residual_norm() == optimizer.residual_norm() > 0
+    with pytest.raises(
+        ValueError, match="computes in bfloat16, but this model's layers in float32"
+    ):
+        hvd.load_model(folder / "best.keras", precision="bf16")
+    narrow = made("mixed_float16")
+    narrow.compile(keras.optimizers.SGD(0.01), "mse")
+    fit(narrow, epochs=1)
+    narrow.save(folder / f"narrow{rank}.keras")
+    halved = hvd.load_model(folder / f"narrow{rank}.keras", precision="fp16(init=256)")
+    assert str(halved.optimizer._ringlet.settings.router) == "fp16"
+    fit(halved, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], epochs=1)
+    assert float(halved.optimizer.dynamic_scale) == 256.0
+    assert int(halved.optimizer.inner_optimizer.iterations) == 8  # it went on from 4
+    assert variables_equal([*halved.weights, *halved.optimizer.variables])
+    (folder / f"narrow{rank}.keras").unlink()
     for each in (model, again):
         keras.utils.set_random_seed(5)
         each.evaluate(*data(rank), verbose=0)

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import ringlet.tensorflow as hvd
+from ringlet.tensorflow.tape import reducer_of_tape
 
 SPECS = (None, "fp16", "bf16", "int8 | ef", "topk(ratio=0.05) | ef", "powersgd(rank=2) | ef")
 
@@ -423,6 +424,49 @@ def case_mixed_float16():
         assert hvd.replicas_equal([*model.variables, *optimizer.variables])
     with pytest.raises(ValueError, match="the other way round"):
         keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD()))
+
+
+def case_precision_of_a_tape():
+    """A policy brings wire and reduction; one rank's overflow is that of all, and not kept."""
+    rank = hvd.rank()
+    keep = tf.Variable(tf.random.stateless_normal([4096], [1, 5]), name="in16bits")
+
+    def gradient(precision, factor=1.0, **options):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(keep * keep) * (rank + 1.0) * factor
+        tape = hvd.DistributedGradientTape(tape, precision=precision, **options)
+        return tape.gradient(loss, keep), reducer_of_tape(tape, [keep])
+
+    exact = 2 * keep * (1 + hvd.size()) / 2
+    for precision, spec, way in (
+        ("bf16", "bf16", "scatter_reduce"),
+        ("bf16(reduction='wire')", "bf16", "sum"),
+        ("fp8_wire", "fp8 | ef", None),
+    ):
+        given, reducer = gradient(precision)
+        assert np.allclose(given, exact, rtol=0.1)
+        (step,) = reducer._steps.values()
+        (member,) = step._group.members.values()
+        assert str(member.declared) == spec
+        assert way in (None, member.strategy)
+    fixed = {"precision": "fp16(static=64)", "compression": "int8 | ef"}
+    given, reducer = gradient(factor=64.0, **fixed)
+    assert np.allclose(given / 64, exact, atol=0.1)
+    before = reducer.norm()
+    given, reducer = gradient(factor=np.inf if rank == 1 else 64.0, **fixed)
+    assert not np.isfinite(given.numpy()).any()
+    assert reducer.norm() == before > 0
+    gradient("fp16")  # whose wire remembers nothing
+    with pytest.raises(ValueError, match=r"a loss scale that changes, and 'int8 \| ef' remembers"):
+        gradient("fp16", compression={"*bias": "none", "*": "int8 | ef"})
+    layer = keras.layers.Dense(2)
+    layer.build((3,))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(tf.ones([1, 3]))) + tf.reduce_sum(keep)
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer, precision="bf16")
+    whole, _ = tape.gradient(loss, [keep, layer.kernel])
+    assert np.allclose(whole, 1.0)
+    assert tape._ringlet_settings.reduction == "float32"
 
 
 def case_compat_v1():

@@ -76,6 +76,24 @@ def case_ddp_compressed_stays_near_and_bit_equal():
         assert (state.residual_norm() > 0) == ("ef" in spec)
 
 
+def case_ddp_precision():
+    """A policy gives a hook its wire and what sums accumulate in, as it does an optimizer."""
+    started()
+    plain = train(DistributedDataParallel(model()))
+    strategies = []
+    for options in ({"precision": "amp_bf16"}, {"precision": "amp_bf16(reduction='wire')"}):
+        own, wrapped, state = hooked(None, **options)
+        assert torch.allclose(train(wrapped), plain, atol=1e-2)
+        assert hvd.replicas_equal(own.state_dict())
+        requests = [request for request, _ in state._requests.values()]
+        assert {request.spec for request in requests} == {"bf16"}
+        strategies.append({request.collective for request in requests})
+    assert strategies == [{"scatter_reduce"}, {"auto"}]
+    for precision, words in (("bf16", "has float32 masters"), ("amp_fp16", "has a loss scale")):
+        with pytest.raises(ValueError, match=words):
+            hvd.ddp_hook("none", precision=precision)
+
+
 def case_ddp_names_and_routes():
     started()
     own = model()
