@@ -20,7 +20,7 @@ from ringlet.build import (
     rocm_built,
 )
 from ringlet.fusion.errors import OutOfMemory, StepAbandoned
-from ringlet.keras import callbacks
+from ringlet.keras import callbacks, elastic
 from ringlet.keras.checkpoint import (
     compressor_state,
     load_compressor_state,
@@ -101,6 +101,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -35,6 +35,7 @@ from ringlet.process_sets import (
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.runtime import is_initialized, shutdown
+from ringlet.tensorflow import elastic
 from ringlet.tensorflow.checkpoint import CompressorState
 from ringlet.tensorflow.functions import (
     allgather_object,
@@ -127,6 +128,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -286,6 +286,71 @@ def case_models_that_differ():
         fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 
+def counted(callback):
+    """Have a callback's commits counted, and the states that they keep."""
+    kept = []
+    save = callback.state.save
+    callback.state.save = lambda: (
+        save(),
+        kept.append((callback.state.epoch, callback.state.batch)),
+    )
+    return kept
+
+
+def case_elastic_state():
+    rank = hvd.rank()
+    model = made(seed=rank)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.01, momentum=0.9), compression="topk(ratio=0.1) | ef"
+    )
+    model.compile(optimizer, "mse")
+    state = hvd.elastic.KerasState(model, epoch=10 * rank, batch=0, seen=[rank])
+    commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=3)
+    epochs = hvd.elastic.UpdateEpochStateCallback(state)
+    updates = [hvd.elastic.UpdateBatchStateCallback(state), epochs, commit]
+    kept = counted(commit)
+
+    @hvd.elastic.run
+    def train(state, fail=False):
+        fit(state.model, updates, epochs=2 + state.epoch, initial_epoch=state.epoch)
+        state.seen.append("trained")
+        if fail:
+            fit(state.model, epochs=1)  # which nobody commits
+            hvd.allreduce(np.ones(1 + rank, np.float32), name="differs")
+        state.commit()
+        return state.epoch
+
+    assert train(state) == 2
+    assert state.seen == [0, "trained"]
+    # sync; after every third batch and every epoch of 4 batches; the commit of ``train``
+    assert kept == [(0, 0), (0, 2), (1, 0), (1, 1), (2, 0), (2, 0)]
+    assert variables_equal([*model.weights, *optimizer.variables])
+    assert optimizer.residual_norm() > 0
+    with pytest.raises(hvd.HorovodInternalError, match="differ between ranks"):
+        train(state, fail=True)
+    assert (state.epoch, state.seen, int(optimizer.iterations)) == (4, [0, "trained"], 16)
+
+    def arrays():
+        return [keras.ops.convert_to_numpy(v) for v in [*model.weights, *optimizer.variables]]
+
+    state.commit()
+    committed, norm = arrays(), optimizer.residual_norm()
+    keras.utils.set_random_seed(rank)
+    fit(model, shuffle=False)
+    after = arrays()
+    state.restore()
+    assert all(map(np.array_equal, arrays(), committed))
+    assert optimizer.residual_norm() == norm
+    assert not all(map(np.array_equal, after, committed))
+    epochs.on_train_begin()
+    epochs.on_epoch_end(0)  # fit without initial_epoch
+    assert state.epoch == 5
+    with pytest.raises(ValueError, match="has no weights yet"):
+        hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]))
+    with pytest.raises(ValueError, match="at least 1"):
+        hvd.elastic.CommitStateCallback(state, 0)
+
+
 def case_horovods_names():
     import importlib
 
@@ -301,6 +366,11 @@ def case_horovods_names():
         assert found.start_timeline
     for module in ("horovod.keras.callbacks", "horovod.tensorflow.keras.callbacks"):
         assert importlib.import_module(module).MetricAverageCallback
+    for module in ("horovod.keras.elastic", "horovod.tensorflow.keras.elastic"):
+        assert importlib.import_module(module).KerasState is hvd.elastic.KerasState
+    states = importlib.import_module("horovod.tensorflow.elastic")
+    assert issubclass(states.TensorFlowKerasState, hvd.elastic.KerasState)
+    assert found.elastic.run is states.run
     assert found.DistributedGradientTape
     assert found.util._executing_eagerly()
     env = importlib.import_module("horovod.runner.common.util.env")

@@ -570,6 +570,66 @@ def case_checkpoint_of_a_tape_and_an_optimizer():
         hvd.CompressorState(keras.optimizers.SGD())
 
 
+def case_elastic_state():
+    """Eagerly and in a session: sync, commit, and back again after a failure in a graph."""
+    rank = hvd.rank()
+    variables = [tf.Variable([rank + 1.0], name="elastic"), tf.Variable(rank, name="count")]
+    state = hvd.elastic.TensorFlowState(variables, batch=rank)
+
+    @function
+    def step():
+        variables[0].assign_add(hvd.allreduce([1.0]))
+        variables[1].assign_add(1)
+
+    @function
+    def wrong():
+        variables[0].assign_add([50.0])
+        return hvd.allreduce(tf.ones([1 + rank]), name="elastic.differs")
+
+    @hvd.elastic.run
+    def train(state, steps):
+        for _ in range(steps):
+            step()
+            state.batch += 1
+            state.commit()
+        return wrong()
+
+    with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
+        train(state, 3)
+    assert (variables[0].numpy().tolist(), int(variables[1]), state.batch) == ([4.0], 3, 3)
+    model = dense_model()
+    keras_state = hvd.elastic.TensorFlowKerasState(model, keras.optimizers.SGD(0.1), backend=None)
+    model.weights[0].assign_add(tf.ones_like(model.weights[0]) * rank)
+    keras_state.sync()
+    assert hvd.replicas_equal(model.weights)
+    with pytest.raises(ValueError, match="no variables"):
+        hvd.elastic.TensorFlowState()
+    with tf.Graph().as_default():
+        x = tf.compat.v1.get_variable("x", initializer=[float(rank + 1)])
+        y = tf.compat.v1.get_variable("y", initializer=float(rank), use_resource=False)
+        with pytest.raises(ValueError, match="needs a session"):
+            hvd.elastic.TensorFlowState()
+        more = [x.assign_add(hvd.allreduce(x)), y.assign_add(1.0)]
+        odd = hvd.allreduce(tf.ones([1 + rank]), name="elastic.odd")
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            state = hvd.elastic.TensorFlowState(batch=rank + 5)
+            operations = len(session.graph.get_operations())
+
+            @hvd.elastic.run
+            def run(state):
+                session.run(more)
+                state.batch += 1
+                state.commit()
+                session.run(more)
+                session.run(odd)
+
+            with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
+                run(state)
+            assert (session.run([x, y]), state.batch) == ([[2.0], 1.0], 6)
+            assert len(session.graph.get_operations()) == operations
+
+
 def case_sync_batch_norm():
     rank, size = hvd.rank(), hvd.size()
     rows = [r + 2 for r in range(size)]

@@ -1,0 +1,149 @@
+"""Horovod's elastic interface for Keras, for jobs that keep the ranks they began with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringlet.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+from ringlet.keras import residuals
+from ringlet.keras.functions import broadcast_variables
+from ringlet.keras.gradients import Reducer
+
+__all__ = [
+    "CommitStateCallback",
+    "HostsUpdatedInterrupt",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
+
+
+class KerasState(ObjectState):
+    """A model, its optimizer and, as ``kwargs``, anything else; all of them become attributes.
+
+    ``optimizer`` is by default the one that the model was compiled with. Weights and optimizer
+    state travel as tensors, other objects pickled. What a DistributedOptimizer's compressors
+    remember is saved and restored, each rank's own, and not synchronised. Raises ValueError for a
+    model without weights yet.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError(
+                f"model {model.name!r} has no weights yet: call model.build(input_shape) before "
+                "its state is made"
+            )
+        self.model = model
+        self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        super().__init__(**kwargs)
+
+    def save(self) -> None:
+        """Keep copies of weights, optimizer state, residuals and objects."""
+        self._arrays = [np.array(keras.ops.convert_to_numpy(v)) for v in self._variables()]
+        reducer = self._reducer()
+        if reducer is not None:
+            self._remembered = copy.deepcopy(reducer.states), reducer.step
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for variable, array in zip(self._variables(), self._arrays, strict=True):
+            variable.assign(array)
+        reducer = self._reducer()
+        if reducer is not None:
+            states, step = self._remembered
+            residuals.replace(reducer.states, copy.deepcopy(states), step)
+            reducer.restart(step)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take over rank 0's weights, optimizer state and objects, and save them. Collective.
+
+        Raises Mismatch, the same on every rank, where the ranks' models differ.
+        """
+        broadcast_variables(self._variables(), 0)
+        super().sync()
+
+    def _variables(self) -> list[Any]:
+        if self.optimizer is None:
+            return list(self.model.weights)
+        if not self.optimizer.built:
+            self.optimizer.build(self.model.trainable_variables)
+        return [*self.model.weights, *self.optimizer.variables]
+
+    def _reducer(self) -> Reducer | None:
+        return getattr(self.optimizer, "_ringlet", None)
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commit ``state`` after every ``batches_per_commit`` batches, and after every epoch.
+
+    Put it behind the callbacks that update the state.
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        if batches_per_commit < 1:
+            raise ValueError(f"batches_per_commit must be at least 1, got {batches_per_commit}")
+        self.state, self.batches_per_commit = state, batches_per_commit
+        self._batches = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count from here, on all ranks alike."""
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count a batch, and commit if it is time."""
+        self._batches += 1
+        if self._batches % self.batches_per_commit == 0:
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit."""
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Keep the number of the last batch of the epoch, from 0, in ``state.batch``.
+
+    It is 0 between epochs. ``fit`` begins epochs at their start: one that goes on within an epoch
+    needs a ``steps_per_epoch`` and data of its own.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Take over the batch's number."""
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Start anew."""
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Count the epochs that are done in ``state.epoch``, on from what it is when ``fit`` begins."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._before: int | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Look at the state once the first epoch ends."""
+        self._before = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Count; the first epoch of ``fit`` has the number ``initial_epoch``."""
+        if self._before is None:
+            self._before = self.state.epoch - epoch
+        self.state.epoch = self._before + epoch + 1
