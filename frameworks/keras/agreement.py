@@ -5,35 +5,74 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from ringlet.keras.variables import alike
 from ringlet.objects import allgather_object
 from ringlet.process_sets import ProcessSet
 from ringlet.ring.errors import Mismatch
 
+Items = Sequence[tuple[str, str]]
+_REMEDY = (
+    "every rank needs the same model: build it in the same way on every rank, with layers in one "
+    "order and under the same names, or load one file on every rank"
+)
 
-def agree(what: str, label: str, items: Sequence[tuple[str, str]], process_set: ProcessSet) -> None:
+
+def agree(what: str, label: str, items: Items, process_set: ProcessSet) -> None:
     """Raise Mismatch, the same on every rank, unless all ranks list the same ``items``.
 
     Each is a name and what else must be equal, in words. Collective; ``label`` names the exchange.
     """
+    lists = _lists(label, items, process_set)
+    if lists is not None:
+        raise _difference(what, lists, process_set)
+
+
+def common_names(what: str, label: str, items: Items, process_set: ProcessSet) -> list[str]:
+    """Return names for variables that all ranks list in one order: those of the first rank.
+
+    Those of others may lack models that the first rank's variables are in, or the other way round,
+    as Keras leaves a Sequential model out of the paths of what it has loaded. Otherwise as
+    ``agree``.
+    """
+    lists = _lists(label, items, process_set)
+    if lists is None:
+        return [name for name, _ in items]
+    first = lists[0]
+    if not all(_same_variables(first, other) for other in lists[1:]):
+        raise _difference(what, lists, process_set)
+    return [name for name, _ in first]
+
+
+def _same_variables(items: Items, others: Items) -> bool:
+    return len(items) == len(others) and all(
+        words == other_words and alike(name, other)
+        for (name, words), (other, other_words) in zip(items, others, strict=True)
+    )
+
+
+def _lists(label: str, items: Items, process_set: ProcessSet) -> list[Items] | None:
+    """Return the items of all ranks in order; None if they are the same on all of them."""
     digest = hashlib.blake2b(repr(list(items)).encode(), digest_size=16).hexdigest()
     if len(set(allgather_object(digest, f"{label}.agreed", process_set))) == 1:
-        return
-    lists = allgather_object(list(items), f"{label}.lists", process_set)
+        return None
+    return allgather_object(list(items), f"{label}.lists", process_set)
+
+
+def _difference(what: str, lists: Sequence[Items], process_set: ProcessSet) -> Mismatch:
     ranks = list(process_set.ranks or range(len(lists)))
     tables = [dict(one) for one in lists]
     for name in dict.fromkeys(name for one in tables for name in one):
         having = [rank for rank, table in zip(ranks, tables, strict=True) if name in table]
         if len(having) < len(ranks):
-            raise Mismatch(
+            return Mismatch(
                 f"{what}: {name!r} is there on rank(s) {_listed(having)} but not on rank(s) "
-                f"{_listed([rank for rank in ranks if rank not in having])}; every rank needs the "
-                "same model, with the same layer names"
+                f"{_listed([rank for rank in ranks if rank not in having])}; {_REMEDY}"
             )
         told = {rank: table[name] for rank, table in zip(ranks, tables, strict=True)}
         if len(set(told.values())) > 1:
             shown = "; ".join(f"rank {rank}: {words}" for rank, words in told.items())
-            raise Mismatch(f"{what}: {name!r} differs between ranks ({shown})")
-    raise Mismatch(f"{what}: ranks list the same tensors in different orders")
+            return Mismatch(f"{what}: {name!r} differs between ranks ({shown}); {_REMEDY}")
+    return Mismatch(f"{what}: ranks list the same tensors in different orders; {_REMEDY}")
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ringlet.compressors.routes import Spec
 from ringlet.fusion import Request
-from ringlet.keras.agreement import agree, unique
+from ringlet.keras.agreement import common_names, unique
 from ringlet.keras.arrays import DTYPES, flat
 from ringlet.keras.backends import backend
 from ringlet.keras.compression import as_compressor
@@ -84,14 +84,15 @@ def broadcast_variables(
 ) -> None:
     """Overwrite Keras variables on every rank with those of ``root_rank``, on any backend.
 
-    Raises Mismatch, the same on every rank, when names, shapes or dtypes differ.
+    Raises Mismatch, the same on every rank, when names, shapes or dtypes differ. A Sequential model
+    may have been loaded on one rank, and built on others.
     """
     listed = list(variables)
     names = unique([name_of(variable, i) for i, variable in enumerate(listed)])
     arrays = [np.array(keras.ops.convert_to_numpy(variable)) for variable in listed]
     items = [(n, f"{a.dtype.name}{list(a.shape)}") for n, a in zip(names, arrays, strict=True)]
     label = "keras.broadcast_variables"
-    agree("broadcast_variables", label, items, process_set)
+    names = common_names("broadcast_variables", label, items, process_set)
     broadcast_arrays(arrays, [f"{label}.{name}" for name in names], root_rank, process_set)
     for variable, array in zip(listed, arrays, strict=True):
         variable.assign(array)

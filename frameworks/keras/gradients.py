@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ringlet.compressors import Router
 from ringlet.compressors.context import State
 from ringlet.fusion import Group, Request
-from ringlet.keras.agreement import agree
+from ringlet.keras.agreement import common_names
 from ringlet.keras.arrays import allocate, flat
 from ringlet.keras.rows import RowExchange, densified
+from ringlet.keras.variables import alike
 from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
@@ -144,12 +145,21 @@ class Reducer:
     def _declared(self, slots: tuple[Slot, ...], runtime: Runtime) -> _Step:
         label = f"{self._label}.{len(self._steps)}"
         items = [(slot.name, slot.describe()) for slot in slots]
-        agree(f"gradients of {self._kind}", label, items, self.settings.process_set)
-        for slot in slots:
-            self.states.setdefault(slot.name, {})
-        step = _Step(label, slots, self.settings, self.states, runtime, self.step)
+        kind, process_set = f"gradients of {self._kind}", self.settings.process_set
+        names = common_names(kind, label, items, process_set)
+        self._adopt(names)
+        agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
+        step = _Step(label, agreed, self.settings, self.states, runtime, self.step)
         self._steps[slots] = step
         return step
+
+    def _adopt(self, names: Sequence[str]) -> None:
+        """See that there is a state for each name: new, or restored under a name that is alike."""
+        restored = [] if self._steps else [name for name in self.states if name not in names]
+        for name in names:
+            if name not in self.states:
+                left = [other for other in restored if other in self.states and alike(other, name)]
+                self.states[name] = self.states.pop(left[0]) if len(left) == 1 else {}
 
     def _alone(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
         results, given = [], iter(arrays)

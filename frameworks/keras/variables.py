@@ -18,6 +18,20 @@ def name_of(variable: Any, place: int = 0) -> str:
     return name.partition(":")[0] or f"source.{place}"
 
 
+def alike(name: str, other: str) -> bool:
+    """Whether two names can be those of one variable in a model that was built and then loaded.
+
+    Keras leaves Sequential models out of what it loads: "sequential/dense/kernel" comes back as
+    "dense/kernel", and "adam/sequential_dense_kernel_momentum" as "adam/dense_kernel_momentum".
+    """
+    short, long = sorted((name, other), key=len)
+    if short == long or long.endswith(f"/{short}"):
+        return True
+    owner, _, last = short.rpartition("/")
+    owner_too, _, last_too = long.rpartition("/")
+    return bool(owner) and owner == owner_too and last_too.endswith(f"_{last}")
+
+
 def identity(variable: Any) -> int:
     """Return what tells variables apart: that of TensorFlow's own inside a Keras variable."""
     return id(getattr(variable, "_value", variable))

@@ -68,12 +68,17 @@ def in_plain_graph() -> bool:
     return in_graph() and not tf.inside_function()
 
 
-def operation_name(kind: str, name: str | None, tensor: Any, process_set: int) -> Callable[[], str]:
+Name = str | Callable[[], str] | None
+
+
+def operation_name(kind: str, name: Name, tensor: Any, process_set: int) -> Callable[[], str]:
     """Return what tells an operation's name, at the time it runs.
 
     Without a name it is a number, counted in the order in which operations run; in a plain graph,
     where they run in any order, the tensor's name.
     """
+    if callable(name):
+        return name
     if name is not None:
         return lambda: name
     if in_plain_graph() and tensor is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from ringlet import objects
-from ringlet.keras.agreement import agree, unique
+from ringlet.keras.agreement import common_names, unique
 from ringlet.keras.variables import name_of
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.tensorflow.bridge import as_written, in_graph, operation_name, refuse_graph, run
@@ -27,21 +28,25 @@ def broadcast_variables(
 
     Takes ``tf.Variable`` and Keras variables; in a graph, returns the operation that does it.
     ``inplace`` is accepted for Horovod's sake. Raises Mismatch, the same on every rank, when
-    names, shapes or dtypes differ.
+    names, shapes or dtypes differ. A Sequential model may have been loaded on one rank, and built
+    on others.
     """
     listed = list(variables)
     names = unique([name_of(variable, i) for i, variable in enumerate(listed)])
     values = [dense(v, f"variable {n!r}") for v, n in zip(listed, names, strict=True)]
     items = [(n, f"{v.dtype.name}{v.shape.as_list()}") for n, v in zip(names, values, strict=True)]
 
+    agreed = list(names)
+
     def check(_: Any) -> list[Any]:
-        agree("broadcast_variables", "broadcast_variables", items, process_set)
+        what = "broadcast_variables"
+        agreed[:] = common_names(what, what, items, process_set)
         return []
 
     run_check = run(check, [], [])
     if not listed:
         return run_check[0] if in_graph() else None
-    labels: list[str | None] = [f"broadcast_variables.{name}" for name in names]
+    labels = [partial(lambda i: f"broadcast_variables.{agreed[i]}", i) for i in range(len(names))]
     with tf.control_dependencies(run_check):
         received = broadcast_all(values, root_rank, labels, process_set)
     made = [variable.assign(value) for variable, value in zip(listed, received, strict=True)]

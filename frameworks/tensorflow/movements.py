@@ -15,7 +15,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.runtime import current
 from ringlet.tensorflow.autodiff import differentiable
-from ringlet.tensorflow.bridge import as_written, operation_name, run
+from ringlet.tensorflow.bridge import Name, as_written, operation_name, run
 from ringlet.tensorflow.reductions import grouped_allreduce, wait_all
 from ringlet.tensorflow.tensors import dense, dtype_of, signed, unsigned
 
@@ -101,7 +101,7 @@ def broadcast_(
 def broadcast_all(
     tensors: Sequence[Any],
     root_rank: int,
-    names: Sequence[str | None],
+    names: Sequence[Name],
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Return rank ``root_rank``'s tensors under ``names``, all in one graph node."""

@@ -241,6 +241,39 @@ def case_saved_models():
         hvd.load_model(folder / "best.keras", legacy_opts=True)
 
 
+def case_a_model_that_one_rank_loads():
+    """Keras forgets Sequential models in the paths of what it loads; ranks agree all the same."""
+    rank = hvd.rank()
+    spec = {"*bias": "none", "*": "topk(ratio=0.1) | ef"}
+    inner = keras.Sequential([keras.layers.Dense(128), keras.layers.Dense(8)], name="tower")
+    model = keras.Sequential([keras.Input((16,)), inner, keras.layers.Dense(4)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=spec), "mse")
+    if rank == 1:
+        path = Path(tempfile.mkdtemp()) / "one.keras"
+        model.optimizer.build(model.trainable_variables)
+        model.save(path)
+        model = hvd.load_model(path, compression=spec)
+    paths = hvd.allgather_object([v.path for v in model.weights])
+    assert paths[0] != paths[1]
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(model, [start])
+    optimizer = model.optimizer
+    assert variables_equal([*model.weights, *optimizer.variables])
+    assert sorted(optimizer._ringlet.states) == sorted(paths[0])
+    # What was remembered under one name is found under the other.
+    norm, state = optimizer.residual_norm(), hvd.compressor_state(optimizer)
+    path = Path(tempfile.mkdtemp()) / "every.keras"
+    model.save(path)
+    loaded = hvd.load_model(path, compression=spec)
+    hvd.set_compressor_state(loaded.optimizer, state)
+    loaded.optimizer.apply([keras.ops.zeros_like(v) for v in loaded.weights], loaded.weights)
+    assert sorted(loaded.optimizer._ringlet.states) == sorted(v.path for v in loaded.weights)
+    assert 0 < loaded.optimizer.residual_norm() < norm  # a tenth of it has travelled
+    odd = keras.Variable(np.zeros(3), name=f"odd{rank}")
+    with pytest.raises(hvd.HorovodInternalError, match="load one file on every rank"):
+        hvd.broadcast_variables([odd], 0)
+
+
 def case_values():
     size, rank = hvd.size(), hvd.rank()
     assert float(hvd.allreduce(float(rank))) == (size - 1) / 2
