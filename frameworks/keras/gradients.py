@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Sequence
@@ -98,18 +99,21 @@ class Reducer:
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._lock = threading.RLock()
 
-    def reduce(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
+    def reduce(
+        self, slots: Sequence[Slot], arrays: Sequence[Array], ordered: bool = True
+    ) -> list[Array]:
         """Return the reduced gradients; collective, and called with the same slots on all ranks.
 
         ``arrays`` are one for each slot, or values and indices where it is sparse. So are the
         results, but those of sparse gradients that are fused are dense: one array. Arrays given
-        are left alone, and never returned.
+        are left alone, and never returned. Where this is not ``ordered``, ranks may begin with
+        different reducers, which are told apart by their variables then, and not by their number.
         """
         with self._lock:
             process_set, runtime = self.settings.process_set, current()
             if not process_set.included() or process_set.size() == 1:
                 return self._alone(slots, arrays)
-            self._bind(runtime)
+            self._bind(runtime, slots, ordered)
             if self.settings.guard and not self._all_finite(slots, arrays):
                 return self._overflowed(slots, arrays)
             step = self._steps.get(tuple(slots))
@@ -131,10 +135,12 @@ class Reducer:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _bind(self, runtime: Runtime) -> None:
+    def _bind(self, runtime: Runtime, slots: Sequence[Slot], ordered: bool) -> None:
         if self._runtime is not runtime:
             self._runtime, self._steps = runtime, {}
-            self._label = runtime.unnamed(self._kind)
+            kind = self._kind if ordered else f"{self._kind}.{_digest(slots)}"
+            # Ranks outside of a process set do not count what its ranks do.
+            self._label = runtime.unnamed(kind, self.settings.process_set.number())
 
     def _forget(self) -> None:
         steps, self._steps = self._steps, {}
@@ -197,7 +203,9 @@ class Reducer:
 class Staying(Reducer):
     """Stands for a reducer where gradients stay on their rank, and are only added up."""
 
-    def reduce(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
+    def reduce(
+        self, slots: Sequence[Slot], arrays: Sequence[Array], ordered: bool = True
+    ) -> list[Array]:
         """Return the gradients as they are."""
         return self._alone(slots, arrays)
 
@@ -306,6 +314,11 @@ class _Step:
             self._group.abandon(f"{type(error).__name__}: {error}")
         for exchange in gathering:
             exchange.forget()
+
+
+def _digest(slots: Sequence[Slot]) -> str:
+    told = repr([(slot.name, slot.describe()) for slot in slots])
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
 def _energy(state: State) -> float:

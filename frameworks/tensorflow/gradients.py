@@ -12,7 +12,7 @@ from ringlet.keras.accumulation import Accumulator
 from ringlet.keras.arrays import numpy_dtype
 from ringlet.keras.gradients import Reducer, Slot
 from ringlet.ring.dtypes import Array
-from ringlet.tensorflow.bridge import Output, run
+from ringlet.tensorflow.bridge import Output, in_plain_graph, run
 from ringlet.tensorflow.tensors import dense, dtype_of
 
 
@@ -32,6 +32,7 @@ def reduced(
     slots: list[Slot] = []
     tensors: list[Any] = []
     outputs: list[Output] = [("bool", ())]
+    ordered = not in_plain_graph()  # a session runs the nodes of several optimizers at once
     accumulates = accumulator is not None and accumulator.passes > 1
     sources = zip(variables, names, gradients, cohorts, strict=True)
     for variable, name, gradient, cohort in sources:
@@ -49,7 +50,7 @@ def reduced(
         given = accumulator.add(slots, arrays) if accumulator and accumulates else arrays
         if given is None:
             return [np.array(False), *_placeholders(outputs[1:])]
-        results = reducer.reduce(slots, given)
+        results = reducer.reduce(slots, given, ordered)
         kinds = [numpy_dtype(dtype) for dtype, _ in outputs[1:]]
         pairs = zip(results, kinds, strict=True)
         return [np.array(True), *[array.astype(kind, copy=False) for array, kind in pairs]]

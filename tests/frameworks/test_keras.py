@@ -14,7 +14,10 @@ import keras
 import numpy as np
 import pytest
 
+import ringlet
 import ringlet.keras as hvd
+from ringlet.compressors import Router
+from ringlet.keras.gradients import Reducer, Settings, Slot
 from ringlet.keras.replicas import variables_equal
 
 
@@ -387,8 +390,6 @@ def case_elastic_state():
 def case_horovods_names():
     import importlib
 
-    import ringlet
-
     ringlet.install_as_horovod()
     for module in ("horovod.keras", "horovod.tensorflow.keras", "horovod.tensorflow"):
         found = importlib.import_module(module)
@@ -426,3 +427,23 @@ CASES = [name for name in dir() if name.startswith("case_")]
 @pytest.mark.parametrize("case", CASES)
 def test_keras_on_two_ranks(run_case, case):
     run_case(globals()[case], "gloo", 2)
+
+
+def test_ranks_outside_of_a_process_set_count_alike():
+    """Some ranks have a reducer before that of all ranks, which is the same one still."""
+
+    def reduced():
+        hvd.init()
+        few = hvd.add_process_set([0, 1])
+        sums = []
+        for process_set in (few, hvd.global_process_set):
+            settings = Settings(Router("none"), hvd.Sum, process_set=process_set)
+            slots = [Slot("w", "float32", (3,))]
+            (total,) = Reducer("test", settings).reduce(slots, [np.ones(3, np.float32)])
+            sums.append(total.tolist())
+        hvd.shutdown()
+        return sums
+
+    whole, part, alone = [3.0] * 3, [2.0] * 3, [1.0] * 3
+    told = ringlet.run(reduced, np=3, transport="local")
+    assert told == [[part, whole], [part, whole], [alone, whole]]

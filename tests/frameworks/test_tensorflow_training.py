@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tempfile
+import threading
 from pathlib import Path
 
 import keras
@@ -508,6 +509,57 @@ def case_compat_v1():
     half.minimize(lambda: y * (rank + 1.0), var_list=[y])
     assert y.numpy() == -(size + 1)
     assert str(half._ringlet.settings.router) == "bf16"
+
+
+def case_two_optimizers_in_one_session():
+    """A session runs their nodes in any order: here each rank's begins with another one."""
+    rank, size = hvd.rank(), hvd.size()
+    v1 = tf.compat.v1
+    begun = threading.Event()
+    with tf.Graph().as_default(), v1.Session() as session:
+        names = ["first", "second"]
+        variables = [v1.get_variable(n, initializer=[1.0, 2.0]) for n in names]
+        made = [hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0)) for _ in names]
+        steps = [
+            optimizer.minimize(tf.reduce_sum(v) * (rank + 1.0), var_list=[v])
+            for optimizer, v in zip(made, variables, strict=True)
+        ]
+        begins, waits = [optimizer._ringlet for optimizer in made[:: -1 if rank else 1]]
+
+        def bind(*args, inner=begins._bind):
+            inner(*args)
+            begun.set()
+
+        def wait(*args, inner=waits._bind):
+            assert begun.wait(60)
+            inner(*args)
+
+        begins._bind, waits._bind = bind, wait
+        session.run(v1.global_variables_initializer())
+        session.run(steps)
+        found = session.run(variables)
+    mean = (size + 1) / 2
+    assert [each.tolist() for each in found] == [[1.0 - mean, 2.0 - mean]] * 2
+
+
+def case_functions_traced_in_different_order():
+    """Names are given when nodes run: ranks need to run them in one order, not to trace them so."""
+    rank, size = hvd.rank(), hvd.size()
+    variables = [tf.Variable(tf.ones([3 + i]), name=f"traced{i}") for i in range(2)]
+
+    def step(v):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v) * (rank + 1.0)
+        gradient = hvd.DistributedGradientTape(tape).gradient(loss, v)
+        return gradient, hvd.allreduce(tf.ones_like(v), op=hvd.Sum)
+
+    steps = [tf.function(lambda v=v: step(v), autograph=False) for v in variables]
+    for traced in steps[:: -1 if rank else 1]:
+        traced.get_concrete_function()
+    for v, run in zip(variables, steps, strict=True):
+        gradient, ones = run()
+        assert gradient.numpy().tolist() == [(size + 1) / 2] * v.shape[0]
+        assert ones.numpy().tolist() == [size] * v.shape[0]
 
 
 def case_checkpoint_of_a_tape_and_an_optimizer():
