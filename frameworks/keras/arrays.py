@@ -39,6 +39,14 @@ def shaped(array: Array, dtype: str, shape: Sequence[int]) -> Array:
     return typed.reshape(tuple(shape))
 
 
+def all_finite(array: Array) -> bool:
+    """Whether an array of floating-point numbers holds no Inf and no NaN."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # A sum writes nothing and meets every Inf and NaN; finite numbers may add up to Inf.
+        total = array.sum(dtype=np.float64 if array.itemsize == 8 else np.float32)
+    return bool(np.isfinite(total)) or bool(np.isfinite(array).all())
+
+
 def allocate(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Array]:
     """Return uninitialised arrays in one piece of memory, aligned so that nobody has to copy."""
     kinds = [numpy_dtype(dtype) for dtype in dtypes]

@@ -14,7 +14,7 @@ from ringlet.compressors import Router
 from ringlet.compressors.context import State
 from ringlet.fusion import Group, Request
 from ringlet.keras.agreement import common_names
-from ringlet.keras.arrays import allocate, flat
+from ringlet.keras.arrays import all_finite, allocate, flat
 from ringlet.keras.rows import RowExchange, densified
 from ringlet.keras.variables import alike
 from ringlet.precision.reduction import carrier
@@ -181,7 +181,7 @@ class Reducer:
         return results
 
     def _all_finite(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> bool:
-        own = all(bool(np.isfinite(array).all()) for array in arrays if array.dtype.name in FLOATS)
+        own = all(all_finite(array) for array in arrays if array.dtype.name in FLOATS)
         flag = np.array([own], np.uint8)
         number = self.settings.process_set.number()
         request = Request(

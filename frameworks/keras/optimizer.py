@@ -13,7 +13,7 @@ from ringlet.keras.accumulation import Accumulator
 from ringlet.keras.agreement import unique
 from ringlet.keras.compression import as_router
 from ringlet.keras.gradients import Reducer, Settings, Staying
-from ringlet.keras.precision import with_loss_scale
+from ringlet.keras.precision import remembering, with_loss_scale
 from ringlet.keras.variables import cohorts, identity, local_variables, name_of
 from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
@@ -199,7 +199,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         gradient_predivide_factor,
         process_set,
         sparse_as_dense,
-        guard=scales and str(router) != "none",
+        guard=scales and bool(remembering(router)),
         reduction=policy.reduction,
     )
     base = type(optimizer)

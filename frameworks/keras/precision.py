@@ -37,6 +37,11 @@ def fits(policy: Policy, model: Any) -> None:
         )
 
 
+def remembering(router: Router) -> list[str]:
+    """Return the compressors that remember something of a step, which an overflow would spoil."""
+    return [str(c) for c in router.compressors if c.traits().stateful]
+
+
 def guards(policy: Policy, router: Router) -> bool:
     """Whether gradients that a caller has scaled need a watch over what compressors remember.
 
@@ -44,7 +49,7 @@ def guards(policy: Policy, router: Router) -> bool:
     must not get into its memory. Raises ValueError where that scale changes: what is remembered is
     in its units, and has to be told of the change.
     """
-    fed = [str(c) for c in router.compressors if c.traits().stateful]
+    fed = remembering(router)
     if not (policy.scale.watches and fed):
         return False
     if policy.scale.after(overflow=True) != policy.scale:

@@ -11,12 +11,14 @@ import warnings
 from pathlib import Path
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
 import ringlet
 import ringlet.keras as hvd
 from ringlet.compressors import Router
+from ringlet.keras.arrays import all_finite, numpy_dtype
 from ringlet.keras.gradients import Reducer, Settings, Slot
 from ringlet.keras.replicas import variables_equal
 
@@ -427,6 +429,20 @@ CASES = [name for name in dir() if name.startswith("case_")]
 @pytest.mark.parametrize("case", CASES)
 def test_keras_on_two_ranks(run_case, case):
     run_case(globals()[case], "gloo", 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_all_finite(dtype):
+    kind = numpy_dtype(dtype)
+    largest = np.full((3, 70), ml_dtypes.finfo(kind).max, kind)
+    assert all_finite(largest)  # though they add up to Inf
+    assert all_finite(np.zeros(0, kind))
+    for bad in (np.inf, -np.inf, np.nan):
+        for values in (largest.copy(), np.zeros((3, 70), kind)):
+            values[2, 69] = bad
+            assert not all_finite(values)
+            values[0, 0] = -bad
+            assert not all_finite(values)
 
 
 def test_ranks_outside_of_a_process_set_count_alike():

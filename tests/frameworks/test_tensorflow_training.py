@@ -422,6 +422,7 @@ def case_mixed_float16():
             assert np.array_equal(old, np.array(new)), spec
         assert optimizer.residual_norm() == norm
         assert float(optimizer.dynamic_scale) == 512.0
+        assert optimizer._ringlet.settings.guard == (spec not in (None, "fp16"))
         assert hvd.replicas_equal([*model.variables, *optimizer.variables])
     with pytest.raises(ValueError, match="the other way round"):
         keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD()))
@@ -457,7 +458,8 @@ def case_precision_of_a_tape():
     given, reducer = gradient(factor=np.inf if rank == 1 else 64.0, **fixed)
     assert not np.isfinite(given.numpy()).any()
     assert reducer.norm() == before > 0
-    gradient("fp16")  # whose wire remembers nothing
+    given, _ = gradient("fp16", factor=np.inf if rank == 1 else 1.0)  # whose wire remembers nothing
+    assert not np.isfinite(given.numpy()).any()
     with pytest.raises(ValueError, match=r"a loss scale that changes, and 'int8 \| ef' remembers"):
         gradient("fp16", compression={"*bias": "none", "*": "int8 | ef"})
     layer = keras.layers.Dense(2)
