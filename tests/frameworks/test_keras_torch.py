@@ -61,7 +61,16 @@ def main():
     hvd.broadcast_object()
     again = hvd.load_model(folder / "best.keras", compression=spec)
     hvd.load_compressor_state(again.optimizer, folder / "best.keras")
-    assert again.optimizer.residual_norm() == optimizer.residual_norm() > 0
+    norm = optimizer.residual_norm()
+    assert again.optimizer.residual_norm() == norm > 0
+    state = hvd.elastic.KerasState(again, epoch=rank)
+    state.sync()
+    weight = keras.ops.convert_to_numpy(again.weights[0]).copy()
+    fit(again, hvd.elastic.UpdateEpochStateCallback(state), epochs=1)
+    assert (state.epoch, again.optimizer.residual_norm() != norm) == (1, True)
+    state.restore()
+    assert (state.epoch, again.optimizer.residual_norm()) == (0, norm)
+    assert np.array_equal(keras.ops.convert_to_numpy(again.weights[0]), weight)
     print("residuals and models", flush=True)
 
     scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=1024.0)

@@ -354,6 +354,12 @@ def case_broadcast_variables():
     hvd.broadcast_variables([large], root_rank=1)
     use = tf.function(lambda: tf.matmul(large, large, transpose_b=True), autograph=False)
     assert use().numpy()[0, 0] == 301.0  # what was received is aligned as kernels need it
+    # Built on rank 0 and loaded on others, where Keras leaves Sequential models out.
+    alike = tf.Variable(float(rank), name="dense/kernel" if rank else "sequential/dense/kernel")
+    for call in both(lambda: hvd.broadcast_variables([alike], 0) and None):
+        alike.assign(float(rank))
+        call()
+        assert alike.numpy() == 0.0
     odd = [tf.Variable(1.0, name="a"), tf.Variable(1.0, name="b")][: 2 if rank == 0 else 1]
     with pytest.raises(hvd.HorovodInternalError, match=r"'b' is there on rank\(s\) 0 but not"):
         hvd.broadcast_variables(odd, 0)
