@@ -562,6 +562,15 @@ def case_functions_traced_in_different_order():
         gradient, ones = run()
         assert gradient.numpy().tolist() == [(size + 1) / 2] * v.shape[0]
         assert ones.numpy().tolist() == [size] * v.shape[0]
+    # In one function the order counts: ranks that differ are told at once, and by variables.
+    fresh = [tf.Variable(tf.ones([5]), name=f"swapped{i}") for i in range(2)]
+
+    @tf.function(autograph=False)
+    def swapped():
+        return [step(v)[0] for v in fresh[:: -1 if rank else 1]]
+
+    with pytest.raises(hvd.HorovodInternalError, match=r"'swapped0' is there on rank\(s\) 0 but"):
+        swapped()
 
 
 def case_checkpoint_of_a_tape_and_an_optimizer():
