@@ -21,11 +21,16 @@ class TensorError(RingError, tf.errors.OpError):
     Keras and sessions make an error anew.
     """
 
+    _kind: type[RingError]
     _of_tensorflow: type[Any]
 
     def __init__(self, *args: Any) -> None:
         node, operation, message = args[:3] if len(args) > 2 else (None, None, args[0])
         self._of_tensorflow.__init__(self, node, operation, message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        told = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return _unpickled, (self._kind, self._of_tensorflow, self.message), told
 
 
 _classes: dict[tuple[type, type], type[TensorError]] = {}
@@ -35,10 +40,14 @@ def both(kind: type[RingError], of_tensorflow: type[Any]) -> type[TensorError]:
     """Return the class of errors that are a ``kind`` and an ``of_tensorflow`` at once."""
     key = kind, of_tensorflow
     if key not in _classes:
-        content = {"__doc__": kind.__doc__, "_of_tensorflow": of_tensorflow}
+        content = {"__doc__": kind.__doc__, "_kind": kind, "_of_tensorflow": of_tensorflow}
         made: Any = type(kind.__name__, (TensorError, kind, of_tensorflow), content)
         _classes.setdefault(key, made)  # another thread's may be there by now
     return _classes[key]
+
+
+def _unpickled(kind: type[RingError], of_tensorflow: type[Any], message: str) -> TensorError:
+    return both(kind, of_tensorflow)(message)
 
 
 def class_for(error: RingError, otherwise: type[Any]) -> type[TensorError]:

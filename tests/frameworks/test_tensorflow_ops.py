@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import pickle
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -447,6 +449,8 @@ def case_errors_out_of_a_graph():
         tf.function(lambda x: bridge.run(failing, [x], [("float32", None)]))(odd)
     assert isinstance(found.value, tf.errors.UnknownError)
     assert found.value.ranks == (7,)
+    copy = pickle.loads(pickle.dumps(found.value))  # as a launcher gets it
+    assert (type(copy), copy.ranks, str(copy)) == (found.type, (7,), str(found.value))
     assert not graph_errors._failed  # nothing is left that a later error could be taken for
     # Others' errors stay what they are, also where Keras makes them anew.
     with pytest.raises(tf.errors.InvalidArgumentError, match="of another") as others:
