@@ -8,6 +8,7 @@ MLSys 2021.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +23,14 @@ from ringlet.compressors.sparse import (
     Selection,
     largest,
     largest_array,
+    largest_on_device,
     magnitude_bits,
     reaching,
+    reaching_on_device,
 )
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.estimate import Fit, Sample
 
 _ATTEMPTS = 10
 _FIRST = 0.25  # the share that every stage but the last of SIDCo lets through
@@ -52,9 +58,31 @@ class Estimated(Selection):
         """Return a threshold that about ``k`` of more magnitudes reach; NaN when unknown."""
         raise TypeError(f"{type(self).__name__} estimates nothing")
 
+    def aim(self, n: int, k: int, ctx: Context) -> Sample | Fit | None:
+        """Return how CUDA kernels do the same for ``n`` elements; None when it is not worth it."""
+        raise TypeError(f"{type(self).__name__} estimates nothing")
+
     def compress(self, x: Array, ctx: Context) -> Payload:
-        """Select with kernels; on a GPU in array code."""
-        return self._select(x, ctx, fast=ctx.xp is np)
+        """Select with kernels."""
+        if ctx.xp is np:
+            return self._select(x, ctx, fast=True)
+        found = self.compress_on_device(x, None, 1.0, ctx)
+        return self.reference(x, ctx) if found is None else found
+
+    def compress_on_device(
+        self, x: Array, residual: Array | None, decay: float, ctx: Context
+    ) -> Payload | None:
+        """Select with CUDA kernels, if there are any: in one pass unless the estimate was poor."""
+        if ctx.xp is np:
+            return None
+        from ringlet.compressors.kernels.cuda.estimate import Sought
+
+        n, k = x.size, self.count(x.size)
+        aim = self.aim(n, k, ctx) if 0 < k < n else None
+        if aim is not None:
+            return reaching_on_device(Sought(x, k, aim, residual), decay, ctx)
+        payload = {"indices": ctx.xp.empty(k, "uint32"), "values": ctx.xp.empty(k, "float32")}
+        return payload if largest_on_device(x, residual, decay, payload, ctx) else None
 
     def reference(self, x: Array, ctx: Context) -> Payload:
         """Do the same in array code."""
@@ -96,8 +124,7 @@ class TopKSampled(Estimated):
 
     def estimate(self, x: Array, k: int, ctx: Context, fast: bool) -> float:
         """Return the magnitude at the rank among the sample that k has among all."""
-        # At least 64 entries are expected above the threshold, which then errs by an eighth.
-        drawn = max(math.ceil(x.size * self.sample), 64 * x.size // k)
+        drawn = self.drawn(x.size, k)
         if drawn >= x.size:
             return math.nan
         if fast:
@@ -109,8 +136,20 @@ class TopKSampled(Estimated):
             places = squares(ctx.xp, ctx.key(), 0, drawn).astype("uint64") * ctx.xp.uint64(x.size)
             taken = x[(places >> ctx.xp.uint64(32)).astype("int64")]
             bits = (taken.view("uint32") & 0x7FFFFFFF).astype("int32")
-        rank = drawn - max(1, round(drawn * k / x.size))
+        rank = drawn - _rank(drawn, k, x.size)
         return float(ctx.xp.partition(bits, rank)[rank : rank + 1].view("float32")[0])
+
+    def drawn(self, n: int, k: int) -> int:
+        """Return how many of ``n`` entries are sampled where ``k`` are to travel."""
+        # At least 64 entries are expected above the threshold, which then errs by an eighth.
+        return max(math.ceil(n * self.sample), 64 * n // k)
+
+    def aim(self, n: int, k: int, ctx: Context) -> Sample | Fit | None:
+        """Sample, unless the sample would be as large as the tensor."""
+        from ringlet.compressors.kernels.cuda.estimate import Sample
+
+        drawn = self.drawn(n, k)
+        return Sample(ctx.key(), drawn, _rank(drawn, k, n)) if drawn < n else None
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels, the one that samples included."""
@@ -136,18 +175,33 @@ class SIDCo(Estimated):
 
     def estimate(self, x: Array, k: int, ctx: Context, fast: bool) -> float:
         """Return the threshold of the last stage."""
-        threshold, left = 0.0, k / x.size
-        for stage in range(self.stages):
-            last = stage == self.stages - 1 or left >= _FIRST
+        threshold = 0.0
+        for weight in self.weights(k / x.size):
             total, count = self._exceeding(x, threshold, ctx, fast)
             if count == 0:
                 break
-            share = left if last else _FIRST
-            threshold += (total / count - threshold) * -math.log(share)
-            left /= share
-            if last or not math.isfinite(threshold):
+            threshold += (total / count - threshold) * weight
+            if not math.isfinite(threshold):
                 break
         return threshold
+
+    def weights(self, ratio: float) -> tuple[float, ...]:
+        """Return by how many mean excesses each stage moves the threshold."""
+        weights, left = [], ratio
+        for stage in range(self.stages):
+            last = stage == self.stages - 1 or left >= _FIRST
+            share = left if last else _FIRST
+            weights.append(-math.log(share))
+            left /= share
+            if last:
+                break
+        return tuple(weights)
+
+    def aim(self, n: int, k: int, ctx: Context) -> Sample | Fit | None:
+        """Fit the stages."""
+        from ringlet.compressors.kernels.cuda.estimate import Fit
+
+        return Fit(self.weights(k / n))
 
     def _exceeding(self, x: Array, threshold: float, ctx: Context, fast: bool) -> tuple[float, int]:
         """Return the sum and the number of magnitudes of at least ``threshold``."""
@@ -158,7 +212,7 @@ class SIDCo(Estimated):
             held = (x.view("uint32") & 0x7FFFFFFF) >= bits
             rows[: x.size][~held] = 0
             sums = lane_sums(ctx.xp.abs(rows).reshape(chunks, _CHUNK).astype("float64"), ctx.xp)
-            return sum(float(s) for s in sums), int(held.sum())
+            return _in_order(sums), int(held.sum())
         from ringlet.compressors.kernels import sparse
 
         sums, counts = np.empty(chunks), np.empty(chunks, np.int64)
@@ -168,4 +222,17 @@ class SIDCo(Estimated):
             sparse.exceeding(x[start:stop], bits, _CHUNK, sums[first:end], counts[first:end])
 
         run_ranges(x.size, _CHUNK, exceed)
-        return sum(float(s) for s in sums), int(counts.sum())
+        return _in_order(sums), int(counts.sum())
+
+
+def _rank(drawn: int, k: int, n: int) -> int:
+    """Return the rank, from 1 on, that k of n entries have among as many as are drawn."""
+    return max(1, round(drawn * k / n))
+
+
+def _in_order(sums: Array) -> float:
+    """Add one after the other: ``sum`` does not from Python 3.12 on, nor does an array's."""
+    total = 0.0
+    for value in sums.tolist():
+        total += value
+    return total

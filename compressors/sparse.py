@@ -1,9 +1,13 @@
 """Sparsification by a threshold; the base of compressors that send as many entries as it takes.
 
+How many that are is known where the values are: on a GPU, the host waits for it, once a tensor.
+
 Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +18,9 @@ from ringlet.compressors.feedback import advance, on_device
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.estimate import Sought
 
 _NOTHING = np.empty(0, np.float32)
 
@@ -69,10 +76,17 @@ class Selection(Compressor):
     def compress_feedback(self, x: Array, residual: Array, decay: float, ctx: Context) -> Payload:
         """Do the same for payloads of variable size."""
         if ctx.xp is not np:
-            return super().compress_feedback(x, residual, decay, ctx)
+            found = self.compress_on_device(x, residual, decay, ctx)
+            return super().compress_feedback(x, residual, decay, ctx) if found is None else found
         payload = self.compress(advance(x, residual, decay, ctx), ctx)
         self._forget(payload, residual)
         return payload
+
+    def compress_on_device(
+        self, x: Array, residual: Array | None, decay: float, ctx: Context
+    ) -> Payload | None:
+        """Do all of it with CUDA kernels; None if there are none for these arrays."""
+        return None
 
     def _forget(self, payload: Payload, residual: Array) -> None:
         from ringlet.compressors.kernels import feedback
@@ -112,13 +126,26 @@ class Threshold(Selection):
         return min(n, max(1, int(n * self.cap * (1 + 1e-12))))
 
     def compress(self, x: Array, ctx: Context) -> Payload:
-        """Select in one pass; on a GPU in array code."""
+        """Select in one pass."""
         if ctx.xp is not np:
-            return self.reference(x, ctx)
+            found = self.compress_on_device(x, None, 1.0, ctx)
+            return self.reference(x, ctx) if found is None else found
         indices = reaching(x, magnitude_bits(self.value), ctx)
         if indices.size <= self.limit(x.size):
             return {"indices": indices, "values": x[indices]}
         return largest(x, self.limit(x.size), ctx)
+
+    def compress_on_device(
+        self, x: Array, residual: Array | None, decay: float, ctx: Context
+    ) -> Payload | None:
+        """Select with CUDA kernels, if there are any, in one pass over memory."""
+        if ctx.xp is np:
+            return None
+        from ringlet.compressors.kernels.cuda.estimate import Given, Sought
+
+        with np.errstate(over="ignore"):
+            aim = Given(float(np.float32(self.value)))
+        return reaching_on_device(Sought(x, self.limit(x.size), aim, residual), decay, ctx)
 
     def reference(self, x: Array, ctx: Context) -> Payload:
         """Do the same in array code."""
@@ -216,3 +243,40 @@ def largest_array(x: Array, k: int, ctx: Context) -> Payload:
     equal = xp.flatnonzero(bits == threshold)[: k - above.size]
     indices = xp.sort(xp.concatenate([above, equal])).astype("uint32")
     return {"indices": indices, "values": x[indices]}
+
+
+def reaching_on_device(sought: Sought, decay: float, ctx: Context) -> Payload | None:
+    """Return what reaches a threshold by CUDA kernels; None if there are none. GPU only.
+
+    Waits for the device once: how many entries there are decides what is allocated for them.
+    """
+    from ringlet.compressors.kernels.cuda.device import device_of
+    from ringlet.compressors.kernels.cuda.estimate import reaching
+
+    device = device_of(ctx.xp)
+    if device is None:
+        return None
+    if sought.x.size == 0:
+        return {"indices": ctx.xp.empty(0, "uint32"), "values": ctx.xp.empty(0, "float32")}
+    found = reaching(device, [sought], ctx.workspace.array, ctx.xp.empty, decay)
+    return dict(zip(("indices", "values"), found[0], strict=True))
+
+
+def largest_on_device(
+    x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
+) -> bool:
+    """Fill ``payload`` with the largest entries by CUDA kernels; False if there are none.
+
+    By a sampled threshold, then by radix; the host learns nothing and waits for nothing.
+    """
+    if ctx.xp is np:
+        return False
+    from ringlet.compressors.kernels.cuda.device import device_of
+    from ringlet.compressors.kernels.cuda.select import Selected, largest
+
+    device = device_of(ctx.xp)
+    if device is None:
+        return False
+    tensor = Selected(x, payload["indices"], payload["values"], residual)
+    largest(device, [tensor], ctx.workspace.array, decay)
+    return True

@@ -12,7 +12,7 @@ from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
-from ringlet.compressors.sparse import Selection, largest_array, largest_into
+from ringlet.compressors.sparse import Selection, largest_array, largest_into, largest_on_device
 
 
 @register("topk")
@@ -64,15 +64,5 @@ class TopK(Selection):
     def selects_on_device(
         self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
     ) -> bool:
-        """Select with CUDA kernels, if there are any: by a sampled threshold, then by radix."""
-        if ctx.xp is np:
-            return False
-        from ringlet.compressors.kernels.cuda.device import device_of
-        from ringlet.compressors.kernels.cuda.select import Selected, largest
-
-        device = device_of(ctx.xp)
-        if device is None:
-            return False
-        tensor = Selected(x, payload["indices"], payload["values"], residual)
-        largest(device, [tensor], ctx.workspace.array, decay)
-        return True
+        """Select with CUDA kernels, if there are any."""
+        return largest_on_device(x, residual, decay, payload, ctx)

@@ -25,15 +25,22 @@ REASON = "needs g++ or clang++ to compile CUDA sources for the host"
 
 
 class HostDevice:
-    """Runs kernels on NumPy arrays. ``launches`` counts; ``backwards`` reverses the threads."""
+    """Runs kernels on NumPy arrays; ``launches`` and ``reads`` count.
+
+    ``backwards`` reverses the threads.
+    """
 
     def __init__(self, cache: Path) -> None:
-        self.cache, self.backwards, self.launches = cache, False, 0
+        self.cache, self.backwards, self.launches, self.reads = cache, False, 0, 0
         self._libraries, self.constants = {}, {}
 
     def address(self, array):
         assert array.flags.c_contiguous
         return array.ctypes.data
+
+    def read(self, array):
+        self.reads += 1
+        return array.copy()
 
     def constant(self, name, array):
         return self.constants.setdefault(name, array)

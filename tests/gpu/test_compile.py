@@ -10,7 +10,14 @@ import pytest
 
 import ringlet.compressors.kernels.cuda as package
 from ringlet.compressors import CompressorError, parse
-from ringlet.compressors.kernels.cuda import elementwise, hadamard, randomk, select, shared
+from ringlet.compressors.kernels.cuda import (
+    elementwise,
+    estimate,
+    hadamard,
+    randomk,
+    select,
+    shared,
+)
 from ringlet.compressors.kernels.cuda.compile import binary
 from ringlet.compressors.kernels.cuda.source import OPTIONS, Program
 
@@ -34,6 +41,7 @@ def programs():
     found += [int8.program("encode", INPUT=kind) for kind in (0, 1, 2)]
     found += [int8.program("encode", SUMMED=1, FEEDBACK=1), int8.program("decode", ADDING=1)]
     found += [select.program(0, 1), select.program(1, 0), elementwise.PROGRAM]
+    found += [estimate.program(0, 1), estimate.program(2, 0)]
     found += [randomk.PROGRAM, hadamard.program(1024), hadamard.program(8192)]
     found += [shared.program(8, 512, True), shared.program(32, 100, False)]
     return found

@@ -18,6 +18,10 @@ SPECS = [
     "block_topk(block=9000, ratio=0.02, bits=8)", "block_topk(ratio=0.25, block=64, dct=True)",
     "topk", "topk(ratio=0.3)",
 ]  # fmt: skip
+VARIABLE = [
+    "threshold(value=0.5)", "threshold(value=0.5, cap=0.01)", "topk_sampled", "sidco",
+    "sidco(ratio=0.3, stages=1)",
+]  # fmt: skip
 OTHERS = [
     "none", "threshold", "topk_sampled", "sidco", "lossless", "shared_int", "terngrad_shared",
     "powersgd", "acpsgd", "randomk", "randomk(unbiased=False) | ef", "int4 | hadamard | ef",
@@ -89,6 +93,21 @@ def test_gpu_and_cpu_agree(spec, n, trouble, cupy):
         for side in sides:
             getattr(side, step)()
         assert_same(*(side.seen() for side in sides), step)
+
+
+@pytest.mark.parametrize("spec", VARIABLE)
+@pytest.mark.parametrize("n", [0, 1, 100, 6001, 1 << 20])
+@pytest.mark.parametrize("trouble", [False, True])
+def test_payloads_of_variable_size_agree(spec, n, trouble, cupy):
+    x, c, made = values(n, trouble), parse(spec), []
+    for xp in np, cupy:
+        ctx = Context(name="w", numel=n, shape=(n,), xp=xp, workspace=Workspace(xp), seed=9)
+        here, residual = xp.asarray(x), xp.ones(n, np.float32)
+        seen = [*c.compress(here, ctx).values()]
+        seen += [*c.compress_feedback(here, residual, 0.9, ctx).values(), residual]
+        made.append([to_host(array) for array in seen])
+    for a, b in zip(*made, strict=True):
+        assert np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -21,6 +21,9 @@ class Device(Protocol):
     def address(self, array: Array) -> int:
         """Return where the elements of ``array`` begin in device memory."""
 
+    def read(self, array: Array) -> Array:
+        """Return a copy of ``array`` on the host: the one call here that waits for the device."""
+
     def constant(self, name: str, array: Array) -> Array:
         """Return the NumPy ``array`` on the device; it is copied there once for each ``name``."""
 
@@ -40,6 +43,11 @@ class CupyDevice:
         """Return the device pointer."""
         pointer: int = array.data.ptr  # type: ignore[attr-defined]  # a CuPy array
         return pointer
+
+    def read(self, array: Array) -> Array:
+        """Wait for CuPy's current stream."""
+        copied: Array = array.get()  # type: ignore[attr-defined]  # a CuPy array
+        return copied
 
     def constant(self, name: str, array: Array) -> Array:
         """Copy to the current device, once."""

@@ -2,39 +2,11 @@
 // without the host's help (see kernels/select.py, which this equals entry for entry).
 //
 // A sample gives a floor that a little more than k entries reach. One pass over memory lists those,
-// the candidates, unit by unit; should they be fewer than k, everything becomes a candidate. The k-th
-// magnitude is then found among them by radix: 11, 10 and 10 bits. With FEEDBACK the sum with the
-// residual is what is selected from, and becomes the residual in the same pass; what is sent is
-// forgotten there at the end.
+// the candidates (see collect.cuh); should they be fewer than k, everything becomes a candidate. The
+// k-th magnitude is then found among them by radix: 11, 10 and 10 bits. What is sent is forgotten in
+// the residual at the end.
 
-#define UNIT 4096     // elements whose candidates lie together
-#define TOGETHER 64   // units that a CUDA block looks at when it works on candidates
 #define SAMPLE 4096
-
-struct State {  // of one tensor
-    u32 prefix;  // of the k-th magnitude, finally all of it
-    u32 left;    // rank among those with that prefix, finally how many that equal it are taken
-    u32 total;   // candidates
-    u32 floor;
-    u32 counts[2048];
-};
-
-struct Selection {
-    Table table;   // key: k; start: the segment's first unit among those of all segments
-    u16* offsets;  // of candidates inside their unit, ascending
-    float* values;
-    u32* counts;  // candidates of a unit
-    u32* places;  // of a unit: how many larger, and how many equal to the k-th
-    State* states;
-};
-
-INLINE float selected_from(const Table& table, const Segment& segment, i64 i) {
-    float v = table.scale * value_at(segment.data, i);
-    if (FEEDBACK) v += table.decay * segment.residual[i];
-    return v;
-}
-
-INLINE int units_of(const Segment& segment) { return (int)((segment.n + UNIT - 1) / UNIT); }
 
 // A CUDA block for each tensor.
 extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Selection all) {
@@ -61,84 +33,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
         }
     }
     for (int j = threadIdx.x; j < 2048; j += THREADS) state.counts[j] = 0;
-    if (threadIdx.x == 0) state.prefix = 0, state.left = k, state.total = 0, state.floor = prefix;
-}
-
-// A CUDA block for each unit.
-extern "C" __global__ void __launch_bounds__(THREADS) collect(const __grid_constant__ Selection all) {
-    const int number = segment_of(all.table, blockIdx.x);
-    const Segment& segment = all.table.segments[number];
-    const i64 base = (blockIdx.x - segment.first) * UNIT, slot = (i64)blockIdx.x * UNIT;
-    const u32 floor = all.states[number].floor;
-    u32 found = 0;
-#pragma unroll
-    for (int start = 0; start < UNIT; start += THREADS * 8) {
-        const i64 at = base + start + threadIdx.x * 8;
-        const int count = (int)smaller(larger(segment.n - at, (i64)0), (i64)8);
-        float v[8] = {};
-        u32 mine = 0, total;
-        if (count > 0) {
-            load_values(segment.data, at, count, v);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) v[e] *= all.table.scale;
-#if FEEDBACK
-            float kept[8];
-            load_floats(segment.residual, at, count, kept);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) v[e] += all.table.decay * kept[e];
-            store_finite(segment.residual, at, count, v);
-#endif
-#pragma unroll
-            for (int e = 0; e < 8; ++e) mine += e < count && magnitude_bits(v[e]) >= floor;
-        }
-        u32 place = found + scan_before(mine, total);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            if (e < count && magnitude_bits(v[e]) >= floor) {
-                all.offsets[slot + place] = (u16)(start + threadIdx.x * 8 + e);
-                all.values[slot + place] = v[e];
-                ++place;
-            }
-        }
-        found += total;
-    }
     if (threadIdx.x == 0) {
-        all.counts[blockIdx.x] = found;
-        if (found) atomicAdd(&all.states[number].total, found);
+        state.prefix = 0, state.left = k, state.total = 0;
+        state.floor = smaller(prefix, INFINITE);  // see widen
+        state.least = k, state.lower = 0;
     }
-}
-
-// Where candidates are too few, make everything one. What is not finite has not become a residual,
-// but is a candidate in any case.
-extern "C" __global__ void __launch_bounds__(THREADS) widen(const __grid_constant__ Selection all) {
-    __shared__ float cache[UNIT];
-    const int number = segment_of(all.table, blockIdx.x);
-    const Segment& segment = all.table.segments[number];
-    if (all.states[number].total >= (u32)segment.key) return;
-    const i64 base = (blockIdx.x - segment.first) * UNIT, slot = (i64)blockIdx.x * UNIT;
-    const int count = (int)smaller(segment.n - base, (i64)UNIT);
-    for (int i = threadIdx.x; i < count; i += THREADS)
-        cache[i] = FEEDBACK ? segment.residual[base + i]
-                            : all.table.scale * value_at(segment.data, base + i);
-    __syncthreads();
-    for (int j = threadIdx.x; j < (int)all.counts[blockIdx.x]; j += THREADS)
-        cache[all.offsets[slot + j]] = all.values[slot + j];
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        all.offsets[slot + i] = (u16)i;
-        all.values[slot + i] = cache[i];
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) all.counts[blockIdx.x] = count;
-}
-
-// Call visit(unit, lane) in a warp for each unit of this CUDA block's share.
-template <class Visit> INLINE void each_unit(const Selection& all, int number, const Visit& visit) {
-    const Segment& segment = all.table.segments[number];
-    const int first = (int)(blockIdx.x - segment.first) * TOGETHER;
-    const int last = smaller(first + TOGETHER, units_of(segment));
-    for (int unit = first + threadIdx.x / 32; unit < last; unit += WARPS)
-        visit(unit, (int)(threadIdx.x % 32));
 }
 
 // A level of the radix search; its number is in table.shards. Blocks of 64 units from here on.
@@ -169,8 +68,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) narrow(const __grid_consta
     u32 left = state.left;
     const u32 prefix = state.prefix;
     __syncthreads();
-    const u32 bin = all.table.shards ? bin_from_top<1024>(state.counts, left)
-                                     : bin_from_top<2048>(state.counts, left);
+    u32 bin = 0;
+    if (left)  // else nothing is to be selected
+        bin = all.table.shards ? bin_from_top<1024>(state.counts, left)
+                               : bin_from_top<2048>(state.counts, left);
     if (threadIdx.x == 0)
         state.prefix = all.table.shards ? prefix << 10 | bin : bin, state.left = left;
     for (int j = threadIdx.x; j < 2048; j += THREADS) state.counts[j] = 0;
