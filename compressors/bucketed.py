@@ -75,13 +75,13 @@ class Bucketed(Compressor):
         """Decode, with a kernel if there is one for ``ctx.xp``."""
         if ctx.xp is np:
             self._decode([payload], out, [self.decoder(add=False, ctx=ctx)])
-        elif not self._decode_on_device([payload], out, ctx):
+        elif not self.decode_on_device([payload], out, ctx):
             self.decode_array(payload, out, ctx)
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode and add in one pass."""
         if ctx.xp is not np:
-            if not self._decode_on_device([payload], out, ctx, add=True):
+            if not self.decode_on_device([payload], out, ctx, add=True):
                 super().accumulate(payload, out, ctx)
             return
         self._decode([payload], out, [self.decoder(add=True, ctx=ctx)])
@@ -90,7 +90,7 @@ class Bucketed(Compressor):
     def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
         """Decode and add all payloads piece by piece, each piece while it is in the cache."""
         if ctx.xp is not np:
-            if not self._decode_on_device(payloads, out, ctx):
+            if not self.decode_on_device(payloads, out, ctx):
                 super().sum_into(payloads, out, ctx)
             return
         write, add = self.decoder(add=False, ctx=ctx), self.decoder(add=True, ctx=ctx)
@@ -145,10 +145,18 @@ class Bucketed(Compressor):
         codec.encode(device, [target], decay)
         return True
 
-    def _decode_on_device(
-        self, payloads: Sequence[Payload], out: Array, ctx: Context, add: bool = False
+    def decode_on_device(
+        self,
+        payloads: Sequence[Payload],
+        out: Array,
+        ctx: Context,
+        add: bool = False,
+        scale: float = 1.0,
     ) -> bool:
-        """Decode with the kernels; False if there are none."""
+        """Set ``out`` to scale * the sum of payloads, or add them, scaled; False without kernels.
+
+        A scale other than 1 is for at most 96 payloads.
+        """
         found = self._device(ctx)
         if found is None:
             return False
@@ -156,7 +164,7 @@ class Bucketed(Compressor):
 
         codec, device = found
         sources = [[payload[name] for name in self.strides()] for payload in payloads]
-        codec.decode(device, [Output(out, sources)], add)
+        codec.decode(device, [Output(out, sources)], add, scale)
         return True
 
     def _encode(

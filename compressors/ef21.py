@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits
 from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.memory import commit, difference_into
 from ringlet.compressors.modifier import Modifier
-from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
 
 
@@ -66,7 +64,7 @@ class EF21(Modifier):
             at = dataclasses.replace(ctx, offset=offset)
             self.wrapped_compressor.decompress(payload, sent, at)
             worker = _array("worker", out.size, ctx)[piece]
-            _commit(out[piece], sent, worker, server[piece], ctx)
+            commit(out[piece], sent, worker, server[piece], ctx)
             for array in payload.values():
                 ctx.workspace.back(array)
 
@@ -74,12 +72,12 @@ class EF21(Modifier):
         """Return x - g; the second stage of a reduction compresses a sum of what was sent."""
         piece = slice(ctx.offset, ctx.offset + x.size)
         difference = ctx.workspace.array("ef21", x.size)
+        n = max(ctx.numel, x.size)
         if ctx.stage == 1:
-            known = _array("worker", max(ctx.numel, x.size), ctx)[piece]
-            ctx.xp.subtract(x, known, out=difference)
+            difference_into(x, None, _array("worker", n, ctx)[piece], difference, ctx)
         else:
-            ctx.xp.add(_array("sum", max(ctx.numel, x.size), ctx)[piece], x, out=difference)
-            difference -= _array("known", max(ctx.numel, x.size), ctx)[piece]
+            total, known = _array("sum", n, ctx)[piece], _array("known", n, ctx)[piece]
+            difference_into(x, total, known, difference, ctx)
         return difference
 
     def _sent(self, x: Array, payload: Payload, ctx: Context) -> None:
@@ -94,7 +92,7 @@ class EF21(Modifier):
         piece = slice(ctx.offset, ctx.offset + x.size)
         sent = ctx.workspace.array("ef21", x.size)
         self.wrapped_compressor.decompress(payload, sent, ctx)
-        _commit(sent, x, ctx.state["sum"][piece], ctx.state["known"][piece], ctx)
+        commit(sent, x, ctx.state["sum"][piece], ctx.state["known"][piece], ctx)
 
 
 def _array(name: str, n: int, ctx: Context) -> Array:
@@ -103,29 +101,3 @@ def _array(name: str, n: int, ctx: Context) -> Array:
         ctx.state[name] = ctx.xp.zeros(n, "float32")
     array: Array = ctx.state[name]
     return array
-
-
-def _commit(received: Array, sent: Array, worker: Array, server: Array, ctx: Context) -> None:
-    if ctx.xp is np:
-        from ringlet.compressors.kernels import memory
-
-        def commit(start: int, stop: int) -> None:
-            at = slice(start, stop)
-            memory.commit(received[at], sent[at], worker[at], server[at])
-
-        run_ranges(received.size, 1, commit)
-        return
-    commit_reference(received, sent, worker, server, ctx)
-
-
-def commit_reference(
-    received: Array, sent: Array, worker: Array, server: Array, ctx: Context
-) -> None:
-    """Do what the kernel does in array code."""
-    xp = ctx.xp
-    with np.errstate(invalid="ignore", over="ignore"):
-        total, own = server + received, worker + sent
-    finite = xp.isfinite(total)
-    xp.copyto(worker, own, where=finite & xp.isfinite(own))
-    xp.copyto(server, total, where=finite)
-    received[...] = total

@@ -45,6 +45,19 @@ def target_into(x: Array, residual: Array, decay: float, out: Array, ctx: Contex
     run_ranges(x.size, 1, add)
 
 
+def scale(out: Array, weight: float, ctx: Context) -> None:
+    """Multiply ``out`` by ``weight``."""
+    if not on_device("scale", ctx, out, weight):
+        out *= np.float32(weight)
+
+
+def add_scaled(out: Array, values: Array, weight: float, ctx: Context) -> None:
+    """Add weight * values to ``out``; ``values`` may be overwritten."""
+    if not on_device("add", ctx, out, weight, a=out, b=values):
+        values *= np.float32(weight)
+        out += values
+
+
 def keep_lost(target: Array, decoded: Array, residual: Array, ctx: Context) -> None:
     """Set ``residual`` to target - decoded where that is finite; ``decoded`` may be overwritten."""
     if on_device("keep", ctx, residual, a=target, b=decoded):

@@ -13,10 +13,10 @@ import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits, keep_residual
-from ringlet.compressors.energy import energy
+from ringlet.compressors.energy import shrinking
+from ringlet.compressors.memory import advance, settle, settle_reference
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.options import option
-from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.registry import register
 
 
@@ -49,63 +49,58 @@ class MomentumCorrection(Modifier):
         )
 
     def compress(self, x: Array, ctx: Context) -> Payload:
-        """Advance, compress, and keep what was lost."""
-        inner, xp = self.wrapped_compressor, ctx.xp
+        """Advance, compress, and keep what was lost: on a CPU in array code."""
+        inner, v = self.wrapped_compressor, _state("v", x, ctx)
         if ctx.stage == 2:  # a sum of what ranks sent has had its momentum: only keep the loss
-            return inner.compress_feedback(x, _state("v", x, ctx), 1.0, ctx)
-        u, v = _state("u", x, ctx), _state("v", x, ctx)
+            return inner.compress_feedback(x, v, 1.0, ctx)
+        if ctx.xp is not np:
+            moved = self._advanced(x, ctx)
+            payload = inner.compress_feedback(moved, v, 1.0, ctx)
+            self._settle(moved, payload, ctx)
+            return payload
+        u = _state("u", x, ctx)
         with np.errstate(invalid="ignore", over="ignore"):
-            advanced = np.float32(self.momentum) * u + self._scale(x, ctx) * x
+            scale = self._scale(x, ctx)
+            advanced = np.float32(self.momentum) * u + (x if scale is None else scale * x)
             target = v + advanced
         payload = inner.compress(target, ctx)
         keep_residual(inner, target, payload, v, ctx)
         sent = ctx.workspace.array("momentum", x.size)
         inner.decompress(payload, sent, ctx)
-        kept = xp.where((sent != 0) & self._masks(), np.float32(0), advanced)
-        xp.copyto(u, kept, where=xp.isfinite(advanced) & xp.isfinite(sent))
+        settle_reference(advanced, sent, self._masks(), u, ctx)
         return payload
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Do the same with the wrapped compressor's fused feedback."""
-        if ctx.xp is not np:
-            return super(Modifier, self).encode_into(x, payload, ctx)
-        from ringlet.compressors.kernels import memory
-
-        inner, masks = self.wrapped_compressor, self._masks()
+        inner, v = self.wrapped_compressor, _state("v", x, ctx)
         if ctx.stage == 2:
-            return inner.feedback_into(x, _state("v", x, ctx), 1.0, payload, ctx)
-        u, v = _state("u", x, ctx), _state("v", x, ctx)
-        momentum, scale = np.float32(self.momentum), self._scale(x, ctx)
-        advanced = ctx.workspace.array("momentum.advanced", x.size)
-
-        def advance(start: int, stop: int) -> None:
-            at = slice(start, stop)
-            memory.advance(x[at], scale, momentum, u[at], advanced[at])
-
-        run_ranges(x.size, 1, advance)
+            inner.feedback_into(x, v, 1.0, payload, ctx)
+            return
+        advanced = self._advanced(x, ctx)
         inner.feedback_into(advanced, v, 1.0, payload, ctx)
-        sent = ctx.workspace.array("momentum", x.size)
-        inner.decompress(payload, sent, ctx)
+        self._settle(advanced, payload, ctx)
 
-        def settle(start: int, stop: int) -> None:
-            at = slice(start, stop)
-            memory.settle(advanced[at], sent[at], masks, u[at])
+    def _advanced(self, x: Array, ctx: Context) -> Array:
+        """Return momentum * u + x, in scratch memory; u stays as it is until ``_settle``."""
+        advanced = ctx.workspace.array("momentum.advanced", x.size)
+        advance(x, self._scale(x, ctx), self.momentum, _state("u", x, ctx), advanced, ctx)
+        return advanced
 
-        run_ranges(x.size, 1, settle)
-        return None
+    def _settle(self, advanced: Array, payload: Payload, ctx: Context) -> None:
+        """Make that u, less what was sent."""
+        sent = ctx.workspace.array("momentum", advanced.size)
+        self.wrapped_compressor.decompress(payload, sent, ctx)
+        settle(advanced, sent, self._masks(), _state("u", advanced, ctx), ctx)
 
     def _masks(self) -> bool:
         # Payloads that add up hold every element: nothing is delayed that could be stale.
         return self.masking and self.wrapped_compressor.traits().combine != "sum"
 
     def _scale(self, x: Array, ctx: Context) -> Any:
-        """Return what clipping multiplies the gradient by, as float32."""
+        """Return what clipping multiplies the gradient by; None: nothing is clipped."""
         if not self.clip or x.size == 0:
-            return np.float32(1)
-        norm = energy(x, ctx) ** 0.5
-        bound = self.clip / ctx.size**0.5
-        # Not so where the norm is not finite: an overflow must not be scaled away.
-        return np.float32(bound / norm) if bound < norm < np.inf else np.float32(1)
+            return None
+        return shrinking(x, self.clip / ctx.size**0.5, ctx)
 
 
 def _state(name: str, x: Array, ctx: Context) -> Array:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
+from ringlet.compressors.bucketed import Bucketed
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits
 from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.feedback import add_scaled, scale
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
+
+_FUSED = 96  # payloads that a CUDA kernel sums and scales at once
 
 
 @register("scaled")
@@ -72,17 +74,27 @@ class Scaled(Modifier):
         return None
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Decode and scale."""
-        super().decompress(payload, out, ctx)
-        out *= np.float32(self.weight)
+        """Decode and scale; a quantiser does both in one pass on a GPU."""
+        if not self._fused([payload], out, ctx, add=False):
+            super().decompress(payload, out, ctx)
+            scale(out, self.weight, ctx)
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode, scale and add."""
-        decoded = ctx.workspace.array("scaled", out.size)
-        self.decompress(payload, decoded, ctx)
-        out += decoded
+        if not self._fused([payload], out, ctx, add=True):
+            decoded = ctx.workspace.array("scaled", out.size)
+            super().decompress(payload, decoded, ctx)
+            add_scaled(out, decoded, self.weight, ctx)
 
     def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
         """Sum, and scale once."""
-        super().sum_into(payloads, out, ctx)
-        out *= np.float32(self.weight)
+        if not self._fused(payloads, out, ctx, add=False):
+            super().sum_into(payloads, out, ctx)
+            scale(out, self.weight, ctx)
+
+    def _fused(self, payloads: Sequence[Payload], out: Array, ctx: Context, add: bool) -> bool:
+        """Decode and scale with a CUDA kernel; False where there is none that does both."""
+        inner = self.wrapped_compressor
+        if not isinstance(inner, Bucketed) or len(payloads) > _FUSED:
+            return False
+        return inner.decode_on_device(payloads, out, ctx, add, self.weight)

@@ -6,14 +6,13 @@ accelerating distributed deep learning using tensor homomorphic compression", NS
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Exchange, Round, Traits, exercise
-from ringlet.compressors.energy import energy
+from ringlet.compressors.energy import clip
 from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.options import fixed, option
 from ringlet.compressors.pool import run_ranges
@@ -189,8 +188,4 @@ class TernGradShared(SharedInt):
 
     def prepare(self, x: Array, out: Array, ctx: Context) -> None:
         """Clip, unless the bound is not finite: an overflow must not be clipped away."""
-        bound = self.clip * (energy(x, ctx) / max(x.size, 1)) ** 0.5
-        if math.isfinite(bound):
-            ctx.xp.clip(x, np.float32(-bound), np.float32(bound), out=out)
-        else:
-            out[...] = x
+        clip(x, self.clip, out, ctx)

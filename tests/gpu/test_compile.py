@@ -14,6 +14,7 @@ from ringlet.compressors.kernels.cuda import (
     elementwise,
     estimate,
     hadamard,
+    memory,
     randomk,
     select,
     shared,
@@ -43,6 +44,7 @@ def programs():
     found += [select.program(0, 1), select.program(1, 0), elementwise.PROGRAM]
     found += [estimate.program(0, 1), estimate.program(2, 0)]
     found += [randomk.PROGRAM, hadamard.program(1024), hadamard.program(8192)]
+    found += [memory.program(name, kind) for kind in (0, 1) for name in ("memory", "norm")]
     found += [shared.program(8, 512, True), shared.program(32, 100, False)]
     return found
 

@@ -293,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(const __grid_consta
     const int k = kept_of(n);
     float* out = (float*)segment.data + base;
     float* sum = CACHED ? cache : out;
+    const float weight = ADDING ? table.scale : 1.0f;  // sums that are made anew are scaled at the end
     if (CACHED || !ADDING)
         for (int i = threadIdx.x; i < n; i += THREADS) sum[i] = ADDING ? out[i] : 0.0f;
     for (int p = 0; p < table.shards; ++p) {
@@ -310,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(const __grid_consta
 #if ROTATED
             places[j] = (u16)(i < limit ? i : 0), sent[j] = i < limit ? v : 0.0f;
 #else
-            if (i < limit) sum[i] = first ? v : sum[i] + v;
+            if (i < limit) sum[i] = first ? v : sum[i] + weight * v;
 #endif
         }
 #if ROTATED
@@ -318,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(const __grid_consta
         for (int i = threadIdx.x; i < n; i += THREADS) {
             float total = 0.0f;
             for (int j = 0; j < k; ++j) total += sent[j] * table.inverse[places[j] * BLOCK + i];
-            sum[i] = first ? total : sum[i] + total;
+            sum[i] = first ? total : sum[i] + weight * total;
         }
 #endif
     }

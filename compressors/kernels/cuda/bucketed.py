@@ -113,13 +113,13 @@ class Codec:
     ) -> None:
         """Overwrite each output with scale * the sum of its payloads, in order, in one pass.
 
-        With ``add`` they are added to what is there, one by one, and ``scale`` must be 1, as it
-        must for more than 96 payloads.
+        With ``add`` scale * each payload is added to what is there, one by one. ``scale`` must be 1
+        for sums of more than 96 payloads.
         """
         shards = len(outputs[0].sources) if outputs else 0
-        if scale != 1.0 and (add or shards > MOST_PARTS):
-            raise ValueError("a sum is scaled only where one launch makes it anew")
         if shards > MOST_PARTS:
+            if scale != 1.0:
+                raise ValueError("a sum is scaled only where one launch makes it")
             self.decode(device, [Output(o.out, o.sources[:MOST_PARTS]) for o in outputs], add)
             # Sums go on from where they stand: the order is that of one pass.
             self.decode(device, [Output(o.out, o.sources[MOST_PARTS:]) for o in outputs], True)

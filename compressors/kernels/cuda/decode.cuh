@@ -1,7 +1,8 @@
 // The kernel that decodes, of every codec that works bucket by bucket; it uses of the codec (see
 // encode.cuh) what reads scales and codes.
 
-// A unit is eight elements. With ADDING the sum is added to the output, else it overwrites it.
+// A unit is eight elements. With ADDING what payloads decode to is scaled and added to the output one
+// by one, else their sum is scaled and overwrites it.
 extern "C" __global__ void decode(const __grid_constant__ Table table) {
     const i64 unit = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (unit >= table.units) return;
@@ -20,7 +21,8 @@ extern "C" __global__ void decode(const __grid_constant__ Table table) {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             const float decoded = decode_code(code_in(word, e), scale);
-            v[e] = p || ADDING ? v[e] + decoded : decoded;
+            if (ADDING) v[e] += table.scale * decoded;
+            else v[e] = p ? v[e] + decoded : decoded;
         }
     }
 #if !ADDING

@@ -30,6 +30,16 @@ extern "C" __global__ void add(const __grid_constant__ Arrays all) {
     });
 }
 
+extern "C" __global__ void scale(const __grid_constant__ Arrays all) {
+    by_eight(all, [&](i64 i, int left) {
+        float v[8];
+        load_floats(all.out, i, left, v);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] *= all.weight;
+        store_floats(all.out, i, left, v);
+    });
+}
+
 extern "C" __global__ void keep(const __grid_constant__ Arrays all) {
     by_eight(all, [&](i64 i, int left) {
         float a[8], b[8];

@@ -14,16 +14,17 @@ _ARRAYS = np.dtype(
         ("entries", "i8"), ("weight", "f4"), ("unused", "i4"),
     ]
 )  # fmt: skip
-KERNELS = ("add", "keep", "keep_combined", "vote", "scatter", "scatter_add")
+KERNELS = ("add", "scale", "keep", "keep_combined", "vote", "scatter", "scatter_add")
 PROGRAM = Program(("table", "values", "elementwise"), KERNELS, (("BITS", 8), ("INPUT", 0)))
 
 
 def run(device: Device, kernel: str, out: Array, weight: float = 1.0, **arrays: Array) -> None:
     """Run ``kernel`` on flat float32 arrays of equal length.
 
-    "add": out = a + weight * b. "keep": out = a - b where that is finite. "keep_combined": the
-    same where c is finite too. "vote": out = weight or -weight, by its sign. "scatter" and
-    "scatter_add": the entries a at ``indices`` (uint32), which do not repeat, in out.
+    "add": out = a + weight * b. "scale": out = weight * out. "keep": out = a - b where that is
+    finite. "keep_combined": the same where c is finite too. "vote": out = weight or -weight, by
+    its sign. "scatter" and "scatter_add": the entries a at ``indices`` (uint32), which do not
+    repeat, in out.
     """
     table = np.zeros(1, _ARRAYS)
     table["out"], table["n"], table["weight"] = device.address(out), out.size, weight

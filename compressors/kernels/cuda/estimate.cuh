@@ -1,10 +1,6 @@
 // Floors for a selection (see collect.cuh): given thresholds, or such as a random sample or fitted
 // exponential tails suggest. See kernels/sparse.py, which these equal bit for bit.
 
-#define CHUNK 65536  // elements that are summed in one piece
-#define TILE (THREADS * 8)
-#define LANES 32  // element i of a chunk is added to sum i % LANES
-
 struct Aim {       // of a tensor; they lie behind the parts of its table
     u64 key;       // of the sample's random numbers
     u32 drawn;     // entries of the sample
@@ -60,23 +56,17 @@ INLINE bool is_fitted(const Selection& all, int number) {
     return aim_of(all, number).value == 0.0 || !is_finite(all.states[number].value);
 }
 
-// The sum and the number of magnitudes that reach the floor. A CUDA block for each chunk; the sums are
-// those of one warp, for their order, and the others read ahead of it.
+// The sum and the number of magnitudes that reach the floor. A CUDA block for each chunk.
 extern "C" __global__ void __launch_bounds__(THREADS) exceed(const __grid_constant__ Selection all) {
-    __shared__ float tile[TILE];
     __shared__ u32 passing;
     const int number = segment_of(all.table, blockIdx.x);
     if (is_fitted(all, number)) return;
     const Segment& segment = all.table.segments[number];
     const i64 base = (blockIdx.x - segment.first) * CHUNK;
-    const int size = (int)smaller(segment.n - base, (i64)CHUNK);
     const u32 floor = all.states[number].floor;
-    if (threadIdx.x == 0) passing = 0;
-    double sum = 0.0;
     u32 mine = 0;
-    for (int start = 0; start < size; start += TILE) {
-        const int at = start + threadIdx.x * 8, count = smaller(larger(size - at, 0), 8);
-        float v[8] = {};
+    if (threadIdx.x == 0) passing = 0;
+    const auto load = [&](int at, int count, float* v) {
         if (count > 0) load_selected(all.table, segment, base + at, count, v);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
@@ -84,42 +74,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) exceed(const __grid_consta
             const bool passes = e < count && bits >= floor;
             mine += passes, v[e] = passes ? float_of(bits) : 0.0f;
         }
-        __syncthreads();  // the tile before has been added
-        store_floats(tile, threadIdx.x * 8, 8, v);
-        __syncthreads();
-        if (threadIdx.x < LANES)
-            for (int j = threadIdx.x; j < TILE; j += LANES) sum += tile[j];
-    }
+    };
+    const int size = (int)smaller(segment.n - base, (i64)CHUNK);
+    const double sum = chunk_sum(size, load, [](float v) { return (double)v; });
     if (mine) atomicAdd(&passing, mine);
     __syncthreads();
-    if (threadIdx.x >= LANES) return;
-#pragma unroll
-    for (int width = LANES / 2; width > 0; width /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, width);
     if (threadIdx.x == 0) all.sums[blockIdx.x] = sum, all.passing[blockIdx.x] = passing;
 }
 
-// Move the threshold by a stage, adding the chunks in order. A CUDA block for each tensor.
+// Move the threshold by a stage. A CUDA block for each tensor.
 extern "C" __global__ void __launch_bounds__(THREADS) fit(const __grid_constant__ Selection all) {
-    __shared__ double sums[THREADS];
-    __shared__ u32 passing[THREADS];
+    __shared__ u32 passing;
     if (is_fitted(all, blockIdx.x)) return;
     const Segment& segment = all.table.segments[blockIdx.x];
     State& state = all.states[blockIdx.x];
-    const int chunks = (int)((segment.n + CHUNK - 1) / CHUNK);
-    double total = 0.0;
-    u64 count = 0;
-    for (int start = 0; start < chunks; start += THREADS) {
-        const int size = smaller(chunks - start, THREADS);
-        if (threadIdx.x < size) {
-            sums[threadIdx.x] = all.sums[segment.first + start + threadIdx.x];
-            passing[threadIdx.x] = all.passing[segment.first + start + threadIdx.x];
-        }
-        __syncthreads();
-        for (int j = 0; threadIdx.x == 0 && j < size; ++j) total += sums[j], count += passing[j];
-        __syncthreads();
-    }
-    if (threadIdx.x || count == 0) return;
+    const int chunks = chunks_of(segment.n);
+    if (threadIdx.x == 0) passing = 0;
+    const double total = ordered_sum(all.sums + segment.first, chunks);
+    for (int j = threadIdx.x; j < chunks; j += THREADS)
+        atomicAdd(&passing, all.passing[segment.first + j]);
+    __syncthreads();
+    if (threadIdx.x || passing == 0) return;
     const double value = state.value;
-    state.value = value + (total / (double)count - value) * aim_of(all, blockIdx.x).value;
+    state.value = value + (total / (double)passing - value) * aim_of(all, blockIdx.x).value;
     state.floor = is_finite(state.value) ? floor_of(state.value) : 0;
 }

@@ -108,7 +108,7 @@ def reaching(
 def program(input_: int, feedback: int) -> Program:
     """Return the program for an input dtype (see ``bucketed``), with feedback or without."""
     constants = (("BITS", 8), ("GROUP", 32), ("INPUT", input_), ("FEEDBACK", feedback))
-    parts = ("table", "values", "scan", "collect", "select", "estimate", "admit")
+    parts = ("table", "values", "scan", "collect", "select", "chunks", "estimate", "admit")
     return Program(parts, KERNELS, constants)
 
 

@@ -1,0 +1,58 @@
+"""On a GPU: what modifiers and low-rank factors leave behind is what they leave on the CPU."""
+
+import numpy as np
+import pytest
+from steps import steps, to_host
+
+from ringlet.compressors import Context, Workspace, parse
+from ringlet.compressors.contract import empty_payload
+
+pytestmark = pytest.mark.gpu
+SPECS = [
+    "int8 | ef21", "topk(ratio=0.1) | ef21", "threshold(value=0.7) | ef21",
+    "int8 | momentum_correction", "topk(ratio=0.1) | momentum_correction(0.8, clip=0.5)",
+    "threshold(value=0.7) | momentum_correction(clip=9.0, masking=False)", "qsgd(bits=4) | scaled",
+    "randomk(ratio=0.3) | scaled",
+]  # fmt: skip
+RNG = np.random.default_rng(6)
+
+
+def values(n, trouble=False):
+    x = RNG.standard_normal(n).astype(np.float32)
+    x[::7] *= np.float32(1e-41)
+    if trouble:
+        x[n // 2], x[n // 3] = np.nan, np.inf
+    return x
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("n", [1, 63, 100_003])
+def test_steps_leave_what_they_leave_on_the_cpu(spec, n, cupy):
+    xs = [values(n), values(n), values(n, trouble=True), values(n)]
+    for a, b in zip(steps(spec, xs), steps(spec, xs, cupy), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if parse(spec).traits().fixed_size])
+def test_a_step_is_captured_so_that_nothing_waits_for_the_host(spec, cupy):
+    c, n, workspace, state = parse(spec), 1 << 16, Workspace(cupy), {}
+    x, out = cupy.asarray(values(n)), cupy.zeros(n, np.float32)
+    ctx = Context(name="w", numel=n, shape=(n,), state=state, size=3, workspace=workspace, xp=cupy)
+    payload = empty_payload(c, n, ctx)
+
+    def step():
+        c.encode_into(x, payload, ctx)
+        c.decompress(payload, out, ctx)
+        c.finish(out, ctx)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        step()  # compiles, and allocates scratch memory
+        stream.synchronize()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    assert np.isfinite(to_host(out)).all()
