@@ -15,17 +15,9 @@ import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Exchange, Round, Traits, rehearse
-from ringlet.compressors.lowrank import (
-    Factors,
-    Source,
-    draw,
-    keep,
-    orthonormal,
-    poison_of,
-    product,
-    product_and_lost,
-)
+from ringlet.compressors.lowrank import device_for, draw, keep, orthonormal, poison_of
 from ringlet.compressors.options import option
+from ringlet.compressors.products import Factors, Source, product, product_and_lost
 from ringlet.compressors.registry import register
 
 Finish = Callable[[Factors, Factors, Any], None]
@@ -81,7 +73,8 @@ class LowRank(Compressor):
     ) -> Exchange:
         """Add the residual in the first product's pass, and keep what is lost in the last one's."""
         matrix = self.matrix(x, ctx)
-        if matrix is None or local is not None or ctx.xp is not np:
+        kernels = ctx.xp is np or device_for(ctx) is not None
+        if matrix is None or local is not None or not kernels:
             yield from super().exchange_feedback(x, out, residual, decay, ctx, local)
             return
         n, m = matrix.shape
@@ -178,7 +171,7 @@ class ACPSGD(LowRank):
             if sent not in ctx.state:
                 ctx.state[sent] = ctx.xp.empty((r, n), "float32")
                 draw(ctx.state[sent], ctx)
-            keep(other, np.float32(0), ctx.state[sent], ctx)
+            keep(other, None, ctx.state[sent], ctx)
             poison = poison_of(other, ctx)
             if even:
                 finish((other, basis), (own, basis), poison)
