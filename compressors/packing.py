@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ringlet.compressors.context import Array
 
 
@@ -30,3 +32,12 @@ def unpack_bits(xp: Any, packed: Array, bits: int, n: int) -> Array:
     weights = (1 << xp.arange(bits)).astype("uint8")
     codes: Array = (stream * weights).sum(axis=1).astype("uint8")
     return codes
+
+
+def blanked(xp: Any, codes: Array, finite: Array, width: int) -> Array:
+    """Zero the bytes of buckets that are not ``finite``, as the kernels do, tail bits included.
+
+    A bucket has ``width`` bytes.
+    """
+    kept: Array = xp.where(finite.repeat(width)[: codes.size], codes, np.uint8(0))
+    return kept

@@ -14,7 +14,7 @@ from ringlet.compressors.bucketed import NAN_BITS, Kernel, Packed, rounded_up, w
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.options import fixed, option
-from ringlet.compressors.packing import pack_bits, unpack_bits
+from ringlet.compressors.packing import blanked, pack_bits, unpack_bits
 from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
 
@@ -77,8 +77,7 @@ class BucketQuantizer(Packed):
             "codes": pack_bits(xp, codes.astype("uint8").reshape(-1)[:n], self.bits),
             "scales": xp.where(finite, scales, NAN_BITS).astype("uint16"),
         }
-        if not finite.all():
-            self._blank(payload, xp.flatnonzero(~finite), n)
+        payload["codes"] = blanked(xp, payload["codes"], finite, self.bucket * self.bits // 8)
         return self._with_lows(payload, low.astype("float32"))
 
     def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
@@ -146,12 +145,6 @@ class BucketQuantizer(Packed):
 
     def _with_lows(self, payload: Payload, low: Array) -> Payload:
         return payload
-
-    def _blank(self, payload: Payload, buckets: Array, n: int) -> None:
-        """Zero the bytes of buckets that are not finite, as the kernels do, tail bits included."""
-        width = self.bucket * self.bits // 8
-        for b in buckets.tolist():
-            payload["codes"][b * width : (b + 1) * width] = 0
 
 
 @register("maxnorm")

@@ -14,7 +14,7 @@ from ringlet.compressors.bucketed import NAN_BITS, Kernel, Packed, lane_sums, ro
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits
 from ringlet.compressors.options import fixed, option
-from ringlet.compressors.packing import pack_bits, unpack_bits
+from ringlet.compressors.packing import blanked, pack_bits, unpack_bits
 from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
 
@@ -65,8 +65,7 @@ class TernGrad(Packed):
         kept = drawn.astype("float32") * np.float32(2.0**-24) * scale < xp.abs(rows)
         codes = xp.where(kept, xp.where(rows < 0, 0, 2), 1).astype("uint8")
         packed = pack_bits(xp, codes.reshape(-1)[: x.size], 2)
-        for b in xp.flatnonzero(~finite).tolist():  # the kernel leaves zeros, the tail included
-            packed[b * self.bucket // 4 : (b + 1) * self.bucket // 4] = 0
+        packed = blanked(xp, packed, finite, self.bucket // 4)
         return {"codes": packed, "scales": xp.where(finite, scales, NAN_BITS).astype("uint16")}
 
     def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
