@@ -45,9 +45,10 @@ class Lossless(Compressor):
         return None
 
     def compress(self, x: Array, ctx: Context) -> Payload:
-        """Code the exponents: kernels on the CPU, where size and result are those of array code."""
+        """Code the exponents: with kernels, whose sizes and results are those of array code."""
         if ctx.xp is not np:
-            return self.compress_reference(x, ctx)
+            found = self._encode_on_device(x, ctx)
+            return self.compress_reference(x, ctx) if found is None else found
         from ringlet.compressors.kernels.lossless import encoder, surveyor
 
         exact, count = self.dtype == "fp32", -(-x.size // _BLOCK)
@@ -82,15 +83,15 @@ class Lossless(Compressor):
         """Put exponents and mantissas together."""
         if ctx.xp is np:
             self._decode(payload, out, add=False)
-        else:
+        elif not self._decode_on_device(payload, out, ctx, add=False):
             self.decompress_reference(payload, out, ctx)
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode and add in one pass."""
-        if ctx.xp is not np:
-            return super().accumulate(payload, out, ctx)
-        self._decode(payload, out, add=True)
-        return None
+        if ctx.xp is np:
+            self._decode(payload, out, add=True)
+        elif not self._decode_on_device(payload, out, ctx, add=True):
+            super().accumulate(payload, out, ctx)
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
@@ -114,17 +115,45 @@ class Lossless(Compressor):
 
         run_ranges(out.size, _BLOCK, decode)
 
-    def _checked(self, payload: Payload, n: int) -> tuple[Array, Array]:
-        """Return where blocks' codes and spares begin; PayloadError where sizes disagree."""
+    def _encode_on_device(self, x: Array, ctx: Context) -> Payload | None:
+        """Encode with CUDA kernels, waiting once for the sizes; None if there are none."""
+        from ringlet.compressors.kernels.cuda import lossless as cuda
+        from ringlet.compressors.kernels.cuda.device import device_of
+
+        device = device_of(ctx.xp)
+        if device is None:
+            return None
+        exact = self.dtype == "fp32"
+        return cuda.encode(device, [x], exact, ctx.workspace.array, ctx.xp.empty)[0]
+
+    def _decode_on_device(self, payload: Payload, out: Array, ctx: Context, add: bool) -> bool:
+        """Decode with CUDA kernels, which wait for nothing; False if there are none."""
+        from ringlet.compressors.kernels.cuda import lossless as cuda
+        from ringlet.compressors.kernels.cuda.device import device_of
+
+        device = device_of(ctx.xp)
+        if device is None:
+            return False
+        self._check_sizes(payload, out.size)
+        coded = cuda.Coded(out, dict(payload))
+        cuda.decode(device, [coded], self.dtype == "fp32", add, ctx.workspace.array)
+        return True
+
+    def _check_sizes(self, payload: Payload, n: int) -> None:
+        """Raise PayloadError where arrays are of other sizes than ``n`` elements have."""
         blocks = -(-n // _BLOCK)
         sizes = {"tops": blocks, "widths": blocks, "counts": blocks, "mantissas": n}
         if self.dtype == "fp32":
             sizes["rests"] = n
         wrong = [name for name, size in sizes.items() if payload[name].size != size]
-        if wrong or not np.isin(payload["widths"], list(_WIDTHS)).all():
-            raise PayloadError(
-                f"lossless received {wrong or 'widths'} that do not fit {n} elements"
-            )
+        if wrong:
+            raise PayloadError(f"lossless received {wrong} that do not fit {n} elements")
+
+    def _checked(self, payload: Payload, n: int) -> tuple[Array, Array]:
+        """Return where blocks' codes and spares begin; PayloadError where sizes disagree."""
+        self._check_sizes(payload, n)
+        if not np.isin(payload["widths"], list(_WIDTHS)).all():
+            raise PayloadError(f"lossless received widths that do not fit {n} elements")
         places, apart = _begins(np, payload["widths"], _LANES), _begins(np, payload["counts"], 1)
         if places[-1] != payload["codes"].size or apart[-1] != payload["spares"].size:
             raise PayloadError("lossless received fewer or more codes than its blocks have")

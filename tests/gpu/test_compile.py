@@ -14,6 +14,7 @@ from ringlet.compressors.kernels.cuda import (
     elementwise,
     estimate,
     hadamard,
+    lossless,
     lowrank,
     memory,
     randomk,
@@ -46,6 +47,7 @@ def programs():
     found += [estimate.program(0, 1), estimate.program(2, 0)]
     found += [randomk.PROGRAM, hadamard.program(1024), hadamard.program(8192)]
     found += [memory.program(name, kind) for kind in (0, 1) for name in ("memory", "norm")]
+    found += [lossless.program(0, True), lossless.program(1, False, True)]
     found += [lowrank.ORTHONORMAL, lowrank.PRODUCT]
     found += [shared.program(8, 512, True), shared.program(32, 100, False)]
     return found

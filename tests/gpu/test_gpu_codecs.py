@@ -20,7 +20,7 @@ SPECS = [
 ]  # fmt: skip
 VARIABLE = [
     "threshold(value=0.5)", "threshold(value=0.5, cap=0.01)", "topk_sampled", "sidco",
-    "sidco(ratio=0.3, stages=1)",
+    "sidco(ratio=0.3, stages=1)", "lossless", "lossless(dtype='fp32')",
 ]  # fmt: skip
 OTHERS = [
     "none", "threshold", "topk_sampled", "sidco", "lossless", "shared_int", "terngrad_shared",

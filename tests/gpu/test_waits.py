@@ -98,7 +98,7 @@ def test_kernels_and_what_is_around_them_wait_for_nothing(spec, kernels):
     assert device.launches > launches, "it has kernels"
 
 
-@pytest.mark.parametrize("spec", [spec for spec in VARIABLE if spec != "lossless"])
+@pytest.mark.parametrize("spec", VARIABLE)
 def test_a_size_that_varies_is_waited_for_once(spec, kernels):
     device, xp = kernels
     reads = device.reads

@@ -22,13 +22,8 @@ struct Memories {
 };
 
 INLINE const Memory& memory_of(const Memories& all, i64 unit) {
-    int low = 0, high = all.count - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (all.tensors[middle].first <= unit) low = middle;
-        else high = middle - 1;
-    }
-    return all.tensors[low];
+    const auto begun = [&](int i) { return all.tensors[i].first <= unit; };
+    return all.tensors[last_begun(all.count, begun)];
 }
 
 // Call put(memory, i, left) for every eight elements; left of them exist.

@@ -17,6 +17,17 @@ INLINE bool is_finite(float value) { return (bits_of(value) & 0x7F800000u) != 0x
 template <class T> INLINE T smaller(T a, T b) { return b < a ? b : a; }
 template <class T> INLINE T larger(T a, T b) { return a < b ? b : a; }
 
+// The last of count items, one at least, that has begun: of items that begin one after the other.
+template <class Begun> INLINE int last_begun(int count, const Begun& begun) {
+    int low = 0, high = count - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (begun(middle)) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
 // -- half precision: bits as u16, to nearest even, NaN stays a quiet NaN with its payload ---------
 
 #ifndef RINGLET_ON_HOST

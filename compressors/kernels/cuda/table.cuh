@@ -32,15 +32,9 @@ struct Table {
     float scale;
 };
 
-// The segment that a unit of work belongs to, by bisection.
+// The segment that a unit of work belongs to.
 INLINE int segment_of(const Table& table, i64 unit) {
-    int low = 0, high = table.count - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (table.segments[middle].first <= unit) low = middle;
-        else high = middle - 1;
-    }
-    return low;
+    return last_begun(table.count, [&](int i) { return table.segments[i].first <= unit; });
 }
 
 INLINE bool aligned(const void* pointer, unsigned bytes) {
