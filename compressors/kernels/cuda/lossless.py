@@ -114,15 +114,17 @@ class _Launches:
             self._groups += -(-blocks // GROUPED)
         self.point(*_FIXED, "rests")
         self._table["count"], self._table["blocks"] = len(tensors), self.blocks
-        sizes = {"places": self.blocks, "apart": self.blocks, "codes_before": self._groups,
-                 "spares_before": self._groups, "totals": 2 * len(tensors)}  # fmt: skip
-        self._memory = {name: self.lay(name, n, np.uint32) for name, n in sizes.items()}
+        self._memory: dict[str, Array] = {}
+        for name, n in (
+            ("places", self.blocks), ("apart", self.blocks), ("codes_before", self._groups),
+            ("spares_before", self._groups), ("totals", 2 * len(tensors)),
+        ):  # fmt: skip
+            self.lay(name, n, np.uint32)
 
-    def lay(self, name: str, n: int, dtype: npt.DTypeLike) -> Array:
-        """Return scratch memory that the kernels know by this name."""
-        array = self._scratch(f"lossless {name}", n, dtype)
+    def lay(self, name: str, n: int, dtype: npt.DTypeLike) -> None:
+        """Lay out scratch memory that the kernels know by this name."""
+        array = self._memory[name] = self._scratch(f"lossless {name}", n, dtype)
         self._table[name] = self._device.address(array)
-        return array
 
     def point(self, *names: str) -> None:
         """Tell the kernels where the payloads' arrays of these names lie."""

@@ -61,8 +61,9 @@ def orthonormal(device: Device, matrices: Sequence[Rows], small: float, scratch:
             r, n = rows.shape
             places.append(end)
             end += r * n + r * ((n + 1) // 2) + r
-        room = device.address(scratch("orthonormal", end, np.float64))
-        table["bases"]["room"][0, : len(some)] = [room + 8 * place for place in places]
+        room = scratch("orthonormal", end, np.float64)  # held until the launch
+        first = device.address(room)
+        table["bases"]["room"][0, : len(some)] = [first + 8 * place for place in places]
         table["small"] = small
         device.launch(ORTHONORMAL, "orthonormal", len(some), table)
 

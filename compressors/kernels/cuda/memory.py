@@ -79,8 +79,8 @@ def bounds(
     for start in range(0, len(tensors), MOST):
         some = tensors[start : start + MOST]
         table, chunks = _table(device, some, CHUNK)
-        table["sums"] = device.address(scratch("norm sums", chunks, np.float64))
-        table["clip"] = clip
+        sums = scratch("norm sums", chunks, np.float64)  # held until the launches
+        table["sums"], table["clip"] = device.address(sums), clip
         code = program("norm", _input(some))
         device.launch(code, "square", chunks, table)
         device.launch(code, kernel, len(some), table)
