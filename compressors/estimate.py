@@ -19,14 +19,13 @@ from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.random import squares
 from ringlet.compressors.registry import register
+from ringlet.compressors.selection import largest_on_device, reaching_on_device
 from ringlet.compressors.sparse import (
     Selection,
     largest,
     largest_array,
-    largest_on_device,
     magnitude_bits,
     reaching,
-    reaching_on_device,
 )
 
 if TYPE_CHECKING:

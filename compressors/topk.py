@@ -12,7 +12,8 @@ from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Part, Payload, Traits
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
-from ringlet.compressors.sparse import Selection, largest_array, largest_into, largest_on_device
+from ringlet.compressors.selection import largest_on_device
+from ringlet.compressors.sparse import Selection, largest_array, largest_into
 
 
 @register("topk")

@@ -1,4 +1,4 @@
-"""Launches of ``lossless.cuh``: exponents in few bits, of many tensors at once.
+"""Launches of ``blocks.cuh`` and ``lossless.cuh``: exponents in few bits, of many tensors at once.
 
 Four launches encode up to 32 tensors. The host waits for the device once between them, for eight
 bytes a tensor, because sizes depend on the values. Decoding takes three and waits for nothing.
@@ -87,7 +87,7 @@ def program(input_: int, exact: bool, add: bool = False) -> Program:
     """Return the program for an input dtype (see ``bucketed``) and these options."""
     constants = (("BITS", 8), ("INPUT", input_), ("EXACT", int(exact)), ("ADDING", int(add)))
     kernels = ("survey", "arrange", "carry", "encode", "decode")
-    return Program(("table", "values", "scan", "lossless"), kernels, constants)
+    return Program(("table", "values", "scan", "blocks", "lossless"), kernels, constants)
 
 
 def _fixed(n: int, exact: bool, new: New) -> dict[str, Array]:

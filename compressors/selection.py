@@ -1,0 +1,50 @@
+"""Selection of entries by CUDA kernels: as many as there are room for, or as reach a threshold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ringlet.compressors.context import Array, Context
+from ringlet.compressors.contract import Payload
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.estimate import Sought
+
+
+def reaching_on_device(sought: Sought, decay: float, ctx: Context) -> Payload | None:
+    """Return what reaches a threshold by CUDA kernels; None if there are none. GPU only.
+
+    Waits for the device once: how many entries there are decides what is allocated for them.
+    """
+    from ringlet.compressors.kernels.cuda.device import device_of
+    from ringlet.compressors.kernels.cuda.estimate import reaching
+
+    device = device_of(ctx.xp)
+    if device is None:
+        return None
+    if sought.x.size == 0:
+        return {"indices": ctx.xp.empty(0, "uint32"), "values": ctx.xp.empty(0, "float32")}
+    found = reaching(device, [sought], ctx.workspace.array, ctx.xp.empty, decay)
+    return dict(zip(("indices", "values"), found[0], strict=True))
+
+
+def largest_on_device(
+    x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
+) -> bool:
+    """Fill ``payload`` with the largest entries by CUDA kernels; False if there are none.
+
+    By a sampled threshold, then by radix; the host learns nothing and waits for nothing.
+    """
+    if ctx.xp is np:
+        return False
+    from ringlet.compressors.kernels.cuda.device import device_of
+    from ringlet.compressors.kernels.cuda.select import Selected, largest
+
+    device = device_of(ctx.xp)
+    if device is None:
+        return False
+    tensor = Selected(x, payload["indices"], payload["values"], residual)
+    largest(device, [tensor], ctx.workspace.array, decay)
+    return True
