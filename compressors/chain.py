@@ -104,7 +104,7 @@ class Chain(Compressor):
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Compress with first, then its values with second."""
-        payload, name = dict(self.first.compress(x, ctx)), self.part
+        payload, name = dict(encoded(self.first, x, ctx)), self.part
         if name not in payload:
             raise CompressorError(
                 f"{self.first.label()} sends {sorted(payload)} and no {name!r}, which "

@@ -18,7 +18,7 @@ SPECS = [
     "topk | momentum_correction", "int8 | momentum_correction(clip=1.0)", "qsgd | scaled | ef",
     "int4 | hadamard | ef", "int8 | min_size(10)", "topk | warmup(dense=1)",
 ]  # fmt: skip
-VARIABLE = ["threshold", "topk_sampled(ratio=0.3)", "sidco", "lossless"]
+VARIABLE = ["threshold", "topk_sampled(ratio=0.3)", "sidco", "lossless", "topk | lossless"]
 N = 2400
 
 
