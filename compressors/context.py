@@ -29,7 +29,7 @@ class Workspace:
     """
 
     def __init__(self, xp: ModuleType = np) -> None:
-        self._xp = xp
+        self.xp = xp
         self._buffers: dict[str, Array] = {}
         self._free: list[Array] = []  # by size
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class Workspace:
         nbytes = n * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
-            buffer = self._buffers[name] = self._xp.empty(max(nbytes, 64), np.uint8)
+            buffer = self._buffers[name] = self.xp.empty(max(nbytes, 64), np.uint8)
         return buffer[:nbytes].view(dtype)
 
     def lends(self, array: Array) -> bool:
@@ -61,7 +61,7 @@ class Workspace:
             else:
                 if free:  # the largest, which would not do: the new one takes its place
                     free.pop()
-                buffer = self._xp.empty(max(nbytes, 64), np.uint8)
+                buffer = self.xp.empty(max(nbytes, 64), np.uint8)
         return buffer[:nbytes].view(dtype)
 
     def back(self, array: Array) -> None:

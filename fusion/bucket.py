@@ -7,6 +7,7 @@ waiting inside a collective; ``exchange`` yields what moves bytes, and decodes.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,12 +17,13 @@ from itertools import accumulate
 import numpy as np
 
 from ringlet.compressors import NoCompression, Payload
-from ringlet.fusion.buffers import BufferPool, Lease
+from ringlet.fusion.buffers import Lease
 from ringlet.fusion.codec import BucketCodec
 from ringlet.fusion.convert import from_float32
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter, Trace
 from ringlet.fusion.peers import Peers, levels_of
+from ringlet.fusion.place import Mark
 from ringlet.fusion.request import dumps
 from ringlet.ring import compressed
 from ringlet.ring.communicator import ReduceOp
@@ -30,24 +32,28 @@ from ringlet.ring.errors import ExchangeFailed
 from ringlet.ring.pipeline import ALONE, Steps, resume
 from ringlet.ring.reduction import allreduce_steps
 
+log = logging.getLogger("ringlet")
+
 _MASK = (1 << 64) - 1  # a plan's hash has 64 bits
 
 
 class Bucket(ABC):
     """Members that share a stream. One object serves every step of a plan."""
 
-    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
+    def __init__(self, members: Sequence[Member], size: int) -> None:
         self.members = list(members)
+        self.place = self.members[0].place
         self.size = size
         self.missing = len(self.members)  # members not yet submitted in this step
         self.done = False  # whether the last step that began was also exchanged
         self.more = False  # whether another round has to be voted on
         self.phantom = False  # whether this step's values are the zeros of a rank that joined
-        self._pool = pool
+        self.mark: Mark | None = None  # the end of the last step's work, where that has an order
         self._plan: int | None = None
-        self._lease = Lease(pool)
+        self._lease = Lease(self.place.pool)
         nbytes = sum(member.nbytes for member in self.members)
-        pool.reserve(nbytes)  # one tensor may be more than a bucket's limit
+        if not self.place.ordered:  # one tensor may be more than a bucket's limit
+            self.place.pool.reserve(nbytes)
         self.raw_bytes = 2 * (size - 1) / size * nbytes
         self.trace = Trace()  # of this step
         self.failure: ExchangeFailed | None = None
@@ -61,7 +67,10 @@ class Bucket(ABC):
         """Compress this step's values; return the bytes of the payload."""
         start = time.perf_counter()
         self.done = False
-        nbytes = self._encode()
+        with self.place.at_work():
+            if self.place.ordered and not self.more:
+                self.place.after(member.ready for member in self.members)
+            nbytes = self._encode()
         meter.compressed(self.trace, start, time.perf_counter())
         return nbytes
 
@@ -71,6 +80,9 @@ class Bucket(ABC):
         ``epoch`` tells attempts of one plan apart; payloads carry it. What all ranks gave up
         together is not raised, but left in ``failure``.
         """
+        return self.place.steps(self._run(peers, sizes, meter, epoch))
+
+    def _run(self, peers: Peers, sizes: Sequence[int], meter: Meter, epoch: int) -> Steps:
         self.failure = None
         try:
             yield from self.with_memory(lambda: self._exchange(peers, list(sizes), meter, epoch))
@@ -88,7 +100,17 @@ class Bucket(ABC):
         stats.tensors += len(self.members)
         self._count()
         self.abandon()
+        if self.place.ordered:
+            self.let_go()
         self.done = True
+
+    def let_go(self) -> None:
+        """Note the end of the work so far, at an ordered place, and refer to no tensor any more."""
+        with self.place.at_work():
+            arrays = [array for m in self.members for array in (m.input, m.output)]
+            self.mark = self.place.done(arrays)
+        for member in self.members:
+            member.forget()
 
     def with_memory(self, start: Callable[[], Steps]) -> Steps:
         """Take the steps of ``start``; without memory for them, alone and with the pool's reserve.
@@ -138,12 +160,17 @@ class Bucket(ABC):
     def fail(self) -> None:
         """Abandon a step of which other buckets may be done."""
         self.abandon()
+        if self.place.ordered:
+            try:
+                self.let_go()  # encoding may read what was handed in
+            except Exception:  # of a device that is lost; the step's own error is told
+                log.debug("cannot tell when a failed step's work is over", exc_info=True)
         for member in self.members:
             member.restart()
 
     def among(self, peers: Peers) -> Peers:
-        """Return ``peers`` as this bucket's exchange needs them."""
-        return peers
+        """Return ``peers`` as this bucket's exchange needs them: on one level if not on hosts."""
+        return peers.flat if self.place.ordered else peers
 
     @abstractmethod
     def _encode(self) -> int:
@@ -157,8 +184,8 @@ class Bucket(ABC):
 class SumBucket(Bucket):
     """Payloads that add up on the wire: one allreduce in the wire's dtype."""
 
-    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
-        super().__init__(members, size, pool)
+    def __init__(self, members: Sequence[Member], size: int) -> None:
+        super().__init__(members, size)
         parts = [m.compressor.layout(m.numel)[0] for m in self.members]
         self._dtype = parts[0].dtype
         ends = [0, *accumulate(part.elements for part in parts)]
@@ -197,15 +224,15 @@ class SumBucket(Bucket):
             wide = member.workspace.array("decoded32", member.numel)
         member.call(member.compressor.decompress, payload, wide, member.context(0, 1))
         if member.postscale != 1.0:
-            np.multiply(wide, np.float32(member.postscale), out=wide)
-        from_float32(wide, member.output, dtype)
+            self.place.xp.multiply(wide, np.float32(member.postscale), out=wide)
+        from_float32(wide, member.output, dtype, member.workspace)
 
 
 class CompressedBucket(Bucket):
     """Payloads that must be decoded to be added: gathered whole, or reduced shard by shard."""
 
-    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
-        super().__init__(members, size, pool)
+    def __init__(self, members: Sequence[Member], size: int) -> None:
+        super().__init__(members, size)
         self._scattered = self.members[0].strategy == "scatter_reduce"
         self.codec = BucketCodec(self.members, size if self._scattered else 1)
         self._encoded = compressed.Encoded(np.empty(0, np.uint8), [])
@@ -239,13 +266,12 @@ class CompressedBucket(Bucket):
         meter.decompressed(self.trace, start, step)
 
 
-def make_bucket(
-    members: Sequence[Member], peers: Peers, pool: BufferPool, hierarchical: bool = True
-) -> Bucket:
-    """Return the bucket that suits its members' common strategy, and the hosts they are on.
+def make_bucket(members: Sequence[Member], peers: Peers, hierarchical: bool = True) -> Bucket:
+    """Return the bucket that suits its members' common strategy, place, and the hosts they are on.
 
     Uncompressed members go through two levels only if ``hierarchical``.
     """
+    from ringlet.fusion.device_bucket import DeviceBucket
     from ringlet.fusion.levels import TwoLevelBucket
     from ringlet.fusion.plain import PlainBucket
     from ringlet.fusion.rounds import RoundsBucket
@@ -257,9 +283,11 @@ def make_bucket(
         "scatter_reduce": CompressedBucket,
     }
     if isinstance(members[0].compressor, NoCompression):
-        return PlainBucket(members, peers.size, pool, hierarchical)
+        return PlainBucket(members, peers.size, hierarchical)
     kind = kinds[members[0].strategy]
+    if kind is CompressedBucket and members[0].place.ordered:
+        return DeviceBucket(members, peers.size)
     levels = levels_of(peers.comm)
     if kind is CompressedBucket and levels is not None:
-        return TwoLevelBucket(members, levels, pool)
-    return kind(members, peers.size, pool)
+        return TwoLevelBucket(members, levels)
+    return kind(members, peers.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -14,10 +15,12 @@ class BufferPool:
 
     Used by the engine's thread alone. A buffer may be up to four times larger than asked for. What
     lies unused is bounded by what was in use at once, at most. A reserve of ``reserved`` bytes is
-    for one exchange that has to be made when there is no memory left.
+    for one exchange that has to be made when there is no memory left. ``source`` allocates bytes;
+    host memory by default.
     """
 
-    def __init__(self, reserved: int = 0) -> None:
+    def __init__(self, reserved: int = 0, source: Callable[[int], Array] | None = None) -> None:
+        self._source = _on_host if source is None else source
         self._free: list[Array] = []  # the one given back last is at the end
         self._in_use = self._most = self._idle = 0  # bytes
         self._reserve = np.empty(0, np.uint8)
@@ -52,11 +55,11 @@ class BufferPool:
 
     def _allocate(self, nbytes: int) -> Array:
         try:
-            return np.empty(nbytes, np.uint8)
+            return self._source(nbytes)
         except MemoryError:
             self._free.clear()
             self._idle = 0
-            return np.empty(nbytes, np.uint8)
+            return self._source(nbytes)
 
     def give_back(self, buffer: Array) -> None:
         """Return a buffer that ``take`` gave out; those unused for longest may be freed."""
@@ -65,6 +68,10 @@ class BufferPool:
         self._free.append(buffer)
         while self._idle > self._most:
             self._idle -= self._free.pop(0).size
+
+
+def _on_host(nbytes: int) -> Array:
+    return np.empty(nbytes, np.uint8)
 
 
 def _rounded(nbytes: int) -> int:

@@ -32,6 +32,7 @@ class BucketCodec:
 
     def __init__(self, members: Sequence[Member], parts: int) -> None:
         self.members = list(members)
+        self._place = self.members[0].place
         self._parts = parts
         self.fixed = all(member.compressor.traits().fixed_size for member in self.members)
         self._variable: list[Payload] = []
@@ -62,7 +63,7 @@ class BucketCodec:
         """Compress this step's values, where only that tells how many bytes they take."""
         if self.fixed:
             return
-        self._variable = []
+        self._variable, overlap = [], self._place.xp.may_share_memory
         for member in self.members:
             if member.numel == 0:  # of a tensor with fewer elements than ranks share it
                 self._variable.append({})
@@ -74,7 +75,7 @@ class BucketCodec:
             # What is returned travels later: it must not be the input, which changes.
             self._variable.append(
                 {
-                    name: array.copy() if np.shares_memory(array, values) else array
+                    name: array.copy() if overlap(array, values) else array
                     for name, array in payload.items()
                 }
             )
@@ -97,7 +98,8 @@ class BucketCodec:
         for i, member in enumerate(self.members):
             total = self._sum(member, part, [payload[i] for payload in decoded])
             start, stop = member.shard(part, self._parts)
-            from_float32(total, member.output[start:stop], member.request.dtype)
+            out = member.output[start:stop]
+            from_float32(total, out, member.request.dtype, member.workspace)
 
     def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
         """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
@@ -121,7 +123,7 @@ class BucketCodec:
             target = out if direct else member.workspace.array("decoded32", out.size)
             context = member.context(part, self._parts, stage=2)
             member.call(member.compressor.decompress, encoded, target, context)
-            from_float32(target, out, member.request.dtype)
+            from_float32(target, out, member.request.dtype, member.workspace)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -141,7 +143,7 @@ class BucketCodec:
         context = member.context(part, self._parts)
         member.call(compressor.sum_into, payloads, total, context)
         if member.postscale != 1.0:
-            np.multiply(total, np.float32(member.postscale), out=total)
+            self._place.xp.multiply(total, np.float32(member.postscale), out=total)
         return total
 
     def _lay_out(self, part: int) -> list[int]:
@@ -159,7 +161,7 @@ class BucketCodec:
         if not self.fixed:
             return self._deserialise(buffer)
         # Pooled buffers come back at the same addresses, so the views can be kept.
-        key = (part, buffer.__array_interface__["data"][0])
+        key = (part, self._place.address(buffer))
         views = self._views.get(key)
         if views is None or buffer.size < self._slots[part][-1]:
             views = [

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from ringlet.fusion.negotiation import Coordinator
 from ringlet.fusion.observe.control import MetricsControl
 from ringlet.fusion.observe.timelines import Timelines
 from ringlet.fusion.participant import Participant
+from ringlet.fusion.place import Place
 from ringlet.fusion.request import Request, dumps, loads
 from ringlet.fusion.stall import StallInspector
 from ringlet.fusion.stats import Stats
@@ -49,10 +51,17 @@ OpenControl = Callable[[Communicator, Handler | None], ControlPlane]
 
 
 class Engine:
-    """Owns the communicator from now on. Made, and shut down, by all ranks together."""
+    """Owns the communicator from now on. Made, and shut down, by all ranks together.
+
+    Tensors lie in host memory, or at one of ``places``, whose memory the communicator moves.
+    """
 
     def __init__(
-        self, comm: Communicator, open_control: OpenControl, limits: Limits | None = None
+        self,
+        comm: Communicator,
+        open_control: OpenControl,
+        limits: Limits | None = None,
+        places: Sequence[Place] = (),
     ) -> None:
         self.comm = comm
         self.limits = limits = settled(limits or Limits(), comm)
@@ -68,8 +77,9 @@ class Engine:
         self._signal = Signal(self._hurry)
         self._submissions = Submissions(self._signal)
         self._participant = Participant(
-            comm, self._control, self.limits, self._submissions, self._signal
+            comm, self._control, self.limits, self._submissions, self._signal, places
         )
+        self._places = self._participant.places
         self._released: deque[Group] = deque()
         self._joining: deque[int] = deque()
         self._lock = threading.Lock()
@@ -103,6 +113,21 @@ class Engine:
     def states(self) -> dict[Hashable, State]:
         """What compressors remember of tensors that are submitted one by one, by request key."""
         return self._participant.requests.states
+
+    def place(self, name: str) -> Place | None:
+        """Return a place where tensors can lie; None if there is none of that name."""
+        return self._places.get(name)
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Return a context in which the caller may use what compressors remember, on a GPU too.
+
+        What is done to arrays in it is in order with the engine's work. Not while that goes on.
+        """
+        return self._participant.at_work()
+
+    def bring(self, state: State, place: str) -> None:
+        """Let what a compressor remembers, and somebody has replaced, lie at ``place``."""
+        self._participant.bring(state, self._places[place])
 
     def reset_stats(self) -> None:
         """Start counting anew."""
@@ -157,6 +182,8 @@ class Engine:
         if not self._submissions.was_checked(request, chosen):
             self._submissions.check(request, chosen, self._size_of(request.process_set))
         work = Work(request, self._signal, values, values if output is None else output, chosen)
+        if request.place != "host":
+            work.ready = self._ready(request)
         if not self._direct:
             self._attend([work])
         if self._submissions.add_one(work):
@@ -174,6 +201,8 @@ class Engine:
             self._submissions.check(request, compressor, self._size_of(request.process_set))
             target = values if output is None else output
             works.append(Work(request, self._signal, values, target, compressor))
+            if request.place != "host":
+                works[-1].ready = self._ready(request)
         if not self._direct:
             self._attend(works)
         if self._submissions.add(works):
@@ -263,6 +292,15 @@ class Engine:
         if peers is None:
             raise ValueError(f"rank {self.rank} does not belong to process set {process_set}")
         return peers.size
+
+    def _ready(self, request: Request) -> Any:
+        place = self._places.get(request.place)
+        if place is None:
+            raise ValueError(
+                f"{request.name!r} is to lie at {request.place!r}, where transport "
+                f"{self.comm.base.name!r} moves nothing; there is {', '.join(self._places)}"
+            )
+        return place.ready()
 
     def _hurry(self) -> None:
         if not self._hurried:

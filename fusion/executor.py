@@ -7,7 +7,6 @@ from functools import partial
 
 from ringlet.compressors import NoCompression
 from ringlet.fusion.bucket import Bucket, make_bucket
-from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.flights import Flights
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.lookahead import pack
@@ -33,7 +32,6 @@ class Batch:
         peers: Peers,
         members: Sequence[Member],
         limits: Limits,
-        pool: BufferPool,
         submissions: Submissions,
     ) -> None:
         self.peers, self.members = peers, list(members)
@@ -42,7 +40,7 @@ class Batch:
         pieces = [piece for of_one in divided for piece in of_one]
         self._divided = [of_one for of_one in divided if len(of_one) > 1]
         self.buckets: list[Bucket] = [
-            make_bucket(b, peers, pool, limits.hierarchical)
+            make_bucket(b, peers, limits.hierarchical)
             for b in pack(pieces, limits.fusion_threshold, limits.lookahead)
         ]
         self._submissions = submissions
@@ -56,14 +54,14 @@ class Batch:
         self.number, self.epoch = number, 0
         self._left = len(self.buckets)
         for member, work in zip(self.members, works, strict=True):
-            member.input, member.output = work.input, work.output
+            member.input, member.output, member.ready = work.input, work.output, work.ready
             self._works[member] = work
         for pieces in self._divided:
             whole = pieces[0].whole
             assert whole is not None
             self._missing[whole] = len(pieces)
             for piece in pieces:
-                piece.take(whole.input, whole.output)
+                piece.take(whole.input, whole.output, whole.ready)
 
     @property
     def name(self) -> str:
@@ -114,10 +112,14 @@ class Batch:
         """Count a bucket, and let its callers go on."""
         self._left -= 1
         self._voted.discard(index)
-        members = self.buckets[index].members
-        done = [member.whole or member for member in members if self._is_last(member)]
+        bucket = self.buckets[index]
+        done = [member.whole or member for member in bucket.members if self._is_last(member)]
         if done:
-            self._submissions.complete([self._works.pop(member) for member in done])
+            works = [self._works.pop(member) for member in done]
+            if bucket.mark is not None:
+                for work in works:
+                    work.let_go(bucket.mark)
+            self._submissions.complete(works)
 
     def fail(self, error: Exception, for_good: bool = False) -> None:
         """End what is left of the batch with ``error``."""
@@ -126,6 +128,10 @@ class Batch:
         self._voted.clear()
         for bucket in self.buckets:
             bucket.fail()
+        ended = {bucket.place: bucket.mark for bucket in self.buckets if bucket.mark is not None}
+        for member, work in self._works.items():
+            if member.place in ended:
+                work.let_go(ended[member.place])
         works = list(self._works.values())
         self._works.clear()
         self._submissions.fail(works, error)

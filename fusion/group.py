@@ -13,11 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from ringlet.compressors import Context
 from ringlet.fusion.bucket import Bucket, make_bucket
-from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.errors import DuplicateName
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.lookahead import pack
@@ -25,6 +22,7 @@ from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
 from ringlet.fusion.peers import Peers
 from ringlet.fusion.pieces import divide
+from ringlet.fusion.place import Mark
 from ringlet.fusion.request import dumps
 from ringlet.ring.dtypes import Array
 
@@ -66,7 +64,6 @@ class Group:
         members: Sequence[Member],
         peers: Peers,
         limits: Limits,
-        pool: BufferPool,
         ready: Ready,
         abandoned: Abandon,
         step: int = 0,
@@ -74,7 +71,7 @@ class Group:
         self.name, self.number, self.peers = name, number, peers
         self.epoch, self.step = 0, step
         self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
-        self._hierarchical, self._pool = limits.hierarchical, pool
+        self._hierarchical = limits.hierarchical
         self._declared = list(members)
         self._scheduled = any(member.scheduled for member in members)
         self._plan([member.at(step) for member in members])
@@ -89,6 +86,7 @@ class Group:
         self._error: Exception | None = None
         self._broken: Exception | None = None
         self._early: Exception | None = None
+        self._marks: list[Mark] = []  # the ends of what was enqueued for the step at hand
 
     def _plan(self, members: list[Member]) -> None:
         self.members = {member.request.name: member for member in members}
@@ -96,7 +94,7 @@ class Group:
         planned = plan(pieces, self._threshold, self._lookahead)
         self.hash = plan_hash(planned)
         self.buckets: list[Bucket] = [
-            make_bucket(b, self.peers, self._pool, self._hierarchical) for b in planned
+            make_bucket(b, self.peers, self._hierarchical) for b in planned
         ]
         self._pieces: dict[str, list[tuple[Member, int]]] = {name: [] for name in self.members}
         for i, bucket in enumerate(planned):
@@ -115,12 +113,14 @@ class Group:
 
     def warm_up(self) -> None:
         """Compile the compressors' kernels, so that the first step does not have to."""
-        seen: set[str] = set()
+        seen: set[tuple[str, str]] = set()
         for member in self.members.values():
-            spec = str(member.compressor)
-            if spec not in seen:
-                seen.add(spec)
-                member.compressor.warm_up(Context(workspace=member.workspace))
+            spec, place = str(member.compressor), member.place
+            if (spec, place.name) not in seen:
+                seen.add((spec, place.name))
+                with place.at_work():
+                    around = Context(xp=place.xp, workspace=place.workspace)
+                    member.compressor.warm_up(around)
 
     def submit(self, name: str, values: Array, output: Array | None = None) -> None:
         """Hand in this step's ``values`` (flat); the result goes to ``output``, or in place.
@@ -130,6 +130,7 @@ class Group:
         a failure of the step it does nothing: ``wait`` tells.
         """
         member = self.members[name]
+        ready = member.place.ready() if member.place.ordered else None
         with self._lock:
             if self._error is not None:
                 return
@@ -144,7 +145,7 @@ class Group:
             self._submitted.add(name)
             complete: list[int] = []
             for piece, index in self._pieces[name]:
-                piece.take(values, values if output is None else output)
+                piece.take(values, values if output is None else output, ready)
                 bucket = self.buckets[index]
                 bucket.missing -= 1
                 if bucket.missing == 0:
@@ -174,6 +175,8 @@ class Group:
             error, self._error = self._error, self._broken or self._early
             self._early = None
             self._begin()
+            marks, self._marks = self._marks, []
+        _collect(marks)
         if error is not None:
             raise error
 
@@ -204,6 +207,8 @@ class Group:
             self._ended.wait_for(lambda: self.epoch > epoch or self._error is not None)
             self._error, self._early = self._broken, None
             self._begin()
+            marks, self._marks = self._marks, []
+            _collect(marks)
             if self._broken is not None:
                 raise self._broken
 
@@ -267,9 +272,10 @@ class Group:
             if bucket.phantom or bucket.missing != len(bucket.members):
                 return False
             bucket.phantom = True
-            for member in bucket.members:
-                member.input = np.zeros(member.numel, member.request.storage)
-                member.output = member.input
+            with bucket.place.at_work():
+                for member in bucket.members:
+                    zeros = bucket.place.xp.zeros(member.numel, member.request.storage)
+                    member.input = member.output = zeros
             return True
 
     def bucket_done(self, index: int) -> None:
@@ -283,6 +289,8 @@ class Group:
                     self._begin()  # the others' next step, whose plan may be another
                 return
             self._unfinished -= 1
+            if bucket.mark is not None:
+                self._marks.append(bucket.mark)
             if self._unfinished == 0:
                 self._ended.notify_all()
 
@@ -303,6 +311,8 @@ class Group:
             for bucket in self.buckets:
                 bucket.fail()
                 bucket.phantom = False
+                if bucket.mark is not None:
+                    self._marks.append(bucket.mark)
             self._ended.notify_all()
 
     def _begin(self) -> None:
@@ -315,6 +325,13 @@ class Group:
 
     def _has_ended(self) -> bool:
         return self._unfinished == 0 or self._error is not None
+
+
+def _collect(marks: Sequence[Mark]) -> None:
+    """Put what the caller enqueues from now on behind a step."""
+    for mark in marks:
+        mark.collect()
+        mark.release()
 
 
 class _Noted(set[str]):

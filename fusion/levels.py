@@ -13,7 +13,6 @@ from itertools import accumulate
 import numpy as np
 
 from ringlet.fusion.bucket import Bucket
-from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.codec import BucketCodec
 from ringlet.fusion.convert import from_float32, to_float32
 from ringlet.fusion.member import Member
@@ -31,10 +30,8 @@ from ringlet.ring.two_level import Shard, two_level
 class TwoLevelBucket(Bucket):
     """Members whose payloads must be decoded to be added."""
 
-    def __init__(
-        self, members: Sequence[Member], comm: HierarchicalCommunicator, pool: BufferPool
-    ) -> None:
-        super().__init__(members, comm.size, pool)
+    def __init__(self, members: Sequence[Member], comm: HierarchicalCommunicator) -> None:
+        super().__init__(members, comm.size)
         self._comm, local = comm, comm.local
         shares = [even_counts(member.numel, local.size) for member in self.members]
         self._counts = [sum(share[rank] for share in shares) for rank in range(local.size)]
@@ -79,7 +76,7 @@ class TwoLevelBucket(Bucket):
                 wide = member.workspace.array("decoded32", member.numel)
             for place, piece in self._places(i):
                 wide[piece] = self._buffer[place]
-            from_float32(wide, member.output, dtype)
+            from_float32(wide, member.output, dtype, member.workspace)
         meter.decompressed(self.trace, start_s)
 
     def _count(self) -> None:
@@ -140,7 +137,7 @@ def _shard_members(
             cross.rank,
             cross.size,
             member.seed,
-            member.workspace,
+            member.place,
             state,
             clock=member.state,
         )

@@ -21,6 +21,7 @@ from ringlet.compressors.context import State
 from ringlet.fusion.convert import from_float32, to_float32
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.limits import UNKNOWN, Link
+from ringlet.fusion.place import Place
 from ringlet.fusion.request import Request
 from ringlet.fusion.strategy import Strategy, check_op, choose, effective
 from ringlet.ring.communicator import ReduceOp, owner_offset
@@ -64,7 +65,8 @@ _NOTHING: Array = np.empty(0, np.float32)
 class Member:
     """One tensor in a plan, or a piece of one: its elements from ``start`` on, ``numel`` of them.
 
-    ``input`` and ``output`` are flat and set anew for every step.
+    ``input`` and ``output`` are flat arrays at ``place`` and set anew for every step; ``ready``
+    tells where the input is enqueued, at a place with an order of its own.
     """
 
     request: Request
@@ -72,13 +74,15 @@ class Member:
     rank: int
     size: int
     seed: int
-    workspace: Workspace
+    place: Place
     state: State = field(default_factory=dict)
     link: Link = UNKNOWN
     compressor: Compressor = field(init=False)
     strategy: Strategy = field(init=False)
+    workspace: Workspace = field(init=False)
     input: Array = field(default_factory=lambda: _NOTHING)
     output: Array = field(default_factory=lambda: _NOTHING)
+    ready: Any = None
     whole: Member | None = None  # of a piece
     start: int = 0
     numel: int = -1
@@ -90,6 +94,7 @@ class Member:
     def __post_init__(self) -> None:
         if self.whole is None:
             self.numel = self.request.numel
+        self.workspace = self.place.workspace
         check_op(self.declared, self.request.op)
         used = effective(self.declared, self.request.dtype, self.request.numel)
         forced = self.request.collective if used is self.declared else "auto"
@@ -121,16 +126,24 @@ class Member:
         )
 
     @property
-    def _surroundings(self) -> tuple[int, int, int, Workspace, State, Link]:
-        return self.rank, self.size, self.seed, self.workspace, self.state, self.link
+    def _surroundings(self) -> tuple[int, int, int, Place, State, Link]:
+        return self.rank, self.size, self.seed, self.place, self.state, self.link
 
-    def take(self, values: Array, output: Array) -> None:
+    def take(self, values: Array, output: Array, ready: Any = None) -> None:
         """Take this step's arrays of the whole tensor."""
+        self.ready = ready
         if self.whole is None:
             self.input, self.output = values, output
         else:
             own = slice(self.start, self.start + self.numel)
             self.input, self.output = values[own], output[own]
+
+    def forget(self) -> None:
+        """Give the step's arrays up, whose memory somebody else may want."""
+        self.input = self.output = _NOTHING
+        self.ready = None
+        if self.whole is not None:
+            self.whole.forget()
 
     @property
     def name(self) -> str:
@@ -145,7 +158,8 @@ class Member:
         # A group that counts its members is one of requests; without a count it is of neighbours.
         cohort = "" if self.request.group_size else self.request.group
         collective = self.strategy, self.request.collective
-        return (*collective, wire, self.request.op, self.prescale, self.postscale, cohort)
+        scales = self.prescale, self.postscale
+        return (*collective, wire, self.request.op, *scales, cohort, self.request.place)
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +202,7 @@ class Member:
         if self.prescale == 1.0:
             return x
         scaled = self.workspace.array("prescaled", x.size)
-        np.multiply(x, np.float32(self.prescale), out=scaled)
+        self.place.xp.multiply(x, np.float32(self.prescale), out=scaled)
         return scaled
 
     def shard(self, part: int, parts: int) -> tuple[int, int]:
@@ -224,6 +238,7 @@ class Member:
                 seed=self.seed,
                 offset=self.start + start if stage == 1 else 0,
                 stage=stage,
+                xp=self.place.xp,
                 workspace=self.workspace,
             )
         ctx.step = self.step
@@ -265,7 +280,7 @@ class Member:
         if self._finishes:
             out = to_float32(self.output, self.request.dtype, self.workspace)
             self.call(self.compressor.finish, out, self.context(0, 1))
-            from_float32(out, self.output, self.request.dtype)
+            from_float32(out, self.output, self.request.dtype, self.workspace)
 
     def count(self) -> None:
         """Count the step."""

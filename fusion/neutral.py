@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 
 from ringlet.fusion.request import Request
@@ -11,11 +13,15 @@ from ringlet.ring.dtypes import Array
 _BFLOAT16 = {ReduceOp.MIN: 0x7F80, ReduceOp.MAX: 0xFF80, ReduceOp.PRODUCT: 0x3F80}  # inf, -inf, 1
 
 
-def neutral(request: Request) -> Array:
-    """Return flat values for ``request``: zeros for sums, else what is neutral to the op."""
+def neutral(request: Request, xp: ModuleType = np) -> Array:
+    """Return flat values for ``request``: zeros for sums, else what is neutral to the op.
+
+    They are an array of the module ``xp``.
+    """
     dtype, op = request.storage, request.op
     if op not in _BFLOAT16 or request.kind != "allreduce":
-        return np.zeros(request.numel, dtype)
+        zeros: Array = xp.zeros(request.numel, dtype)
+        return zeros
     if request.dtype == "bfloat16":
         value: float = _BFLOAT16[op]
     elif op is ReduceOp.PRODUCT:
@@ -27,4 +33,5 @@ def neutral(request: Request) -> Array:
     else:
         limits = np.iinfo(dtype)
         value = limits.max if op is ReduceOp.MIN else limits.min
-    return np.full(request.numel, value, dtype)
+    full: Array = xp.full(request.numel, value, dtype)
+    return full

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ringlet.compressors import Compressor, Workspace
+from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
-from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.errors import CompressionFailed, EngineClosed, OutOfMemory, StepAbandoned
 from ringlet.fusion.executor import Batch
 from ringlet.fusion.flights import Flights
@@ -23,6 +23,7 @@ from ringlet.fusion.meter import Meter
 from ringlet.fusion.observe.events import Observer
 from ringlet.fusion.observe.hops import unwatched
 from ringlet.fusion.peers import Peers
+from ringlet.fusion.place import Place
 from ringlet.fusion.request import Request, dumps, loads
 from ringlet.fusion.requests import Requests
 from ringlet.fusion.submissions import Submissions
@@ -48,6 +49,7 @@ class Participant:
         limits: Limits,
         submissions: Submissions,
         signal: Signal,
+        places: Sequence[Place] = (),
     ) -> None:
         self.rank = comm.rank
         self.meter = Meter()
@@ -55,13 +57,13 @@ class Participant:
         self.complete: deque[tuple[Group | Batch, int, int]] = deque()
         self.joined: set[int] = set()
         self._control, self._limits = control, limits
-        self._pool, self._workspace = BufferPool(limits.fusion_threshold), Workspace()
+        host = Place(reserved=limits.fusion_threshold)
+        self.places = {place.name: place for place in (host, *places)}
         self._flights = Flights(self.meter, control.wake, comm.rank, limits.streams)
         self.pipeline = self._flights.pipeline
         self.requests = Requests(
             self.sets,
-            self._pool,
-            self._workspace,
+            self.places,
             self._flights,
             self.meter,
             submissions,
@@ -102,8 +104,23 @@ class Participant:
         """Return ``request`` as a member of buckets."""
         peers = self.sets[request.process_set]
         seed, link = self._limits.seed, self._limits.link
-        place = (peers.rank, peers.size, seed, self._workspace)
-        return Member(request, compressor, *place, state, link)
+        place = self.places[request.place]
+        self.bring(state, place)
+        return Member(request, compressor, peers.rank, peers.size, seed, place, state, link)
+
+    def bring(self, state: State, place: Place) -> None:
+        """Let what a compressor remembers lie at ``place``."""
+        if len(self.places) > 1:  # or it lies there
+            with self.at_work():
+                place.bring(state)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Put what the caller does in order with the engine's work, wherever that is."""
+        with ExitStack() as stack:
+            for place in self.places.values():
+                stack.enter_context(place.at_work())
+            yield
 
     def dispatch(self, message: bytes) -> None:
         """Do what ``message`` says. Raises PeerLost, or what broke another rank's engine."""
@@ -179,7 +196,7 @@ class Participant:
     def retune(self, setting: dict[str, Any], steps: dict[int, int]) -> None:
         """Use other limits: declared groups from the given steps on, the rest at once."""
         self._limits = replace(self._limits, **setting)
-        self._pool.reserve(self._limits.fusion_threshold)
+        self.places["host"].pool.reserve(self._limits.fusion_threshold)
         self.requests.retune(self._limits)
         self.pipeline.depth = self._limits.streams
         for number, step in steps.items():
@@ -196,6 +213,8 @@ class Participant:
         """Fail everything in flight, and whatever comes later, with ``error``."""
         try:
             self.pipeline.stop(self.interrupt)
+            for place in self.places.values():
+                place.close()
         finally:
             self._fail_all(error)
 
@@ -259,7 +278,6 @@ class Participant:
             [by_name[n] for n in order],
             self.sets[process_set],
             self._limits,
-            self._pool,
             ready,
             abandoned,
             step,

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
-import numpy as np
-
 from ringlet.fusion.bucket import Bucket
-from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.convert import scale_into
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
@@ -28,10 +25,8 @@ class PlainBucket(Bucket):
     They stay on one level unless ``hierarchical``.
     """
 
-    def __init__(
-        self, members: Sequence[Member], size: int, pool: BufferPool, hierarchical: bool = True
-    ) -> None:
-        super().__init__(members, size, pool)
+    def __init__(self, members: Sequence[Member], size: int, hierarchical: bool = True) -> None:
+        super().__init__(members, size)
         self._hierarchical = hierarchical
         first = self.members[0]
         self._dtype, self._op = first.request.dtype, first.request.op
@@ -41,11 +36,16 @@ class PlainBucket(Bucket):
         self._nbytes = self._ends[-1] * storage(self._dtype).itemsize
         bounds = zip(self._ends, self._ends[1:], strict=False)
         self._places = [slice(start, end) for start, end in bounds]
-        self._buffer: Array = np.empty(0, storage(self._dtype))
+        self._buffer: Array = self.members[0].output
 
     def among(self, peers: Peers) -> Peers:
         """Return ``peers`` on the levels that this bucket goes through."""
-        return peers if self._hierarchical else peers.flat
+        return super().among(peers) if self._hierarchical else peers.flat
+
+    def let_go(self) -> None:
+        """Refer to no tensor any more, which a fusion buffer may be."""
+        super().let_go()
+        self._buffer = self.members[0].output
 
     def _encode(self) -> int:
         prescale = self._scales[0]
@@ -55,7 +55,7 @@ class PlainBucket(Bucket):
             scale_into(member.input, prescale, self._buffer, self._dtype, self._scratch)
             return self._nbytes
         self._buffer = self._lease.allocate(self._nbytes).view(storage(self._dtype))
-        np.concatenate([member.input for member in self.members], out=self._buffer)
+        self.place.xp.concatenate([member.input for member in self.members], out=self._buffer)
         if prescale != 1.0:
             scale_into(self._buffer, prescale, self._buffer, self._dtype, self._scratch)
         return self._nbytes

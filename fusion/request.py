@@ -25,7 +25,8 @@ class Request:
     payloads, ``root`` the sending rank of a broadcast (its rank within the process set). Values
     are multiplied by ``prescale`` before they are compressed and by ``postscale`` after they are
     combined. ``splits`` are the rows that an all-to-all sends to each rank. The ``group_size``
-    requests that name the same ``group`` are executed together or not at all.
+    requests that name the same ``group`` are executed together or not at all. ``place`` is where
+    the tensor lies: "host", or "cuda" where the transport moves memory of a GPU.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Request:
     splits: tuple[int, ...] = ()
     group: str = ""
     group_size: int = 0
+    place: str = "host"
     key: Hashable = field(init=False, repr=False, compare=False, default=None)
     """What must not be in flight twice: the name, within its process set."""
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ringlet.compressors import Compressor, NoCompression, Workspace, resolve
+from ringlet.compressors import Compressor, NoCompression, resolve
 from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
-from ringlet.fusion.buffers import BufferPool
 from ringlet.fusion.executor import Batch
 from ringlet.fusion.flights import Flights
 from ringlet.fusion.limits import Limits
@@ -18,6 +17,7 @@ from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter, Trace
 from ringlet.fusion.neutral import neutral
 from ringlet.fusion.peers import Peers
+from ringlet.fusion.place import Place
 from ringlet.fusion.request import Request, loads
 from ringlet.fusion.singles import single_steps
 from ringlet.fusion.submissions import Submissions
@@ -36,8 +36,7 @@ class Requests:
     def __init__(
         self,
         sets: Mapping[int, Peers],
-        pool: BufferPool,
-        workspace: Workspace,
+        places: Mapping[str, Place],
         flights: Flights,
         meter: Meter,
         submissions: Submissions,
@@ -46,7 +45,7 @@ class Requests:
         vote_on: Callable[[Batch, int], None],
         cache: bool = True,
     ) -> None:
-        self._sets, self._pool, self._workspace = sets, pool, workspace
+        self._sets, self._places = sets, places
         self._flights, self._meter = flights, meter
         self._submissions, self._signal = submissions, signal
         self._member, self._vote_on = member, vote_on
@@ -131,12 +130,13 @@ class Requests:
         plan: Batch | None = None
         if reductions:
             members = [self._member_for(work) for work in reductions]
-            plan = Batch(peers, members, limits, self._pool, self._submissions)
+            plan = Batch(peers, members, limits, self._submissions)
             self._run(plan, batch, reductions)
         for work, sizes in ready:
             if work.request.kind != "allreduce":
                 trace, nbytes = Trace(), work.input.nbytes * peers.size
-                steps = single_steps(peers, work, sizes, self._workspace)
+                place = self._places[work.request.place]
+                steps = single_steps(peers, work, sizes, place)
                 done = partial(self._single_done, work, trace)
                 self._flights.launch(steps, trace, peers, nbytes, done, counted=False)
         return plan
@@ -158,7 +158,9 @@ class Requests:
 
     def _zeros(self, request: Request) -> Work:
         """Return what this rank, which has joined, contributes."""
-        values = neutral(request)
+        place = self._places[request.place]
+        with place.at_work():
+            values = neutral(request, place.xp)
         return Work(request, self._signal, values, values, resolve(request.spec))
 
     def _member_for(self, work: Work) -> Member:

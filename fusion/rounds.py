@@ -14,7 +14,7 @@ import numpy as np
 
 from ringlet.compressors import Exchange, Round
 from ringlet.fusion.bucket import Bucket
-from ringlet.fusion.buffers import BufferPool, Lease
+from ringlet.fusion.buffers import Lease
 from ringlet.fusion.convert import from_float32
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
@@ -24,13 +24,14 @@ from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import Steps, Wire
 
 _WIRE = ("int8", "int16", "int32", "int64", "float32")
+_WIDER = {"int16": "int32"}  # where the transport, like NCCL, does not add these
 
 
 class RoundsBucket(Bucket):
     """Members whose compressors declare ``combine="rounds"``."""
 
-    def __init__(self, members: Sequence[Member], size: int, pool: BufferPool) -> None:
-        super().__init__(members, size, pool)
+    def __init__(self, members: Sequence[Member], size: int) -> None:
+        super().__init__(members, size)
         self._running: dict[Member, tuple[Exchange, Array]] = {}
         self._rounds: dict[Member, Round] = {}
         self._buffers: dict[tuple[str, str], Array] = {}
@@ -54,23 +55,28 @@ class RoundsBucket(Bucket):
             raise self._error
         sizes: dict[tuple[str, str], int] = {}
         for round_ in self._rounds.values():
-            key = (round_.op, round_.values.dtype.name)
+            key = self._key(round_)
             sizes[key] = sizes.get(key, 0) + round_.values.size
         # What a member yields may lie in the buffer of the round before: release that afterwards.
-        before, self._lease = self._lease, Lease(self._pool)
+        before, self._lease = self._lease, Lease(self.place.pool)
         self._buffers = {
             key: self._lease.allocate(n * np.dtype(key[1]).itemsize).view(key[1])
             for key, n in sizes.items()
         }
         ends = dict.fromkeys(sizes, 0)
-        for member, (values, op) in self._rounds.items():
-            key = (op, values.dtype.name)
+        for member, round_ in self._rounds.items():
+            key, values = self._key(round_), round_.values
             piece = self._buffers[key][ends[key] : ends[key] + values.size]
             piece[...] = values
             self._pieces[member] = piece
             ends[key] += values.size
         before.release()
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def _key(self, round_: Round) -> tuple[str, str]:
+        """Return the operation, and the dtype in which values travel."""
+        name = round_.values.dtype.name
+        return round_.op, _WIDER.get(name, name) if self.place.ordered else name
 
     def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
         buffers = sorted(self._buffers.items(), key=lambda pair: pair[0])
@@ -84,14 +90,14 @@ class RoundsBucket(Bucket):
         start = time.perf_counter()
         for (op, _), buffer in buffers:
             if op == "mean":
-                np.multiply(buffer, buffer.dtype.type(1.0 / self.size), out=buffer)
+                self.place.xp.multiply(buffer, buffer.dtype.type(1.0 / self.size), out=buffer)
         self._resume()
         meter.compressed(self.trace, start, time.perf_counter())
 
     def _start(self) -> None:
         for member in self.members:
             x = member.values()
-            if not np.shares_memory(x, member.input):
+            if not self.place.xp.may_share_memory(x, member.input):
                 x = x.copy()  # scratch would not last until the next round
             out = self._output(member)
             generator = member.compressor.exchange(x, out, member.context(0, 1))
@@ -103,14 +109,15 @@ class RoundsBucket(Bucket):
             return member.output
         out = self._outs.get(member)
         if out is None:
-            out = self._outs[member] = np.empty(member.numel, np.float32)
+            out = self._outs[member] = self.place.xp.empty(member.numel, np.float32)
         return out
 
     def _resume(self) -> None:
         """Hand every member what was combined, up to its next round or its end."""
         try:
             for member in list(self._running):
-                self._step(member, self._pieces[member])
+                dtype = self._rounds[member].values.dtype
+                self._step(member, self._pieces[member].astype(dtype, copy=False))
         except Exception as error:  # told with the next vote, so that nobody waits for this rank
             self._error = error
         self.more = bool(self._running) or self._error is not None
@@ -136,8 +143,8 @@ class RoundsBucket(Bucket):
     def _deliver(self, member: Member, out: Array) -> None:
         factor = member.postscale * self.size  # an exchange ends with the mean, not the sum
         if factor != 1.0:
-            np.multiply(out, np.float32(factor), out=out)
-        from_float32(out, member.output, member.request.dtype)
+            self.place.xp.multiply(out, np.float32(factor), out=out)
+        from_float32(out, member.output, member.request.dtype, member.workspace)
 
 
 def _check(label: str, round_: object) -> None:

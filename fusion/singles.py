@@ -7,64 +7,71 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from ringlet.compressors import Workspace
 from ringlet.fusion.convert import scale_into
 from ringlet.fusion.peers import Peers
+from ringlet.fusion.place import Place
 from ringlet.fusion.work import Work
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.halves import even_counts
 from ringlet.ring.pipeline import Steps, Wire
 
 
-def single_steps(peers: Peers, work: Work, sizes: Sequence[Any], scratch: Workspace) -> Steps:
+def single_steps(peers: Peers, work: Work, sizes: Sequence[Any], place: Place) -> Steps:
     """Run an operation that is not fused and leave its result in ``work``.
 
     ``sizes`` are the first dimensions of an all-gather's inputs, or an all-to-all's splits, by
     rank; empty means that all are like this rank's own.
     """
-    return _OPERATIONS[work.request.kind](peers, work, sizes, scratch)
+    steps = _OPERATIONS[work.request.kind](peers, work, sizes, place)
+    return place.steps(_in_order(work, place, steps)) if place.ordered else steps
 
 
-def _broadcast(peers: Peers, work: Work, _: Sequence[Any], __: Workspace) -> Steps:
+def _in_order(work: Work, place: Place, steps: Steps) -> Steps:
+    place.after([work.ready])
+    yield from steps
+    mark = place.done([work.input, work.output])
+    if mark is not None:
+        work.let_go(mark)
+
+
+def _broadcast(peers: Peers, work: Work, _: Sequence[Any], __: Place) -> Steps:
     yield Wire(partial(peers.comm.broadcast, work.output, work.request.root))
 
 
-def _barrier(peers: Peers, work: Work, _: Sequence[Any], __: Workspace) -> Steps:
+def _barrier(peers: Peers, work: Work, _: Sequence[Any], __: Place) -> Steps:
     yield Wire(peers.comm.barrier)
 
 
-def _allgather(peers: Peers, work: Work, sizes: Sequence[Any], _: Workspace) -> Steps:
+def _allgather(peers: Peers, work: Work, sizes: Sequence[Any], place: Place) -> Steps:
     shape = work.request.shape
     rows = list(sizes) or [shape[0]] * peers.size
     width = math.prod(shape[1:])
     work.sizes = tuple(rows)
-    work.output = np.empty(sum(rows) * width, work.input.dtype)
+    work.output = place.xp.empty(sum(rows) * width, work.input.dtype)
     counts = [n * width for n in rows]
     yield Wire(partial(peers.comm.allgather, work.input, work.output, counts))
 
 
-def _alltoall(peers: Peers, work: Work, sizes: Sequence[Any], _: Workspace) -> Steps:
+def _alltoall(peers: Peers, work: Work, sizes: Sequence[Any], place: Place) -> Steps:
     request = work.request
     width = math.prod(request.shape[1:])
     received = [splits[peers.rank] for splits in list(sizes) or [request.splits] * peers.size]
     work.sizes = tuple(received)
-    work.output = np.empty(sum(received) * width, work.input.dtype)
+    work.output = place.xp.empty(sum(received) * width, work.input.dtype)
     outgoing, incoming = [n * width for n in request.splits], [n * width for n in received]
     yield Wire(partial(peers.comm.alltoall, work.input, work.output, outgoing, incoming))
 
 
-def _reducescatter(peers: Peers, work: Work, _: Sequence[Any], scratch: Workspace) -> Steps:
-    request = work.request
+def _reducescatter(peers: Peers, work: Work, _: Sequence[Any], place: Place) -> Steps:
+    request, scratch = work.request, place.workspace
     width = math.prod(request.shape[1:])
     rows = even_counts(request.shape[0], peers.size)
     work.sizes = tuple(rows)
     values = work.input
     if request.prescale != 1.0:
-        values = np.empty_like(work.input)
+        values = place.xp.empty_like(work.input)
         scale_into(work.input, request.prescale, values, request.dtype, scratch)
-    out = work.output = np.empty(rows[peers.rank] * width, values.dtype)
+    out = work.output = place.xp.empty(rows[peers.rank] * width, values.dtype)
     op = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
     counts = [n * width for n in rows]
     yield Wire(partial(peers.comm.reduce_scatter, values, out, counts, op, request.dtype))
@@ -72,7 +79,7 @@ def _reducescatter(peers: Peers, work: Work, _: Sequence[Any], scratch: Workspac
     scale_into(out, request.postscale, out, request.dtype, scratch, divisor)
 
 
-_OPERATIONS: dict[str, Callable[[Peers, Work, Sequence[Any], Workspace], Steps]] = {
+_OPERATIONS: dict[str, Callable[[Peers, Work, Sequence[Any], Place], Steps]] = {
     "broadcast": _broadcast,
     "barrier": _barrier,
     "allgather": _allgather,

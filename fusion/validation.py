@@ -9,6 +9,7 @@ from ringlet.fusion.request import Request
 
 _COMPARED: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     ("operations", lambda r: r.kind),
+    ("places", lambda r: r.place),
     ("dtypes", lambda r: r.dtype),
     ("reduce ops", lambda r: r.op.name.title()),
     ("compressors", lambda r: r.spec),

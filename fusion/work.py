@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors import Compressor
+from ringlet.fusion.place import Mark
 from ringlet.fusion.request import Request
 from ringlet.ring.dtypes import Array
 
@@ -51,7 +52,7 @@ class Signal:
 class Handle:
     """The outcome of an operation that is under way."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "_signal", "name", "output", "sizes")
+    __slots__ = ("_callbacks", "_done", "_error", "_signal", "mark", "name", "output", "sizes")
 
     def __init__(self, name: str, signal: Signal) -> None:
         self.name = name
@@ -59,6 +60,7 @@ class Handle:
         self.sizes: tuple[int, ...] = ()
         self._signal = signal
         self._done = False
+        self.mark: Mark | None = None  # where the operation's work was enqueued, its end
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] | tuple[()] = ()
 
@@ -69,10 +71,13 @@ class Handle:
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the operation and return its output: a flat array, or what was declared.
 
+        A tensor on a GPU may be still in the making then; the framework's current stream waits.
         Raises what went wrong, the same on every rank, or TimeoutError after ``timeout`` seconds.
         """
         if not self._done and not self._signal.wait(self, timeout):
             raise TimeoutError(f"{self.name!r} has not finished within {timeout} s")
+        if self.mark is not None:
+            self.mark.collect()
         if self._error is not None:
             raise self._error
         return self.output
@@ -110,7 +115,7 @@ class Handle:
 class Work(Handle):
     """One submission: what was asked for, the flat arrays, and who waits for it."""
 
-    __slots__ = ("compressor", "input", "request")
+    __slots__ = ("compressor", "input", "ready", "request")
 
     def __init__(
         self,
@@ -125,6 +130,11 @@ class Work(Handle):
         self.input = values
         self.output = output
         self.compressor = compressor
+        self.ready: Any = None  # of an ordered place: when the input is
+
+    def let_go(self, mark: Mark) -> None:
+        """Note the end of the work, which keeps the input for as long as it is needed."""
+        self.mark, self.input, self.ready = mark, _NOTHING, None
 
     def complete(self) -> None:
         """Note that the operation is done; the caller learns of it by ``tell`` and a signal."""

@@ -39,7 +39,7 @@ def _allocate(nbytes: int) -> Array:
 class Encoded:
     """This rank's payload of one bucket: ``buffer`` (uint8), and the bytes of each part.
 
-    Bytes are those on the wire: every part ends with room for its seal.
+    Bytes are those on the wire: every part ends with room for its seal, if it has one.
     """
 
     buffer: Array
@@ -51,14 +51,14 @@ class Encoded:
         return sum(self.counts)
 
 
-def encode(codec: Codec, allocate: Allocate = _allocate) -> Encoded:
-    """Encode every part, one behind the other, into one buffer."""
+def encode(codec: Codec, allocate: Allocate = _allocate, room: int = SEAL) -> Encoded:
+    """Encode every part, one behind the other and each with ``room`` bytes behind it."""
     codec.prepare()
-    buffer = allocate(sum(codec.capacity(part) + SEAL for part in range(codec.parts)))
+    buffer = allocate(sum(codec.capacity(part) + room for part in range(codec.parts)))
     counts: list[int] = []
     start = 0
     for part in range(codec.parts):
-        counts.append(codec.encode_into(part, buffer[start : buffer.size - SEAL]) + SEAL)
+        counts.append(codec.encode_into(part, buffer[start : buffer.size - room]) + room)
         start += counts[-1]
     return Encoded(buffer[:start], counts)
 

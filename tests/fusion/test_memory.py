@@ -36,7 +36,7 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
     limit = 8 * 3000 * (4 if spec == "none" else 2)
 
     def body(engine):
-        pool = engine._participant._pool
+        pool = engine._participant.places["host"].pool
         allocate = pool._allocate
 
         def bounded(nbytes):
@@ -81,7 +81,7 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
 def starve(engine):
     """Let nothing be allocated for exchanges any more, but for what buckets send."""
     participant = engine._participant
-    pool, pipeline = participant._pool, participant.pipeline
+    pool, pipeline = participant.places["host"].pool, participant.pipeline
     allocate, work, inside = pool._allocate, pipeline._work, []
 
     def bounded(nbytes):
@@ -157,7 +157,7 @@ def test_no_memory_for_what_is_received_is_named_on_all_ranks():
             group.submit("w", np.ones(n, np.float32))
             group.wait(60)
             if comm.rank == 1:
-                engine._participant._pool._reserve = np.empty(0, np.uint8)
+                engine._participant.places["host"].pool._reserve = np.empty(0, np.uint8)
                 starve(engine)
             group.submit("w", np.ones(n, np.float32))
             with pytest.raises((MemoryError, EngineClosed)) as caught:

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.compressors import Compressor, Context, Workspace, parse, register, registry
+from ringlet.compressors import Compressor, Context, parse, register, registry
 from ringlet.fusion import CompressionFailed, Engine, Limits, Request, pieces
 from ringlet.fusion.member import Member
+from ringlet.fusion.place import Place
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
@@ -64,7 +65,7 @@ def test_pieces_cover_a_tensor_and_begin_where_payloads_may_be_cut(spec, n):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", 100)
         request = Request("w", shape=(n,), spec=spec)
-        member = Member(request, parse(spec), 0, 3, 0, Workspace())
+        member = Member(request, parse(spec), 0, 3, 0, Place())
         found = pieces.divide(member)
     if spec in WHOLE or n < 200 or member.compressor != parse(spec):
         assert found == [member]

@@ -1,0 +1,111 @@
+"""A fusion bucket on a GPU whose payloads must be decoded to be added.
+
+Everything is enqueued by the engine's thread. Payloads travel as they are, without seals; where
+their size varies, what they consist of travels over the host, which knows it once the GPU has told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from ringlet.compressors import Payload, PayloadError
+from ringlet.compressors.contract import storage
+from ringlet.compressors.payload import padded
+from ringlet.fusion.bucket import CompressedBucket
+from ringlet.fusion.codec import BucketCodec
+from ringlet.fusion.member import Member
+from ringlet.fusion.meter import Meter
+from ringlet.fusion.peers import Peers
+from ringlet.fusion.request import dumps, loads
+from ringlet.ring import compressed, enqueued
+from ringlet.ring.dtypes import Array
+from ringlet.ring.pipeline import Steps, Wire
+
+
+class DeviceBucket(CompressedBucket):
+    """Members at an ordered place: gathered whole, or reduced shard by shard, on one level."""
+
+    def __init__(self, members: Sequence[Member], size: int) -> None:
+        super().__init__(members, size)
+        if not self.codec.fixed:
+            self.codec = self._described = DescribedCodec(self.members)
+
+    def _encode(self) -> int:
+        self._encoded = compressed.encode(self.codec, self._lease.allocate, room=0)
+        return self._encoded.nbytes
+
+    def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
+        comm, codec, allocate = peers.comm, self.codec, self._lease.allocate
+        if self._scattered:
+            steps = enqueued.scatter_reduce(comm, codec, self._encoded, allocate)
+        else:
+            steps = enqueued.allgather_reduce(comm, codec, self._encoded, sizes, allocate)
+        if not codec.fixed:
+            yield Wire(partial(self._describe, peers))
+        start = time.perf_counter()
+        for wire in steps:
+            meter.decompressed(self.trace, start)
+            yield wire
+            start = time.perf_counter()
+        meter.decompressed(self.trace, start)
+
+    def _describe(self, peers: Peers) -> None:
+        own = self._described.description()
+        self._described.expect(peers.comm.allgather_bytes(own))
+
+
+class DescribedCodec(BucketCodec):
+    """Payloads of variable size, whose arrays lie side by side; what they are is told apart."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        super().__init__(members, 1)
+        self._expected: list[bytes] = []
+
+    def capacity(self, part: int) -> int:
+        """Return the bytes of the step at hand."""
+        return sum(int(nbytes) for nbytes in self.member_bytes())
+
+    def member_bytes(self) -> list[float]:
+        """Return the bytes of each member's payload."""
+        return [
+            float(sum(padded(array.nbytes) for array in payload.values()))
+            for payload in self._variable
+        ]
+
+    def description(self) -> bytes:
+        """Return what this rank's payloads consist of."""
+        return dumps(
+            [
+                [[name, array.dtype.name, array.size] for name, array in payload.items()]
+                for payload in self._variable
+            ]
+        )
+
+    def expect(self, descriptions: Sequence[bytes]) -> None:
+        """Take every rank's description, by rank, for the payloads that are decoded next."""
+        self._expected = list(descriptions)
+
+    def _serialise(self, out: Array) -> int:
+        end = 0
+        for payload in self._variable:
+            for array in payload.values():
+                out[end : end + array.nbytes].view(array.dtype)[...] = array
+                end += padded(array.nbytes)
+        return end
+
+    def _deserialise(self, buffer: Array) -> list[Payload]:
+        payloads: list[Payload] = []
+        end = 0
+        for described in loads(self._expected.pop(0)):
+            payload: Payload = {}
+            for name, dtype, elements in described:
+                kind = storage(dtype)
+                start, stop = end, end + kind.itemsize * elements
+                if stop > buffer.size:
+                    raise PayloadError(f"a payload of {buffer.size} bytes ends inside {name!r}")
+                payload[name] = buffer[start:stop].view(kind)
+                end = start + padded(kind.itemsize * elements)
+            payloads.append(payload)
+        return payloads
