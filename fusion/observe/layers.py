@@ -14,6 +14,7 @@ import numpy as np
 from ringlet.compressors import NoCompression, Workspace
 from ringlet.fusion.bucket import Bucket
 from ringlet.fusion.member import Member
+from ringlet.fusion.place import Place
 
 log = logging.getLogger("ringlet")
 
@@ -41,11 +42,11 @@ def losses(bucket: Bucket) -> dict[str, dict[str, float]]:
 
     Compresses once more, on a copy of what the compressor remembers, so that nothing changes. The
     error is that of what was to be sent, residual included: |p - C(p)| / |p|. Exchanges in rounds
-    have none of their own.
+    have none of their own. Of tensors on a GPU that is done on a copy in host memory, and waits.
     """
     found: dict[str, dict[str, float]] = {}
     for member in bucket.members:
-        x = member.values().copy()
+        x = _values(member)
         found[member.name] = {"norm": _norm(x)}
         if member.strategy != "rounds" and not isinstance(member.compressor, NoCompression):
             error = _relative_error(member, x)
@@ -54,12 +55,32 @@ def losses(bucket: Bucket) -> dict[str, dict[str, float]]:
     return found
 
 
+def _values(member: Member) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return a copy of what is to be compressed."""
+    with member.place.at_work():
+        member.place.after([member.ready])
+        return np.array(member.place.to_host(member.values()))
+
+
+def _on_host(state: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
+    """Return ``state`` with its arrays in host memory: itself, where they are there."""
+    if not place.ordered:
+        return state
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            found[key] = _on_host(value, place)
+        else:
+            found[key] = place.to_host(value) if hasattr(value, "dtype") else value
+    return found
+
+
 def residual_norm(member: Member) -> float | None:
     """Return the Euclidean norm of all that is held back, or None if nothing can be.
 
     For a piece that is what was held back of it before it was sent, not of its sums.
     """
-    state = member.state
+    state = _on_host(member.state, member.place)
     if member.whole is not None and isinstance(held := state.get("residual"), np.ndarray):
         state = {"residual": held[member.start : member.start + member.numel]}
     energies = list(_energies(state))
@@ -72,12 +93,12 @@ def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) ->
         key: value[own]
         if isinstance(value, np.ndarray) and value.size == member.request.numel
         else value
-        for key, value in member.state.items()
+        for key, value in _on_host(member.state, member.place).items()
     }
     context = replace(
         member.context(0, 1),
         state=copy.deepcopy(state), shape=member.request.shape if member.whole is None else (n,),
-        numel=n, offset=0, workspace=Workspace(),
+        numel=n, offset=0, xp=np, workspace=Workspace(),
     )  # fmt: skip
     decoded = np.empty(x.size, np.float32)
     try:

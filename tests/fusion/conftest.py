@@ -1,6 +1,11 @@
-"""Plugins that fail when a test says so."""
+"""Plugins that fail when a test says so, and where the stand-in for a GPU is."""
+
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ringlet.compressors import Compressor, Context, Traits, parse, register, registry
 from ringlet.fusion import Request

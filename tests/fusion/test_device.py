@@ -1,0 +1,332 @@
+"""Tensors on a GPU, which a stand-in plays that raises where a real one would go wrong.
+
+It says nothing about CUDA, NCCL or speed: only that nothing is read by the host or out of order,
+and that results are those of tensors in host memory.
+"""
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from standin import Enqueuing, OutOfOrder, on_gpu, on_ranks
+
+from ringlet.compressors import parse, registry
+from ringlet.fusion import CompressionFailed, Request, pieces
+from ringlet.fusion.cuda_place import CudaPlace
+from ringlet.ring import Mismatch, ReduceOp
+
+SHAPE = (40, 75)
+# Sums of the array code's products are formed in another order than the kernels'.
+ROUNDED = {"acpsgd", "powersgd"}
+INNER = {"scaled": "qsgd"}  # what a modifier has to its left; int8 for others
+MORE = [
+    "topk | ef", "topk | ef21", "fp16 | ef", "topk | int8(bucket=32) | ef", "topk | fp16",
+    "powersgd | ef", "threshold(value=0.5) | ef", "int4 | hadamard | ef", "block_topk | ef",
+]  # fmt: skip
+
+
+def every_spec():
+    found = []
+    for name in sorted(registry._registered):
+        bound = parse(name).is_bound()
+        found.append(name if bound else f"{INNER.get(name, 'int8')} | {name}")
+    return found + MORE
+
+
+def values(name, rank, step, shape=SHAPE, dtype=np.float32):
+    rng = np.random.default_rng([rank, step, *name.encode()])
+    return rng.standard_normal(shape).astype(dtype).reshape(-1)
+
+
+def results(body, size=3, **limits):
+    """Return what ``body(engine, put)`` gives by rank, on the host and on the GPU."""
+
+    def on(place):
+        def run(engine, gpu):
+            put = (lambda x: on_gpu(gpu, x)) if place == "cuda" else (lambda x: x.copy())
+            get = (lambda x: x.get()) if place == "cuda" else (lambda x: x)
+            return body(engine, place, put, get)
+
+        return on_ranks(size, run, **limits)
+
+    return on("host"), on("cuda")
+
+
+def same(host, device, key=None):
+    for expected, found in zip(host, device, strict=True):
+        for e, f in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(np.asarray(f).view(np.uint8), e.view(np.uint8), str(key))
+
+
+def test_every_compressor_gives_what_it_gives_in_host_memory():
+    specs = every_spec()
+
+    def body(engine, place, put, get):
+        requests = [Request(spec, shape=SHAPE, spec=spec, place=place) for spec in specs]
+        outs = []
+        for step in range(3):
+            handles = [
+                engine.submit(r, put(values(r.name, engine.rank, step)), None, parse(r.spec))
+                for r in requests
+            ]
+            outs = [get(handle.wait(60)) for handle in handles]
+        return outs
+
+    host, device = results(body)
+    for i, spec in enumerate(specs):
+        pairs = [(host[r][i], device[r][i]) for r in range(3)]
+        if ROUNDED & set(spec.replace("(", " ").split()):
+            for expected, found in pairs:
+                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5, err_msg=spec)
+            same([[device[0][i]]] * 2, [[device[r][i]] for r in (1, 2)], spec)
+        else:
+            same([[e] for e, _ in pairs], [[f] for _, f in pairs], spec)
+
+
+PLAIN = [
+    ("float32", ReduceOp.SUM, 1.0), ("float32", ReduceOp.AVERAGE, 0.5),
+    ("float16", ReduceOp.AVERAGE, 3.0), ("bfloat16", ReduceOp.AVERAGE, 3.0),
+    ("float64", ReduceOp.MAX, 1.0), ("int32", ReduceOp.AVERAGE, 1.0), ("int64", ReduceOp.SUM, 2.5),
+    ("uint8", ReduceOp.PRODUCT, 1.0), ("bool", ReduceOp.SUM, 1.0), ("int32", ReduceOp.MIN, 1.0),
+]  # fmt: skip
+
+
+def test_uncompressed_tensors_of_every_kind_and_16_bit_ones_compressed():
+    asked = [(*plain, "none") for plain in PLAIN]
+    asked += [(d, ReduceOp.AVERAGE, 2.0, s) for d in ("float16", "bfloat16", "float64")
+              for s in ("int8", "fp16", "topk | ef", "none")]  # fmt: skip
+
+    def body(engine, place, put, get):
+        handles = []
+        for i, (dtype, op, scale, spec) in enumerate(asked):
+            request = Request(
+                f"t{i}", "allreduce", dtype, (1200,), op, spec, prescale=scale, postscale=scale,
+                place=place,
+            )  # fmt: skip
+            x = values(f"t{i}", engine.rank, 0, (1200,)) * 7
+            if dtype == "bfloat16":
+                x = (x.view(np.uint32) >> 16).astype(np.uint16)
+            else:
+                x = (np.abs(x) if dtype == "uint8" else x).astype(dtype)
+            handles.append(engine.submit(request, put(x), None, parse(spec)))
+        return [get(handle.wait(60)) for handle in handles]
+
+    same(*results(body))
+
+
+def declared(engine, places, specs, shape=SHAPE):
+    """Declare a tensor per spec; return the group and the states."""
+    requests = [
+        Request(f"{i}.{spec}", shape=shape, spec=spec, place=place)
+        for i, (spec, place) in enumerate(zip(specs, places, strict=True))
+    ]
+    states = [{} for _ in specs]
+    return engine.declare("g", requests, [parse(s) for s in specs], states), states
+
+
+def test_a_group_may_lie_in_both_places():
+    specs = ["none", "int8 | ef", "fp16", "none", "int8 | ef", "topk | ef"] * 2
+
+    def body(mixed):
+        def run(engine, gpu):
+            places = ["cuda" if mixed and i < 6 else "host" for i in range(12)]
+            group, _ = declared(engine, places, specs)
+            outs = []
+            for step in range(3):
+                arrays = [values(n, engine.rank, step) for n in group.members]
+                arrays = [
+                    on_gpu(gpu, x) if p == "cuda" else x
+                    for x, p in zip(arrays, places, strict=True)
+                ]
+                for name, array in zip(reversed(group.members), reversed(arrays), strict=True):
+                    group.submit(name, array)
+                group.wait(60)
+                outs += [x.get() if p == "cuda" else x for x, p in zip(arrays, places, strict=True)]
+            for bucket in group.buckets:
+                assert {m.request.place for m in bucket.members} == {bucket.place.name}
+            return outs
+
+        return on_ranks(2, run)
+
+    same(body(False), body(True))
+
+
+def test_pieces_of_large_tensors(monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", 500)
+
+    def body(engine, place, put, get):
+        specs = ["int8 | ef", "fp16", "none"]
+        group, _ = declared(engine, [place] * 3, specs)
+        outs = []
+        for step in range(2):
+            outs = [put(values(name, engine.rank, step)) for name in group.members]
+            for name, x in zip(group.members, outs, strict=True):
+                group.submit(name, x)
+            group.wait(60)
+        assert len(group.buckets) >= 3
+        one = Request("w", shape=SHAPE, spec="int8", place=place)
+        x = put(values("w", engine.rank, 0))
+        return [get(a) for a in (*outs, engine.submit(one, x, None, parse("int8")).wait(60))]
+
+    same(*results(body, fusion_threshold=4000))
+
+
+def test_ranks_that_disagree_on_the_place_all_learn_it():
+    def body(engine, gpu):
+        place = "cuda" if engine.rank else "host"
+        x = values("w", engine.rank, 0)
+        with pytest.raises(Mismatch, match=r"places differ .*rank 0: host; rank.* 1: cuda"):
+            engine.submit(
+                Request("w", shape=SHAPE, place=place), on_gpu(gpu, x) if engine.rank else x
+            ).wait(60)
+        with pytest.raises(Mismatch, match="places differ"):
+            declared(engine, [place], ["int8"])
+        with pytest.raises(ValueError, match="'moon', where transport 'local' moves nothing"):
+            engine.submit(Request("v", shape=SHAPE, place="moon"), x)
+
+    on_ranks(2, body)
+
+
+def test_a_compressor_that_fails_fails_everywhere_and_the_next_step_works(brittle):
+    brittle["when"] = lambda ctx: ctx.rank == 1 and ctx.step == 0
+
+    def body(engine, gpu):
+        group, _ = declared(engine, ["cuda"] * 2, ["brittle", "none"])
+        single = Request("s", shape=SHAPE, spec="brittle", place="cuda")
+        for step in range(2):
+            arrays = [on_gpu(gpu, values(n, engine.rank, step)) for n in group.members]
+            for name, x in zip(group.members, arrays, strict=True):
+                group.submit(name, x)
+            alone = on_gpu(gpu, values("s", engine.rank, step))
+            handle = engine.submit(single, alone, None, parse("brittle"))
+            if step == 0:
+                with pytest.raises(CompressionFailed, match="lost my keys"):
+                    group.wait(60)
+                with pytest.raises(CompressionFailed, match="lost my keys"):
+                    handle.wait(60)
+                brittle.pop("when", None)
+            else:
+                group.wait(60)
+                handle.wait(60)
+            arrays[1][:] = 0  # what was handed in may be overwritten after either
+            alone[:] = 0
+        expected = sum(values("0.brittle", r, 1) for r in range(2)) / np.float32(2)
+        np.testing.assert_array_equal(arrays[0].get(), expected)
+
+    on_ranks(2, body)
+
+
+def test_a_steady_step_allocates_no_buffer_and_tells_the_host_nothing():
+    specs = ["none", "none", "fp16", "bf16", "fp8", "block_topk", "onebit", "fp16 | ef", "natural"]
+
+    def body(engine, gpu):
+        group, states = declared(engine, ["cuda"] * len(specs), specs)
+        seen = []
+        for step in range(5):
+            for name in group.members:
+                group.submit(name, on_gpu(gpu, values(name, engine.rank, step)))
+            group.wait(60)
+            seen.append((gpu.empties, gpu.reads, gpu.copies))
+        assert seen[1] == seen[-1]
+        assert seen[-1][1:] == (0, 0)
+        assert hasattr(states[7]["residual"], "__cuda_array_interface__")
+        return engine.comm.moved
+
+    moved = on_ranks(3, body)
+    assert min(moved) > 0
+    assert len(set(moved)) == 1
+
+
+def test_what_is_out_of_order_shows(monkeypatch):
+    """The stand-in sees both sides: that inputs are waited for, and that results are to be."""
+
+    def early(engine, gpu):
+        x = on_gpu(gpu, values("w", engine.rank, 0))
+        handle = engine.submit(Request("w", shape=SHAPE, place="cuda"), x)
+        done = threading.Event()
+        handle.then(done.set)
+        assert done.wait(60)
+        with pytest.raises(OutOfOrder):
+            x.get()
+        handle.wait(60)
+        x.get()
+
+    def unready(engine, gpu):
+        x = on_gpu(gpu, values("w", engine.rank, 0))
+        engine.submit(Request("w", shape=SHAPE, place="cuda"), x).wait(60)
+
+    on_ranks(2, early)
+    monkeypatch.setattr(CudaPlace, "after", lambda self, ready: None)
+    with pytest.raises(OutOfOrder):
+        on_ranks(2, unready)
+
+
+def test_memory_is_kept_until_the_gpu_is_done_with_it():
+    def body(engine, gpu):
+        def step(wait):
+            x = on_gpu(gpu, values("w", engine.rank, 0))
+            handle = engine.submit(Request("w", shape=SHAPE, place="cuda"), x)
+            done = threading.Event()
+            handle.then(done.set)
+            assert done.wait(60)
+            if wait:
+                handle.wait(60)
+            return weakref.ref(x)
+
+        gpu.busy = True
+        first, second = step(wait=False), step(wait=True)
+        gc.collect()
+        assert first() is not None
+        assert second() is not None
+        gpu.busy = False
+        step(wait=True)
+        third = step(wait=True)
+        gc.collect()
+        assert first() is None
+        assert second() is None
+        del third
+        group, _ = declared(engine, ["cuda"], ["int8"])
+        gpu.busy = True
+        x = on_gpu(gpu, values("w", engine.rank, 0))
+        group.submit(*group.members, x)
+        group.wait(60)  # from here on the framework's stream is behind the engine's
+        x = weakref.ref(x)
+        gc.collect()
+        assert x() is None
+        gpu.busy = False
+
+    on_ranks(2, body)
+
+
+def test_a_rank_that_has_joined_sends_zeros_from_its_gpu():
+    def body(engine, gpu):
+        request = Request("w", shape=SHAPE, op=ReduceOp.SUM, place="cuda")
+        outs = []
+        for step in range(2 - engine.rank):
+            x = on_gpu(gpu, values("w", engine.rank, step))
+            outs.append(engine.submit(request, x).wait(60).get())
+        engine.join()
+        return outs
+
+    found = on_ranks(2, body)
+    np.testing.assert_array_equal(found[0][1], values("w", 0, 1))
+
+
+def test_process_sets_and_broadcasts():
+    def body(engine, gpu):
+        number = engine.add_process_set([0, 2])
+        word = on_gpu(gpu, np.full(5, engine.rank, np.float32))
+        request = Request("b", "broadcast", shape=(5,), root=1, place="cuda")
+        said = engine.submit(request, word).wait(60).get()
+        if engine.rank == 1:
+            return said, None
+        x = on_gpu(gpu, values("w", engine.rank, 0))
+        request = Request("w", shape=SHAPE, spec="int8", process_set=number, place="cuda")
+        assert isinstance(engine._participant.sets[number].comm, Enqueuing)
+        return said, engine.submit(request, x, None, parse("int8")).wait(60).get()
+
+    found = on_ranks(3, body)
+    assert all(said.tolist() == [1] * 5 for said, _ in found)
+    np.testing.assert_array_equal(found[0][1], found[2][1])

@@ -1,0 +1,87 @@
+"""Ranks with a stand-in GPU each: threads of one process, and a transport that reads its memory."""
+
+from ringlet.fusion import Engine, Limits
+from ringlet.fusion.cuda_place import CudaPlace
+from ringlet.ring.control_open import open_control
+from ringlet.ring.local import run_local
+from standin.arrays import DeviceArray, array_module
+from standin.streams import Gpu
+
+
+class Framework:
+    """Whose tensors they are; its stream is ``gpu.train`` in every thread."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def stream(self, device):
+        return self.gpu.train.ptr
+
+    def allocator(self):
+        return None
+
+
+class Enqueuing:
+    """A communicator like NCCL's: arrays of the GPU on the current stream, and no siblings."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.moved = 0  # arrays of the GPU
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def sibling(self, number):
+        return None
+
+    def subset(self, ranks):
+        found = self.inner.subset(ranks)
+        return None if found is None else Enqueuing(found)
+
+    def allreduce(self, buffer, *args, **options):
+        self.inner.allreduce(self._touched(buffer, True), *args, **options)
+
+    def broadcast(self, buffer, root=0):
+        self.inner.broadcast(self._touched(buffer, True), root)
+
+    def allgather(self, send, receive, *args):
+        self._move(self.inner.allgather, send, receive, *args)
+
+    def alltoall(self, send, receive, *args):
+        self._move(self.inner.alltoall, send, receive, *args)
+
+    def reduce_scatter(self, send, receive, *args):
+        self._move(self.inner.reduce_scatter, send, receive, *args)
+
+    def _move(self, collective, send, receive, *args):
+        assert isinstance(send, DeviceArray) == isinstance(receive, DeviceArray)
+        collective(self._touched(send, False), self._touched(receive, True), *args)
+
+    def _touched(self, array, write):
+        if not isinstance(array, DeviceArray):
+            return array
+        self.moved += 1
+        array.memory.touch(write)
+        return array.raw
+
+
+def on_ranks(size, body, **limits):
+    """Run ``body(engine, gpu)`` on ``size`` ranks with a GPU each; return the results by rank."""
+
+    def rank_main(comm):
+        gpu = Gpu()
+        place = CudaPlace(array_module(gpu), 0)
+        place.framework = Framework(gpu)
+        engine = Engine(
+            Enqueuing(comm),
+            lambda _, handler: open_control(comm, handler),
+            Limits(**limits),
+            [place],
+        )
+        try:
+            with gpu.train:
+                return body(engine, gpu)
+        finally:
+            engine.shutdown()
+
+    return run_local(rank_main, size)
