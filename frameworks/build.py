@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from ringlet.ring.nccl_library import lacking, load
 from ringlet.runtime import current
 
 
@@ -41,13 +42,17 @@ def mpi_threads_supported() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0: tensors of a framework do not reach the transport "nccl" yet."""
-    return 0
+    """Return NCCL's version as a number, such as 22403; 0 where the transport "nccl" lacks a part.
+
+    A GPU is none of them: this is about what is installed.
+    """
+    library = load()
+    return 0 if library is None or lacking(gpu=False) is not None else library.version()
 
 
 def cuda_built() -> bool:
-    """Whether CUDA tensors can be reduced: not yet."""
-    return False
+    """Whether what reduces CUDA tensors on the GPU is installed; otherwise the host does it."""
+    return nccl_built() > 0
 
 
 def rocm_built() -> bool:

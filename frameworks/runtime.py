@@ -19,6 +19,7 @@ from typing import Any
 
 from ringlet.fusion import Engine, Limits
 from ringlet.fusion.limits import UNKNOWN
+from ringlet.fusion.place import Place
 from ringlet.fusion.tune.choice import ALL, names
 from ringlet.network import MEASURE, hierarchical, measured_link, parse_link
 from ringlet.ring.communicator import Communicator, Topology
@@ -37,7 +38,8 @@ class Runtime:
     """A communicator, its topology, and the fusion engine on top of it.
 
     ``limits`` and ``wishes`` are rank 0's on every rank: "measure" asks for a measurement of the
-    link between hosts, "hierarchical" for allreduces over two levels.
+    link between hosts, "hierarchical" for allreduces over two levels, "staged" for tensors on a GPU
+    to go through host memory even over NCCL.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class Runtime:
         if "hierarchical" in wishes:
             comm = hierarchical(comm, self.topology)
         self.secret = comm.broadcast_bytes(secrets.token_bytes(32))  # signs pickled objects
-        self.engine = Engine(comm, open_control, limits)
+        places = [] if "staged" in wishes else places_of(comm.base)
+        self.engine = Engine(comm, open_control, limits, places)
         self.pid = os.getpid()
         self._comm = comm
         self._counters: dict[tuple[str, int], itertools.count[int]] = {}
@@ -88,6 +91,19 @@ class Runtime:
             self.at_close.pop()()
         if self.pid == os.getpid():
             self._comm.close()
+
+
+def places_of(comm: Communicator) -> list[Place]:
+    """Return where tensors can lie for a transport, besides host memory: on NCCL's GPU."""
+    from ringlet.ring.nccl import NcclCommunicator
+
+    if not isinstance(comm, NcclCommunicator):
+        return []
+    import cupy
+
+    from ringlet.fusion.cuda_place import CudaPlace
+
+    return [CudaPlace(cupy, comm.device)]
 
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -163,9 +179,13 @@ def _collective(env: Mapping[str, str]) -> str:
 
 
 def wishes_from(env: Mapping[str, str]) -> set[str]:
-    """Read what a ``Runtime`` shall do besides: "measure" the link, be "hierarchical"."""
-    wishes = {"measure"} if env.get("RINGLET_LINK") == MEASURE else set()
-    return wishes | ({"hierarchical"} if _flag(env, "HIERARCHICAL_ALLREDUCE") else set())
+    """Read what a ``Runtime`` shall do besides: "measure" the link, be "hierarchical", "staged"."""
+    asked = {
+        "measure": env.get("RINGLET_LINK") == MEASURE,
+        "hierarchical": _flag(env, "HIERARCHICAL_ALLREDUCE"),
+        "staged": env.get("RINGLET_STAGED", "").strip().lower() in _ON,
+    }
+    return {wish for wish, is_asked in asked.items() if is_asked}
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

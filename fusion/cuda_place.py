@@ -23,7 +23,9 @@ import numpy as np
 
 from ringlet.compressors.context import State
 from ringlet.fusion.place import Place
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.ring.nccl import reduced
 from ringlet.ring.pipeline import Steps
 
 log = logging.getLogger("ringlet")
@@ -83,8 +85,8 @@ class CudaMark:
 class CudaPlace(Place):
     """GPU number ``device``, used through ``cupy``, the module.
 
-    ``framework`` may be set before anything is handed in. Nothing is held in reserve: memory that
-    lacks after the ranks have agreed to go ahead is an error on all of them.
+    Nothing is held in reserve: memory that lacks after the ranks have agreed to go ahead is an
+    error on all of them.
     """
 
     name: ClassVar[str] = "cuda"
@@ -92,12 +94,22 @@ class CudaPlace(Place):
 
     def __init__(self, cupy: Any, device: int) -> None:
         self._cuda, self.device = cupy.cuda, device
-        self.framework: Framework = _Unknown(cupy)
+        self._framework: Framework = _Unknown(cupy)
+        self._adopted = False
         self._held: deque[CudaMark] = deque()
         with self._cuda.Device(device):
             # Not blocking: nothing that others put on the default stream shall hold it up.
             self._side = self._cuda.Stream(non_blocking=True)
         super().__init__(cupy)
+
+    def adopt(self, make: Callable[[], Framework]) -> None:
+        """Work for the tensors of the framework that ``make`` returns; the first one counts."""
+        if not self._adopted:
+            self._framework, self._adopted = make(), True
+
+    def reduces(self, dtype: str, op: ReduceOp) -> bool:
+        """Whether tensors of ``dtype`` can be reduced here; others have to be staged."""
+        return op is not ReduceOp.ADASUM and reduced(dtype)
 
     @property
     def stream(self) -> int:
@@ -123,7 +135,7 @@ class CudaPlace(Place):
         """Record an event on the framework's current stream."""
         with self._cuda.Device(self.device):
             event = self._cuda.Event(disable_timing=True)
-            self._cuda.runtime.eventRecord(event.ptr, self.framework.stream(self.device))
+            self._cuda.runtime.eventRecord(event.ptr, self._framework.stream(self.device))
         return event
 
     def after(self, ready: Iterable[Any]) -> None:
@@ -145,7 +157,7 @@ class CudaPlace(Place):
     def wait_for(self, event: Any) -> None:
         """Let the framework's current stream wait for ``event``."""
         with self._cuda.Device(self.device):
-            self._cuda.runtime.streamWaitEvent(self.framework.stream(self.device), event.ptr)
+            self._cuda.runtime.streamWaitEvent(self._framework.stream(self.device), event.ptr)
 
     def bring(self, state: State) -> None:
         """Copy what lies in host memory to the GPU, on the side stream."""
@@ -181,7 +193,7 @@ class CudaPlace(Place):
                 state[key] = self.xp.asarray(value)
 
     def _memory(self) -> AbstractContextManager[object]:
-        allocator = self.framework.allocator()
+        allocator = self._framework.allocator()
         if allocator is None:
             return nullcontext()
         used: AbstractContextManager[object] = self._cuda.using_allocator(allocator)

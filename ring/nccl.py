@@ -56,6 +56,11 @@ class NcclCommunicator(Communicator):
             self._join()
             remember(self, _Breaker(self))
 
+    @property
+    def device(self) -> int:
+        """The number of this rank's GPU."""
+        return self._device
+
     def interrupt(self) -> None:
         """End what is under way because a rank was lost; for any thread."""
         if self._handle:
@@ -262,6 +267,11 @@ def _requirements() -> tuple[Library, Any]:
     return library, cupy
 
 
+def reduced(dtype: str) -> bool:
+    """Whether NCCL reduces elements of a dtype, by name."""
+    return dtype in TYPES or dtype == "bool"
+
+
 def _on_device(*arrays: Array) -> bool:
     found = {hasattr(array, "__cuda_array_interface__") for array in arrays}
     if len(found) > 1:
@@ -278,7 +288,7 @@ def _reduction(name: str, op: ReduceOp) -> tuple[int, int]:
     if name == "bool":  # any is a maximum, all a minimum
         any_of = op in (ReduceOp.SUM, ReduceOp.MAX)
         name, op = "uint8", ReduceOp.MAX if any_of else ReduceOp.MIN
-    if name not in TYPES:
+    if not reduced(name):
         raise TypeError(f"NCCL does not reduce {name}; it reduces {', '.join(TYPES)} and bool")
     return TYPES[name], OPS[op]
 

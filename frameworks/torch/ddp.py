@@ -24,8 +24,9 @@ from ringlet.ring.distributed import TorchCommunicator
 from ringlet.runtime import Runtime, current, init, is_initialized
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_router
+from ringlet.torch.device import HOST, behind, flat_at, packed, place_of
 from ringlet.torch.mixed import acts
-from ringlet.torch.tensors import check, dtype_of, flat, on_host, unstage
+from ringlet.torch.tensors import check, dtype_of, unstage
 
 
 class DdpState:
@@ -54,41 +55,43 @@ class DdpState:
             self._name(p, name)
 
     def request(
-        self, p: torch.Tensor, grad: torch.Tensor, place: str
+        self, p: torch.Tensor, grad: torch.Tensor, otherwise: str
     ) -> tuple[Request, Compressor]:
-        """Return what is asked for the gradient of ``p``, and its compressor."""
-        name = self._names.get(id(p)) or self._name(p, place)
-        dtype, shape = dtype_of(grad), tuple(grad.shape)
+        """Return what is asked for the gradient of ``p``, and its compressor.
+
+        A parameter that has no name yet gets the one given.
+        """
+        name = self._names.get(id(p)) or self._name(p, otherwise)
+        dtype, shape, place = dtype_of(grad), tuple(grad.shape), place_of(grad)
         known = self._requests.get(name)
-        if known is None or (known[0].dtype, known[0].shape) != (dtype, shape):
-            compressor, collective = carrier(
-                self._router(name), dtype, grad.numel(), self._reduction
-            )
-            request = Request(
-                f"{self._label}.{name}",
-                "allreduce",
-                dtype,
-                shape,
-                ReduceOp.AVERAGE,
-                str(compressor),
-                collective,
-            )
+        asked = None if known is None else (known[0].dtype, known[0].shape, known[0].place)
+        if known is None or asked != (dtype, shape, place):
+            wire = carrier(self._router(name), dtype, grad.numel(), self._reduction)
+            compressor, collective = wire
+            full, op, spec = f"{self._label}.{name}", ReduceOp.AVERAGE, str(compressor)
+            request = Request(full, "allreduce", dtype, shape, op, spec, collective, place=place)
             known = self._requests[name] = (request, compressor)
         return known
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
-        return residuals.saved(self._states(), self._runtime.rank, self._runtime.size, 0)
+        with self._runtime.engine.at_work():
+            return residuals.saved(self._states(), self._runtime.rank, self._runtime.size, 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts anew, if it is another rank's."""
         for name in state["states"]:
             self._runtime.engine.states.setdefault(f"{self._label}.{name}", {})
-        residuals.restore(self._states(), state, self._runtime.rank, self._runtime.size)
+        states = self._states()
+        residuals.restore(states, state, self._runtime.rank, self._runtime.size)
+        for name, (request, _) in self._requests.items():
+            if name in states:
+                self._runtime.engine.bring(states[name], request.place)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
-        return residuals.norm(self._states())
+        with self._runtime.engine.at_work():
+            return residuals.norm(self._states())
 
     def _states(self) -> dict[str, State]:
         start = f"{self._label}."
@@ -151,11 +154,13 @@ def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     for i, (p, grad) in enumerate(zip(bucket.parameters(), bucket.gradients(), strict=True)):
         request, compressor = state.request(p, grad, f"bucket{bucket.index()}.{i}")
         # The views are parts of the bucket's buffer, so that the result lies where DDP wants it.
-        staged.append((on_host(grad), grad))
-        items.append((request, flat(staged[-1][0]), None, compressor))
+        staged.append((packed(grad, request.place), grad))
+        items.append((request, flat_at(staged[-1][0], request.place), None, compressor))
         if not grad.is_contiguous():
             raise RuntimeError("DDP handed out a gradient that is no part of its bucket's buffer")
-    handles = current().engine.submit_all(items)
+    engine = current().engine
+    handles = engine.submit_all(items)
+    place = engine.place(items[0][0].place if items else HOST)
     left, lock = list(handles), threading.Lock()
 
     def finished() -> None:
@@ -164,14 +169,16 @@ def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
             if left:
                 return
         try:
-            for handle in handles:
-                handle.wait()
-            for host, grad in staged:
-                unstage(host, grad)  # on the default stream, for which the future waits
+            # The future is behind what torch's current stream holds: of this thread the default
+            # one, on which tensors are copied back, or the engine's, which has the result.
+            with behind(place):
+                for handle in handles:
+                    handle.wait()
+                for ours, grad in staged:
+                    unstage(ours, grad)
+                future.set_result(buffer)
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
-        else:
-            future.set_result(buffer)
 
     for handle in handles:
         handle.then(finished)

@@ -11,6 +11,7 @@ from ringlet.fusion import Request
 from ringlet.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
+from ringlet.torch.device import flat_at, packed, place_of
 from ringlet.torch.handles import Handle, Tensors, differentiable
 from ringlet.torch.reductions import grouped_allreduce
 from ringlet.torch.tensors import as_tensor, check, dtype_of, flat, on_host, unstage
@@ -72,7 +73,7 @@ def broadcast_async_(
 ) -> Handle:
     """Start a ``broadcast_``."""
     check(tensor)
-    runtime, number = current(), process_set.number()
+    runtime, number, place = current(), process_set.number(), place_of(tensor)
     request = Request(
         name or runtime.unnamed("broadcast", number),
         "broadcast",
@@ -80,9 +81,10 @@ def broadcast_async_(
         tuple(tensor.shape),
         root=process_set.rank_of(root_rank, "root_rank"),
         process_set=number,
+        place=place,
     )
-    staged = on_host(tensor)
-    operation = runtime.engine.submit(request, flat(staged))
+    staged = packed(tensor, place)
+    operation = runtime.engine.submit(request, flat_at(staged, place))
     return Handle([operation], lambda _: unstage(staged, tensor))
 
 

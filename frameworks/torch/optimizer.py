@@ -185,9 +185,10 @@ class _Distributed:
         state: dict[str, Any] = inner.state_dict()
         reducer, runtime = self._ringlet, current()
         if any(state_of.keys() - {"step"} for state_of in reducer.states.values()):
-            state[STATE_KEY] = residuals.saved(
-                reducer.states, runtime.rank, runtime.size, reducer.step
-            )
+            with runtime.engine.at_work():
+                state[STATE_KEY] = residuals.saved(
+                    reducer.states, runtime.rank, runtime.size, reducer.step
+                )
         if self._ringlet_masters is not None:
             state[PRECISION_KEY] = self._ringlet_masters.state_dict()
         return state
@@ -202,7 +203,7 @@ class _Distributed:
         kept: Mapping[str, Any] | None = given.pop(STATE_KEY, None)
         self._load_inner(given)
         runtime, reducer = current(), self._ringlet
-        reducer.restart(residuals.restore(reducer.states, kept, runtime.rank, runtime.size))
+        reducer.restored(residuals.restore(reducer.states, kept, runtime.rank, runtime.size))
 
     def load_sharded(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, of however many.
@@ -217,7 +218,7 @@ class _Distributed:
             raise ValueError("none of these states holds residuals; use load_state_dict")
         rank = min(runtime.rank, len(state_dicts) - 1)
         self._load_inner({k: v for k, v in state_dicts[rank].items() if k != STATE_KEY})
-        reducer.restart(residuals.reshard(reducer.states, shards, runtime.rank, runtime.size))
+        reducer.restored(residuals.reshard(reducer.states, shards, runtime.rank, runtime.size))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes add up before gradients are reduced."""

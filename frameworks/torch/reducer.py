@@ -6,6 +6,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.runtime import current
+from ringlet.runtime import current, is_initialized
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_router
+from ringlet.torch.device import HOST, flat_at, packed, place_of
 from ringlet.torch.handles import SparseHandle
 from ringlet.torch.reductions import allreduce
 from ringlet.torch.sparse import sparse_allreduce_async
-from ringlet.torch.tensors import check, dtype_of, flat, on_host, shares_memory
+from ringlet.torch.tensors import check, dtype_of, shares_memory
 from ringlet.torch.undo import Undo
 
 LARGE = 1 << 16  # elements from which a sparse gradient travels as indices and values
@@ -65,6 +67,7 @@ class Reducer:
         self.states: dict[str, State] = {name: {} for name in named}
         self.in_flight = False
         self.passes = passes
+        self._places: dict[str, str] = {}  # where gradients lie
         self._op, self._predivide = op, predivide
         self._process_set = process_set
         self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
@@ -102,8 +105,10 @@ class Reducer:
         if self.in_flight:
             raise RuntimeError("set_compression between backward() and step()")
         before, self._router = self._router, as_router(compression)
-        for name, state in self.states.items():
-            residuals.carry_over(state, before(name), self._router(name), self._size(), self._op)
+        with _at_work():
+            for name, state in self.states.items():
+                compressors = before(name), self._router(name)
+                residuals.carry_over(state, *compressors, self._size(), self._op)
         self._declare(self.step)
 
     def set_passes(self, passes: int) -> None:
@@ -123,6 +128,12 @@ class Reducer:
         """Let schedules go on at ``step``, which has to be the same on every rank."""
         if self._group is not None:
             self._group.restart(step)
+
+    def restored(self, step: int) -> None:
+        """Go on at ``step`` with states from a checkpoint, which lie where gradients do then."""
+        for name, place in self._places.items():
+            current().engine.bring(self.states[name], place)
+        self.restart(step)
 
     @property
     def steps(self) -> dict[str, int]:
@@ -204,17 +215,20 @@ class Reducer:
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals, which are in units of a loss scale that has changed."""
-        for state in self.states.values():
-            residuals.rescale(state, factor)
+        with _at_work():
+            for state in self.states.values():
+                residuals.rescale(state, factor)
 
     def undo(self) -> None:
         """Let compressors forget the last step, which is skipped."""
         if self._undo is not None:
-            self._undo.restore(self.states)
+            with _at_work():
+                self._undo.restore(self.states)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what this rank's compressors hold back."""
-        return residuals.norm(self.states)
+        with _at_work():
+            return residuals.norm(self.states)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -231,6 +245,7 @@ class Reducer:
         if self._size() == 1 or not self._included:
             return
         number = self._process_set.number()
+        self._places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
         names = [name for name in self.parameters if name not in self._sparse]
         carried = [self._carried(name) for name in names]
         requests = [
@@ -246,6 +261,7 @@ class Reducer:
                 postscale=self._predivide,
                 process_set=number,
                 group=self._cohorts.get(name, ""),
+                place=self._places[name],
             )
             for name, (compressor, collective) in zip(names, carried, strict=True)
         ]
@@ -265,7 +281,8 @@ class Reducer:
 
     def _begin(self) -> None:
         if not self.in_flight and self._undo is not None:
-            self._undo.remember(self.states)
+            with _at_work():
+                self._undo.remember(self.states)
         self.in_flight = True
 
     def _agree_on_sparse(self) -> None:
@@ -346,21 +363,26 @@ class Reducer:
     def _view(self, name: str, p: torch.Tensor, grad: torch.Tensor) -> Array:
         if grad.dtype is not p.dtype:
             raise TypeError(f"the gradient of {name!r} is {grad.dtype}, the parameter {p.dtype}")
+        place = self._places[name]
+        if place != HOST and place_of(grad, self._op) != place:
+            raise RuntimeError(
+                f"the gradient of {name!r} is on {grad.device}, where it was not when the "
+                "optimizer was made; wrap the original optimizer again"
+            )
         if grad.is_sparse:
             if self._seen_sparse is not None:
                 self._seen_sparse.add(name)
             dims, device = grad.sparse_dim(), grad.device
-            dense = on_host(grad.detach().to_dense())
+            dense = packed(grad.detach().to_dense(), place)
             self._after.append(lambda: setattr(p, "grad", dense.to(device).to_sparse(dims)))
-            return flat(dense)
+            return flat_at(dense, place)
         if grad.layout is not torch.strided:
             raise TypeError(f"the gradient of {name!r} has layout {grad.layout}; use sparse COO")
-        packed = on_host(grad)
-        if shares_memory(packed, grad):
-            return flat(packed)
-        # Of other strides, such as channels_last, or on another device.
-        self._after.append(lambda: grad.copy_(packed))
-        return flat(packed)
+        staged = packed(grad, place)
+        if not shares_memory(staged, grad):
+            # Of other strides, such as channels_last, or on another device.
+            self._after.append(lambda: grad.copy_(staged))
+        return flat_at(staged, place)
 
     def _reset(self) -> None:
         self.in_flight = False
@@ -372,6 +394,11 @@ def check_passes(passes: int) -> None:
     """Raise ValueError unless ``passes`` is a possible backward_passes_per_step."""
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+
+
+def _at_work() -> AbstractContextManager[None]:
+    """Return a context for what is done to states, which may lie on a GPU."""
+    return current().engine.at_work() if is_initialized() else nullcontext()
 
 
 def _hook(reducer: weakref.ref[Reducer], name: str) -> Callable[[torch.Tensor], None]:

@@ -18,8 +18,9 @@ from ringlet.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
 from ringlet.torch.compression import as_compressor, legacy
+from ringlet.torch.device import flat_at, packed, place_of
 from ringlet.torch.handles import Handle, Tensors, differentiable
-from ringlet.torch.tensors import check, dtype_of, flat, on_host, unstage
+from ringlet.torch.tensors import check, dtype_of, unstage
 
 _SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
@@ -251,7 +252,8 @@ def _start(
     base = name or runtime.unnamed(kind, number)
     count = len(tensors)
     names = [base] if single else [f"{base}_{i}of{count}" for i in range(1, count + 1)]
-    sources = [_source(tensor, op, compressor) for tensor in tensors]
+    places = [place_of(tensor, op) for tensor in tensors]
+    sources = [_source(t, op, compressor, p) for t, p in zip(tensors, places, strict=True)]
     targets = [
         output.detach() if _can_hold(output, source) else source
         for source, output in zip(sources, outputs, strict=True)
@@ -271,12 +273,13 @@ def _start(
                 process_set=number,
                 group="" if single else base,
                 group_size=0 if single else count,
+                place=place,
             ),
-            flat(source),
-            flat(target),
+            flat_at(source, place),
+            flat_at(target, place),
             used,
         )
-        for each, source, target in zip(names, sources, targets, strict=True)
+        for each, source, target, place in zip(names, sources, targets, places, strict=True)
     ]
     operations = runtime.engine.submit_all(items)
 
@@ -293,9 +296,9 @@ def _can_hold(output: torch.Tensor, source: torch.Tensor) -> bool:
     return alike and output.is_contiguous()
 
 
-def _source(tensor: torch.Tensor, op: ReduceOp, compressor: Compressor) -> torch.Tensor:
+def _source(tensor: torch.Tensor, op: ReduceOp, compressor: Compressor, place: str) -> torch.Tensor:
     """Return what is handed in: for minima and the like, a 16-bit cast happens here."""
-    source = on_host(tensor)
+    source = packed(tensor, place)
     if op in _SUMS or not tensor.is_floating_point() or isinstance(compressor, NoCompression):
         return source
     if isinstance(compressor, FP16 | BF16):

@@ -1,7 +1,8 @@
 """What a rank's compressors remember, as part of a checkpoint.
 
 It is a store of its own, by parameter name: inside ``optimizer.state[p]`` it would keep Adam from
-initialising its moments, and be cast to the parameter's dtype when loaded.
+initialising its moments, and be cast to the parameter's dtype when loaded. Arrays on a GPU are
+saved as ones in host memory, and restored there; the engine brings them back.
 """
 
 from __future__ import annotations
@@ -133,6 +134,8 @@ def _to_tensors(value: Any) -> Any:
         return {key: _to_tensors(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_to_tensors(inner) for inner in value]
+    if hasattr(value, "__cuda_array_interface__"):
+        return torch.from_numpy(value.get())
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
     return value.item() if isinstance(value, np.generic) else value

@@ -9,6 +9,7 @@ import torch
 
 import ringlet
 import ringlet.torch as hvd
+from ringlet.ring.nccl_library import lacking
 
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
 
@@ -390,8 +391,9 @@ def case_build_queries():
     assert hvd.mpi_built()
     assert hvd.gloo_built()
     assert hvd.mpi_enabled() != hvd.gloo_enabled()
-    for absent in (hvd.nccl_built, hvd.cuda_built, hvd.ddl_built, hvd.rocm_built):
+    for absent in (hvd.ddl_built, hvd.rocm_built):
         assert not absent()
+    assert hvd.cuda_built() == (hvd.nccl_built() > 0) == (lacking(gpu=False) is None)
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

@@ -1,5 +1,7 @@
 """Ranks with a stand-in GPU each: threads of one process, and a transport that reads its memory."""
 
+from functools import partial
+
 from ringlet.fusion import Engine, Limits
 from ringlet.fusion.cuda_place import CudaPlace
 from ringlet.ring.control_open import open_control
@@ -9,13 +11,14 @@ from standin.streams import Gpu
 
 
 class Framework:
-    """Whose tensors they are; its stream is ``gpu.train`` in every thread."""
+    """Whose tensors they are; its default stream is ``gpu.train``."""
 
     def __init__(self, gpu):
         self.gpu = gpu
 
     def stream(self, device):
-        return self.gpu.train.ptr
+        stack = getattr(self.gpu.local, "stack", None)
+        return (stack[-1] if stack else self.gpu.train).ptr
 
     def allocator(self):
         return None
@@ -65,19 +68,24 @@ class Enqueuing:
         return array.raw
 
 
+def engine_on(gpu, comm, limits):
+    """Return an engine on ``comm``, a local one, whose tensors may lie on ``gpu``."""
+    place = CudaPlace(array_module(gpu), 0)
+    place.adopt(lambda: Framework(gpu))
+    control = partial(_open, comm)
+    return Engine(Enqueuing(comm), control, limits, [place])
+
+
+def _open(comm, _, handler):
+    return open_control(comm, handler)
+
+
 def on_ranks(size, body, **limits):
     """Run ``body(engine, gpu)`` on ``size`` ranks with a GPU each; return the results by rank."""
 
     def rank_main(comm):
         gpu = Gpu()
-        place = CudaPlace(array_module(gpu), 0)
-        place.framework = Framework(gpu)
-        engine = Engine(
-            Enqueuing(comm),
-            lambda _, handler: open_control(comm, handler),
-            Limits(**limits),
-            [place],
-        )
+        engine = engine_on(gpu, comm, Limits(**limits))
         try:
             with gpu.train:
                 return body(engine, gpu)

@@ -31,9 +31,7 @@ class Gpu:
             Stream=lambda non_blocking: Stream(self),
             Event=lambda disable_timing: Event(self),
             get_current_stream=self.current,
-            runtime=types.SimpleNamespace(
-                eventRecord=self._record, streamWaitEvent=self._wait
-            ),
+            runtime=types.SimpleNamespace(eventRecord=self._record, streamWaitEvent=self._wait),
         )
 
     def current(self):

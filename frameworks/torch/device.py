@@ -1,0 +1,110 @@
+"""Tensors on a GPU that reach the engine as they are, without the host.
+
+They do over the transport "nccl", which has CuPy with it, if they lie on this rank's GPU and NCCL
+reduces their dtype. All others are staged in host memory (``ringlet.torch.tensors``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ringlet.fusion.cuda_place import CudaPlace
+from ringlet.fusion.place import Place
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import Array, storage
+from ringlet.runtime import current
+from ringlet.torch.tensors import dtype_of, flat, on_host
+
+HOST = Place.name
+
+
+def place_of(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> str:
+    """Return where the engine takes ``tensor`` from: "host", or "cuda".
+
+    A function of its dtype, its device and the transport, so that ranks with alike tensors agree.
+    """
+    gpu = _gpu_of(tensor)
+    place = None if gpu is None else current().engine.place(CudaPlace.name)
+    if not isinstance(place, CudaPlace) or place.device != gpu:
+        return HOST
+    if not place.reduces(dtype_of(tensor), op):
+        return HOST
+    place.adopt(_torch_on_gpu)
+    return place.name
+
+
+def packed(tensor: torch.Tensor, place: str) -> torch.Tensor:
+    """Return ``tensor`` detached, contiguous and at ``place``: itself, or a copy."""
+    return on_host(tensor) if place == HOST else tensor.detach().contiguous()
+
+
+def flat_at(tensor: torch.Tensor, place: str) -> Array:
+    """Return the memory of a ``packed`` tensor as a flat array; bfloat16 as uint16."""
+    return flat(tensor) if place == HOST else _view(tensor)
+
+
+def behind(place: Place | None) -> AbstractContextManager[Any]:
+    """Return a context in which what torch does comes behind the engine's work at ``place``."""
+    if not isinstance(place, CudaPlace):
+        return nullcontext()
+    stream: Any = torch.cuda.ExternalStream(place.stream, device=place.device)  # type: ignore[no-untyped-call]
+    context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+    return context
+
+
+class TorchOnGpu:
+    """What the engine asks torch for: its current stream, and memory from its caching allocator."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        allocator = cupy.cuda.PythonFunctionAllocator(self._take, _give_back)
+        self._allocate: Callable[[int], Any] = allocator.malloc
+
+    def stream(self, device: int) -> int:
+        """Return the pointer of the calling thread's current stream."""
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def allocator(self) -> Callable[[int], Any]:
+        """Return an allocator for CuPy."""
+        return self._allocate
+
+    def _take(self, nbytes: int, device: int) -> int:
+        # Torch hands the memory out again on this stream alone, where the engine has used it.
+        stream = int(self._cupy.cuda.get_current_stream().ptr)
+        try:
+            return int(torch.cuda.caching_allocator_alloc(nbytes, device, stream))
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+
+def _give_back(pointer: int, device: int) -> None:
+    torch.cuda.caching_allocator_delete(pointer)  # type: ignore[no-untyped-call]
+
+
+def _torch_on_gpu() -> TorchOnGpu:
+    import cupy
+
+    return TorchOnGpu(cupy)
+
+
+def _gpu_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of the GPU that a tensor lies on."""
+    return tensor.get_device() if tensor.is_cuda else None
+
+
+def _view(tensor: torch.Tensor) -> Array:
+    """Return a contiguous tensor's memory as a CuPy array, which keeps the tensor alive.
+
+    Not by DLPack, whose export would put CuPy's current stream in order with torch's.
+    """
+    import cupy
+
+    kind, count = storage(dtype_of(tensor)), tensor.numel()
+    nbytes, device = kind.itemsize * count, tensor.get_device()
+    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), nbytes, tensor, device)
+    array: Array = cupy.ndarray((count,), kind, cupy.cuda.MemoryPointer(memory, 0))
+    return array

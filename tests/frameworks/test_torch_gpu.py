@@ -1,0 +1,221 @@
+"""Torch tensors that go to the engine as arrays on a GPU, which a stand-in plays.
+
+Their memory is that of tensors on the CPU; the stand-in raises where the host or a stream reads it
+too early. What torch itself does to it, is not seen. On a GPU: ``tests/gpu/test_gpu_torch.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from standin import DeviceArray, Gpu, engine_on
+from standin.streams import Memory
+
+import ringlet.torch as hvd
+from ringlet import runtime
+from ringlet.ring.local import run_local
+from ringlet.torch import device
+from ringlet.torch.ddp import DdpState, _reduce
+
+
+@pytest.fixture
+def on_both(monkeypatch):
+    """Run a function on two ranks with tensors in host memory, then with tensors on a GPU.
+
+    Returns what it returns by rank, of both.
+    """
+    mine = threading.local()
+
+    def view(tensor):
+        memory = Memory(mine.gpu)
+        memory.touch(write=True)  # by torch, on the stream that is current
+        mine.viewed.append(memory)
+        return DeviceArray(device.flat(tensor), memory)
+
+    def main(gpu, body):
+        mine.gpu, mine.viewed = gpu, []
+        hvd.init()
+        with gpu.train:
+            try:
+                result = body()
+                for memory in mine.viewed:  # what was waited for may be read
+                    memory.touch(write=False)
+                assert bool(mine.viewed) == mine.direct
+            finally:
+                hvd.shutdown()
+        return result
+
+    def run(body):
+        found = []
+        for direct in (False, True):
+
+            def rank_main(comm, direct=direct):
+                mine.direct = direct
+                return main(Gpu(), body)
+
+            monkeypatch.setattr(device, "_gpu_of", lambda tensor, gpu=0 if direct else None: gpu)
+            found.append(run_local(rank_main, 2))
+        return found
+
+    def engine(comm, control, limits, places):
+        return engine_on(mine.gpu, comm, limits)
+
+    monkeypatch.setattr(device, "_view", view)
+    monkeypatch.setattr("ringlet.torch.ddp.behind", lambda place: place.at_work())
+    monkeypatch.setattr(runtime, "Engine", engine)
+    return run
+
+
+def drawn(seed, *shape):
+    """Return random numbers; the ranks are threads, which share torch's own generator."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same(found):
+    for host, gpu in zip(*found, strict=True):
+        assert len(host) == len(gpu) > 0
+        for i, (a, b) in enumerate(zip(host, gpu, strict=True)):
+            assert torch.equal(a, b), i
+
+
+def test_collectives(on_both):
+    def body():
+        x = drawn(hvd.rank(), 40, 50)
+        wide = drawn(hvd.rank(), 3, 4, 8, 8).to(memory_format=torch.channels_last)
+        outs = [
+            hvd.allreduce(x, name="a"),
+            hvd.allreduce(x.bfloat16(), name="b", compression="int8"),
+            hvd.allreduce(x.t(), name="c", op=hvd.Max, compression="fp16"),
+            hvd.allreduce(x.half(), name="d", prescale_factor=0.5, op=hvd.Sum),
+            hvd.allreduce((x * 9).int(), name="e"),
+            hvd.allreduce((x * 9).short(), name="f"),  # which NCCL does not reduce
+            hvd.allreduce(x, name="g", op=hvd.Adasum),
+            hvd.allreduce_(wide, name="h"),
+            *hvd.grouped_allreduce([x, x[:3]], name="i", compression="topk | ef"),
+            hvd.broadcast(x, 1, name="j"),
+            hvd.allgather(x, name="k"),
+        ]
+        assert outs[7] is wide
+        grad = x.clone().requires_grad_()
+        (hvd.allreduce(grad, name="l") * x).sum().backward()
+        return [*outs, grad.grad]
+
+    same(on_both(body))
+
+
+def model_and_optimizer(spec, **options):
+    model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 30))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(drawn(i, *p.shape) / 8)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options["compression"] = spec
+    return model, hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+
+
+def steps(model, optimizer, numbers):
+    for step in numbers:
+        optimizer.zero_grad()
+        model(drawn(10 * step + hvd.rank(), 8, 40)).square().mean().backward()
+        optimizer.step()
+
+
+def lie_on_gpu(optimizer):
+    arrays = [s["residual"] for s in optimizer._ringlet.states.values() if "residual" in s]
+    assert arrays
+    return {isinstance(array, DeviceArray) for array in arrays}
+
+
+def test_training_and_checkpoints(on_both):
+    """Residuals are saved from the GPU, and go back there: training goes on bit for bit."""
+
+    def body():
+        outs = []
+        for spec in ("none", "int8 | ef", {"*.bias": "none", "*": "topk(ratio=0.1) | ef"}):
+            model, optimizer = model_and_optimizer(spec)
+            steps(model, optimizer, range(3))
+            saved = copy.deepcopy(optimizer.state_dict())
+            weights = {k: v.clone() for k, v in model.state_dict().items()}
+            norm = optimizer.residual_norm()
+            steps(model, optimizer, range(3, 5))
+            again, other = model_and_optimizer(spec)
+            again.load_state_dict(weights)
+            other.load_state_dict(saved)
+            steps(again, other, range(3, 5))
+            pairs = zip(model.parameters(), again.parameters(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), spec
+            if spec != "none":
+                (direct,) = lie_on_gpu(other)
+                held = saved["ringlet"]["states"]["0.weight"]["residual"]
+                assert isinstance(held, torch.Tensor)
+                other.set_compression("fp16 | ef")
+                steps(again, other, range(5, 6))
+                assert lie_on_gpu(other) == {direct}
+            outs += [p.detach() for p in again.parameters()] + [torch.tensor(norm)]
+        return outs
+
+    same(on_both(body))
+
+
+def test_a_skipped_step_is_taken_back_on_the_gpu(on_both):
+    def body():
+        model, optimizer = model_and_optimizer("int8 | ef", precision="amp_fp16")
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(drawn(10 * step + hvd.rank(), 8, 40)).square().mean()
+            if step == 2 and hvd.rank() == 1:
+                loss = loss * float("inf")
+            optimizer.scale(loss).backward()
+            optimizer.step()
+        assert optimizer._ringlet_masters.skipped == 1
+        return [p.detach() for p in model.parameters()] + [torch.tensor(optimizer.residual_norm())]
+
+    same(on_both(body))
+
+
+class Bucket:
+    """What DDP hands to a hook."""
+
+    def __init__(self, seed):
+        self._flat = drawn(seed, 3000)
+        self._parts = [self._flat[:2000].view(40, 50), self._flat[2000:]]
+        self._parameters = [torch.zeros(40, 50), torch.zeros(1000)]
+
+    def buffer(self):
+        return self._flat
+
+    def gradients(self):
+        return self._parts
+
+    def parameters(self):
+        return self._parameters
+
+    def index(self):
+        return 0
+
+
+def waited(future):
+    """Return a future's value behind its work, for which torch's event on a GPU would wait."""
+    result = future.wait().clone()
+    place = runtime.current().engine.place("cuda")
+    place.done(()).collect()
+    return result
+
+
+def test_buckets_of_ddp(on_both):
+    def body():
+        state, rank = DdpState("int8 | ef", None, runtime.current()), hvd.rank()
+        outs = [waited(_reduce(state, Bucket(2 * step + rank))) for step in range(2)]
+        state.load_state_dict(state.state_dict())
+        outs.append(waited(_reduce(state, Bucket(rank))))
+        return [*outs, torch.tensor(state.residual_norm())]
+
+    same(on_both(body))
