@@ -55,6 +55,21 @@ def cuda_built() -> bool:
     return nccl_built() > 0
 
 
+def gpu_path() -> str:
+    """Say how tensors on a GPU travel from this machine."""
+    staged = "through host memory"
+    missing = lacking()
+    if missing is not None:
+        return f"{staged}: {missing.why}"
+    if find_spec("torch") is None:
+        return f"{staged}: torch is not installed, and others' tensors do not go directly"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"{staged}: this torch does not see the GPU"
+    return f"PyTorch's directly over transport nccl; others, and other transports, {staged}"
+
+
 def rocm_built() -> bool:
     """Whether ROCm tensors can be reduced: no."""
     return False

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringlet.build import gpu_path
 from ringlet.compressors import Compressor, Context, Workspace, parse
 from ringlet.compressors.contract import storage
 from ringlet.ring.communicator import Communicator
@@ -65,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
         rank = None  # the report says so
     if rank is not None and rank.size > 1:
         return _as_rank(options.ranks_only)
-    good = _report(examine(os.environ))
+    good = _report(_examined())
     try:
         hosts = chosen_hosts(options.hosts, options.hostfile)
         if options.np is None and not hosts:
@@ -89,6 +90,10 @@ def main(options: argparse.Namespace) -> int:
     return code or (0 if good else 1)
 
 
+def _examined() -> list[Finding]:
+    return [*examine(os.environ), Finding("tensors on GPUs", gpu_path())]
+
+
 def _report(findings: Sequence[Finding]) -> bool:
     for finding in findings:
         mark = " " if finding.good else "!"
@@ -104,7 +109,7 @@ def _as_rank(ranks_only: bool) -> int:
         return 1
     good = True
     if comm.rank == 0 and not ranks_only:
-        good = _report(examine(os.environ))
+        good = _report(_examined())
     told = [
         json.loads(said)
         for said in comm.allgather_bytes(json.dumps([socket.gethostname(), versions()]).encode())

@@ -59,8 +59,10 @@ def scale_into(
     if dtype in FLOATS:
         factor /= divisor
     elif divisor != 1 and factor == 1.0 and dtype != "bool":
-        xp.subtract(source, xp.fmod(source, divisor), out=out)
-        xp.floor_divide(out, divisor, out=out)
+        # CuPy computes the remainder of C's division in double precision, this one exactly.
+        short = (source < 0) & (source % divisor != 0)
+        xp.floor_divide(source, divisor, out=out)
+        out += short.astype(out.dtype)
         return
     if factor == 1.0 and (divisor == 1 or dtype in FLOATS):
         if source is not out:

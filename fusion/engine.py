@@ -337,6 +337,8 @@ class Engine:
             self._keep_promises()
             self._break(EngineClosed("the engine was shut down"))
         except PeerLost as error:
+            if len(self._places) > 1:
+                self._participant.interrupt()  # a GPU would wait for that rank, and block its users
             self._break(self._hearing.cause_of(error))
         except Exception as error:
             log.debug("the engine failed", exc_info=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ringlet import doctor
+from ringlet.build import gpu_path
 from ringlet.doctor import Codec, _compare, _crossing, _verdict
 from ringlet.ring.launch import start
 from ringlet.ring.links import Link
@@ -45,6 +46,7 @@ def test_alone() -> None:
     done = ran(*DOCTOR)
     assert done.returncode == 0, done.stdout
     assert "\n  numpy " in done.stdout
+    assert f"\n  tensors on GPUs  {gpu_path()}" in done.stdout
     assert "ringlet doctor -np 4" in done.stdout
 
 

@@ -86,6 +86,7 @@ def test_without_a_word_nothing_is_known_and_nothing_done():
     assert limits_from({"RINGLET_LINK": "measure"}).link == UNKNOWN
     assert wishes_from({}) == wishes_from({"RINGLET_HIERARCHICAL_ALLREDUCE": "0"}) == set()
     assert wishes_from({"RINGLET_LINK": "measure"}) == {"measure"}
+    assert wishes_from({"RINGLET_STAGED": "1", "RINGLET_LINK": "1ms,1Gbit/s"}) == {"staged"}
     assert wishes_from({"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}) == {"hierarchical"}
 
 

@@ -15,7 +15,8 @@ from standin import Enqueuing, OutOfOrder, on_gpu, on_ranks
 from ringlet.compressors import parse, registry
 from ringlet.fusion import CompressionFailed, Request, pieces
 from ringlet.fusion.cuda_place import CudaPlace
-from ringlet.ring import Mismatch, ReduceOp
+from ringlet.fusion.observe.sinks import Callback
+from ringlet.ring import Mismatch, ReduceOp, RingError
 
 SHAPE = (40, 75)
 # Sums of the array code's products are formed in another order than the kernels'.
@@ -218,20 +219,59 @@ def test_a_compressor_that_fails_fails_everywhere_and_the_next_step_works(brittl
     on_ranks(2, body)
 
 
-def test_a_steady_step_allocates_no_buffer_and_tells_the_host_nothing():
-    specs = ["none", "none", "fp16", "bf16", "fp8", "block_topk", "onebit", "fp16 | ef", "natural"]
+def test_a_compressor_that_fails_between_collectives_ends_the_engine_on_all_ranks(brittle):
+    """Ranks agree on nothing behind the vote, for which the host would have to wait."""
+    brittle["when"] = lambda ctx: ctx.rank == 1 and ctx.stage == 2
 
     def body(engine, gpu):
-        group, states = declared(engine, ["cuda"] * len(specs), specs)
+        group, _ = declared(engine, ["cuda"], ["brittle"])
+        group.submit(*group.members, on_gpu(gpu, values("w", engine.rank, 0)))
+        with pytest.raises(RingError, match="lost my keys|rank 1|failed"):
+            group.wait(60)
+        with pytest.raises(RingError):
+            engine.submit(Request("v", shape=SHAPE), values("w", 0, 0))
+
+    on_ranks(3, body)
+
+
+def test_layers_are_told_of_from_a_copy():
+    def body(engine, place, put, get):
+        told = []
+        recording = engine.metrics.start([Callback(told.append)], sample_every=1, network=False)
+        group, _ = declared(engine, [place] * 2, ["int8 | ef", "topk | ef"])
+        for step in range(2):
+            arrays = {name: put(values(name, engine.rank, step)) for name in group.members}
+            for name, x in arrays.items():
+                group.submit(name, x)
+            group.wait(60)
+        engine.submit(Request("end", "barrier"), np.empty(0, np.float32)).wait(60)
+        recording.stop()  # on all ranks, as soon as one of them says so
+        facts = [each for r in told if r["kind"] == "layers" for each in r["layers"]]
+        kept = ("name", "norm", "relative_error", "residual_norm")
+        return sorted(tuple(each[key] for key in kept) for each in facts)
+
+    host, device = results(body)
+    assert host == device
+    assert len(host[0]) == 4
+
+
+def test_a_steady_step_allocates_no_buffer_and_tells_the_host_nothing():
+    specs = ["none", "fp16", "bf16", "fp8", "block_topk", "onebit", "fp16 | ef", "natural"]
+
+    def body(engine, gpu):
+        # One bucket after the other: how many are under way at once is a matter of time.
+        made = [declared(engine, ["cuda"] * 2, [spec] * 2) for spec in specs]
         seen = []
         for step in range(5):
-            for name in group.members:
-                group.submit(name, on_gpu(gpu, values(name, engine.rank, step)))
-            group.wait(60)
+            for group, _ in made:
+                for name in group.members:
+                    group.submit(name, on_gpu(gpu, values(name, engine.rank, step)))
+                group.wait(60)
             seen.append((gpu.empties, gpu.reads, gpu.copies))
         assert seen[1] == seen[-1]
         assert seen[-1][1:] == (0, 0)
-        assert hasattr(states[7]["residual"], "__cuda_array_interface__")
+        state = made[6][1][0]
+        assert hasattr(state["residual"], "__cuda_array_interface__")
         return engine.comm.moved
 
     moved = on_ranks(3, body)
