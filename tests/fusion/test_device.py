@@ -226,7 +226,7 @@ def test_a_compressor_that_fails_between_collectives_ends_the_engine_on_all_rank
     def body(engine, gpu):
         group, _ = declared(engine, ["cuda"], ["brittle"])
         group.submit(*group.members, on_gpu(gpu, values("w", engine.rank, 0)))
-        with pytest.raises(RingError, match="lost my keys|rank 1|failed"):
+        with pytest.raises(RingError, match=r"lost my keys|rank 1"):
             group.wait(60)
         with pytest.raises(RingError):
             engine.submit(Request("v", shape=SHAPE), values("w", 0, 0))
