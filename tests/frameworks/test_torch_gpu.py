@@ -184,10 +184,10 @@ def test_a_skipped_step_is_taken_back_on_the_gpu(on_both):
 class Bucket:
     """What DDP hands to a hook."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, parameters):
         self._flat = drawn(seed, 3000)
         self._parts = [self._flat[:2000].view(40, 50), self._flat[2000:]]
-        self._parameters = [torch.zeros(40, 50), torch.zeros(1000)]
+        self._parameters = parameters
 
     def buffer(self):
         return self._flat
@@ -213,9 +213,10 @@ def waited(future):
 def test_buckets_of_ddp(on_both):
     def body():
         state, rank = DdpState("int8 | ef", None, runtime.current()), hvd.rank()
-        outs = [waited(_reduce(state, Bucket(2 * step + rank))) for step in range(2)]
+        parameters = [torch.zeros(40, 50), torch.zeros(1000)]
+        outs = [waited(_reduce(state, Bucket(2 * step + rank, parameters))) for step in range(2)]
         state.load_state_dict(state.state_dict())
-        outs.append(waited(_reduce(state, Bucket(rank))))
+        outs.append(waited(_reduce(state, Bucket(rank, parameters))))
         return [*outs, torch.tensor(state.residual_norm())]
 
     same(on_both(body))

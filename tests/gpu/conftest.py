@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import hostdevice
@@ -30,15 +31,12 @@ def cupy():
     return cupy
 
 
-CACHE = Path(__file__).parents[2] / ".kernels" / "cuda"
-
-
 @pytest.fixture(scope="session", params=["forwards", "backwards"])
 def host(request):
     """A device on the host, with ``module`` for ``Context.xp``; threads run in either order."""
     if hostdevice.COMPILER is None:
         pytest.skip(hostdevice.REASON)
-    device = hostdevice.HostDevice(CACHE)
+    device = hostdevice.HostDevice(hostdevice.CACHE)
     device.backwards = request.param == "backwards"
     device.module = hostdevice.array_module(device, f"host_cuda_{request.param}")
     return device

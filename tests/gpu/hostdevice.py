@@ -21,6 +21,7 @@ HEADER = Path(__file__).parent / "host.h"
 FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 WORKERS = 2
+CACHE = Path(__file__).parents[2] / ".kernels" / "cuda"
 REASON = "needs g++ or clang++ to compile CUDA sources for the host"
 
 

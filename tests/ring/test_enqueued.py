@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import ProtocolError, RingError, compressed, enqueued
@@ -74,6 +74,7 @@ def reduced(comm, n, scattered, sealed, short=()):
 
 
 @given(size=st.integers(1, 4), n=st.integers(0, 500), scattered=st.booleans())
+@settings(max_examples=30)
 def test_results_are_those_with_seals(size, n, scattered):
     found = run_local(lambda comm: reduced(comm, n, scattered, sealed=False), size)
     sealed = run_local(lambda comm: reduced(comm, n, scattered, sealed=True), size)

@@ -105,9 +105,9 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._value().tolist()
 
 
-def array_module(gpu):
-    """Return a module like CuPy, whose arrays lie on ``gpu``; it has no kernels."""
-    module = types.ModuleType("standin")
+def array_module(gpu, name="standin"):
+    """Return a module like CuPy, whose arrays lie on ``gpu``; without kernels, but for its name."""
+    module = types.ModuleType(name)
     module.cuda, module.ndarray = gpu.cuda, DeviceArray
 
     def find(name):

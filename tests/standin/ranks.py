@@ -30,9 +30,14 @@ class Enqueuing:
     def __init__(self, inner):
         self.inner = inner
         self.moved = 0  # arrays of the GPU
+        self.interrupted = False
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
+
+    def interrupt(self):
+        self.interrupted = True
+        self.inner.interrupt()
 
     def sibling(self, number):
         return None
@@ -68,9 +73,9 @@ class Enqueuing:
         return array.raw
 
 
-def engine_on(gpu, comm, limits):
+def engine_on(gpu, comm, limits, module="standin"):
     """Return an engine on ``comm``, a local one, whose tensors may lie on ``gpu``."""
-    place = CudaPlace(array_module(gpu), 0)
+    place = CudaPlace(array_module(gpu, module), 0)
     place.adopt(lambda: Framework(gpu))
     control = partial(_open, comm)
     return Engine(Enqueuing(comm), control, limits, [place])
@@ -80,12 +85,15 @@ def _open(comm, _, handler):
     return open_control(comm, handler)
 
 
-def on_ranks(size, body, **limits):
-    """Run ``body(engine, gpu)`` on ``size`` ranks with a GPU each; return the results by rank."""
+def on_ranks(size, body, module="standin", **limits):
+    """Run ``body(engine, gpu)`` on ``size`` ranks with a GPU each; return the results by rank.
+
+    ``module`` names the array module, by which compressors find kernels.
+    """
 
     def rank_main(comm):
         gpu = Gpu()
-        engine = engine_on(gpu, comm, Limits(**limits))
+        engine = engine_on(gpu, comm, Limits(**limits), module)
         try:
             with gpu.train:
                 return body(engine, gpu)
