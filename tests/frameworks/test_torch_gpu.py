@@ -10,6 +10,7 @@ import copy
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,31 @@ def test_a_skipped_step_is_taken_back_on_the_gpu(on_both):
         return [p.detach() for p in model.parameters()] + [torch.tensor(optimizer.residual_norm())]
 
     same(on_both(body))
+
+
+def test_memory_comes_from_torch_on_the_stream_that_uses_it(monkeypatch):
+    taken, given = [], []
+    cuda = SimpleNamespace(
+        PythonFunctionAllocator=lambda take, give: SimpleNamespace(
+            malloc=lambda nbytes: (take(nbytes, 3), lambda pointer: give(pointer, 3))
+        ),
+        get_current_stream=lambda: SimpleNamespace(ptr=77),
+    )
+    allocate = device.TorchOnGpu(SimpleNamespace(cuda=cuda)).allocator()
+    monkeypatch.setattr(
+        torch.cuda, "caching_allocator_alloc", lambda *asked: taken.append(asked) or 4096
+    )
+    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", given.append)
+    pointer, give_back = allocate(100)
+    give_back(pointer)
+    assert (taken, given) == ([(100, 3, 77)], [4096])
+
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", full)
+    with pytest.raises(MemoryError, match="no memory"):
+        allocate(100)
 
 
 class Bucket:

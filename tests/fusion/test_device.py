@@ -94,7 +94,8 @@ PLAIN = [
 ]  # fmt: skip
 
 
-def test_uncompressed_tensors_of_every_kind_and_16_bit_ones_compressed():
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_uncompressed_tensors_of_every_kind_and_16_bit_ones_compressed(size):
     asked = [(*plain, "none") for plain in PLAIN]
     asked += [(d, ReduceOp.AVERAGE, 2.0, s) for d in ("float16", "bfloat16", "float64")
               for s in ("int8", "fp16", "topk | ef", "none")]  # fmt: skip
@@ -114,7 +115,7 @@ def test_uncompressed_tensors_of_every_kind_and_16_bit_ones_compressed():
             handles.append(engine.submit(request, put(x), None, parse(spec)))
         return [get(handle.wait(60)) for handle in handles]
 
-    same(*results(body))
+    same(*results(body, size))
 
 
 def declared(engine, places, specs, shape=SHAPE):
