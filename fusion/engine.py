@@ -183,7 +183,7 @@ class Engine:
             self._submissions.check(request, chosen, self._size_of(request.process_set))
         work = Work(request, self._signal, values, values if output is None else output, chosen)
         if request.place != "host":
-            work.ready = self._ready(request)
+            work.ready = self._participant.place_of(request).ready()
         if not self._direct:
             self._attend([work])
         if self._submissions.add_one(work):
@@ -202,7 +202,7 @@ class Engine:
             target = values if output is None else output
             works.append(Work(request, self._signal, values, target, compressor))
             if request.place != "host":
-                works[-1].ready = self._ready(request)
+                works[-1].ready = self._participant.place_of(request).ready()
         if not self._direct:
             self._attend(works)
         if self._submissions.add(works):
@@ -292,15 +292,6 @@ class Engine:
         if peers is None:
             raise ValueError(f"rank {self.rank} does not belong to process set {process_set}")
         return peers.size
-
-    def _ready(self, request: Request) -> Any:
-        place = self._places.get(request.place)
-        if place is None:
-            raise ValueError(
-                f"{request.name!r} is to lie at {request.place!r}, where transport "
-                f"{self.comm.base.name!r} moves nothing; there is {', '.join(self._places)}"
-            )
-        return place.ready()
 
     def _hurry(self) -> None:
         if not self._hurried:

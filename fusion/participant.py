@@ -104,9 +104,19 @@ class Participant:
         """Return ``request`` as a member of buckets."""
         peers = self.sets[request.process_set]
         seed, link = self._limits.seed, self._limits.link
-        place = self.places[request.place]
+        place = self.place_of(request)
         self.bring(state, place)
         return Member(request, compressor, peers.rank, peers.size, seed, place, state, link)
+
+    def place_of(self, request: Request) -> Place:
+        """Return where a tensor lies; ValueError where the transport moves nothing."""
+        place = self.places.get(request.place)
+        if place is None:
+            raise ValueError(
+                f"{request.name!r} is to lie at {request.place!r}, where this transport moves "
+                f"nothing; it moves what lies at {', '.join(self.places)}"
+            )
+        return place
 
     def bring(self, state: State, place: Place) -> None:
         """Let what a compressor remembers lie at ``place``."""

@@ -185,7 +185,7 @@ def test_ranks_that_disagree_on_the_place_all_learn_it():
             ).wait(60)
         with pytest.raises(Mismatch, match="places differ"):
             declared(engine, [place], ["int8"])
-        with pytest.raises(ValueError, match="'moon', where transport 'local' moves nothing"):
+        with pytest.raises(ValueError, match="'moon', where this transport moves nothing"):
             engine.submit(Request("v", shape=SHAPE, place="moon"), x)
 
     on_ranks(2, body)

@@ -27,7 +27,7 @@ class Gpu:
         self.empties = self.copies = self.reads = 0
         self.train = Stream(self)  # the framework's
         self.cuda = types.SimpleNamespace(
-            Device=lambda number=0: _Device(),
+            Device=_Device,
             Stream=lambda non_blocking: Stream(self),
             Event=lambda disable_timing: Event(self),
             get_current_stream=self.current,
@@ -114,6 +114,9 @@ class Memory:
 
 
 class _Device:
+    def __init__(self, number=0):
+        self.id = number
+
     def __enter__(self):
         return self
 
