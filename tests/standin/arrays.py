@@ -4,7 +4,6 @@ What brings values to the host, such as ``float(x)`` or a boolean index, is coun
 compressor's array code does it, for which a GPU has kernels, and raises where the engine does.
 """
 
-import functools
 import sys
 import types
 
@@ -189,20 +188,14 @@ def _unwrapped(value):
     return value
 
 
-@functools.cache
-def _whose(filename):
-    """Return which folder of ours a file lies in; nothing for others."""
-    folders = filename.split("/tree/ringlet/")[-1].split("/")
-    return folders[0] if "/tree/ringlet/" in filename else ""
-
-
 def _read(gpu):
     """Count a value that is brought to the host; raise where the engine does it."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals["__name__"].split(".")[0] in ("standin", "numpy"):
+    while frame.f_globals["__name__"].split(".")[0] in ("standin", "numpy"):
         frame = frame.f_back
-    whose = _whose(frame.f_code.co_filename)
-    if whose in ("fusion", "ring"):
+    whose = frame.f_globals["__name__"]
+    if whose.startswith(("ringlet.fusion", "ringlet.ring")):
         raise HostRead(f"{frame.f_code.co_filename}:{frame.f_lineno} waits for the GPU")
-    gpu.reads += whose == "compressors"
-    gpu.copies += whose != "compressors"
+    of_compressors = whose.startswith("ringlet.compressors")
+    gpu.reads += of_compressors
+    gpu.copies += not of_compressors
