@@ -66,8 +66,8 @@ class DdpState:
         known = self._requests.get(name)
         asked = None if known is None else (known[0].dtype, known[0].shape, known[0].place)
         if known is None or asked != (dtype, shape, place):
-            wire = carrier(self._router(name), dtype, grad.numel(), self._reduction)
-            compressor, collective = wire
+            declared, numel = self._router(name), grad.numel()
+            compressor, collective = carrier(declared, dtype, numel, self._reduction)
             full, op, spec = f"{self._label}.{name}", ReduceOp.AVERAGE, str(compressor)
             request = Request(full, "allreduce", dtype, shape, op, spec, collective, place=place)
             known = self._requests[name] = (request, compressor)
