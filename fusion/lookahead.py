@@ -5,7 +5,8 @@ changes would leave many small ones when FP16 and FP32 gradients interleave; ins
 looks past tensors of other streams, within a budget of bytes, for more of its own.
 
 An exchange of its own costs what the network's latency is, however little it moves. So a bucket of
-less than a share of the threshold, ``1 / SMALL``, is not closed yet.
+less than a share of the threshold, ``1 / SMALL``, is not closed yet. A tensor that is larger than a
+bucket may be, and is not encoded, travels alone and uncopied: others pass it.
 """
 
 from __future__ import annotations
@@ -40,25 +41,29 @@ def pack(queue: Iterable[T], threshold: int, lookahead: int | None = None) -> li
     """Pack ``queue`` into buckets of one stream and at most ``threshold`` bytes each.
 
     A pure function of its arguments. Nothing is lost or repeated; within a stream the order of the
-    queue is kept, across buckets too; the head of the queue always opens the next bucket, so
-    nothing starves. The scan ends when it has passed ``lookahead`` bytes of other streams (default:
-    ``threshold``; 0 turns the look-ahead off).
+    queue is kept, across buckets too, but for what travels alone; the head of the queue always
+    opens the next bucket, so nothing starves. The scan ends when it has passed ``lookahead`` bytes
+    of other streams (default: ``threshold``; 0 turns the look-ahead off).
 
     A small bucket scans on, and takes an encoded tensor that goes beyond the threshold. Else only a
-    single tensor is larger: alone, one that is not encoded needs no copy.
+    single tensor is larger.
     """
+
+    def alone(tensor: T) -> bool:
+        return tensor.nbytes > threshold and not tensor.encoded
+
     budget = threshold if lookahead is None else lookahead
     waiting = deque(queue)
     buckets: list[list[T]] = []
     while waiting:
-        bucket = [waiting.popleft()]
-        size = bucket[0].nbytes
+        head = waiting.popleft()
+        bucket, size = [head], head.nbytes
         passed: list[T] = []
         passed_bytes = 0
         while waiting:
             candidate = waiting[0]
             small = size * SMALL < threshold
-            if candidate.stream == bucket[0].stream:
+            if candidate.stream == head.stream and alone(candidate) == alone(head):
                 if size + candidate.nbytes > threshold and not (small and candidate.encoded):
                     break
                 size += candidate.nbytes

@@ -26,6 +26,11 @@ thresholds = st.integers(1, 300)
 budgets = st.one_of(st.none(), st.integers(0, 300))
 
 
+def kind(item, threshold):
+    """What an item shares with those whose order it keeps: large plain ones travel alone."""
+    return item.stream, item.nbytes > threshold and not item.encoded
+
+
 @given(queues, thresholds, budgets)
 def test_nothing_is_lost_or_repeated(queue, threshold, budget):
     packed = [item for bucket in pack(queue, threshold, budget) for item in bucket]
@@ -35,8 +40,8 @@ def test_nothing_is_lost_or_repeated(queue, threshold, budget):
 @given(queues, thresholds, budgets)
 def test_a_stream_keeps_its_order(queue, threshold, budget):
     packed = [item for bucket in pack(queue, threshold, budget) for item in bucket]
-    for stream in {item.stream for item in queue}:
-        numbers = [item.number for item in packed if item.stream == stream]
+    for stream in {kind(item, threshold) for item in queue}:
+        numbers = [item.number for item in packed if kind(item, threshold) == stream]
         assert numbers == sorted(numbers)
 
 
@@ -80,7 +85,8 @@ def test_the_scan_stays_within_its_budget(queue, threshold, budget):
 def test_a_small_bucket_is_followed_by_none_that_it_could_take(queue, threshold, budget):
     buckets = pack(queue, threshold, budget)
     for number, bucket in enumerate(buckets):
-        later = [each[0] for each in buckets[number + 1 :] if each[0].stream == bucket[0].stream]
+        own = kind(bucket[0], threshold)
+        later = [b[0] for b in buckets[number + 1 :] if kind(b[0], threshold) == own]
         if later and is_small(bucket, threshold):
             assert not later[0].encoded
             assert sum(item.nbytes for item in bucket) + later[0].nbytes > threshold
@@ -90,6 +96,14 @@ def test_a_small_bucket_is_followed_by_none_that_it_could_take(queue, threshold,
 def test_without_look_ahead_a_change_of_type_breaks_the_bucket(queue, threshold):
     in_order = [item for bucket in pack(queue, threshold, 0) for item in bucket]
     assert in_order == queue
+
+
+def test_small_tensors_pass_a_large_one_that_travels_uncopied():
+    sizes = [1, 1, 500, 1, 90, 500]
+    plain = [Item(i, "fp32", n) for i, n in enumerate(sizes)]
+    assert [[i.number for i in b] for b in pack(plain, 100)] == [[0, 1, 3, 4], [2], [5]]
+    encoded = [Item(i, "int8", n) for i, n in enumerate(sizes)]
+    assert [[i.number for i in b] for b in pack(encoded, 100)] == [[0, 1, 2], [3, 4], [5]]
 
 
 def test_it_halves_the_transactions_of_an_interleaved_queue():
