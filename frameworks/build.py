@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 from ringlet.ring.nccl_library import lacking, load
-from ringlet.runtime import current
+from ringlet.runtime import current, wishes_from
 
 
 def mpi_built() -> bool:
@@ -58,13 +59,17 @@ def cuda_built() -> bool:
 def gpu_path() -> str:
     """Say how tensors on a GPU travel from this machine."""
     staged = "through host memory"
+    if "staged" in wishes_from(os.environ):
+        return f"{staged}: RINGLET_STAGED asks for it"
     missing = lacking()
     if missing is not None:
         return f"{staged}: {missing.why}"
     if find_spec("torch") is None:
         return f"{staged}: torch is not installed, and others' tensors do not go directly"
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"{staged}: torch cannot be imported: {error}"
     if not torch.cuda.is_available():
         return f"{staged}: this torch does not see the GPU"
     return f"PyTorch's directly over transport nccl; others, and other transports, {staged}"

@@ -51,15 +51,15 @@ class Bucket(ABC):
         self.mark: Mark | None = None  # the end of the last step's work, where that has an order
         self._plan: int | None = None
         self._lease = Lease(self.place.pool)
-        nbytes = sum(member.nbytes for member in self.members)
-        if not self.place.ordered:  # one tensor may be more than a bucket's limit
-            self.place.pool.reserve(nbytes)
-        self.raw_bytes = 2 * (size - 1) / size * nbytes
+        self._uncompressed = sum(member.nbytes for member in self.members)
+        self.raw_bytes = 2 * (size - 1) / size * self._uncompressed
         self.trace = Trace()  # of this step
         self.failure: ExchangeFailed | None = None
 
     def begin(self) -> Trace:
         """Forget what the last step cost; return where the costs of this one will be."""
+        if not self.place.ordered:  # one tensor may be more than a bucket's limit
+            self.place.pool.reserve(self._uncompressed)
         self.trace = Trace()
         return self.trace
 
@@ -90,8 +90,8 @@ class Bucket(ABC):
             self.failure = error
             return
         except MemoryError as error:
-            raw = sum(member.nbytes for member in self.members)
-            raise MemoryError(f"no memory to receive a bucket of {raw} bytes") from error
+            text = f"no memory to receive a bucket of {self._uncompressed} bytes"
+            raise MemoryError(text) from error
         if self.more:
             return
         stats = meter.stats

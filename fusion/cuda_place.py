@@ -147,7 +147,7 @@ class CudaPlace(Place):
     def done(self, arrays: Iterable[Array]) -> CudaMark:
         """Record an event on the side stream. Called at work, on the engine's thread."""
         while self._held and self._held[0].over:
-            self._held.popleft()
+            self._held.popleft().release()
         event = self._cuda.Event(disable_timing=True)
         event.record(self._side)
         mark = CudaMark(self, event, arrays)

@@ -176,7 +176,8 @@ class Engine:
         """Submit one tensor (flat ``values``); every rank must submit the same name.
 
         The result goes to ``output``, or in place where it has the same size; the arrays belong
-        to the engine until the handle is done. Raises DuplicateName while the name is in flight.
+        to the engine until the handle is done. After an error the output may hold the result, or
+        not, on each rank for itself. Raises DuplicateName while the name is in flight.
         """
         chosen = _PLAIN if compressor is None else compressor
         if not self._submissions.was_checked(request, chosen):

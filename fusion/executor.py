@@ -119,6 +119,7 @@ class Batch:
             if bucket.mark is not None:
                 for work in works:
                     work.let_go(bucket.mark)
+                bucket.mark = None  # which keeps tensors
             self._submissions.complete(works)
 
     def fail(self, error: Exception, for_good: bool = False) -> None:
@@ -132,6 +133,8 @@ class Batch:
         for member, work in self._works.items():
             if member.place in ended:
                 work.let_go(ended[member.place])
+        for bucket in self.buckets:
+            bucket.mark = None
         works = list(self._works.values())
         self._works.clear()
         self._submissions.fail(works, error)

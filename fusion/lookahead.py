@@ -6,7 +6,7 @@ looks past tensors of other streams, within a budget of bytes, for more of its o
 
 An exchange of its own costs what the network's latency is, however little it moves. So a bucket of
 less than a share of the threshold, ``1 / SMALL``, is not closed yet. A tensor that is larger than a
-bucket may be, and is not encoded, travels alone and uncopied: others pass it.
+bucket may be, and is not encoded, travels alone and uncopied: small buckets pass it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Work on host memory is done when a call returns. A place whose work is only enqu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -19,6 +20,8 @@ from ringlet.fusion.buffers import BufferPool
 from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import Steps
 
+log = logging.getLogger("ringlet")
+
 
 class Mark(Protocol):
     """The end of some work at an ordered place."""
@@ -28,6 +31,22 @@ class Mark(Protocol):
 
     def release(self) -> None:
         """Refer to its arrays no more: whoever reuses their memory has collected this."""
+
+
+def collect(marks: Iterable[Mark], error: Exception | None) -> None:
+    """Put what the caller enqueues from now on behind ``marks``; then raise ``error``, if any.
+
+    It comes before what a device has to say that is lost as well.
+    """
+    try:
+        for mark in marks:
+            mark.collect()
+    except Exception:
+        if error is None:
+            raise
+        log.debug("cannot wait for an operation's work", exc_info=True)
+    if error is not None:
+        raise error
 
 
 class Place:

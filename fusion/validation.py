@@ -20,6 +20,10 @@ _COMPARED: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     ("groups", lambda r: (r.group, r.group_size)),
 )
 _LISTED = 6
+_ON_ANOTHER = (
+    "; tensors on a GPU that is not their rank's go through host memory: "
+    "choose it before anything is on it, torch.cuda.set_device(local_rank())"
+)
 
 
 def disagreement(asked: Mapping[int, Request]) -> str:
@@ -28,7 +32,7 @@ def disagreement(asked: Mapping[int, Request]) -> str:
     for what, value in _COMPARED:
         text = _differing(what, {rank: value(request) for rank, request in asked.items()}, first)
         if text:
-            return text
+            return text + (_ON_ANOTHER if what == "places" else "")
     if first.kind == "allgather":
         if not all(request.shape for request in asked.values()):
             return f"{_subject(first)}: a tensor without dimensions cannot be gathered"

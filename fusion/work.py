@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors import Compressor
-from ringlet.fusion.place import Mark
+from ringlet.fusion.place import Mark, collect
 from ringlet.fusion.request import Request
 from ringlet.ring.dtypes import Array
 
@@ -76,10 +76,8 @@ class Handle:
         """
         if not self._done and not self._signal.wait(self, timeout):
             raise TimeoutError(f"{self.name!r} has not finished within {timeout} s")
-        if self.mark is not None:
-            self.mark.collect()
-        if self._error is not None:
-            raise self._error
+        if self.mark is not None or self._error is not None:
+            collect([] if self.mark is None else [self.mark], self._error)
         return self.output
 
     def then(self, callback: Callable[[], None]) -> None:

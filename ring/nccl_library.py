@@ -146,9 +146,9 @@ def lacking(gpu: bool = True) -> Lacking | None:
         return Lacking("cupy is not installed", install)
     if not gpu:
         return None
-    import cupy
-
     try:
+        import cupy
+
         count = int(cupy.cuda.runtime.getDeviceCount())
     except (RuntimeError, ImportError, OSError) as error:  # no driver, or no CUDA runtime
         return Lacking(f"no NVIDIA GPU can be used here ({error})", "See what `nvidia-smi` says.")

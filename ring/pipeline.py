@@ -89,6 +89,8 @@ class Flight:
 
         Raises what the last one did, unless the exchange takes care of it.
         """
+        if self.error is not None and self.slip is not None:
+            self.error.__context__ = self.slip  # both are shown
         error, self.error, self.slip = self.error or self.slip, None, None
         wire = resume(self.steps, error)
         if wire is not None:

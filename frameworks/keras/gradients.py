@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
-from ringlet.runtime import Runtime, current
+from ringlet.runtime import Runtime, current, is_initialized
 
 LARGE = 1 << 16  # elements of a table from which its sparse gradients travel as rows
 
@@ -99,21 +98,24 @@ class Reducer:
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._lock = threading.RLock()
 
-    def reduce(
-        self, slots: Sequence[Slot], arrays: Sequence[Array], ordered: bool = True
-    ) -> list[Array]:
+    def enlist(self) -> None:
+        """Count this reducer now, and not with its first gradients: ranks may begin with others."""
+        with self._lock:
+            if is_initialized():
+                self._bind(current())
+
+    def reduce(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
         """Return the reduced gradients; collective, and called with the same slots on all ranks.
 
         ``arrays`` are one for each slot, or values and indices where it is sparse. So are the
         results, but those of sparse gradients that are fused are dense: one array. Arrays given
-        are left alone, and never returned. Where this is not ``ordered``, ranks may begin with
-        different reducers, which are told apart by their variables then, and not by their number.
+        are left alone, and never returned.
         """
         with self._lock:
             process_set, runtime = self.settings.process_set, current()
             if not process_set.included() or process_set.size() == 1:
                 return self._alone(slots, arrays)
-            self._bind(runtime, slots, ordered)
+            self._bind(runtime)
             if self.settings.guard and not self._all_finite(slots, arrays):
                 return self._overflowed(slots, arrays)
             step = self._steps.get(tuple(slots))
@@ -135,12 +137,11 @@ class Reducer:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _bind(self, runtime: Runtime, slots: Sequence[Slot], ordered: bool) -> None:
+    def _bind(self, runtime: Runtime) -> None:
         if self._runtime is not runtime:
             self._runtime, self._steps = runtime, {}
-            kind = self._kind if ordered else f"{self._kind}.{_digest(slots)}"
             # Ranks outside of a process set do not count what its ranks do.
-            self._label = runtime.unnamed(kind, self.settings.process_set.number())
+            self._label = runtime.unnamed(self._kind, self.settings.process_set.number())
 
     def _forget(self) -> None:
         steps, self._steps = self._steps, {}
@@ -203,9 +204,7 @@ class Reducer:
 class Staying(Reducer):
     """Stands for a reducer where gradients stay on their rank, and are only added up."""
 
-    def reduce(
-        self, slots: Sequence[Slot], arrays: Sequence[Array], ordered: bool = True
-    ) -> list[Array]:
+    def reduce(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
         """Return the gradients as they are."""
         return self._alone(slots, arrays)
 
@@ -314,11 +313,6 @@ class _Step:
             self._group.abandon(f"{type(error).__name__}: {error}")
         for exchange in gathering:
             exchange.forget()
-
-
-def _digest(slots: Sequence[Slot]) -> str:
-    told = repr([(slot.name, slot.describe()) for slot in slots])
-    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
 def _energy(state: State) -> float:

@@ -32,7 +32,8 @@ def reduced(
     slots: list[Slot] = []
     tensors: list[Any] = []
     outputs: list[Output] = [("bool", ())]
-    ordered = not in_plain_graph()  # a session runs the nodes of several optimizers at once
+    if in_plain_graph():  # a session runs the nodes of several optimizers at once, in any order
+        reducer.enlist()
     accumulates = accumulator is not None and accumulator.passes > 1
     sources = zip(variables, names, gradients, cohorts, strict=True)
     for variable, name, gradient, cohort in sources:
@@ -50,7 +51,7 @@ def reduced(
         given = accumulator.add(slots, arrays) if accumulator and accumulates else arrays
         if given is None:
             return [np.array(False), *_placeholders(outputs[1:])]
-        results = reducer.reduce(slots, given, ordered)
+        results = reducer.reduce(slots, given)
         kinds = [numpy_dtype(dtype) for dtype, _ in outputs[1:]]
         pairs = zip(results, kinds, strict=True)
         return [np.array(True), *[array.astype(kind, copy=False) for array, kind in pairs]]

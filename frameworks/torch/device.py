@@ -6,6 +6,8 @@ reduces their dtype. All others are staged in host memory (``ringlet.torch.tenso
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,6 +21,8 @@ from ringlet.ring.dtypes import Array, storage
 from ringlet.runtime import current
 from ringlet.torch.tensors import dtype_of, flat, on_host
 
+log = logging.getLogger("ringlet")
+
 HOST = Place.name
 
 
@@ -29,7 +33,10 @@ def place_of(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> str:
     """
     gpu = _gpu_of(tensor)
     place = None if gpu is None else current().engine.place(CudaPlace.name)
-    if not isinstance(place, CudaPlace) or place.device != gpu:
+    if not isinstance(place, CudaPlace):
+        return HOST
+    if place.device != gpu:
+        _warn_of(gpu, place.device)
         return HOST
     if not place.reduces(dtype_of(tensor), op):
         return HOST
@@ -79,6 +86,16 @@ class TorchOnGpu:
             return int(torch.cuda.caching_allocator_alloc(nbytes, device, stream))
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
+
+
+@functools.cache  # once is enough
+def _warn_of(gpu: int | None, own: int) -> None:
+    log.warning(
+        "tensors on GPU %s go through host memory, because this rank's is GPU %d: call "
+        "torch.cuda.set_device(hvd.local_rank()) before anything is on a GPU",
+        gpu,
+        own,
+    )
 
 
 def _give_back(pointer: int, device: int) -> None:

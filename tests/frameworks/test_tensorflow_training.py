@@ -544,6 +544,17 @@ def case_two_optimizers_in_one_session():
     assert [each.tolist() for each in found] == [[1.0 - mean, 2.0 - mean]] * 2
 
 
+def case_different_models_in_a_session():
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        variable = v1.get_variable("differs", initializer=[1.0] * (2 + hvd.rank()))
+        optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
+        step = optimizer.minimize(tf.reduce_sum(variable), var_list=[variable])
+        session.run(v1.global_variables_initializer())
+        with pytest.raises(hvd.HorovodInternalError, match="differs"):
+            session.run(step)
+
+
 def case_functions_traced_in_different_order():
     """Names are given when nodes run: ranks need to run them in one order, not to trace them so."""
     rank, size = hvd.rank(), hvd.size()
