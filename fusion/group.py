@@ -22,7 +22,7 @@ from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
 from ringlet.fusion.peers import Peers
 from ringlet.fusion.pieces import divide
-from ringlet.fusion.place import Mark
+from ringlet.fusion.place import Mark, collect
 from ringlet.fusion.request import dumps
 from ringlet.ring.dtypes import Array
 
@@ -176,9 +176,7 @@ class Group:
             self._early = None
             self._begin()
             marks, self._marks = self._marks, []
-        _collect(marks)
-        if error is not None:
-            raise error
+        _settle(marks, error)
 
     def restart(self, step: int) -> None:
         """Go on at ``step``; between steps, and on all ranks alike."""
@@ -208,9 +206,7 @@ class Group:
             self._error, self._early = self._broken, None
             self._begin()
             marks, self._marks = self._marks, []
-            _collect(marks)
-            if self._broken is not None:
-                raise self._broken
+            _settle(marks, self._broken)
 
     # -- called by the engine's thread ----------------------------------------------------------
 
@@ -327,11 +323,13 @@ class Group:
         return self._unfinished == 0 or self._error is not None
 
 
-def _collect(marks: Sequence[Mark]) -> None:
-    """Put what the caller enqueues from now on behind a step."""
-    for mark in marks:
-        mark.collect()
-        mark.release()
+def _settle(marks: Sequence[Mark], error: Exception | None) -> None:
+    """Put what the caller enqueues from now on behind a step; then raise ``error``, if any."""
+    try:
+        collect(marks, error)
+    finally:
+        for mark in marks:
+            mark.release()
 
 
 class _Noted(set[str]):
