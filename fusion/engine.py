@@ -44,6 +44,7 @@ from ringlet.ring.errors import PeerLost
 
 log = logging.getLogger("ringlet")
 
+_LAST_S = 2.0  # for exchanges under way when a rank has left
 _LEAVING_S = 10.0  # how long to wait until the coordinator has heard the goodbye
 _COMPANY = 8  # cycles that submissions wait at most while more of them come in
 
@@ -329,6 +330,8 @@ class Engine:
             self._keep_promises()
             self._break(EngineClosed("the engine was shut down"))
         except PeerLost as error:
+            # Whoever left in good order has done its part of what is under way.
+            participant.pipeline.settle(_LAST_S)
             if len(self._places) > 1:
                 self._participant.interrupt()  # a GPU would wait for that rank, and block its users
             self._break(self._hearing.cause_of(error))

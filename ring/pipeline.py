@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -176,6 +177,15 @@ class Pipeline:
         while self.busy:
             self._go_on(self._landed.get())
             self._begin()
+
+    def settle(self, patience: float) -> None:
+        """Let exchanges under way end, for ``patience`` seconds at most; one may fail, and then all
+        are left alone. None begins.
+        """
+        deadline = time.monotonic() + patience
+        with suppress(Exception):
+            while self._under_way:
+                self._go_on(self._landed.get(timeout=max(0.0, deadline - time.monotonic())))
 
     def stop(self, interrupt: Callable[[], None]) -> None:
         """End the lanes. Where one waits in a collective, ``interrupt`` is called to end that."""

@@ -18,7 +18,7 @@ from ringlet.fusion import (
 )
 from ringlet.ring import Mismatch, PeerLost, ReduceOp, RingError
 from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.ring.local import LocalCommunicator, run_local
 
 SPECS = [
     "none", "fp16", "bf16", "int8(bucket=32)", "topk(ratio=0.2)", "int8(bucket=32) | ef",
@@ -445,3 +445,25 @@ def test_a_rank_that_leaves_fails_those_who_wait_for_it():
         return str(caught.value)
 
     assert "rank 1 has shut down" in with_engines(2, body)[0]
+
+
+def test_what_is_under_way_ends_though_the_coordinator_has_left(monkeypatch):
+    """Rank 0 may be through with an exchange, and gone, before rank 1 has seen its end."""
+    gone, real = threading.Event(), LocalCommunicator._allreduce
+
+    def slow(self, buffer, op, name):
+        real(self, buffer, op, name)
+        assert self.rank == 0 or buffer.size < 1 << 16 or gone.wait(60)
+
+    monkeypatch.setattr(LocalCommunicator, "_allreduce", slow)
+
+    def rank_main(comm):
+        engine = Engine(comm, open_control)
+        try:
+            request = Request("x", shape=(1 << 16,), op=ReduceOp.SUM)
+            return engine.submit(request, np.ones(1 << 16, np.float32)).wait(60).sum()
+        finally:
+            engine.shutdown()
+            gone.set()
+
+    assert run_local(rank_main, 2) == [2.0 * (1 << 16)] * 2
