@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ringlet.compressors import Context
+from ringlet.compressors.first import one_first
 from ringlet.fusion.bucket import Bucket, make_bucket
 from ringlet.fusion.errors import DuplicateName
 from ringlet.fusion.limits import Limits
@@ -113,11 +114,12 @@ class Group:
 
     def warm_up(self) -> None:
         """Compile the compressors' kernels, so that the first step does not have to."""
-        seen: set[tuple[str, str]] = set()
-        for member in self.members.values():
-            spec, place = str(member.compressor), member.place
-            if (spec, place.name) not in seen:
-                seen.add((spec, place.name))
+        once = {(str(m.compressor), m.place.name): m for m in self.members.values() if m.encoded}
+        if not once:
+            return
+        with one_first():
+            for member in once.values():
+                place = member.place
                 with place.at_work():
                     around = Context(xp=place.xp, workspace=place.workspace)
                     member.compressor.warm_up(around)
