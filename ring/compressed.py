@@ -133,7 +133,7 @@ class AllgatherReduce:
 
     def reduce(self) -> None:
         """Look at what arrived."""
-        self._inspector.look(_split(self._received, self._sizes))
+        self._inspector.look(split(self._received, self._sizes))
 
     def agree(self) -> None:
         """Agree that all is well."""
@@ -183,7 +183,7 @@ class ScatterReduce:
     def start(self) -> None:
         """Send part r to rank r."""
         inspector = self._inspector
-        for rank, part in enumerate(_split(self._encoded.buffer, self._sizes)):
+        for rank, part in enumerate(split(self._encoded.buffer, self._sizes)):
             if rank != self._comm.rank:  # nobody inspects what stays here
                 seal(part, inspector.sequence, inspector.plan)
         self._comm.alltoall(self._encoded.buffer, self._received, self._sizes, self._incoming)
@@ -191,7 +191,7 @@ class ScatterReduce:
     def reduce(self) -> None:
         """Sum this rank's part and encode the sum; a failure is kept for ``finish``."""
         rank, out = self._comm.rank, self._own[: self._own.size - SEAL]
-        self._inspector.look(_split(self._received, self._incoming))
+        self._inspector.look(split(self._received, self._incoming))
         if self._inspector.well:
             try:
                 payloads = _opened(self._received, self._incoming)
@@ -207,7 +207,7 @@ class ScatterReduce:
     def finish(self) -> None:
         """Gather the sums, and look at them."""
         self._later.allgather(self._own, self._gathered, self._sizes)
-        self._inspector.look(_split(self._gathered, self._sizes))
+        self._inspector.look(split(self._gathered, self._sizes))
 
     def agree(self) -> None:
         """Agree that all is well."""
@@ -295,7 +295,8 @@ class _Inspector:
         raise ExchangeFailed(text, witness) from cause
 
 
-def _split(buffer: Array, sizes: Sequence[int]) -> list[Array]:
+def split(buffer: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return consecutive views of flat ``buffer``, of ``sizes`` elements each."""
     pieces, start = [], 0
     for size in sizes:
         pieces.append(buffer[start : start + size])
@@ -305,4 +306,4 @@ def _split(buffer: Array, sizes: Sequence[int]) -> list[Array]:
 
 def _opened(buffer: Array, sizes: Sequence[int]) -> list[Array]:
     """Return the messages of ``buffer`` without their seals."""
-    return [message[: message.size - SEAL] for message in _split(buffer, sizes)]
+    return [message[: message.size - SEAL] for message in split(buffer, sizes)]

@@ -13,8 +13,7 @@ from functools import partial
 
 from ringlet.ring.codec import Codec
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.compressed import Allocate, Encoded
-from ringlet.ring.dtypes import Array
+from ringlet.ring.compressed import Allocate, Encoded, split
 from ringlet.ring.errors import ProtocolError
 from ringlet.ring.pipeline import Steps, Wire
 
@@ -35,7 +34,7 @@ def allgather_reduce(
     received = allocate(sum(sizes))
     sent = (size - 1) * encoded.nbytes
     yield Wire(partial(comm.allgather, encoded.buffer, received, sizes), sent)
-    codec.decode_sum_into(0, _split(received, sizes))
+    codec.decode_sum_into(0, split(received, sizes))
 
 
 def scatter_reduce(comm: Communicator, codec: Codec, encoded: Encoded, allocate: Allocate) -> Steps:
@@ -52,17 +51,9 @@ def scatter_reduce(comm: Communicator, codec: Codec, encoded: Encoded, allocate:
     received, own, gathered = (allocate(nbytes) for nbytes in (mine * size, mine, sum(sizes)))
     scatter = partial(comm.alltoall, encoded.buffer, received, sizes, [mine] * size)
     yield Wire(scatter, encoded.nbytes - mine)
-    used = codec.decode_sum_encode(rank, _split(received, [mine] * size), own)
+    used = codec.decode_sum_encode(rank, split(received, [mine] * size), own)
     if used != mine:
         raise ProtocolError(f"the sum of part {rank} has {used} bytes, its fixed size is {mine}")
     yield Wire(partial(comm.allgather, own, gathered, sizes), (size - 1) * mine)
-    for part, payload in enumerate(_split(gathered, sizes)):
+    for part, payload in enumerate(split(gathered, sizes)):
         codec.decode_into(part, payload)
-
-
-def _split(buffer: Array, sizes: Sequence[int]) -> list[Array]:
-    pieces, start = [], 0
-    for size in sizes:
-        pieces.append(buffer[start : start + size])
-        start += size
-    return pieces
