@@ -5,6 +5,13 @@ import numpy as np
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.contract import encoded
 
+MODIFIED = [
+    "int8 | ef21", "topk(ratio=0.1) | ef21", "threshold(value=0.7) | ef21",
+    "int8 | momentum_correction", "topk(ratio=0.1) | momentum_correction(0.8, clip=0.5)",
+    "threshold(value=0.7) | momentum_correction(clip=9.0, masking=False)", "qsgd(bits=4) | scaled",
+    "randomk(ratio=0.3) | scaled",
+]  # fmt: skip
+
 
 def steps(spec, xs, xp=np):
     """Return everything that the gradients ``xs``, a step each, leave behind, as NumPy arrays."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from steps import steps
+from steps import MODIFIED, steps
 
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.contract import encoded
@@ -11,12 +11,6 @@ from ringlet.compressors.kernels.cuda import elementwise, estimate, memory, rand
 from ringlet.compressors.kernels.cuda.memory import Memory, bounds, run
 
 RNG = np.random.default_rng(31)
-SPECS = [
-    "int8 | ef21", "topk(ratio=0.1) | ef21", "threshold(value=0.7) | ef21",
-    "int8 | momentum_correction", "topk(ratio=0.1) | momentum_correction(0.8, clip=0.5)",
-    "threshold(value=0.7) | momentum_correction(clip=9.0, masking=False)", "qsgd(bits=4) | scaled",
-    "randomk(ratio=0.3) | scaled",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +33,7 @@ def values(n, trouble=False):
     return x
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", MODIFIED)
 @pytest.mark.parametrize("n", [1, 63, 4001])
 def test_steps_leave_what_they_leave_on_the_cpu(spec, n, host):
     xs = [values(n), values(n), values(n, trouble=True), values(n)]
