@@ -6,6 +6,8 @@ from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Part, Payload, Traits
 from ringlet.compressors.registry import register
 
+_TRAITS = Traits("sum", fixed_size=True, granularity=1, omega=0.0, delta=1.0, min_size=0)
+
 
 @register("none")
 class NoCompression(Compressor):
@@ -13,7 +15,7 @@ class NoCompression(Compressor):
 
     def traits(self) -> Traits:
         """Sums on the wire, exact, can be cut anywhere."""
-        return Traits("sum", fixed_size=True, granularity=1, omega=0.0, delta=1.0, min_size=0)
+        return _TRAITS
 
     def layout(self, n: int) -> tuple[Part, ...]:
         """n values."""

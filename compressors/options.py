@@ -7,8 +7,10 @@ adds a range, choices and a line of documentation.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ringlet.compressors.errors import OptionError, did_you_mean
 
@@ -38,13 +40,21 @@ def fixed(value: Any) -> Any:
     return dataclasses.field(default=value, metadata={"fixed": True})
 
 
-def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
+_known: WeakKeyDictionary[type, Mapping[str, dataclasses.Field[Any]]] = WeakKeyDictionary()
+
+
+def options_of(cls: type) -> Mapping[str, dataclasses.Field[Any]]:
     """Return the options of a compressor class by name, in order of declaration."""
-    return {
-        field.name: field
-        for field in dataclasses.fields(cls)
-        if not {"wrapped", "fixed"} & field.metadata.keys()
-    }
+    found = _known.get(cls)
+    if found is None:
+        found = _known[cls] = MappingProxyType(
+            {
+                field.name: field
+                for field in dataclasses.fields(cls)
+                if not {"wrapped", "fixed"} & field.metadata.keys()
+            }
+        )
+    return found
 
 
 def describe_options(cls: type) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ringlet.objects import allgather_object
+from ringlet import plain
 from ringlet.process_sets import (
     InvalidArgument,
     ProcessSet,
@@ -27,6 +27,7 @@ def init(
     process_sets: Sequence[ProcessSet] | str | None = None,
     transport: str | None = None,
     autotune: bool | str | None = None,
+    join_divisor: str | None = None,
 ) -> Runtime:
     """Join the job that a launcher started; a second call changes nothing. Collective.
 
@@ -40,14 +41,17 @@ def init(
     - ``transport``: "mpi" or "gloo", where the environment should not decide.
     - ``autotune``: True to tune the engine while training goes on, or what of it, as in
       "fusion_threshold,streams"; rank 0's counts. None leaves it to RINGLET_AUTOTUNE.
+    - ``join_divisor``: what averages are divided by while ranks have joined: "all" ranks, as in
+      Horovod, or the "contributors", those whose own values an average is of; rank 0's counts. None
+      leaves it to RINGLET_JOIN_DIVISOR, and that to "all".
 
     Raises LaunchError when launcher and transport disagree on the size, TransportUnavailable when
     something is not installed, TypeError for a ``comm`` that is no communicator,
-    ValueError for an ``autotune`` that names what cannot be tuned here.
+    ValueError for an ``autotune`` that names what cannot be tuned here, or another divisor.
     """
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f"process_sets is a list of ProcessSet or 'dynamic', not {process_sets!r}")
-    runtime = start(transport, _communicator(comm, transport), autotune)
+    runtime = start(transport, _communicator(comm, transport), autotune, join_divisor)
     if comm is not None and hasattr(comm, "Get_group"):
         global_process_set.mpi_comm = comm
     if process_sets is not None and not isinstance(process_sets, str):
@@ -57,7 +61,10 @@ def init(
 
 def _establish(process_sets: Sequence[ProcessSet]) -> None:
     own = [process_set.find_ranks() for process_set in process_sets]
-    everyone = allgather_object(own, "init.process_sets")
+    expected = "a list of lists of ranks"
+    everyone = plain.gather(
+        own, "init.process_sets", global_process_set, expected, _are_lists_of_ranks
+    )
     for ranks in (ranks for row in zip_longest(*everyone) for ranks in row if ranks is not None):
         if find_process_set(ranks) is None:
             add_process_set(ranks)
@@ -67,6 +74,12 @@ def _establish(process_sets: Sequence[ProcessSet]) -> None:
             raise InvalidArgument(f"init: process_sets lists the ranks {ranks} a second time")
         if known is not process_set and known.process_set_id is not None:
             process_set.adopt(known.process_set_id)
+
+
+def _are_lists_of_ranks(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(ranks, list) and all(type(rank) is int for rank in ranks) for ranks in value
+    )
 
 
 def _communicator(comm: Any, transport: str | None) -> Communicator | None:

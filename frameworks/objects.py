@@ -1,13 +1,11 @@
 """Python objects between ranks: pickled, signed, and read only if the signature is the job's.
 
-Whoever can write into a connection between ranks, but was not there when the job began, cannot make
-a rank unpickle what he sends.
+Whoever can write into a connection between ranks, but does not know the job's key, cannot make a
+rank unpickle what he sends.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import pickle
 from typing import Any
 
@@ -16,10 +14,8 @@ import numpy as np
 from ringlet.fusion import Request
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.dtypes import Array
-from ringlet.ring.errors import ProtocolError
+from ringlet.ring.wire.sealed import seal, unseal
 from ringlet.runtime import current
-
-_TAG = hashlib.sha256().digest_size
 
 
 def broadcast_object(
@@ -79,15 +75,8 @@ def _sealed(obj: Any, name: str) -> bytes:
     except ImportError:
         from pickle import dumps
     data: bytes = dumps(obj)
-    return _signature(data, name) + data
+    return seal(current().secret, name, data)
 
 
 def _opened(sealed: bytes, name: str) -> Any:
-    tag, data = sealed[:_TAG], sealed[_TAG:]
-    if not hmac.compare_digest(tag, _signature(data, name)):
-        raise ProtocolError(f"{name!r}: an object that no rank of this job has signed arrived")
-    return pickle.loads(data)
-
-
-def _signature(data: bytes, name: str) -> bytes:
-    return hmac.digest(current().secret, name.encode() + b"\0" + data, "sha256")
+    return pickle.loads(unseal(current().secret, name, sealed))

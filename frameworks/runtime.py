@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ringlet.fusion import Engine, Limits
-from ringlet.fusion.limits import UNKNOWN
+from ringlet.fusion.limits import DIVISORS, UNKNOWN
 from ringlet.fusion.place import Place
 from ringlet.fusion.tune.choice import ALL, names
 from ringlet.network import MEASURE, hierarchical, measured_link, parse_link
@@ -29,6 +28,7 @@ from ringlet.ring.errors import LaunchError, RingError
 from ringlet.ring.gpu import GpuCommunicator
 from ringlet.ring.local import LocalCommunicator, this_thread
 from ringlet.ring.log import level_from, show
+from ringlet.ring.wire.keys import agreed_key
 
 
 class NotInitialized(RingError, ValueError):
@@ -58,7 +58,7 @@ class Runtime:
             limits = replace(limits, latency=link.latency, bandwidth=link.bandwidth)
         if "hierarchical" in wishes:
             comm = hierarchical(comm, self.topology)
-        self.secret = comm.broadcast_bytes(secrets.token_bytes(32))  # signs pickled objects
+        self.secret = agreed_key(comm, "objects", os.environ)  # signs what is pickled
         places = [] if "staged" in wishes else places_of(comm.base)
         self.engine = Engine(comm, open_control, limits, places)
         self.pid = os.getpid()
@@ -140,9 +140,11 @@ def limits_from(env: Mapping[str, str]) -> Limits:
         streams=int(_number(env, "STREAMS", _number(env, "NUM_NCCL_STREAMS", default.streams))),
         stall_warning=0.0 if _flag(env, "STALL_CHECK_DISABLE") else warning,
         stall_shutdown=_number(env, "STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown),
+        verify_sums=_flag(env, "VERIFY_SUMS", default.verify_sums),
         latency=link.latency,
         bandwidth=link.bandwidth,
         collective=_collective(env),
+        join_divisor=_divisor(env),
         autotune=autotune,
         autotune_log=_given(env, "AUTOTUNE_LOG") or default.autotune_log,
         autotune_warmup=int(_number(env, "AUTOTUNE_WARMUP_SAMPLES", default.autotune_warmup)),
@@ -183,6 +185,13 @@ def _collective(env: Mapping[str, str]) -> str:
     return named
 
 
+def _divisor(env: Mapping[str, str]) -> str:
+    named = env.get("RINGLET_JOIN_DIVISOR", "all")
+    if named not in DIVISORS:
+        raise ValueError(f"RINGLET_JOIN_DIVISOR={named!r} is not one of {', '.join(DIVISORS)}")
+    return named
+
+
 def wishes_from(env: Mapping[str, str]) -> set[str]:
     """Read what a ``Runtime`` shall do besides: "measure" the link, be "hierarchical", "staged"."""
     asked = {
@@ -193,11 +202,11 @@ def wishes_from(env: Mapping[str, str]) -> set[str]:
     return {wish for wish, is_asked in asked.items() if is_asked}
 
 
-def _flag(env: Mapping[str, str], name: str) -> bool:
+def _flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
     for variable in (f"RINGLET_{name}", f"HOROVOD_{name}"):
         if variable in env:
             return env[variable].strip().lower() in _ON
-    return False
+    return default
 
 
 def _given(env: Mapping[str, str], name: str) -> str | None:
@@ -221,12 +230,14 @@ def init(
     transport: str | None = None,
     comm: Communicator | None = None,
     autotune: bool | str | None = None,
+    join_divisor: str | None = None,
 ) -> Runtime:
     """Connect with the other ranks and start the engine; a second call changes nothing.
 
     The environment says how: ``ringlet run``, torchrun, mpiexec and Slurm are understood, and
     without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides, or a ``comm``
-    that exists. ``autotune`` stands for RINGLET_AUTOTUNE. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL,
+    that exists. ``autotune`` and ``join_divisor`` stand for RINGLET_AUTOTUNE and
+    RINGLET_JOIN_DIVISOR. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL,
     sets the level of logger "ringlet". Raises LaunchError when launcher and transport disagree on
     the size, or in a process that was forked from one that had called this; TransportUnavailable
     when something is not installed; ValueError when this was called before with another transport,
@@ -247,7 +258,8 @@ def init(
             f"this process was forked from rank {existing.rank} after init(); it cannot be a rank "
             "itself. Start worker processes with the 'spawn' method, or before init()"
         )
-    given = {} if autotune is None else {"RINGLET_AUTOTUNE": str(autotune)}
+    options = {"RINGLET_AUTOTUNE": autotune, "RINGLET_JOIN_DIVISOR": join_divisor}
+    given = {name: str(value) for name, value in options.items() if value is not None}
     limits, wishes = limits_from({**os.environ, **given}), wishes_from(os.environ)
     level = level_from(os.environ)
     comm = connect(transport) if comm is None else comm

@@ -19,14 +19,15 @@ import numpy as np
 from ringlet.compressors import NoCompression, Payload
 from ringlet.fusion.buffers import Lease
 from ringlet.fusion.codec import BucketCodec
-from ringlet.fusion.convert import from_float32
+from ringlet.fusion.convert import from_float32, scale_into
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter, Trace
 from ringlet.fusion.peers import Peers, levels_of
 from ringlet.fusion.place import Mark
-from ringlet.fusion.request import dumps
 from ringlet.fusion.unscaling import Unscaling
 from ringlet.ring import compressed
+from ringlet.ring.agreement import agree
+from ringlet.ring.checksum import digest, mixed
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
 from ringlet.ring.errors import ExchangeFailed
@@ -35,11 +36,14 @@ from ringlet.ring.reduction import allreduce_steps
 
 log = logging.getLogger("ringlet")
 
+_NAMED = 3  # tensors that an error names
 _MASK = (1 << 64) - 1  # a plan's hash has 64 bits
 
 
 class Bucket(ABC):
     """Members that share a stream. One object serves every step of a plan."""
+
+    even = True  # whether payloads are of one size on all ranks
 
     def __init__(self, members: Sequence[Member], size: int) -> None:
         self.members = list(members)
@@ -52,18 +56,25 @@ class Bucket(ABC):
         self.unscaling: Unscaling | None = None
         self.finite = True  # whether the last step's results were, where that is looked at
         self.mark: Mark | None = None  # the end of the last step's work, where that has an order
+        self.verify = False  # whether sums are to be compared between ranks
+        self.digest = 0  # of this step's sums, the same on all ranks; 0 where there is none
+        self.told = 0  # that of the step before, which ranks compare in their votes
         self._plan: int | None = None
         self._lease = Lease(self.place.pool)
         self._uncompressed = sum(member.nbytes for member in self.members)
         self.raw_bytes = 2 * (size - 1) / size * self._uncompressed
         self.trace = Trace()  # of this step
+        self._finishing = [member for member in self.members if member.finishes]
         self.failure: ExchangeFailed | None = None
+        self.fatal = False  # whether ranks may remember different things after the failure
+        self.lanes = 0  # collectives of the exchange under way so far, where that is counted
 
     def begin(self) -> Trace:
         """Forget what the last step cost; return where the costs of this one will be."""
         if not self.place.ordered:  # one tensor may be more than a bucket's limit
             self.place.pool.reserve(self._uncompressed)
         self.trace = Trace()
+        self.told, self.digest = self.digest, 0
         return self.trace
 
     def encode(self, meter: Meter) -> int:
@@ -86,9 +97,12 @@ class Bucket(ABC):
         return self.place.steps(self._run(peers, sizes, meter, epoch))
 
     def _run(self, peers: Peers, sizes: Sequence[int], meter: Meter, epoch: int) -> Steps:
-        self.failure = None
+        self.failure, self.fatal = None, False
         try:
+            self._compare(peers, sizes)
             yield from self.with_memory(lambda: self._exchange(peers, list(sizes), meter, epoch))
+            if not self.more:
+                yield from self._finish(peers)
         except ExchangeFailed as error:
             self.failure = error
             return
@@ -102,18 +116,24 @@ class Bucket(ABC):
         stats.buckets += 1
         stats.tensors += len(self.members)
         self._count()
+        self._make_up()
         if self.unscaling is not None and not self.place.ordered:
             self.finite = self.unscaling.apply(self.members)
         self.abandon()
-        if self.place.ordered:
-            self.let_go()
+        self.let_go()
         self.done = True
+
+    def note_sum(self, values: Array, dtype: str) -> None:
+        """Count what a sum on the wire gave, which is to be the same on all ranks."""
+        if self.verify and not self.place.ordered:
+            self.digest = mixed(self.digest, digest(values, dtype))
 
     def let_go(self) -> None:
         """Note the end of the work so far, at an ordered place, and refer to no tensor any more."""
-        with self.place.at_work():
-            arrays = [array for m in self.members for array in (m.input, m.output)]
-            self.mark = self.place.done(arrays)
+        if self.place.ordered:
+            with self.place.at_work():
+                arrays = [array for m in self.members for array in (m.input, m.output)]
+                self.mark = self.place.done(arrays)
         for member in self.members:
             member.forget()
 
@@ -142,7 +162,46 @@ class Bucket(ABC):
 
     def _count(self) -> None:
         for member in self.members:
-            member.finish()
+            member.count()
+
+    def _compare(self, peers: Peers, sizes: Sequence[int]) -> None:
+        """Raise ExchangeFailed, on all ranks, where payloads of one fixed size differ in it."""
+        if not self.even or sizes.count(sizes[0]) == len(sizes):
+            return
+        witness = next(rank for rank, size in enumerate(sizes) if size != sizes[0])
+        names = ", ".join(repr(member.name) for member in self.members[:_NAMED])
+        raise ExchangeFailed(
+            f"compressor {str(self.members[0].compressor)!r} has {sizes[witness]} bytes for "
+            f"{names}, and {sizes[0]} bytes on rank {peers.ranks[0]}; they have to be as many on "
+            "all ranks",
+            witness,
+        )
+
+    def _finish(self, peers: Peers) -> Steps:
+        """Let compressors see the combined results, once every rank has them."""
+        if not self._finishing:
+            return
+        failure: Exception | None = None
+        self.fatal = True
+        try:
+            for member in self._finishing:
+                member.see()
+        except Exception as error:
+            failure = error
+        if self.place.ordered:
+            if failure is not None:
+                raise failure
+            return
+        yield from agree(peers.lane(self.lanes), failure, "could not finish a result")
+
+    def _make_up(self) -> None:
+        """Let means be of the contributors alone, behind what compressors remember of them."""
+        if not self.members[0].contributors:  # then no other's are counted either
+            return
+        for member in self.members:
+            factor, out = member.makeup, member.output
+            if factor != 1.0:
+                scale_into(out, factor, out, member.output_dtype, member.workspace)
 
     def shares(self) -> list[float]:
         """Return what each member has of the bytes on the wire, in any unit."""
@@ -154,22 +213,27 @@ class Bucket(ABC):
         self.missing = len(self.members)
         self.more = False
 
+    @property
+    def final(self) -> bool:
+        """Whether the exchange that is voted on is the bucket's last one in this step."""
+        return True
+
     def plan_of(self, epoch: int) -> int:
         """Return 64 bits that tell this plan and attempt from others, the same on every rank."""
         if self._plan is None:
-            described = dumps([member.describe() for member in self.members])
-            digest = hashlib.blake2b(described, digest_size=8).digest()
+            described = "\n".join(member.describe() for member in self.members)
+            digest = hashlib.blake2b(described.encode(), digest_size=8).digest()
             self._plan = int.from_bytes(digest, "little")
         return (self._plan + epoch) & _MASK
 
     def fail(self) -> None:
         """Abandon a step of which other buckets may be done."""
         self.abandon()
-        if self.place.ordered:
-            try:
-                self.let_go()  # encoding may read what was handed in
-            except Exception:  # of a device that is lost; the step's own error is told
-                log.debug("cannot tell when a failed step's work is over", exc_info=True)
+        self.told = self.digest = 0
+        try:
+            self.let_go()  # encoding may read what was handed in
+        except Exception:  # of a device that is lost; the step's own error is told
+            log.debug("cannot tell when a failed step's work is over", exc_info=True)
         for member in self.members:
             member.restart()
 
@@ -187,12 +251,16 @@ class Bucket(ABC):
 
 
 class SumBucket(Bucket):
-    """Payloads that add up on the wire: one allreduce in the wire's dtype."""
+    """Payloads that add up on the wire: one allreduce in the wire's dtype.
+
+    Ranks agree that all could decode only where a plugin does, which another collective costs.
+    """
 
     def __init__(self, members: Sequence[Member], size: int) -> None:
         super().__init__(members, size)
-        parts = [m.compressor.layout(m.numel)[0] for m in self.members]
+        parts = [m.layout(m.numel)[0] for m in self.members]
         self._dtype = parts[0].dtype
+        self._foreign = any(member.foreign for member in self.members)
         ends = [0, *accumulate(part.elements for part in parts)]
         self._nbytes = ends[-1] * storage(self._dtype).itemsize
         self._places = [
@@ -217,12 +285,25 @@ class SumBucket(Bucket):
         return self._nbytes
 
     def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
-        comm, later = peers.comm, peers.later
-        allocate = self._lease.allocate
-        yield from allreduce_steps(comm, later, self._buffer, ReduceOp.SUM, self._dtype, allocate)
+        comm, later = peers.comm, peers.lane(1)
+        allocate, self.lanes = self._lease.allocate, 0
+        op, dtype = ReduceOp.SUM, self._dtype
+        for wire in allreduce_steps(comm, later, self._buffer, op, dtype, allocate):
+            yield wire
+            self.lanes += 1
+        self.note_sum(self._buffer, dtype)
+        failure: Exception | None = None
         start = time.perf_counter()
-        self._decode_all()
+        try:
+            self._decode_all()
+        except Exception as error:
+            if not self._foreign:
+                raise
+            failure = error
         meter.decompressed(self.trace, start)
+        if self._foreign:
+            yield from agree(peers.lane(self.lanes), failure, "could not decode a sum")
+            self.lanes += 1
 
     def _decode_all(self) -> None:
         for member, name, place in self._places:
@@ -233,7 +314,7 @@ class SumBucket(Bucket):
         wide = member.output
         if dtype != "float32":
             wide = member.workspace.array("decoded32", member.numel)
-        member.call(member.compressor.decompress, payload, wide, member.context(0, 1))
+        member.decode(member.compressor.decompress, payload, wide, member.context(0, 1))
         from_float32(wide, member.output, dtype, member.workspace, member.postscale)
 
 
@@ -242,7 +323,7 @@ class CompressedBucket(Bucket):
 
     def __init__(self, members: Sequence[Member], size: int) -> None:
         super().__init__(members, size)
-        self._scattered = self.members[0].strategy == "scatter_reduce"
+        self._scattered = self.even = self.members[0].strategy == "scatter_reduce"
         self.codec = BucketCodec(self.members, size if self._scattered else 1)
         self._encoded = compressed.Encoded(np.empty(0, np.uint8), [])
 
@@ -256,7 +337,7 @@ class CompressedBucket(Bucket):
 
     def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
         comm, siblings, allocate = peers.comm, peers.siblings, self._lease.allocate
-        plan = self.plan_of(epoch)
+        plan, self.lanes = self.plan_of(epoch), 3 if self._scattered else 2
         exchange: compressed.Exchange
         if self._scattered:
             exchange = compressed.ScatterReduce(
@@ -275,11 +356,20 @@ class CompressedBucket(Bucket):
         meter.decompressed(self.trace, start, step)
 
 
-def make_bucket(members: Sequence[Member], peers: Peers, hierarchical: bool = True) -> Bucket:
+def make_bucket(
+    members: Sequence[Member], peers: Peers, hierarchical: bool = True, verify: bool = False
+) -> Bucket:
     """Return the bucket that suits its members' common strategy, place, and the hosts they are on.
 
-    Uncompressed members go through two levels only if ``hierarchical``.
+    Uncompressed members go through two levels only if ``hierarchical``. With ``verify`` the bucket
+    has a digest of its sums.
     """
+    bucket = _suitable(members, peers, hierarchical)
+    bucket.verify = verify and peers.size > 1
+    return bucket
+
+
+def _suitable(members: Sequence[Member], peers: Peers, hierarchical: bool) -> Bucket:
     from ringlet.fusion.device_bucket import DeviceBucket, DeviceSumBucket
     from ringlet.fusion.levels import TwoLevelBucket
     from ringlet.fusion.plain import PlainBucket

@@ -125,7 +125,7 @@ class BucketCodec:
             direct = dtype == "float32"
             target = out if direct else member.workspace.array("decoded32", out.size)
             context = member.context(part, self._parts, stage=2)
-            member.call(member.compressor.decompress, encoded, target, context)
+            member.decode(member.compressor.decompress, encoded, target, context)
             from_float32(target, out, dtype, member.workspace)
 
     # -- inside -------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class BucketCodec:
             return total
         compressor = member.compressor
         context = member.context(part, self._parts)
-        member.call(compressor.sum_into, payloads, total, context)
+        member.decode(compressor.sum_into, payloads, total, context)
         return total
 
     def _lay_out(self, part: int) -> list[int]:
@@ -152,7 +152,7 @@ class BucketCodec:
         starts = [0]
         for member in self.members:
             start, stop = member.shard(part, self._parts)
-            layout = member.compressor.layout(stop - start) if stop > start else ()
+            layout = member.layout(stop - start) if stop > start else ()
             size = sum(padded(storage(p.dtype).itemsize * p.elements) for p in layout)
             starts.append(starts[-1] + size)
         return starts
@@ -177,7 +177,7 @@ class BucketCodec:
     def _view(self, member: Member, part: int, buffer: Array, start: int) -> Payload:
         begin, end = member.shard(part, self._parts)
         payload: Payload = {}
-        for name, dtype, elements in member.compressor.layout(end - begin) if end > begin else ():
+        for name, dtype, elements in member.layout(end - begin) if end > begin else ():
             kind = storage(dtype)
             size = kind.itemsize * elements
             if start + size > buffer.size:

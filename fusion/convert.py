@@ -10,12 +10,23 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ringlet.compressors import BF16, FP16, Context, Workspace
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
 
 if TYPE_CHECKING:
     from ringlet.compressors.kernels.casts import Casts
 
+_LONGER = dict.fromkeys(("int8", "uint8", "int16", "uint16"), "int32")
+_LONGER |= dict.fromkeys(("int32", "uint32"), "int64")
 _CASTS = {"float16": FP16(), "bfloat16": BF16()}
+
+
+def combined_as(dtype: str, op: ReduceOp) -> str:
+    """Return the dtype in which uncompressed tensors of ``dtype`` are combined by ``op``.
+
+    A mean fits its dtype where the sum does not: short integers are added up in longer ones.
+    """
+    return _LONGER.get(dtype, dtype) if op is ReduceOp.AVERAGE else dtype
 
 
 def to_float32(
@@ -77,8 +88,9 @@ def scale_into(
 ) -> None:
     """Write ``source`` times ``factor`` over ``divisor`` to ``out``, both of ``dtype``.
 
-    They may be one array; in host memory 16 bits may go to float32. Integers are scaled in double
-    precision and truncated toward zero; divided alone they are exact.
+    They may be one array; in host memory 16 bits may go to float32, and one of them may be of the
+    longer integers of ``combined_as``. Integers are scaled in double precision and truncated toward
+    zero; divided alone they are exact.
     """
     xp = scratch.xp
     if dtype in _CASTS and xp is np and out.dtype == np.float32:
@@ -89,8 +101,11 @@ def scale_into(
     elif divisor != 1 and factor == 1.0 and dtype != "bool":
         # CuPy computes the remainder of C's division in double precision, this one exactly.
         short = (source < 0) & (source % divisor != 0)
-        xp.floor_divide(source, divisor, out=out)
-        out += short.astype(out.dtype)
+        quotient = out if out.dtype == source.dtype else xp.empty_like(source)
+        xp.floor_divide(source, divisor, out=quotient)
+        quotient += short.astype(quotient.dtype)
+        if quotient is not out:
+            out[...] = quotient
         return
     if factor == 1.0 and (divisor == 1 or dtype in FLOATS):
         if source is not out:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
-from ringlet.fusion.errors import DuplicateName
+from ringlet.fusion.errors import DuplicateName, in_words
 from ringlet.fusion.group import Group
 from ringlet.fusion.hooks import ENGINE_THREAD, Hooks
 from ringlet.fusion.inquiries import Inquiries
+from ringlet.fusion.legality import check_request, check_values
 from ringlet.fusion.lifetime import Lifetime
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.loop import Loop
@@ -34,10 +35,11 @@ from ringlet.fusion.stall import StallInspector
 from ringlet.fusion.stats import Stats
 from ringlet.fusion.tune.choice import settled
 from ringlet.fusion.tune.control import LimitsControl
-from ringlet.fusion.work import Handle, Output, Work
+from ringlet.fusion.work import Expected, Handle, Output, Work
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control import ControlPlane, Handler
 from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import PeerLost, RingError
 
 OpenControl = Callable[[Communicator, Handler | None], ControlPlane]
 
@@ -71,9 +73,7 @@ class Engine:
             comm, self._control, limits, self._submissions, self._signal, places
         )
         life = self._life
-        self.hooks = Hooks(
-            comm, self._control, self._participant, self._signal, life.check_open, life.note
-        )
+        self.hooks = Hooks(comm, self._control, self._participant, self._expected, life.note)
         self.timelines, self.metrics = Timelines(self.hooks), MetricsControl(self.hooks)
         self.tuning = LimitsControl(self.hooks, self._participant, self._use)
         if leads and limits.autotune:
@@ -133,27 +133,41 @@ class Engine:
     ) -> Group:
         """Declare tensors that are reduced together in every step. Collective.
 
-        ``step`` is where schedules begin. Raises Mismatch when ranks declare different tensors,
-        the same on every rank.
+        ``step`` is where schedules begin. Raises Mismatch when ranks declare different tensors, or
+        one of them cannot declare its own, the same on every rank; on that rank, what went wrong:
+        DuplicateName for a name that stands there twice, what a compressor raised, TypeError or
+        ValueError for what is not defined (``ringlet.fusion.legality``).
         """
-        names = [request.name for request in requests]
-        repeated = sorted({n for n in names if names.count(n) > 1})
-        if repeated:
-            raise DuplicateName(f"declared twice in {name!r}: {', '.join(map(repr, repeated))}")
-        members = [
-            self._participant.member(request, compressor, state)
-            for request, compressor, state in zip(requests, compressors, states, strict=True)
-        ]
-        detail = (members, step, self._bucket_ready, self._abandoned)
-        body = [process_set, name, [member.request.to_list() for member in members]]
-        group: Group = self._call((process_set, name), m.DECLARE + dumps(body), detail)
+        size = self._size_of(process_set)
+        key = process_set, name
+        handle = self._expected(key)
+        try:
+            for request in requests:
+                if request.kind != "allreduce":
+                    raise ValueError(f"{request.name!r} in {name!r}: only allreduces are declared")
+                check_request(request, size)
+            handle.detail = self._participant.rehearse(
+                name, requests, compressors, states, step, process_set, self._bucket_ready
+            )
+        except Exception as error:
+            # The others have declared it, or will: let them hear why they cannot have the group.
+            self._control.send(m.DECLARE + dumps([*key, [], in_words(error)]))
+            with suppress(RingError):
+                handle.wait()
+            raise
+        told = ",".join(request.text for request in requests)
+        body = f'[{process_set},{dumps(name).decode()},[{told}],""]'.encode()
+        self._control.send(m.DECLARE + body)
+        group: Group = handle.wait()
         return group
 
     def release(self, group: Group) -> None:
         """Forget a group; every rank does, sooner or later. Safe in a finaliser."""
-        self._loop.released.append(group)  # takes no lock: the thread that runs this may hold it
+        # Nothing here takes a lock: the thread that runs a finaliser may hold it.
+        self._loop.released.append(group)
         if self._life.running:
-            self._control.wake()
+            with suppress(RingError):  # shut down meanwhile
+                self._control.wake()
 
     def submit(
         self,
@@ -169,11 +183,14 @@ class Engine:
         reduce-scatter) ``output`` may be a function that returns a flat array of as many elements
         as it is given; it is called on the engine's thread, with the tensors' place at work. After
         an error the output may hold the result, or not, on each rank for itself. Raises
-        DuplicateName while the name is in flight.
+        DuplicateName while the name is in flight, and TypeError or ValueError, on this rank alone,
+        for what is not defined (``ringlet.fusion.legality``).
         """
         chosen = _PLAIN if compressor is None else compressor
         if not self._submissions.was_checked(request, chosen):
             self._submissions.check(request, chosen, self._size_of(request.process_set))
+        if (values.shape, values.dtype) != request.fit:
+            check_values(request, values)
         work = Work(request, self._signal, values, values if output is None else output, chosen)
         if request.place != "host":
             work.ready = self._participant.place_of(request).ready()
@@ -191,6 +208,8 @@ class Engine:
         for request, values, output, given in items:
             compressor = _PLAIN if given is None else given
             self._submissions.check(request, compressor, self._size_of(request.process_set))
+            if (values.shape, values.dtype) != request.fit:
+                check_values(request, values)
             target = values if output is None else output
             works.append(Work(request, self._signal, values, target, compressor))
             if request.place != "host":
@@ -206,10 +225,11 @@ class Engine:
 
         Until all ranks of the process set have called this, the rank contributes zeros.
         """
-        handle = Handle("join", self._signal)
-        with self._life.lock:
-            self._life.check_open()
-            self._expect(("join", process_set), handle)
+        self._size_of(process_set)
+        under_way = self._participant.under_way(process_set)
+        if under_way:
+            raise RuntimeError(f"a step of {under_way!r} is under way; finish it before join()")
+        handle = self._expected(("join", process_set))
         self._inquiries.join(process_set)
         return int(handle.wait())
 
@@ -233,18 +253,21 @@ class Engine:
             self._thread.join()
             self._control.close()
 
-    def _call(self, key: Hashable, message: bytes, detail: object = None) -> Any:
+    def _call(self, key: Hashable, message: bytes) -> Any:
         """Send ``message`` and return what its answer brings."""
-        handle = Handle(str(key), self._signal)
-        with self._life.lock:
-            self._life.check_open()
-            self._expect(key, handle, detail)
-        self._control.send(message)
+        handle = self._expected(key)
+        with suppress(PeerLost):  # the engine's thread finds out why, and tells
+            self._control.send(message)
         return handle.wait()
 
-    def _expect(self, key: Hashable, handle: Handle, detail: object = None) -> None:
-        if not self._participant.expect(key, handle, detail):
-            raise DuplicateName(f"another thread waits for the same already: {key}")
+    def _expected(self, key: Hashable) -> Expected:
+        """Return what is done when the answer to ``key`` comes."""
+        handle = Expected(str(key), self._signal)
+        with self._life.lock:
+            self._life.check_open()
+            if not self._participant.expect(key, handle):
+                raise DuplicateName(f"another thread waits for the same already: {key}")
+        return handle
 
     def _attend(self, works: Sequence[Work]) -> None:
         """Check whether ``works`` can be submitted, and note when they were."""
@@ -266,9 +289,6 @@ class Engine:
     def _bucket_ready(self, group: Group, index: int, epoch: int) -> None:
         self._participant.complete.append((group, index, epoch))
         self._control.wake()
-
-    def _abandoned(self, group: Group, epoch: int, why: str) -> None:
-        self._participant.abandon(group, epoch, why)
 
 
 _PLAIN = NoCompression()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Self
 
 from ringlet.compressors import Compressor, CompressorError
-from ringlet.ring.errors import RingError
+from ringlet.ring.errors import PeerLost, RingError
+
+_LONGEST = 2000  # characters of an error's text that other ranks are told
 
 
 class DuplicateName(RingError, ValueError):
@@ -17,19 +19,53 @@ class EngineClosed(RingError):
     """The engine was shut down, or broke, or belongs to the parent of a forked process."""
 
 
+class BrokenElsewhere(Exception):
+    """What ended another rank's engine, and so this one: ``text`` names the rank and says why."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"the engine broke on {text}")
+
+
+class LostElsewhere(Exception):
+    """The coordinator's word on which ranks are lost, or have lost each other, and why."""
+
+    def __init__(self, text: str, ranks: Iterable[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+    def told(self) -> PeerLost:
+        """Return what callers are told."""
+        return PeerLost(str(self), self.ranks)
+
+
 class CompressionFailed(RingError):
     """A compressor raised on some rank; the message names rank, tensor and compressor."""
 
     @classmethod
     def of(
-        cls, compressor: Compressor, function: Callable[..., object], what: str, error: Exception
+        cls,
+        compressor: Compressor,
+        function: Callable[..., object],
+        what: str,
+        error: BaseException,
     ) -> Self:
         """Return what to raise for an ``error`` of ``function``, called for tensors ``what``."""
         own = isinstance(error, CompressorError)
-        reason = str(error) if own else f"{type(error).__name__}: {error}"
+        reason = str(error) if own else in_words(error)
         return cls(
             f"compressor {str(compressor)!r} failed in {function.__name__} of {what}: {reason}"
         )
+
+
+def in_words(error: BaseException) -> str:
+    """Return type and text of ``error``, which may be a plugin's: of any kind and length."""
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"its text cannot be had: {type(another).__name__}"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class StepAbandoned(RingError):

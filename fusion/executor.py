@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ringlet.compressors import NoCompression
@@ -18,13 +18,16 @@ from ringlet.fusion.submissions import Submissions
 from ringlet.fusion.work import Work
 from ringlet.ring.pipeline import Steps
 
+Note = Callable[[int, int, str, int], None]  # batch, place in it, a tensor's name, digest
+
 
 class Batch:
     """Allreduces that become ready together: packed by look-ahead, reduced bucket by bucket.
 
     Uncompressed buckets run at once. Compressed ones are encoded and voted on first, like those
     of a declared group, so that a compressor that fails on one rank leaves nobody waiting. A batch
-    serves again whenever the same requests become ready together.
+    serves again whenever the same requests become ready together. ``note`` is told the digests of
+    sums, which ranks compare afterwards.
     """
 
     def __init__(
@@ -33,14 +36,16 @@ class Batch:
         members: Sequence[Member],
         limits: Limits,
         submissions: Submissions,
+        note: Note,
     ) -> None:
+        self._note = note
         self.peers, self.members = peers, list(members)
         self.number, self.epoch = 0, 0
         divided = [divide(member) for member in members]
         pieces = [piece for of_one in divided for piece in of_one]
         self._divided = [of_one for of_one in divided if len(of_one) > 1]
         self.buckets: list[Bucket] = [
-            make_bucket(b, peers, limits.hierarchical)
+            make_bucket(b, peers, limits.hierarchical, limits.verify_sums)
             for b in pack(pieces, limits.fusion_threshold, limits.lookahead)
         ]
         self._submissions = submissions
@@ -49,11 +54,12 @@ class Batch:
         self._left = 0
         self._voted: set[int] = set()  # buckets that were voted on, and are not done
 
-    def begin(self, number: int, works: Iterable[Work]) -> None:
-        """Take the members' arrays of this time."""
+    def begin(self, number: int, works: Iterable[Work], contributors: Sequence[int]) -> None:
+        """Take the members' arrays of this time, and by how many ranks means are to be divided."""
         self.number, self.epoch = number, 0
         self._left = len(self.buckets)
-        for member, work in zip(self.members, works, strict=True):
+        for member, work, ranks in zip(self.members, works, contributors, strict=True):
+            member.contributors = ranks
             member.input, member.output, member.ready = work.input, work.output, work.ready
             self._works[member] = work
         for pieces in self._divided:
@@ -62,6 +68,7 @@ class Batch:
             self._missing[whole] = len(pieces)
             for piece in pieces:
                 piece.take(whole.input, whole.output, whole.ready)
+                piece.contributors = whole.contributors
 
     @property
     def name(self) -> str:
@@ -72,6 +79,11 @@ class Batch:
     def step(self) -> int:
         """A number that no other batch has."""
         return self.number
+
+    @property
+    def turn(self) -> int:
+        """Which of its steps this is: a batch has one."""
+        return 0
 
     def run_plain(self, flights: Flights, meter: Meter) -> list[int]:
         """Launch the uncompressed buckets; return the indices of those that need a vote."""
@@ -113,6 +125,8 @@ class Batch:
         self._left -= 1
         self._voted.discard(index)
         bucket = self.buckets[index]
+        if bucket.digest:
+            self._note(self.number, index, bucket.members[0].name, bucket.digest)
         done = [member.whole or member for member in bucket.members if self._is_last(member)]
         if done:
             works = [self._works.pop(member) for member in done]
@@ -122,7 +136,7 @@ class Batch:
                 bucket.mark = None  # which keeps tensors
             self._submissions.complete(works)
 
-    def fail(self, error: Exception, for_good: bool = False) -> None:
+    def fail(self, error: Exception, turn: int | None = None) -> None:
         """End what is left of the batch with ``error``."""
         self.epoch += 1
         self._left = 0

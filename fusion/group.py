@@ -8,15 +8,17 @@ in the same order in every step and after every restart.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ringlet.compressors import Context
+from ringlet.compressors import Context, Workspace
 from ringlet.compressors.first import one_first
 from ringlet.fusion.bucket import Bucket, make_bucket
-from ringlet.fusion.errors import DuplicateName
+from ringlet.fusion.errors import CompressionFailed, DuplicateName
+from ringlet.fusion.legality import check_values
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.lookahead import pack
 from ringlet.fusion.member import Member
@@ -24,18 +26,21 @@ from ringlet.fusion.meter import Meter
 from ringlet.fusion.peers import Peers
 from ringlet.fusion.pieces import divide
 from ringlet.fusion.place import Mark, collect
-from ringlet.fusion.request import dumps
+from ringlet.fusion.request import Request
 from ringlet.fusion.unscaling import Unscaling
 from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import Mismatch
+
+log = logging.getLogger("ringlet")
 
 Ready = Callable[["Group", int, int], None]  # group, bucket, epoch
-Abandon = Callable[["Group", int, str], None]  # group, epoch, why
+Abandon = Callable[["Group", str], None]  # group, why
 
 
 class Retune(NamedTuple):
-    """How to plan from a step on."""
+    """How to plan from a turn on."""
 
-    step: int
+    turn: int
     threshold: int
     hierarchical: bool
 
@@ -49,14 +54,15 @@ def plan(
 
 def plan_hash(buckets: Sequence[Sequence[Member]]) -> str:
     """Return a digest of everything that ranks must have in common to run these buckets."""
-    described = [[member.describe() for member in bucket] for bucket in buckets]
-    return hashlib.blake2b(dumps(described), digest_size=8).hexdigest()
+    described = ("\n".join(member.describe() for member in bucket) for bucket in buckets)
+    return hashlib.blake2b("\n\n".join(described).encode(), digest_size=8).hexdigest()
 
 
 class Group:
     """One step at a time: every member is submitted once, then ``wait`` collects the results.
 
-    ``step`` is that of the members' schedules, and counts on.
+    ``step`` is that of the members' schedules, and counts on. ``turn`` counts the steps since the
+    declaration, the same on all ranks; ``epoch`` those that failed, as far as this rank has heard.
     """
 
     def __init__(
@@ -71,11 +77,13 @@ class Group:
         step: int = 0,
     ) -> None:
         self.name, self.number, self.peers = name, number, peers
-        self.epoch, self.step = 0, step
+        self.epoch = self.turn = 0
+        self.step = step
         self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
-        self._hierarchical = limits.hierarchical
+        self._hierarchical, self._verify = limits.hierarchical, limits.verify_sums
         self._declared = list(members)
-        self._scheduled = any(member.scheduled for member in members)
+        distinct = {id(member.declared): member for member in members}.values()
+        self._scheduled = any(member.scheduled for member in distinct)
         self._unscaling: Unscaling | None = None
         self.finite = True  # whether the last step's results were, under a loss scale
         self._plan([member.at(step) for member in members])
@@ -87,9 +95,10 @@ class Group:
         self._retunes: list[Retune] = []
         self._phantoms = 0  # buckets of the step at hand that went without this rank's values
         self._unfinished = len(self.buckets)
-        self._error: Exception | None = None
+        self._failures: dict[int, Exception] = {}  # by turn: steps that `wait` has not told of
         self._broken: Exception | None = None
-        self._early: Exception | None = None
+        self._outcome: Exception | None = None  # of the last step that was collected
+        self._told = False  # whether the last thing that the caller heard was a step's failure
         self._marks: list[Mark] = []  # the ends of what was enqueued for the step at hand
 
     def _plan(self, members: list[Member]) -> None:
@@ -98,7 +107,7 @@ class Group:
         planned = plan(pieces, self._threshold, self._lookahead)
         self.hash = plan_hash(planned)
         self.buckets: list[Bucket] = [
-            make_bucket(b, self.peers, self._hierarchical) for b in planned
+            make_bucket(b, self.peers, self._hierarchical, self._verify) for b in planned
         ]
         self.unscale(self._unscaling)
         self._pieces: dict[str, list[tuple[Member, int]]] = {name: [] for name in self.members}
@@ -109,7 +118,7 @@ class Group:
     def _replan(self) -> None:
         """Plan anew when a schedule or new limits say so: at the same step on every rank."""
         due = False
-        while self._retunes and self._retunes[0].step <= self.step:
+        while self._retunes and self._retunes[0].turn <= self.turn:
             due = True
             _, self._threshold, self._hierarchical = self._retunes.pop(0)
         now = [member.at(self.step) for member in self._declared]
@@ -124,9 +133,12 @@ class Group:
         with one_first():
             for member in once.values():
                 place = member.place
-                with place.at_work():
-                    around = Context(xp=place.xp, workspace=place.workspace)
-                    member.compressor.warm_up(around)
+                try:
+                    with place.at_work():
+                        around = Context(xp=place.xp, workspace=Workspace(place.xp))
+                        member.call(member.compressor.warm_up, around)
+                except CompressionFailed as error:  # told by the step that needs it, if one does
+                    log.warning("%s", error)
 
     def unscale(self, unscaling: Unscaling | None) -> None:
         """Take a loss scale off results in host memory from now on, and see if they are finite."""
@@ -139,22 +151,19 @@ class Group:
 
         In host memory the result of 16-bit values may be float32, which sums are not rounded for.
         Both belong to the engine until ``wait`` returns. Raises DuplicateName when the member was
-        handed in before in this step, and ValueError when its size is not the declared one. After
-        a failure of the step it does nothing: ``wait`` tells.
+        handed in before in this step, ValueError when its size is not the declared one, and
+        TypeError for another dtype. After a failure of the step it does nothing: ``wait`` tells.
         """
         member = self.members[name]
         ready = member.place.ready() if member.place.ordered else None
         with self._lock:
+            self._told = False
             if self._error is not None:
                 return
             if name in self._submitted:
                 raise DuplicateName(f"{name!r} was submitted twice in one step of {self.name!r}")
-            if values.size != member.request.numel:
-                raise ValueError(
-                    f"{name!r} has {values.size} elements in step {self.step} of {self.name!r}; it "
-                    f"was declared with shape {list(member.request.shape)}, which is "
-                    f"{member.request.numel}. Declare again what has changed its shape"
-                )
+            if (values.shape, values.dtype) != member.request.fit:
+                self._refuse(member.request, values)
             self._submitted.add(name)
             complete: list[int] = []
             for piece, index in self._pieces[name]:
@@ -167,10 +176,24 @@ class Group:
         for index in complete:
             self._ready(self, index, epoch)
 
+    def _refuse(self, request: Request, values: Array) -> None:
+        if values.size != request.numel:
+            raise ValueError(
+                f"{request.name!r} has {values.size} elements in step {self.step} of "
+                f"{self.name!r}; it was declared with shape {list(request.shape)}, which is "
+                f"{request.numel}. Declare again what has changed its shape"
+            )
+        check_values(request, values)
+
     def missing(self) -> list[str]:
         """Return the members not yet submitted in this step, in order of declaration."""
         with self._lock:
             return [name for name in self.members if name not in self._submitted]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the step at hand was reduced, or failed."""
+        return self._has_ended()
 
     @property
     def in_step(self) -> bool:
@@ -183,14 +206,14 @@ class Group:
         Raises what went wrong, the same on every rank, or TimeoutError after ``timeout`` seconds.
         """
         with self._ended:
-            if not self._ended.wait_for(self._has_ended, timeout):
-                raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
-            error, self._error = self._error, self._broken or self._early
-            self._early = None
-            self.finite = all(bucket.finite for bucket in self.buckets)
-            self._begin()
-            marks, self._marks = self._marks, []
+            error, marks = self._collect(self.turn, timeout)
         _settle(marks, error)
+
+    def disown(self) -> None:
+        """Note, between steps, that the last one's results are not used, nor to be compared."""
+        with self._lock:
+            for bucket in self.buckets:
+                bucket.digest = 0
 
     def restart(self, step: int) -> None:
         """Go on at ``step``; between steps, and on all ranks alike."""
@@ -202,57 +225,68 @@ class Group:
                 self._replan()
                 self._unfinished = len(self.buckets)
 
-    def abandon(self, why: str) -> None:
-        """Give up the step under way on all ranks: elsewhere ``wait`` raises, telling ``why``.
+    def acknowledge(self) -> None:
+        """Note that the caller begins a new step: ``abandon`` gives that one up."""
+        with self._lock:
+            self._told = False
 
-        Does nothing between steps. Afterwards the next step may begin.
+    def abandon(self, why: str) -> None:
+        """Give up the step at hand on all ranks: elsewhere ``wait`` raises, telling ``why``.
+
+        That is the step that was begun, or the next one if none was; but nothing where ``wait`` has
+        just told that the step failed, on this rank too. Afterwards the next step may begin. Raises
+        RuntimeError if all ranks have reduced the step already, which ``wait`` then collects.
         """
         with self._ended:
-            if not self._submitted:
-                if self._error is not None and self._broken is None:
-                    self._error = None  # of this step, which another rank gave up first
-                    self._begin()
+            if self._told:
+                self._told = False
                 return
-            epoch = self.epoch
-            if self._error is None:
-                self._abandoned(self, epoch, why)
-            self._ended.wait_for(lambda: self.epoch > epoch or self._error is not None)
-            self._error, self._early = self._broken, None
-            self._begin()
-            marks, self._marks = self._marks, []
-            _settle(marks, self._broken)
+            turn = self.turn
+            if self._error is None and self._unfinished:
+                self._abandoned(self, why)
+                self._ended.wait_for(lambda: self.turn != turn or self._has_ended())
+            error = self._error if self.turn == turn else self._outcome
+            if error is None:
+                raise RuntimeError(
+                    f"step {self.step} of {self.name!r} was reduced on all ranks before this rank "
+                    f"gave it up ({why}); take it, or restore a checkpoint on all ranks"
+                )
+            error, marks = self._collect(turn)
+            self._told = False
+        _settle(marks, self._broken and error)
 
     # -- called by the engine's thread ----------------------------------------------------------
 
-    def retune(self, limits: Limits, step: int) -> None:
-        """Plan with other limits from ``step`` on, which no rank may have begun."""
-        with self._lock:
-            if self.step >= step:
-                raise RuntimeError(
-                    f"group {self.name!r} was to change its plan in step {step}, but has begun "
-                    f"step {self.step}; train without autotuning"
-                )
-            self._retunes.append(Retune(step, limits.fusion_threshold, limits.hierarchical))
+    def retune(self, limits: Limits) -> None:
+        """Plan with other limits from the first step on that no rank can have begun.
 
-    def halve(self, step: int) -> str:
-        """Plan with half the threshold from ``step`` on, which no rank has begun; say so."""
+        All ranks are told at one point of the order in which steps end and fail, so that they find
+        the same one.
+        """
         with self._lock:
-            last = Retune(step, self._threshold, self._hierarchical)
+            ended = self.turn if self._unfinished == 0 else self.turn - 1
+            due = max([ended, *self._failures]) + 2  # a rank may have begun the one before
+            self._plan_from(due, limits.fusion_threshold, limits.hierarchical)
+
+    def halve(self, turn: int) -> str:
+        """Plan smaller buckets from ``turn`` on, which no rank has begun; say so."""
+        with self._lock:
+            last = Retune(turn, self._threshold, self._hierarchical)
             last = self._retunes[-1] if self._retunes else last
             biggest = max(sum(m.nbytes for m in bucket.members) for bucket in self.buckets)
             threshold = max(1, min(last.threshold, biggest) // 2)
-            self._retunes = [due for due in self._retunes if due.step < step]
-            self._retunes.append(Retune(step, threshold, last.hierarchical))
-        return f"from step {step} on buckets have at most {threshold} bytes; repeat the step"
+            self._plan_from(turn, threshold, last.hierarchical)
+        return f"from the next step on buckets have at most {threshold} bytes; repeat the step"
 
-    def pass_over(self) -> None:
-        """Note that a step failed in which this rank, which has joined, had nothing of its own."""
+    def _plan_from(self, turn: int, threshold: int, hierarchical: bool) -> None:
+        self._retunes = [due for due in self._retunes if due.turn < turn]
+        self._retunes.append(Retune(turn, threshold, hierarchical))
+
+    def retire(self) -> None:
+        """Let the step at hand go, which has ended or was not begun: the caller is gone."""
         with self._lock:
-            self.epoch += 1
-            for bucket in self.buckets:
-                bucket.fail()
-                bucket.phantom = False
-            self._begin()
+            if self._submitted:
+                self._collect(self.turn, 0.0)
 
     def note_times(self, on: bool) -> None:
         """Note from now on when members are handed in, or stop that."""
@@ -304,34 +338,76 @@ class Group:
             if self._unfinished == 0:
                 self._ended.notify_all()
 
-    def fail(self, error: Exception, for_good: bool = False) -> None:
-        """End the step with ``error``, and all later ones too if ``for_good``.
+    def fail(self, error: Exception, turn: int | None = None) -> None:
+        """End the step ``turn`` with ``error``; this one and all later ones if that is None.
 
-        Submissions of the failed step are dropped. A step that has finished stays so: while its
-        ``wait`` is still to come, the failure is one of the next step, which others have begun.
+        Submissions of the failed step are dropped. The step may be one that this rank has not
+        begun: others can be ahead by steps that failed.
         """
         with self._lock:
             self.epoch += 1
-            if for_good:
-                self._broken = error
-            if self._unfinished > 0:
-                self._error = error
+            here = turn == self.turn and self._unfinished > 0
+            if turn is None or (not here and turn <= self.turn):
+                later = error if turn is None else self._drifted(turn, error)
+                self._broken = self._broken or later
             else:
-                self._early = error
-            for bucket in self.buckets:
-                bucket.fail()
-                bucket.phantom = False
-                if bucket.mark is not None:
-                    self._marks.append(bucket.mark)
+                self._failures[turn] = error
+            if here or turn is None:
+                for bucket in self.buckets:
+                    bucket.fail()
+                    bucket.phantom = False
+                    if bucket.mark is not None:
+                        self._marks.append(bucket.mark)
             self._ended.notify_all()
+
+    def pass_over(self) -> None:
+        """Let failed steps go by in which this rank, which has joined, had nothing of its own."""
+        with self._lock:
+            while not self._submitted and self._failures.pop(self.turn, None) is not None:
+                self._begin()
+
+    def _drifted(self, turn: int, error: Exception) -> Exception:
+        step = self.step + turn - self.turn
+        return Mismatch(
+            f"step {step} of {self.name!r} failed on other ranks after rank {self.peers.rank} had "
+            f"finished it, so that replicas may differ: {error}. Restore the last checkpoint"
+        )
+
+    @property
+    def _error(self) -> Exception | None:
+        """What ended the step at hand, if anything did: its own failure comes first."""
+        failure = self._failures.get(self.turn)
+        return failure or (self._broken if self._unfinished else None)
+
+    def _collect(
+        self, turn: int, timeout: float | None = None
+    ) -> tuple[Exception | None, list[Mark]]:
+        """Wait for the end of the step ``turn``; return what ended it, and its marks.
+
+        Another thread, or a signal's handler, may collect it first; then the next step has begun.
+        """
+        if not self._ended.wait_for(lambda: self.turn != turn or self._has_ended(), timeout):
+            raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
+        if self.turn != turn:
+            return self._outcome, []
+        error = self._outcome = self._error
+        self._failures.pop(turn, None)
+        self._told = error is not None
+        self.finite = all(bucket.finite for bucket in self.buckets)
+        self._begin()
+        self._ended.notify_all()
+        marks, self._marks = self._marks, []
+        return error, marks
 
     def _begin(self) -> None:
         self._submitted.clear()
         self._phantoms = 0
         self.step += 1
-        if self._scheduled or self._retunes:
-            self._replan()
+        self.turn += 1
         self._unfinished = len(self.buckets)
+        if self._scheduled or self._retunes:
+            self._replan()  # which may raise
+            self._unfinished = len(self.buckets)
 
     def _has_ended(self) -> bool:
         return self._unfinished == 0 or self._error is not None

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ringlet.fusion import messages as m
-from ringlet.fusion.errors import DuplicateName
 from ringlet.fusion.observe.events import Observer
 from ringlet.fusion.participant import Participant
 from ringlet.fusion.request import dumps
-from ringlet.fusion.work import Handle, Signal
+from ringlet.fusion.work import Expected, Handle
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control import ControlPlane
+from ringlet.ring.errors import PeerLost
+
+log = logging.getLogger("ringlet")
 
 ENGINE_THREAD = "ringlet-engine-"
 
@@ -23,8 +27,8 @@ ENGINE_THREAD = "ringlet-engine-"
 class Hooks:
     """One engine's hooks. Methods may be called by any thread; what they are given runs on its own.
 
-    ``check_open`` raises unless the engine can be used; ``attend`` is told whether submissions are
-    to be noted one by one.
+    ``expected`` returns what is done when an answer comes; ``attend`` is told whether submissions
+    are to be noted one by one.
     """
 
     def __init__(
@@ -32,13 +36,12 @@ class Hooks:
         comm: Communicator,
         control: ControlPlane,
         participant: Participant,
-        signal: Signal,
-        check_open: Callable[[], None],
+        expected: Callable[[Hashable], Expected],
         attend: Callable[[bool], None],
     ) -> None:
         self.comm = comm
-        self._control, self._participant, self._signal = control, participant, signal
-        self._check_open, self._attend = check_open, attend
+        self._control, self._participant = control, participant
+        self._expected, self._attend = expected, attend
         self._errands: deque[Callable[[], None]] = deque()
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
@@ -78,11 +81,9 @@ class Hooks:
 
         The handle is done when somebody calls ``answer(key)`` on this rank.
         """
-        handle = Handle(str(key), self._signal)
-        self._check_open()
-        if not self._participant.expect(key, handle):
-            raise DuplicateName(f"another thread waits for the same already: {key}")
-        self.announce_only(action, argument)
+        handle = self._expected(key)
+        with suppress(PeerLost):  # the engine's thread finds out why, and tells
+            self.announce_only(action, argument)
         return handle
 
     def announce_only(self, action: str, argument: Any) -> None:
@@ -125,9 +126,12 @@ class Hooks:
     def over(self) -> None:
         """Run what is left to do when the engine has stopped."""
         self._open = False
-        self.run_errands()
-        while self._after:
-            self._after.pop()()
+        while self._errands or self._after:
+            call = self._errands.popleft() if self._errands else self._after.pop()
+            try:
+                call()
+            except BaseException:  # the others have to be called all the same
+                log.exception("what was to be called after the engine's end failed")
 
     def _watch(self, observers: Sequence[Observer]) -> None:
         self._participant.watch(observers)

@@ -99,7 +99,7 @@ def call(
     """Call kernels; what they raise is told with the tensors' names, as CompressionFailed."""
     try:
         return function(*args)
-    except Exception as error:
+    except BaseException as error:
         raise CompressionFailed.of(compressor, function, _named(shards), error) from error
 
 

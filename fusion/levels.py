@@ -32,6 +32,7 @@ class TwoLevelBucket(Bucket):
 
     def __init__(self, members: Sequence[Member], comm: HierarchicalCommunicator) -> None:
         super().__init__(members, comm.size)
+        self._seen, self._finishing = bool(self._finishing), []  # of its shard, by the codec
         self._comm, local = comm, comm.local
         shares = [even_counts(member.numel, local.size) for member in self.members]
         self._counts = [sum(share[rank] for share in shares) for rank in range(local.size)]
@@ -62,6 +63,7 @@ class TwoLevelBucket(Bucket):
         ends = [0, *accumulate(part.numel for part in self._parts)]
         for part, start, stop in zip(self._parts, ends, ends[1:], strict=False):
             part.input, part.output = sums[start:stop], results[start:stop]
+        self.fatal = self._seen  # some ranks may have seen the sum of their shard, and others not
         shard, plan = Shard(self._codec, sums, results), self.plan_of(epoch)
         steps = two_level(comm, self._buffer, self._buffer, self._counts, shard, allocate, plan)
         start_s = time.perf_counter()
@@ -69,6 +71,7 @@ class TwoLevelBucket(Bucket):
             meter.decompressed(self.trace, start_s)
             yield wire
             start_s = time.perf_counter()
+        self.note_sum(self._buffer, "float32")
         for i, member in enumerate(self.members):
             dtype = member.output_dtype
             wide = member.output
@@ -79,9 +82,11 @@ class TwoLevelBucket(Bucket):
             from_float32(wide, member.output, dtype, member.workspace)
         meter.decompressed(self.trace, start_s)
 
-    def _count(self) -> None:
-        for member in self.members:
-            member.count()
+    def let_go(self) -> None:
+        """Refer to no tensor any more, nor to the fusion buffer."""
+        super().let_go()
+        for part in self._parts:
+            part.forget()
 
     def _places(self, i: int) -> list[tuple[slice, slice]]:
         """Return where the shards of member ``i`` lie: in the fusion buffer, in the tensor."""

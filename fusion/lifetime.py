@@ -7,6 +7,7 @@ import threading
 import weakref
 
 from ringlet.fusion.errors import EngineClosed
+from ringlet.ring.errors import again
 
 
 class Lifetime:
@@ -43,7 +44,7 @@ class Lifetime:
         if self.closing:
             raise EngineClosed("submitted after shutdown; call init again")
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
 
     def note(self, submissions: bool) -> None:
         """Let submissions be noted one by one from now on, or no more."""

@@ -21,11 +21,13 @@ class Link(NamedTuple):
 
 
 UNKNOWN = Link()
+DIVISORS = ("all", "contributors")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """All ranks need the same ``fusion_threshold``, ``cache_capacity``, ``seed`` and link.
+    """All ranks need the same ``fusion_threshold``, ``cache_capacity``, ``seed``, ``verify_sums``,
+    ``join_divisor`` and link.
 
     ``fusion_threshold`` is in bytes of uncompressed tensors, ``cycle_time`` in seconds: how long
     single submissions wait for company when nobody waits for them. ``cache_capacity`` is how many
@@ -43,14 +45,18 @@ class Limits:
     ``streams`` is how many exchanges are under way at once, at least 1, where the transport can
     wait for several. Without ``cache`` single submissions are asked for by name each time, though
     they have numbers. ``hierarchical`` lets uncompressed buckets go through two levels where the
-    communicator has them; compressed ones always do.
+    communicator has them; compressed ones always do. With ``verify_sums`` ranks compare checksums
+    of what sums on the wire gave, in host memory, one step later.
+
+    ``join_divisor`` says what an average is divided by while ranks have joined: "all" ranks, as in
+    Horovod, or the "contributors", those whose own values it is of.
 
     ``autotune`` names what is tuned while training goes on, divided by commas: "fusion_threshold",
     "cycle_time", "streams", "cache", "hierarchical", or "all" that make a difference here, of which
     "-" takes some away: "all,-cache". Nothing that changes a compressor's result is tuned.
     ``autotune_log`` is a CSV file on rank 0. A setting's score is the median of five windows of
     ``autotune_steps`` steps; after ``autotune_warmup`` windows and ``autotune_samples`` settings
-    the best one stays. Raises ValueError for fewer than 1 stream.
+    the best one stays. Raises ValueError for fewer than 1 stream, or another divisor.
     """
 
     fusion_threshold: int = 16 << 20
@@ -63,9 +69,11 @@ class Limits:
     streams: int = DEPTH
     cache: bool = True
     hierarchical: bool = True
+    verify_sums: bool = True
     latency: float = 0.0
     bandwidth: float = 0.0
     collective: str = "auto"
+    join_divisor: str = "all"
     autotune: str = ""
     autotune_log: str = ""
     autotune_warmup: int = 3
@@ -75,6 +83,11 @@ class Limits:
     def __post_init__(self) -> None:
         if self.streams < 1:
             raise ValueError(f"streams (RINGLET_STREAMS) must be at least 1, not {self.streams}")
+        if self.join_divisor not in DIVISORS:
+            raise ValueError(
+                f"join_divisor (RINGLET_JOIN_DIVISOR) is one of {', '.join(DIVISORS)}, not "
+                f"{self.join_divisor!r}"
+            )
 
     @property
     def link(self) -> Link:

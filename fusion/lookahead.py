@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
-from typing import Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 SMALL = 16
 
@@ -49,25 +49,26 @@ def pack(queue: Iterable[T], threshold: int, lookahead: int | None = None) -> li
     single tensor is larger.
     """
 
-    def alone(tensor: T) -> bool:
-        return tensor.nbytes > threshold and not tensor.encoded
-
     budget = threshold if lookahead is None else lookahead
-    waiting = deque(queue)
+    waiting: deque[_Queued[T]] = deque()
+    for tensor in queue:
+        nbytes, encoded = tensor.nbytes, tensor.encoded
+        alone = nbytes > threshold and not encoded
+        waiting.append(_Queued(tensor, (alone, tensor.stream), nbytes, encoded))
     buckets: list[list[T]] = []
     while waiting:
-        head = waiting.popleft()
-        bucket, size = [head], head.nbytes
-        passed: list[T] = []
+        head, stream, size, _ = waiting.popleft()
+        bucket = [head]
+        passed: list[_Queued[T]] = []
         passed_bytes = 0
         while waiting:
             candidate = waiting[0]
             small = size * SMALL < threshold
-            if candidate.stream == head.stream and alone(candidate) == alone(head):
+            if candidate.stream == stream:
                 if size + candidate.nbytes > threshold and not (small and candidate.encoded):
                     break
                 size += candidate.nbytes
-                bucket.append(waiting.popleft())
+                bucket.append(waiting.popleft().tensor)
             else:
                 passed_bytes += candidate.nbytes
                 if budget == 0 or (passed_bytes > budget and not small):
@@ -76,3 +77,12 @@ def pack(queue: Iterable[T], threshold: int, lookahead: int | None = None) -> li
         waiting.extendleft(reversed(passed))
         buckets.append(bucket)
     return buckets
+
+
+class _Queued(NamedTuple, Generic[T]):
+    """A tensor, and what is asked of it often."""
+
+    tensor: T
+    stream: Hashable  # with whether it travels alone
+    nbytes: int
+    encoded: bool

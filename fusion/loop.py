@@ -7,7 +7,7 @@ import time
 from collections import deque
 
 from ringlet.fusion import messages as m
-from ringlet.fusion.errors import EngineClosed
+from ringlet.fusion.errors import BrokenElsewhere, EngineClosed, LostElsewhere, in_words
 from ringlet.fusion.group import Group
 from ringlet.fusion.hearing import Hearing
 from ringlet.fusion.hooks import Hooks
@@ -17,10 +17,12 @@ from ringlet.fusion.participant import Participant
 from ringlet.fusion.request import dumps, loads
 from ringlet.ring.control import ControlPlane
 from ringlet.ring.errors import PeerLost
+from ringlet.ring.interrupt import hold
 
 log = logging.getLogger("ringlet")
 
 _LAST_S = 2.0  # for exchanges under way when a rank has left
+_SENT_S = 0.3  # for what a rank had sent before it was lost
 _LEAVING_S = 10.0  # how long to wait until the coordinator has heard the goodbye
 
 
@@ -41,27 +43,55 @@ class Loop:
         self._hooks, self._life = hooks, life
         self._hearing = Hearing(control)
         self._check_every, self._checked = check_every, time.monotonic()
+        hold(self)  # the coordinator tells why a collective failed
 
     def run(self) -> None:
         """Go round until the engine is closed or fails, which all that is in flight is told."""
+        try:
+            cause = self._serve()
+        except BaseException as error:  # whatever it is, somebody waits here, and others elsewhere
+            log.debug("the engine failed", exc_info=True)
+            cause = self._broken(error)
+        self._end(cause)
+
+    def _serve(self) -> Exception:
+        """Go round; return why that has ended."""
         participant = self._participant
         try:
             while not self._life.closing:
                 self._go_round()
+            self._inquiries.tell_digests(participant, now=True)
             self._control.send(m.GOODBYE)
             self._keep_promises()
-            self._end(EngineClosed("the engine was shut down"))
+        except LostElsewhere as error:
+            participant.pipeline.settle(_SENT_S)
+            participant.interrupt()  # others may wait for this rank in a collective
+            return error.told()
         except PeerLost as error:
-            # Whoever left in good order has done its part of what is under way.
-            participant.pipeline.settle(_LAST_S)
-            if len(participant.places) > 1:
-                participant.interrupt()  # a GPU would wait for that rank, and block its users
-            self._end(self._hearing.cause_of(error))
-        except Exception as error:
+            cause = self._hearing.cause_of(error)
+            if cause is error and error.ranks:
+                # Whoever left in good order has done its part of what is under way.
+                participant.pipeline.settle(_LAST_S)
+            if cause is not error or not error.ranks or len(participant.places) > 1:
+                participant.interrupt()  # a GPU would wait for that rank too, and block its users
+            return cause
+        except BrokenElsewhere as error:
+            if self._life.closing:  # nobody here may ask any more
+                log.error("%s", error)
+            return EngineClosed(str(error))
+        except BaseException as error:
             log.debug("the engine failed", exc_info=True)
-            self._announce(error)
+            self._announce(in_words(error))
             participant.interrupt()  # others wait for this rank in a collective
-            self._end(error)
+            return self._broken(error)
+        return EngineClosed("the engine was shut down")
+
+    def _broken(self, error: BaseException) -> EngineClosed:
+        """Return what callers here are told: what those on other ranks are, and the cause."""
+        text = f"rank {self._participant.rank}: {in_words(error)}"
+        broken = EngineClosed(str(BrokenElsewhere(text)))
+        broken.__cause__ = error
+        return broken
 
     def _go_round(self) -> None:
         participant = self._participant
@@ -104,14 +134,17 @@ class Loop:
                 self._participant.dispatch(message)
             self._participant.pipeline.advance()
 
-    def _announce(self, error: Exception) -> None:
+    def _announce(self, why: str) -> None:
         """Tell the other ranks, as far as that is still possible, why this one stops."""
         try:
-            self._control.send(m.BROKEN + dumps(f"{type(error).__name__}: {error}"))
+            self._control.send(m.BROKEN + dumps(why))
         except Exception:
             log.debug("could not announce the failure", exc_info=True)
 
     def _end(self, error: Exception) -> None:
         self._life.end(error)
-        self._participant.close(error)
-        self._hooks.over()
+        try:
+            self._participant.close(error)
+        finally:
+            hold(self, False)
+            self._hooks.over()

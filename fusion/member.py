@@ -11,9 +11,11 @@ import numpy as np
 from ringlet.compressors import (
     Chain,
     Compressor,
+    CompressorError,
     Context,
     Modifier,
     NoCompression,
+    Part,
     Workspace,
 )
 from ringlet.compressors.context import State
@@ -48,16 +50,34 @@ class Progress:
         self._left = self._pieces
 
 
+def inside(compressor: Compressor) -> list[Compressor]:
+    """Return the compressors that ``compressor`` wraps, or chains."""
+    found = [getattr(compressor, name, None) for name in ("inner", "first", "second")]
+    return [part for part in found if isinstance(part, Compressor)]
+
+
+def foreign(compressor: Compressor) -> bool:
+    """Whether the compressor, or one inside it, is a plugin; the same on all ranks."""
+    own = type(compressor).__module__.startswith("ringlet.compressors.")
+    return not own or any(map(foreign, inside(compressor)))
+
+
 def overrides(compressor: Compressor, method: str) -> bool:
     """Whether the compressor, or one inside it, defines ``method`` rather than passing it on."""
     passing = [getattr(cls, method) for cls in (Compressor, Modifier, Chain)]
     if getattr(type(compressor), method) not in passing:
         return True
-    inside = [getattr(compressor, name, None) for name in ("inner", "first", "second")]
-    return any(overrides(c, method) for c in inside if isinstance(c, Compressor))
+    return any(overrides(part, method) for part in inside(compressor))
 
+
+_UNWRITTEN = np.uint32(0x7FC05EED)  # a NaN that no decoder writes
 
 _NOTHING: Array = np.empty(0, np.float32)
+
+
+def _ends(array: Array) -> Array:
+    """Return the bits of the first element and the last one, of a flat float32 array."""
+    return array[:: max(1, array.size - 1)].view(np.uint32)
 
 
 @dataclass(eq=False)
@@ -88,8 +108,10 @@ class Member:
     numel: int = -1
     progress: Progress | None = None
     clock: State | None = None  # where steps are counted, if not in ``state``
+    contributors: int = 0  # ranks whose own values this step's mean is to be of; 0 for all
     _contexts: dict[tuple[int, int], Context] = field(default_factory=dict)
     _finishes: bool | None = None
+    foreign: bool = field(init=False)  # a plugin's, in host memory: it is looked after
 
     def __post_init__(self) -> None:
         if self.whole is None:
@@ -100,6 +122,7 @@ class Member:
         forced = self.request.collective if used is self.declared else "auto"
         self.compressor = used
         self.strategy = choose(used, self.size, forced, self.request.numel, self.link)
+        self.foreign = not self.place.ordered and foreign(used)
 
     @property
     def scheduled(self) -> bool:
@@ -108,7 +131,7 @@ class Member:
 
     def at(self, step: int) -> Member:
         """Return this member as it is at ``step``: itself, or one with the compressor of then."""
-        now = self.declared.at(step)
+        now = self.call(self.declared.at, step)
         if now is self.declared:
             return self
         return Member(self.request, now, *self._surroundings)
@@ -154,7 +177,7 @@ class Member:
     @property
     def stream(self) -> Hashable:
         """Members of one stream may share a fusion buffer."""
-        wire = str(self.compressor) if self.encoded else self.request.dtype
+        wire = _text(self.compressor) if self.encoded else self.request.dtype
         # A group that counts its members is one of requests; without a count it is of neighbours.
         cohort = "" if self.request.group_size else self.request.group
         collective = self.strategy, self.request.collective
@@ -179,15 +202,28 @@ class Member:
     @property
     def postscale(self) -> float:
         """What the sum over ranks is multiplied by."""
-        average = self.request.op is ReduceOp.AVERAGE and not self._predivided()
-        exact = self.request.dtype not in FLOATS  # those are divided, by ``divisor``
-        return self.request.postscale * (1.0 / self.size if average and not exact else 1.0)
+        return self.rescaling(self.size)[0]
 
     @property
     def divisor(self) -> int:
         """What the sum of integers over ranks is divided by."""
-        average = self.request.op is ReduceOp.AVERAGE
-        return self.size if average and self.request.dtype not in FLOATS else 1
+        return self.rescaling(self.size)[1]
+
+    def rescaling(self, ranks: int) -> tuple[float, int]:
+        """Return ``postscale`` and ``divisor`` for a mean over so many ranks."""
+        scale = self.request.postscale
+        if self.request.op is not ReduceOp.AVERAGE:
+            return scale, 1
+        if self.request.dtype not in FLOATS:
+            return scale, ranks
+        return scale * (self.size / ranks if self._predivided() else 1.0 / ranks), 1
+
+    @property
+    def makeup(self) -> float:
+        """What the mean over all ranks is multiplied by to be one over the contributors."""
+        if self.request.op is not ReduceOp.AVERAGE or not self.contributors:
+            return 1.0
+        return self.size / self.contributors
 
     @property
     def output_dtype(self) -> str:
@@ -256,25 +292,62 @@ class Member:
         """
         try:
             return function(*args)
-        except Exception as error:
-            tensor = f"tensor {self.request.name!r} {list(self.request.shape)}"
-            raise CompressionFailed.of(self.compressor, function, tensor, error) from error
+        except BaseException as error:  # such as SystemExit, or a panic of Rust's
+            raise CompressionFailed.of(self.compressor, function, self._tensor, error) from error
+
+    def layout(self, n: int) -> tuple[Part, ...]:
+        """Return the arrays of the payload of ``n`` elements. Raises CompressionFailed."""
+        return self.call(self.compressor.layout, n)
+
+    def decode(
+        self, function: Callable[..., object], payload: object, out: Array, context: Context
+    ) -> None:
+        """Have the compressor overwrite ``out`` (flat float32) with what ``payload`` decodes to.
+
+        Raises CompressionFailed, also where a plugin writes nothing, in host memory.
+        """
+        if not self.foreign or not out.size:
+            self.call(function, payload, out, context)
+            return
+        before = _ends(out).copy()
+        self.forewarn(out)
+        try:
+            self.call(function, payload, out, context)
+            self.check_written(out, function)
+        except CompressionFailed:
+            _ends(out)[...] = before  # the mark must not be reduced, should that be tried again
+            raise
+
+    def forewarn(self, out: Array) -> None:
+        """Mark the ends of ``out``, which a plugin is to overwrite."""
+        if self.foreign and out.size:
+            _ends(out)[...] = _UNWRITTEN
+
+    def check_written(self, out: Array, function: Callable[..., object]) -> None:
+        """Raise CompressionFailed where ``function``, a plugin's, has not overwritten ``out``."""
+        if self.foreign and out.size and (_ends(out) == _UNWRITTEN).any():
+            error = CompressorError("it left its output unwritten, at least at one end")
+            raise CompressionFailed.of(self.compressor, function, self._tensor, error)
+
+    @property
+    def _tensor(self) -> str:
+        return f"tensor {self.request.name!r} {list(self.request.shape)}"
 
     @property
     def step(self) -> int:
         """How many times this tensor has been compressed."""
         return int((self.state if self.clock is None else self.clock).get("step", 0))
 
-    def finish(self) -> None:
-        """Let the compressor see the combined result, and count the step."""
-        self.see()
-        self.count()
+    @property
+    def finishes(self) -> bool:
+        """Whether the compressor wants to see the combined result."""
+        if self._finishes is None:
+            self._finishes = self.encoded and overrides(self.compressor, "finish")
+        return self._finishes
 
     def see(self) -> None:
         """Let the compressor see the combined result, which it may change."""
-        if self._finishes is None:
-            self._finishes = overrides(self.compressor, "finish")
-        if self._finishes:
+        if self.finishes:
             out = to_float32(self.output, self.output_dtype, self.workspace)
             self.call(self.compressor.finish, out, self.context(0, 1))
             from_float32(out, self.output, self.output_dtype, self.workspace)
@@ -289,11 +362,20 @@ class Member:
         if self.progress is not None:
             self.progress.restart()
 
-    def describe(self) -> dict[str, Any]:
-        """Return what a plan's hash covers."""
-        return {
-            "request": self.request.to_list(),
-            "compressor": str(self.compressor),
-            "strategy": self.strategy,
-            "piece": [self.start, self.numel],
-        }
+    def describe(self) -> str:
+        """Return what a plan's hash covers, on a line."""
+        piece = f"{self.start} {self.numel}"
+        return f"{self.request.text} {self.strategy} {piece} {_text(self.compressor)}"
+
+
+_texts: tuple[Compressor, str] = (NoCompression(), "none")  # the last: neighbours share theirs
+
+
+def _text(compressor: Compressor) -> str:
+    """Return a compressor as text, which takes longer to make than all else that plans need."""
+    global _texts
+    known, text = _texts
+    if known is not compressor:
+        text = str(compressor)
+        _texts = compressor, text
+    return text

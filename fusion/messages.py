@@ -6,60 +6,156 @@ Votes and verdicts, which a steady step consists of, are packed; the others are 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-# From a rank to the coordinator.
-DECLARE = b"D"  # [process set, group name, [request, ...]]
-REQUEST = b"R"  # [request, ...]
-HITS = b"H"  # process set, then the set of cached request ids as a bit vector
+# From a rank to the coordinator. A version counts the EXECUTE messages that the rank has heard.
+DECLARE = b"D"  # [process set, group name, [request, ...], why this rank cannot, or nothing]
+REQUEST = b"R"  # [version, [request, ...]]
+HITS = b"H"  # process set, version, then the set of cached request ids as a bit vector
 VOTE = b"V"  # Vote
-FAILED = b"F"  # [process set, group, epoch, text]: this rank cannot go on with a group's step
+FAILED = b"F"  # Failure: this rank cannot go on with a group's step
+DIGESTS = b"U"  # [process set, [[batch, place in it, tensor's name, digest], ...]]
+RELEASE = b"B"  # [process set, group]: this rank's caller has no use for a group any more
 JOIN = b"J"  # process set: this rank has no more data
 ADD_SET = b"A"  # [rank, ...]: make a process set of these
 REMOVE_SET = b"M"  # process set
 CHECK = b"C"  # look for stalls; from rank 0
 ANNOUNCE = b"O"  # [action, argument]: something that all ranks are to do at the same point
 BROKEN = b"X"  # text: this rank's engine is broken
+SEVERED = b"Z"  # [[rank, ...], text]: a collective failed; to these there is no connection any more
 GOODBYE = b"S"  # this rank shuts down
 
-# From the coordinator to every rank; BROKEN is passed on, FAILED with the ranks that left, if any.
+# From the coordinator to every rank; BROKEN is passed on.
 DECLARED = b"d"  # [process set, group name, group, [name, ...]]
-REFUSED = b"r"  # [process set, [request name, ...] or group name, text, [rank that left, ...]]
-EXECUTE = b"E"  # [process set, batch, [[name, cache id, sizes by rank, request or null], ...]]
+REFUSED = b"r"  # Refusal
+EXECUTE = b"E"  # [process set, batch, [Item, ...]]
+STEP_FAILED = b"f"  # FailedStep
 EXECUTE_HITS = b"h"  # process set, batch, then the set of cached request ids as a bit vector
 GO = b"G"  # Verdict, then the payloads' bytes by rank
 WANTED = b"w"  # Vote of a rank that has data: those that joined vote with zeros
 JOINED = b"j"  # [process set, rank that joined last, text if not all can, [rank that left, ...]]
-SET = b"s"  # [process set, [rank, ...], text]: made; removed if without ranks; not done if text
+SET = b"s"  # SetChange
 ANNOUNCED = b"o"  # [action, argument, whether all ranks are still there]
+FORGET = b"b"  # group, which all ranks have released
 STALLED = b"T"  # text: a warning for rank 0's log
-LOST = b"L"  # [rank, text]
+LOST = b"L"  # [[rank, ...], text]: these are gone, or have no connection to each other
 GONE = b"g"  # rank: its goodbye has been heard, and nothing after this needs it
 
-_VOTE = struct.Struct("<cIIIQI")
-_GO = struct.Struct("<cIII")
-_HITS = struct.Struct("<cI")
+_VOTE = struct.Struct("<cIIIQIQQQI??")
+_GO = struct.Struct("<cIIII")
+_HITS = struct.Struct("<cIQ")
 _EXECUTE = struct.Struct("<cII")
 
 
 class Vote(NamedTuple):
-    """A rank has encoded a bucket: ``nbytes`` of payload are ready to travel."""
+    """A rank has encoded a bucket: ``nbytes`` of payload are ready to travel.
+
+    ``turn`` counts the group's steps, ``plan`` is a hash of what ranks must have in common to
+    exchange the bucket, ``digest`` one of what the bucket's last exchange gave (0: nothing). The
+    step has ``buckets`` in all. The exchange ends the bucket if it is ``final``; a rank that joined
+    votes with zeros, ``absent``.
+    """
 
     group: int
     epoch: int
     bucket: int
     nbytes: int
     process_set: int = 0
+    turn: int = 0
+    plan: int = 0
+    digest: int = 0
+    buckets: int = 1
+    final: bool = True
+    absent: bool = False
 
 
 class Verdict(NamedTuple):
-    """Every rank has encoded a bucket; ``sizes`` are the payloads' bytes by rank."""
+    """Every rank has encoded a bucket; ``sizes`` are the payloads' bytes by rank.
+
+    ``contributors`` is how many ranks have values of their own in it.
+    """
 
     group: int
     epoch: int
     bucket: int
+    contributors: int
     sizes: tuple[int, ...]
+
+
+class Failure(NamedTuple):
+    """One rank cannot go on with a group's step ``turn``; ``epoch`` counts its failures so far.
+
+    ``kind`` says which error the others raise (``FailedStep.kind``).
+    """
+
+    process_set: int
+    group: int
+    epoch: int
+    turn: int
+    kind: str
+    text: str
+
+
+KINDS = ("compression", "exchange", "abandoned", "memory", "mismatch", "gone")
+
+
+class FailedStep(NamedTuple):
+    """A group's step ``turn`` failed on all ranks. ``gone`` are ranks that left, if that is why.
+
+    Kinds: "compression", "exchange" (given up by all ranks together), "abandoned", "memory",
+    "mismatch" (ranks are not in the same step, or plan it differently: no later step can do better)
+    and "gone".
+    """
+
+    group: int
+    epoch: int
+    turn: int
+    kind: str
+    text: str
+    gone: Sequence[int] = ()
+
+
+class Item(NamedTuple):
+    """One request that is executed.
+
+    ``cache_id`` is -1 where it has none. ``sizes`` are by rank, where they differ. ``request`` is
+    for ranks that joined, null where all have asked. ``contributors`` is how many have.
+    """
+
+    name: str
+    cache_id: int
+    sizes: Sequence[Any]
+    request: list[Any] | None
+    contributors: int
+
+
+class Refusal(NamedTuple):
+    """What ``ranks`` have asked for is not done, and why.
+
+    ``names`` are those of requests, or the name of a group. ``gone`` are the ranks that left, if
+    that is why. Other ranks may have asked for the same since: that is another request.
+    """
+
+    process_set: int
+    names: Sequence[str] | str
+    ranks: Sequence[int]
+    text: str
+    gone: Sequence[int] = ()
+
+
+class SetChange(NamedTuple):
+    """The answer to calls for a process set, for the ranks that are ``called``.
+
+    Made; removed where ``ranks`` is empty; not done if there is a ``text``, and then ``gone`` are
+    the ranks that left, if that is why.
+    """
+
+    number: int
+    ranks: Sequence[int]
+    text: str
+    called: Sequence[int]
+    gone: Sequence[int] = ()
 
 
 def pack_vote(vote: Vote, kind: bytes = VOTE) -> bytes:
@@ -74,16 +170,16 @@ def unpack_vote(message: bytes) -> Vote:
 
 def pack_go(verdict: Verdict) -> bytes:
     """Encode a verdict."""
-    head = _GO.pack(GO, verdict.group, verdict.epoch, verdict.bucket)
+    head = _GO.pack(GO, *verdict[:4])
     return head + struct.pack(f"<{len(verdict.sizes)}Q", *verdict.sizes)
 
 
 def unpack_go(message: bytes) -> Verdict:
     """Decode a verdict."""
-    head = _GO.unpack_from(message)[1:]
+    _, group, epoch, bucket, contributors = _GO.unpack_from(message)
     count = (len(message) - _GO.size) // 8
     sizes = struct.unpack_from(f"<{count}Q", message, _GO.size)
-    return Verdict(head[0], head[1], head[2], sizes)
+    return Verdict(group, epoch, bucket, contributors, sizes)
 
 
 def bits_of(ids: Iterable[int]) -> int:
@@ -103,18 +199,19 @@ def ids_of(bits: int) -> list[int]:
     return ids
 
 
-def pack_hits(process_set: int, bits: int) -> bytes:
+def pack_hits(process_set: int, version: int, bits: int) -> bytes:
     """Encode which cached requests a rank asks for."""
-    return _HITS.pack(HITS, process_set) + _vector(bits)
+    return _HITS.pack(HITS, process_set, version) + _vector(bits)
 
 
-def unpack_hits(message: bytes) -> tuple[int, int]:
-    """Decode (process set, bits)."""
-    return _HITS.unpack_from(message)[1], int.from_bytes(message[_HITS.size :], "little")
+def unpack_hits(message: bytes) -> tuple[int, int, int]:
+    """Decode (process set, version, bits)."""
+    _, process_set, version = _HITS.unpack_from(message)
+    return process_set, version, int.from_bytes(message[_HITS.size :], "little")
 
 
 def pack_execute_hits(process_set: int, batch: int, bits: int) -> bytes:
-    """Encode cached requests that every rank is ready for, to be run in ascending order."""
+    """Encode cached requests that every rank has asked for, to be run in ascending order."""
     return _EXECUTE.pack(EXECUTE_HITS, process_set, batch) + _vector(bits)
 
 

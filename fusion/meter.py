@@ -148,6 +148,6 @@ class Meter:
         for observer in self.observers:
             try:
                 call(observer)
-            except Exception:  # an observer's fault is no reason to stop training
+            except BaseException:  # an observer's fault is no reason to stop training
                 log.warning("an observer failed and is dropped", exc_info=True)
                 self.observers = tuple(o for o in self.observers if o is not observer)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,18 @@ from typing import Any
 from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
 from ringlet.fusion import messages as m
-from ringlet.fusion.errors import CompressionFailed, EngineClosed, OutOfMemory, StepAbandoned
+from ringlet.fusion.errors import (
+    BrokenElsewhere,
+    CompressionFailed,
+    DuplicateName,
+    LostElsewhere,
+    OutOfMemory,
+    StepAbandoned,
+    in_words,
+)
 from ringlet.fusion.executor import Batch
 from ringlet.fusion.flights import Flights
-from ringlet.fusion.group import Group
+from ringlet.fusion.group import Group, Ready
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
@@ -27,14 +35,14 @@ from ringlet.fusion.place import Place
 from ringlet.fusion.request import Request, dumps, loads
 from ringlet.fusion.requests import Requests
 from ringlet.fusion.submissions import Submissions
-from ringlet.fusion.work import Handle, Signal
+from ringlet.fusion.validation import listed
+from ringlet.fusion.work import Expected, Signal
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control import ControlPlane
-from ringlet.ring.errors import Mismatch, PeerLost, RingError
+from ringlet.ring.errors import ExchangeFailed, Mismatch, PeerLost, RingError
 
 log = logging.getLogger("ringlet")
 
-_NO_MEMORY = "no memory in step "
 # These do not touch what is under way; other messages wait for its end.
 _OVERLAPPING = frozenset([m.GO, m.EXECUTE, m.EXECUTE_HITS, m.WANTED, m.STALLED])
 
@@ -70,35 +78,73 @@ class Participant:
             signal,
             self.member,
             self._vote_on,
+            self.joined,
             limits.cache,
         )
-        self._expected: dict[Hashable, tuple[Handle, Any]] = {}
+        self._expected: dict[Hashable, Expected] = {}
         self._groups: dict[int, Group | Batch] = {}
-        self._released: set[int] = set()
+        self._released: set[int] = set()  # groups to forget when the step at hand has ended
         self._handlers = {
             m.GO: self._go,
             m.EXECUTE_HITS: lambda said: self.requests.execute_hits(said, self._limits),
             m.EXECUTE: lambda said: self.requests.execute(said, self._limits),
             m.DECLARED: self._declared,
             m.REFUSED: self._refused,
-            m.FAILED: self._failed,
+            m.STEP_FAILED: self._failed,
             m.WANTED: self._wanted,
             m.JOINED: self._all_joined,
             m.SET: self._set_changed,
+            m.FORGET: self._forget_group,
             m.STALLED: self._stalled,
             m.ANNOUNCED: self._announced,
         }
         self.actions: dict[str, Callable[[Any, bool], None]] = {}
 
-    def expect(self, key: Hashable, handle: Handle, detail: Any = None) -> bool:
+    def expect(self, key: Hashable, handle: Expected) -> bool:
         """Finish ``handle`` when the answer to ``key`` comes; False if one is awaited already."""
-        return self._expected.setdefault(key, (handle, detail))[0] is handle
+        return self._expected.setdefault(key, handle) is handle
 
     def answer(self, key: Hashable, error: Exception | None = None) -> None:
         """Finish what waits for ``key``, if anything does. From any thread."""
         expected = self._expected.pop(key, None)
         if expected is not None:
-            expected[0].finish(error)
+            expected.finish(error)
+
+    def rehearse(
+        self,
+        name: str,
+        requests: Sequence[Request],
+        compressors: Sequence[Compressor],
+        states: Sequence[State],
+        step: int,
+        process_set: int,
+        ready: Ready,
+    ) -> Callable[[Sequence[str]], Group]:
+        """Plan a group, and compile its kernels, before the other ranks hear of it.
+
+        Returns what gives the group with its members in another order, perhaps. From any thread.
+        """
+        counts = Counter(request.name for request in requests)
+        repeated = sorted(n for n, count in counts.items() if count > 1)
+        if repeated:
+            raise DuplicateName(f"declared twice in {name!r}: {listed(repeated)}")
+        members = {
+            request.name: self.member(request, compressor, state)
+            for request, compressor, state in zip(requests, compressors, states, strict=True)
+        }
+        limits, peers = self._limits, self.sets[process_set]
+
+        def build(order: Iterable[str]) -> Group:
+            chosen = [members[n] for n in order]
+            return Group(name, 0, chosen, peers, self._limits, ready, self.abandon, step)
+
+        planned = build(members)
+        planned.warm_up()
+
+        def in_order(order: Sequence[str]) -> Group:
+            return planned if list(members) == order and limits is self._limits else build(order)
+
+        return in_order
 
     def member(self, request: Request, compressor: Compressor, state: State) -> Member:
         """Return ``request`` as a member of buckets."""
@@ -133,7 +179,7 @@ class Participant:
             yield
 
     def dispatch(self, message: bytes) -> None:
-        """Do what ``message`` says. Raises PeerLost, or what broke another rank's engine."""
+        """Do what ``message`` says. Raises LostElsewhere or BrokenElsewhere, if that is what."""
         handler = self._handlers.get(message[:1])
         if handler is not None:
             # The others may be in the next step already, where this rank has no data of its own.
@@ -141,10 +187,10 @@ class Participant:
                 self.pipeline.drain()
             handler(message)
         elif message[:1] == m.LOST:
-            rank, text = loads(message[1:])
-            raise PeerLost(text, [rank])
+            ranks, text = loads(message[1:])
+            raise LostElsewhere(text, ranks)
         elif message[:1] == m.BROKEN:
-            raise EngineClosed(f"the engine broke on {loads(message[1:])}")
+            raise BrokenElsewhere(loads(message[1:]))
 
     def encode_next(self) -> None:
         """Compress a bucket whose tensors are all there, and vote for it.
@@ -168,12 +214,25 @@ class Participant:
             nbytes = bucket.encode(self.meter)
         except MemoryError:
             raw = sum(member.nbytes for member in bucket.members)
-            self.abandon(group, epoch, f"{_NO_MEMORY}{group.step}, for a bucket of {raw} bytes")
+            text = f"abandoned: no memory in step {group.step}, for a bucket of {raw} bytes"
+            self._give_up(group, "memory", text)
             return
-        except Exception as error:
-            self._fail_elsewhere(group, epoch, error)
+        except BaseException as error:  # nobody is inside a collective yet: the step is given up
+            self._fail_elsewhere(group, error)
             return
-        vote = m.Vote(group.number, epoch, index, nbytes, group.peers.number)
+        vote = m.Vote(
+            group.number,
+            epoch,
+            index,
+            nbytes,
+            group.peers.number,
+            group.turn,
+            bucket.plan_of(0),
+            bucket.told if isinstance(group, Group) and not bucket.more else 0,
+            len(group.buckets),
+            bucket.final,
+            bucket.phantom,
+        )
         self._control.send(m.pack_vote(vote))
 
     def watch(self, observers: Sequence[Observer]) -> None:
@@ -191,33 +250,49 @@ class Participant:
         """Forget a group; in the middle of a step, once all ranks know that it cannot end."""
         if group.number not in self._groups:
             return
-        if group.in_step:
+        if group.in_step and not group.ended:
             self._released.add(group.number)
-            why = "the optimizer was dropped between backward and step"
-            self.abandon(group, group.epoch, why)
+            self.abandon(group, "the optimizer was dropped between backward and step")
         else:
-            del self._groups[group.number]
+            self._retire(group)
 
-    def steps(self) -> dict[int, int]:
-        """Return the step that each declared group is in, by number."""
-        groups = self._groups.values()
-        return {group.number: group.step for group in groups if isinstance(group, Group)}
+    def _retire(self, group: Group) -> None:
+        """Tell that this rank's caller is gone. Others may train on, while this rank has joined."""
+        group.retire()
+        with suppress(PeerLost):  # the engine's thread finds out why, and tells
+            self._control.send(m.RELEASE + dumps([group.peers.number, group.number]))
 
-    def retune(self, setting: dict[str, Any], steps: dict[int, int]) -> None:
-        """Use other limits: declared groups from the given steps on, the rest at once."""
+    def _forget_group(self, message: bytes) -> None:
+        self._groups.pop(loads(message[1:]), None)
+
+    def join(self, process_set: int) -> None:
+        """Contribute nothing of this rank's own from now on, until all ranks have joined."""
+        self.joined.add(process_set)
+        for group in self._groups.values():
+            if isinstance(group, Group) and group.peers.number == process_set:
+                group.pass_over()
+        self._control.send(m.JOIN + dumps(process_set))
+
+    def under_way(self, process_set: int) -> str | None:
+        """Return the name of a group in the middle of a step, if there is one."""
+        groups = [g for g in list(self._groups.values()) if isinstance(g, Group)]
+        found = (g.name for g in groups if g.peers.number == process_set and g.in_step)
+        return next(found, None)
+
+    def retune(self, setting: dict[str, Any]) -> None:
+        """Use other limits: declared groups in a step that no rank has begun, the rest at once."""
         self._limits = replace(self._limits, **setting)
         self.places["host"].pool.reserve(self._limits.fusion_threshold)
         self.requests.retune(self._limits)
         self.pipeline.depth = self._limits.streams
-        for number, step in steps.items():
-            group = self._groups.get(number)
+        for group in self._groups.values():
             if isinstance(group, Group):
-                group.retune(self._limits, step)
+                group.retune(self._limits)
 
-    def abandon(self, group: Group | Batch, epoch: int, why: str) -> None:
-        """Tell the other ranks that this one gives up a step."""
-        body = [group.peers.number, group.number, epoch, f"abandoned: {why}"]
-        self._control.send(m.FAILED + dumps(body))
+    def abandon(self, group: Group, why: str) -> None:
+        """Tell the other ranks that this one gives up the step at hand. From any thread."""
+        with suppress(PeerLost):  # the engine's thread finds out why, and tells
+            self._give_up(group, "abandoned", f"abandoned: {why}")
 
     def close(self, error: Exception) -> None:
         """Fail everything in flight, and whatever comes later, with ``error``."""
@@ -235,10 +310,10 @@ class Participant:
 
     def _fail_all(self, error: Exception) -> None:
         self.requests.close(error)
-        for handle, _ in list(self._expected.values()):
+        for handle in list(self._expected.values()):
             handle.finish(error)
         for group in list(self._groups.values()):
-            group.fail(error, for_good=True)
+            group.fail(error)
 
     # -- declared groups ------------------------------------------------------------------------
 
@@ -248,7 +323,10 @@ class Participant:
         if group is None or verdict.epoch != group.epoch:
             return  # of another process set's ranks
         bucket = group.buckets[verdict.bucket]
-        # What fails here breaks the engine: other ranks may hold this step's result already.
+        if self._limits.join_divisor == "contributors" and isinstance(group, Group):
+            for member in bucket.members:  # a batch's know it, for not all may have as many
+                member.contributors = verdict.contributors
+        # What is raised here breaks the engine; failures that all ranks know of are left in it.
         peers = bucket.among(group.peers)
         steps = bucket.exchange(peers, verdict.sizes, self.meter, verdict.epoch)
         done = partial(self._exchanged, group, verdict)
@@ -258,7 +336,9 @@ class Participant:
         failure = group.buckets[verdict.bucket].failure
         if failure is not None:
             if failure.witness == group.peers.rank:
-                self._fail_elsewhere(group, verdict.epoch, failure.__cause__ or failure)
+                if group.buckets[verdict.bucket].fatal:
+                    raise failure.__cause__ or failure
+                self._fail_elsewhere(group, failure.__cause__ or failure, "exchange")
             return
         if self.meter.observers:
             group.observed(verdict.bucket, self.meter)
@@ -266,10 +346,15 @@ class Participant:
             self.complete.append((group, verdict.bucket, verdict.epoch))
             return
         group.bucket_done(verdict.bucket)
-        self._forget_batch(group)
+        self._forget(group)
 
-    def _forget_batch(self, group: Group | Batch) -> None:
-        if isinstance(group, Batch) and group.decided:
+    def _forget(self, group: Group | Batch) -> None:
+        """Forget a batch that is decided, or a released group whose last step has ended."""
+        if isinstance(group, Group):
+            if group.number in self._released and group.ended:
+                self._released.discard(group.number)
+                self._retire(group)
+        elif group.decided:
             self._groups.pop(group.number, None)
 
     def _vote_on(self, batch: Batch, index: int) -> None:
@@ -280,51 +365,40 @@ class Participant:
         process_set, name, number, order = loads(message[1:])
         if process_set not in self.sets:
             return
-        handle, (members, step, ready, abandoned) = self._expected.pop((process_set, name))
-        by_name = {member.request.name: member for member in members}
-        group = Group(
-            name,
-            number,
-            [by_name[n] for n in order],
-            self.sets[process_set],
-            self._limits,
-            ready,
-            abandoned,
-            step,
-        )
-        group.warm_up()
+        handle = self._expected[process_set, name]
+        group: Group = handle.detail(order)
+        group.number = number
         group.note_times(bool(self.meter.observers))
         handle.output = self._groups[number] = group
-        handle.finish()
+        self.answer((process_set, name))
 
     def _failed(self, message: bytes) -> None:
-        number, epoch, text, gone = loads(message[1:])
-        group = self._groups.get(number)
-        if group is None or group.epoch != epoch:
+        failed = m.FailedStep(*loads(message[1:]))
+        group = self._groups.get(failed.group)
+        if group is None or group.epoch != failed.epoch:
             return
-        kind = StepAbandoned if ": abandoned: " in text else CompressionFailed
-        if kind is StepAbandoned and f": {_NO_MEMORY}" in text:
-            kind = OutOfMemory
-            if isinstance(group, Group):
-                # The failing rank's number: another rank may still have to collect the step before.
-                failed = int(text.partition(f": {_NO_MEMORY}")[2].partition(",")[0])
-                text = f"{text}; {group.halve(failed + 1)}"
+        text, gone, turn = failed.text, failed.gone, failed.turn
+        if isinstance(group, Group) and failed.kind == "memory":
+            text = f"{text}; {group.halve(turn + 1)}"
         self.meter.abandoned(group.name, group.step, text)
+        error = (
+            PeerLost(text, gone) if failed.kind == "gone" and gone else _KINDS[failed.kind](text)
+        )
+        group.fail(error, None if failed.kind == "mismatch" else turn)
         if isinstance(group, Group) and group.peers.number in self.joined and not gone:
             group.pass_over()
-        else:
-            group.fail(PeerLost(text, gone) if gone else kind(text))
-        self._forget_batch(group)
-        if number in self._released:
-            self._released.discard(number)
-            del self._groups[number]
+        self._forget(group)
 
-    def _fail_elsewhere(self, group: Group | Batch, epoch: int, error: BaseException) -> None:
+    def _give_up(self, group: Group | Batch, kind: str, text: str) -> None:
+        at = group.peers.number, group.number, group.epoch, group.turn
+        self._control.send(m.FAILED + dumps(m.Failure(*at, kind, text)))
+
+    def _fail_elsewhere(
+        self, group: Group | Batch, error: BaseException, kind: str = "compression"
+    ) -> None:
         log.debug("a bucket failed", exc_info=error)
-        known = isinstance(error, CompressionFailed)
-        text = str(error) if known else f"{type(error).__name__}: {error}"
-        body = [group.peers.number, group.number, epoch, text]
-        self._control.send(m.FAILED + dumps(body))
+        known = isinstance(error, CompressionFailed | ExchangeFailed)
+        self._give_up(group, kind, str(error) if known else in_words(error))
 
     def _wanted(self, message: bytes) -> None:
         vote = m.unpack_vote(message)
@@ -337,31 +411,45 @@ class Participant:
     # -- process sets, ranks that join, refusals ------------------------------------------------
 
     def _set_changed(self, message: bytes) -> None:
-        number, ranks, text = loads(message[1:])
-        handle, _ = self._expected.pop("process set")
-        if text:
-            handle.finish(Mismatch(text))
+        change = m.SetChange(*loads(message[1:]))
+        mine = self.rank in change.called
+        if change.text:
+            if mine:
+                self.answer("process set", _refused_because(change.text, change.gone))
             return
-        if not ranks:
-            removed = self.sets.pop(number, None)
-            if removed is not None:
-                removed.comm.close()
+        if not change.ranks:
+            self._remove(change.number)
         else:
-            comm = self.sets[0].comm.subset(ranks)
+            comm = self.sets[0].comm.subset(change.ranks)
             if comm is not None:
-                self.sets[number] = Peers(number, tuple(ranks), unwatched(comm))
+                peers = Peers(change.number, tuple(change.ranks), unwatched(comm))
+                self.sets[change.number] = peers
                 if self.meter.observers:
-                    self.sets[number].watch(self.meter.note)
-        handle.output = number
-        handle.finish()
+                    peers.watch(self.meter.note)
+        if mine:
+            self._expected["process set"].output = change.number
+            self.answer("process set")
+
+    def _remove(self, number: int) -> None:
+        """Forget a process set; what was asked for in it and not done fails."""
+        removed = self.sets.pop(number, None)
+        if removed is None:
+            return
+        error = Mismatch(f"process set {number} was removed")
+        self.requests.remove(number, error)
+        self.joined.discard(number)
+        for group in [g for g in self._groups.values() if g.peers is removed]:
+            group.fail(error)
+            self._groups.pop(group.number, None)
+        removed.comm.close()
 
     def _all_joined(self, message: bytes) -> None:
         number, last, text, gone = loads(message[1:])
         expected = self._expected.pop(("join", number), None)
         self.joined.discard(number)
         if expected is not None:
-            expected[0].output = last
-            expected[0].finish(PeerLost(text, gone) if text else None)
+            expected.output = last
+            expected.finish(_refused_because(text, gone) if text else None)
 
     def _announced(self, message: bytes) -> None:
         action, argument, all_here = loads(message[1:])
@@ -372,14 +460,29 @@ class Participant:
             log.warning("%s", loads(message[1:]))
 
     def _refused(self, message: bytes) -> None:
-        process_set, names, text, gone = loads(message[1:])
-        error: RingError = PeerLost(text, gone) if gone else Mismatch(text)
-        if isinstance(names, str):
-            expected = self._expected.pop((process_set, names), None)
-            if expected is not None:
-                expected[0].finish(error)
+        refusal = m.Refusal(*loads(message[1:]))
+        if self.rank not in refusal.ranks:
             return
-        self.requests.refuse(process_set, names, error)
+        error = _refused_because(refusal.text, refusal.gone)
+        if isinstance(refusal.names, str):
+            self.answer((refusal.process_set, refusal.names), error)
+        else:
+            self.requests.refuse(refusal.process_set, refusal.names, error)
+
+
+def _refused_because(text: str, gone: Sequence[int]) -> RingError:
+    return PeerLost(text, gone) if gone else Mismatch(text)
+
+
+# What a step's failure is raised as, by the coordinator's word for it.
+_KINDS: dict[str, type[RingError]] = {
+    "compression": CompressionFailed,
+    "exchange": CompressionFailed,
+    "abandoned": StepAbandoned,
+    "memory": OutOfMemory,
+    "mismatch": Mismatch,
+    "gone": Mismatch,  # of a process set that was removed; PeerLost names ranks that left
+}
 
 
 def _urgency(item: tuple[Group | Batch, int, int]) -> float:

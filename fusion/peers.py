@@ -13,7 +13,7 @@ from ringlet.ring.hierarchical import HierarchicalCommunicator
 class Peers:
     """Process set ``number``: its global ``ranks``, ascending, and a communicator of them.
 
-    ``siblings`` of ``comm`` are for the second and third collectives of exchanges, so that those of
+    ``siblings`` of ``comm`` are for the second and later collectives of exchanges, so that those of
     several overlap; there are none where the transport has none. ``flat`` are the same ranks on one
     level: themselves where there is no other.
     """
@@ -25,7 +25,7 @@ class Peers:
     flat: Peers = field(init=False)
 
     def __post_init__(self) -> None:
-        found = [self.comm.sibling(i) for i in (1, 2) if self.comm.size > 1]
+        found = [self.comm.sibling(i) for i in (1, 2, 3) if self.comm.size > 1]
         self.siblings = tuple(sibling for sibling in found if sibling is not None)
         levels = levels_of(self.comm)
         self.flat = self if levels is None else Peers(self.number, self.ranks, levels.flat)
@@ -35,10 +35,9 @@ class Peers:
         """Whether collectives of several exchanges can be under way at once."""
         return bool(self.siblings)
 
-    @property
-    def later(self) -> Communicator:
-        """The communicator of second collectives."""
-        return self.siblings[0] if self.siblings else self.comm
+    def lane(self, number: int) -> Communicator:
+        """Return the communicator of an exchange's collective ``number``, from 0."""
+        return (self.comm, *self.siblings)[number] if self.siblings else self.comm
 
     def watch(self, note: Note | None) -> None:
         """Let ``note`` be told of every collective from now on, or nobody."""

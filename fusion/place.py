@@ -18,6 +18,7 @@ from ringlet.compressors import Workspace
 from ringlet.compressors.context import State
 from ringlet.fusion.buffers import BufferPool
 from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import again
 from ringlet.ring.pipeline import Steps
 
 log = logging.getLogger("ringlet")
@@ -46,7 +47,7 @@ def collect(marks: Iterable[Mark], error: Exception | None) -> None:
             raise
         log.debug("cannot wait for an operation's work", exc_info=True)
     if error is not None:
-        raise error
+        raise again(error)
 
 
 class Place:

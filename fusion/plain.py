@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 
 from ringlet.fusion.bucket import Bucket
-from ringlet.fusion.convert import scale_into
+from ringlet.fusion.convert import combined_as, scale_into
 from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
 from ringlet.fusion.peers import Peers
@@ -30,10 +30,11 @@ class PlainBucket(Bucket):
         self._hierarchical = hierarchical
         first = self.members[0]
         self._dtype, self._op = first.request.dtype, first.request.op
+        self._wire = combined_as(self._dtype, self._op)
         self._scales = first.prescale, first.postscale, first.divisor
         self._scratch = first.workspace
         self._ends = [0, *accumulate(member.numel for member in self.members)]
-        self._nbytes = self._ends[-1] * storage(self._dtype).itemsize
+        self._nbytes = self._ends[-1] * storage(self._wire).itemsize
         bounds = zip(self._ends, self._ends[1:], strict=False)
         self._places = [slice(start, end) for start, end in bounds]
         self._buffer: Array = self.members[0].output
@@ -49,14 +50,15 @@ class PlainBucket(Bucket):
 
     def _encode(self) -> int:
         prescale = self._scales[0]
-        if len(self.members) == 1:
+        as_they_are = self._wire == self._dtype
+        if len(self.members) == 1 and as_they_are:
             member = self.members[0]  # alone, a tensor needs no fusion buffer
             same = member.output_dtype == self._dtype
             self._buffer = member.output if same else member.input
             scale_into(member.input, prescale, self._buffer, self._dtype, self._scratch)
             return self._nbytes
-        self._buffer = self._lease.allocate(self._nbytes).view(storage(self._dtype))
-        if prescale == 1.0:
+        self._buffer = self._lease.allocate(self._nbytes).view(storage(self._wire))
+        if prescale == 1.0 and as_they_are:
             self.place.xp.concatenate([member.input for member in self.members], out=self._buffer)
             return self._nbytes
         for member, place in zip(self.members, self._places, strict=True):
@@ -71,16 +73,20 @@ class PlainBucket(Bucket):
         else:
             op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
             allocate = self._lease.allocate
-            yield from allreduce_steps(comm, peers.later, buffer, op, self._dtype, allocate)
+            yield from allreduce_steps(comm, peers.lane(1), buffer, op, self._wire, allocate)
+            self.note_sum(buffer, self._wire)
         start = time.perf_counter()
         _, postscale, divisor = self._scales
-        if buffer is self.members[0].output:
-            scale_into(buffer, postscale, buffer, self._dtype, self._scratch, divisor)
-        else:
-            for member, place in zip(self.members, self._places, strict=True):
-                out = member.output
-                scale_into(buffer[place], postscale, out, self._dtype, self._scratch, divisor)
+        for member, place in zip(self.members, self._places, strict=True):
+            if member.contributors:  # of all of them, or of none
+                postscale, divisor = member.rescaling(member.contributors)
+            out = member.output
+            values = out if buffer is out else buffer[place]
+            scale_into(values, postscale, out, self._dtype, self._scratch, divisor)
         meter.decompressed(self.trace, start)
 
     def _count(self) -> None:
-        pass  # no compressor that could see the result or remember anything
+        pass  # no compressor remembers anything
+
+    def _make_up(self) -> None:
+        pass  # done

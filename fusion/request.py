@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.dtypes import storage
+from ringlet.ring.dtypes import STORED, storage
 
 KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier")
 
@@ -46,6 +46,10 @@ class Request:
     place: str = "host"
     key: Hashable = field(init=False, repr=False, compare=False, default=None)
     """What must not be in flight twice: the name, within its process set."""
+    fit: tuple[tuple[int], np.dtype[Any] | None] = field(
+        init=False, repr=False, compare=False, default=((0,), None)
+    )
+    """Shape and dtype of the flat array that holds its elements; no dtype for one unknown."""
 
     def __post_init__(self) -> None:
         """Make plain values of NumPy's and others', on the thread of whoever asks."""
@@ -53,9 +57,12 @@ class Request:
             raise TypeError(f"a tensor's name is a string, not {self.name!r}")
         plain = self.__dict__  # the quick way to set attributes of a frozen instance
         plain["root"] = operator.index(self.root)
+        plain["shape"] = tuple(map(operator.index, self.shape))
+        plain["splits"] = tuple(map(operator.index, self.splits))
         plain["prescale"] = float(self.prescale)
         plain["postscale"] = float(self.postscale)
         plain["key"] = self.name if self.process_set == 0 else (self.process_set, self.name)
+        plain["fit"] = (math.prod(self.shape),), STORED.get(self.dtype)
         plain["_hash"] = hash((self.name, self.kind, self.shape, self.process_set))
 
     def __hash__(self) -> int:
@@ -64,7 +71,7 @@ class Request:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return math.prod(self.shape)
+        return self.fit[0][0]
 
     @property
     def nbytes(self) -> int:
@@ -78,23 +85,32 @@ class Request:
 
     def to_list(self) -> list[Any]:
         """Return what travels to the coordinator."""
-        return [getattr(self, name) for name in _FIELDS]
+        return list(_VALUES(self))
+
+    @property
+    def text(self) -> str:
+        """What ``to_list`` returns, as JSON; made once."""
+        plain = self.__dict__
+        if "_text" not in plain:
+            plain["_text"] = dumps(self.to_list()).decode()
+        return str(plain["_text"])
 
     @classmethod
     def from_list(cls, values: list[Any]) -> Request:
         """Rebuild a request from ``to_list``."""
-        plain = dict(zip(_FIELDS, values, strict=True))
-        for name in ("shape", "splits"):
-            plain[name] = tuple(plain[name])
-        return cls(**(plain | {"op": ReduceOp(plain["op"])}))
+        name, kind, dtype, shape, op, *more = values
+        *plain, splits, group, group_size, place = more
+        every = *plain, tuple(splits), group, group_size, place
+        return cls(name, kind, dtype, tuple(shape), ReduceOp(op), *every)
 
 
-_FIELDS = [each.name for each in fields(Request) if each.init]
+_VALUES = operator.attrgetter(*(each.name for each in fields(Request) if each.init))
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def dumps(value: Any) -> bytes:
     """Encode a control message's body."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def loads(data: bytes) -> Any:

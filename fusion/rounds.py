@@ -1,12 +1,13 @@
 """Buckets of compressors that exchange in rounds, such as PowerSGD.
 
 Every member runs a generator. What the members yield in one round is fused into one buffer per
-dtype and operation, combined, and handed back. Each round is voted on like a bucket of its own, so
-a generator that raises on one rank becomes an error on all of them.
+dtype and operation, combined, and handed back. Each round is voted on like a bucket of its own, and
+so is the end, so that a generator that raises on one rank becomes an error on all of them.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ from ringlet.fusion.peers import Peers
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import Steps, Wire
+
+log = logging.getLogger("ringlet")
 
 _WIRE = ("int8", "int16", "int32", "int64", "float32")
 _WIDER = {"int16": "int32"}  # where the transport, like NCCL, does not add these
@@ -39,11 +42,19 @@ class RoundsBucket(Bucket):
         self._outs: dict[Member, Array] = {}  # where later rounds still read the input
         self._error: Exception | None = None
 
+    @property
+    def final(self) -> bool:
+        """Whether all rounds are over, which is what ranks vote on in the end."""
+        return not self._running
+
     def abandon(self) -> None:
         """Give buffers back and forget unfinished exchanges."""
         super().abandon()
         for generator, _ in self._running.values():
-            generator.close()
+            try:
+                generator.close()
+            except BaseException:  # of a step that is over, or given up for a reason of its own
+                log.debug("an exchange in rounds cannot be closed", exc_info=True)
         self._running.clear()
         self._rounds.clear()
         self._error = None
@@ -71,7 +82,9 @@ class RoundsBucket(Bucket):
             self._pieces[member] = piece
             ends[key] += values.size
         before.release()
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        if not self._running:
+            return 0  # the last vote: nothing moves any more
+        return max(1, sum(buffer.nbytes for buffer in self._buffers.values()))
 
     def _key(self, round_: Round) -> tuple[str, str]:
         """Return the operation, and the dtype in which values travel."""
@@ -79,6 +92,10 @@ class RoundsBucket(Bucket):
         return round_.op, _WIDER.get(name, name) if self.place.ordered else name
 
     def _exchange(self, peers: Peers, sizes: list[int], meter: Meter, epoch: int) -> Steps:
+        self.lanes = 0
+        if not self._running:
+            self.more = False
+            return
         buffers = sorted(self._buffers.items(), key=lambda pair: pair[0])
 
         def combine() -> None:
@@ -87,6 +104,8 @@ class RoundsBucket(Bucket):
 
         nbytes = sum(buffer.nbytes for _, buffer in buffers)
         yield Wire(combine, 2 * (self.size - 1) / self.size * nbytes)
+        for (_, dtype), buffer in buffers:
+            self.note_sum(buffer, dtype)
         start = time.perf_counter()
         for (op, _), buffer in buffers:
             if op == "mean":
@@ -110,6 +129,7 @@ class RoundsBucket(Bucket):
         out = self._outs.get(member)
         if out is None:
             out = self._outs[member] = self.place.xp.empty(member.numel, np.float32)
+        member.forewarn(out)
         return out
 
     def _resume(self) -> None:
@@ -120,7 +140,7 @@ class RoundsBucket(Bucket):
                 self._step(member, self._pieces[member].astype(dtype, copy=False))
         except Exception as error:  # told with the next vote, so that nobody waits for this rank
             self._error = error
-        self.more = bool(self._running) or self._error is not None
+        self.more = True  # at the end ranks vote whether all have come to it
 
     def _step(self, member: Member, combined: Array | None) -> None:
         generator, out = self._running[member]
@@ -135,6 +155,8 @@ class RoundsBucket(Bucket):
         if round_ is None:
             del self._running[member]
             self._rounds.pop(member, None)
+            if out is not member.output:
+                member.check_written(out, member.compressor.exchange)
             self._deliver(member, out)
         else:
             member.call(_check, member.compressor.label(), round_)

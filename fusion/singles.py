@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ringlet.fusion.convert import scale_into
+from ringlet.fusion.convert import combined_as, scale_into
 from ringlet.fusion.peers import Peers
 from ringlet.fusion.place import Place
 from ringlet.fusion.work import Work
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.dtypes import Array
+from ringlet.ring.dtypes import Array, storage
 from ringlet.ring.halves import even_counts
 from ringlet.ring.pipeline import Steps, Wire
 
@@ -69,16 +69,21 @@ def _reducescatter(peers: Peers, work: Work, _: Sequence[Any], place: Place) -> 
     width = math.prod(request.shape[1:])
     rows = even_counts(request.shape[0], peers.size)
     work.sizes = tuple(rows)
+    average, dtype = request.op is ReduceOp.AVERAGE, request.dtype
+    early = average and dtype == "float16"  # whose sum may not fit, as in an allreduce
+    prescale = request.prescale / peers.size if early else request.prescale
+    divisor = peers.size if average and not early else 1
+    wire = combined_as(dtype, request.op)
     values = work.input
-    if request.prescale != 1.0:
-        values = place.xp.empty_like(work.input)
-        scale_into(work.input, request.prescale, values, request.dtype, scratch)
+    if prescale != 1.0 or wire != dtype:
+        values = place.xp.empty(work.input.size, storage(wire))
+        scale_into(work.input, prescale, values, dtype, scratch)
     out = work.output = _room(work, rows[peers.rank] * width, place)
-    op = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
+    sums = out if wire == dtype else place.xp.empty(out.size, storage(wire))
+    op = ReduceOp.SUM if average else request.op
     counts = [n * width for n in rows]
-    yield Wire(partial(peers.comm.reduce_scatter, values, out, counts, op, request.dtype))
-    divisor = peers.size if request.op is ReduceOp.AVERAGE else 1
-    scale_into(out, request.postscale, out, request.dtype, scratch, divisor)
+    yield Wire(partial(peers.comm.reduce_scatter, values, sums, counts, op, wire))
+    scale_into(sums, request.postscale, out, dtype, scratch, divisor)
 
 
 def _room(work: Work, numel: int, place: Place) -> Array:

@@ -47,6 +47,9 @@ def disagreement(asked: Mapping[int, Request]) -> str:
 def group_disagreement(declared: Mapping[int, list[Request]]) -> str:
     """Return what ranks that declared one group disagree on, or an empty string."""
     by_name = {rank: {r.name: r for r in declared[rank]} for rank in sorted(declared)}
+    first, *others = by_name.values()
+    if all(other == first for other in others):
+        return ""
     every = dict.fromkeys(name for names in by_name.values() for name in names)
     for name in every:
         having = [rank for rank in by_name if name in by_name[rank]]
@@ -59,20 +62,28 @@ def group_disagreement(declared: Mapping[int, list[Request]]) -> str:
                 f"but not on {named_ranks(lacking)}"
             )
     for name in every:
+        if all(other[name] == first[name] for other in others):
+            continue
         text = disagreement({rank: requests[name] for rank, requests in by_name.items()})
         if text:
             return text
     return ""
 
 
-def _differing(what: str, values: Mapping[int, Any], request: Request) -> str:
+def differing(what: str, values: Mapping[int, Any]) -> str:
+    """Return which ranks have which of differing ``values``, or an empty string."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks_of.setdefault(str(value), []).append(rank)
     if len(ranks_of) == 1:
         return ""
     told = "; ".join(f"{named_ranks(ranks)}: {value}" for value, ranks in ranks_of.items())
-    return f"{_subject(request)}: {what} differ between ranks ({told})"
+    return f"{what} differ between ranks ({told})"
+
+
+def _differing(what: str, values: Mapping[int, Any], request: Request) -> str:
+    text = differing(what, values)
+    return f"{_subject(request)}: {text}" if text else ""
 
 
 def _subject(request: Request) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from ringlet.compressors import Compressor
 from ringlet.fusion.place import Mark, collect
 from ringlet.fusion.request import Request
 from ringlet.ring.dtypes import Array
+
+log = logging.getLogger("ringlet")
 
 _NOTHING: Array = np.empty(0, np.float32)
 
@@ -83,7 +86,10 @@ class Handle:
         return self.output
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the operation is done: now, or on the engine's thread."""
+        """Call ``callback`` once the operation is done: now, or on the engine's thread.
+
+        What it raises is logged.
+        """
         self._callbacks = [callback]
         if self._done:
             self.tell()
@@ -109,13 +115,26 @@ class Handle:
         except IndexError:
             return
         if callback is not None:
-            callback()
+            try:
+                callback()
+            except BaseException:  # others wait for this thread, who have no part in it
+                log.exception("what was to be called after %r failed", self.name)
+
+
+class Expected(Handle):
+    """The answer to a call that all ranks make; ``detail`` is what its handler needs."""
+
+    __slots__ = ("detail",)
+
+    def __init__(self, name: str, signal: Signal) -> None:
+        super().__init__(name, signal)
+        self.detail: Any = None
 
 
 class Work(Handle):
     """One submission: what was asked for, the flat arrays, and who waits for it."""
 
-    __slots__ = ("compressor", "input", "ready", "request")
+    __slots__ = ("asked", "compressor", "input", "ready", "request")
 
     def __init__(
         self,
@@ -131,6 +150,7 @@ class Work(Handle):
         self.output = output
         self.compressor = compressor
         self.ready: Any = None  # of an ordered place: when the input is
+        self.asked = False  # whether other ranks have been told
 
     def let_go(self, mark: Mark) -> None:
         """Note the end of the work, which keeps the input for as long as it is needed."""

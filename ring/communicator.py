@@ -25,7 +25,7 @@ import numpy as np
 
 from ringlet.ring.arguments import alike, divided, flat, same
 from ringlet.ring.dtypes import Array, dtype_name
-from ringlet.ring.errors import Mismatch, RingError, again
+from ringlet.ring.errors import Mismatch, ProtocolError, RingError, again
 
 
 class ReduceOp(enum.IntEnum):
@@ -38,6 +38,8 @@ class ReduceOp(enum.IntEnum):
     MAX = 4
     PRODUCT = 5
 
+
+_MOST = 1 << 28  # bytes of control data from one rank
 
 _COMBINING: dict[int, ReduceOp] = {
     op: op for op in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
@@ -309,24 +311,39 @@ class Communicator(ABC):
     # What follows is made of the collectives above.
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's ``data``, by rank. For small control data, not for tensors."""
+        """Return every rank's ``data``, by rank. For small control data, not for tensors.
+
+        Raises ProtocolError, on every rank, if one announces more than 256 MiB.
+        """
         sizes = np.zeros(self.size, np.int64)
         self.allgather(np.array([len(data)], np.int64), sizes)
-        counts = [int(n) for n in sizes]
+        counts = [self._announced(int(n), rank) for rank, n in enumerate(sizes)]
         received = np.zeros(sum(counts), np.uint8)
         self.allgather(np.frombuffer(data, np.uint8), received, counts)
         ends = np.cumsum(counts)
         return [received[e - n : e].tobytes() for n, e in zip(counts, ends, strict=True)]
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
-        """Return rank ``root``'s ``data`` on every rank; others may pass None."""
+        """Return rank ``root``'s ``data`` on every rank; others may pass None.
+
+        Raises ProtocolError, on every rank, if the root announces more than 256 MiB.
+        """
         length = np.array([len(data or b"")], np.int64)
         self.broadcast(length, root)
-        buffer = np.zeros(int(length[0]), np.uint8)
+        buffer = np.zeros(self._announced(int(length[0]), root), np.uint8)
         if self.rank == root:
             buffer[:] = np.frombuffer(data or b"", np.uint8)
         self.broadcast(buffer, root)
         return buffer.tobytes()
+
+    def _announced(self, size: int, rank: int) -> int:
+        """Return ``size``, if that much may come from ``rank``: memory is taken for it."""
+        if not 0 <= size <= _MOST:
+            raise ProtocolError(
+                f"rank {self.origin[rank]} announces {size} bytes of control data, and at most "
+                f"{_MOST} are expected; do all ranks run the same version of Ringlet?"
+            )
+        return size
 
 
 def _members(ranks: object, size: int) -> list[int]:

@@ -8,9 +8,9 @@ everybody else's, and because payloads are summed in rank order everywhere:
   again and all-gathers it. Sends 2(W-1)/W payloads, at the price of a second rounding.
 
 Encoding comes before (``encode``), so that a codec that fails does so before any byte moves. Every
-payload travels with a seal. Ranks tell each other what they found, so that all raise the same
-error. Meanwhile a rank that found nothing decodes: an output is written whole or not at all, but
-where one is not, those of other ranks may be.
+payload travels with a seal. Ranks tell each other what they found, and whether they could decode,
+so that all raise the same error. In a pipeline (``steps``) they do both at once: where an error is
+raised, outputs may have been written, or not, on each rank for itself.
 """
 
 from __future__ import annotations
@@ -75,11 +75,14 @@ class Exchange(Protocol):
     def reduce(self) -> None:
         """Sum and encode what arrived."""
 
-    def agree(self) -> None:
-        """Raise ExchangeFailed on all ranks if any of them found a fault."""
-
     def decode(self) -> None:
-        """Write the output, unless this rank found a fault; does not depend on ``agree``."""
+        """Write the output, unless this rank found a fault."""
+
+    def undecoded(self, error: Exception) -> None:
+        """Note that this rank's codec could not decode."""
+
+    def agree(self) -> None:
+        """Raise ExchangeFailed on all ranks if any of them found a fault, or could not decode."""
 
 
 def steps(
@@ -87,13 +90,17 @@ def steps(
 ) -> Steps:
     """Yield the collectives of ``exchange``; ``working(name, call)`` makes the calls between them.
 
-    The last collective raises ExchangeFailed on all ranks if any of them found a fault.
+    The last collective raises ExchangeFailed on all ranks if any of them found a fault, or failed.
     """
     yield Wire(exchange.start, exchange.sent)
     working("reduce", exchange.reduce)
     for collective in exchange.rest:
         yield Wire(collective)
-    yield Wire(exchange.agree, meanwhile=lambda: working("decode", exchange.decode))
+    try:
+        working("decode", exchange.decode)
+    except Exception as error:
+        exchange.undecoded(error)
+    yield Wire(exchange.agree)
 
 
 class AllgatherReduce:
@@ -135,14 +142,18 @@ class AllgatherReduce:
         """Look at what arrived."""
         self._inspector.look(split(self._received, self._sizes))
 
-    def agree(self) -> None:
-        """Agree that all is well."""
-        self._inspector.agree()
-
     def decode(self) -> None:
         """Decode the sum of the payloads."""
         if self._inspector.well:
             self._codec.decode_sum_into(0, _opened(self._received, self._sizes))
+
+    def undecoded(self, error: Exception) -> None:
+        """Note that this rank's codec could not decode."""
+        self._inspector.failed(Fault.UNDECODED, error)
+
+    def agree(self) -> None:
+        """Agree that all is well."""
+        self._inspector.agree()
 
 
 class ScatterReduce:
@@ -150,7 +161,7 @@ class ScatterReduce:
 
     ``siblings``, two if any, are as in ``AllgatherReduce``. Raises ProtocolError, before any byte
     moves, when a part does not fill its capacity: the other ranks count on it. When the codec fails
-    to sum, all ranks raise ExchangeFailed.
+    to sum, or to decode, all ranks raise ExchangeFailed.
     """
 
     def __init__(
@@ -177,7 +188,6 @@ class ScatterReduce:
         self._gathered = allocate(sum(self._sizes))
         self._inspector = _Inspector(comm, plan, last)
         self.rest: Sequence[Callable[[], None]] = (self.finish,)
-        self._error: Exception | None = None
         self.sent = encoded.nbytes - mine + (size - 1) * mine
 
     def start(self) -> None:
@@ -200,8 +210,7 @@ class ScatterReduce:
                     text = f"the sum of part {rank} has {used} bytes, its fixed size is {out.size}"
                     raise ProtocolError(text)
             except Exception as error:
-                self._error = error
-                self._inspector.failed()
+                self._inspector.failed(Fault.FAILED, error)
         seal(self._own, self._inspector.sequence, self._inspector.plan)
 
     def finish(self) -> None:
@@ -209,15 +218,19 @@ class ScatterReduce:
         self._later.allgather(self._own, self._gathered, self._sizes)
         self._inspector.look(split(self._gathered, self._sizes))
 
-    def agree(self) -> None:
-        """Agree that all is well."""
-        self._inspector.agree(self._error)
-
     def decode(self) -> None:
         """Decode every rank's part."""
         if self._inspector.well:
             for part, payload in enumerate(_opened(self._gathered, self._sizes)):
                 self._codec.decode_into(part, payload)
+
+    def undecoded(self, error: Exception) -> None:
+        """Note that this rank's codec could not decode."""
+        self._inspector.failed(Fault.UNDECODED, error)
+
+    def agree(self) -> None:
+        """Agree that all is well."""
+        self._inspector.agree()
 
 
 def allgather_reduce(
@@ -244,11 +257,19 @@ def scatter_reduce(
 
 
 def run(exchange: Exchange) -> int:
-    """Take all steps of ``exchange``; return the bytes this rank sent."""
-    for wire in steps(exchange):
-        wire.call()
-        if wire.meanwhile is not None:
-            wire.meanwhile()
+    """Take all steps of ``exchange``, and decode when all ranks have found all well.
+
+    Returns the bytes that this rank sent.
+    """
+    exchange.start()
+    exchange.reduce()
+    for collective in (*exchange.rest, exchange.agree):
+        collective()
+    try:
+        exchange.decode()
+    except Exception as error:
+        exchange.undecoded(error)
+    exchange.agree()
     return exchange.sent
 
 
@@ -260,6 +281,7 @@ class _Inspector:
         self.sequence, self.plan = comm.exchanges, plan
         self._comm, self._later = comm, later
         self._finding = 0  # fault and rank in one integer; 0 while there is none
+        self._error: Exception | None = None  # of this rank's codec
 
     @property
     def well(self) -> bool:
@@ -272,14 +294,15 @@ class _Inspector:
             if self.well and rank != self._comm.rank:
                 self._note(inspect(message, self.sequence, self.plan), rank)
 
-    def failed(self) -> None:
-        """Note that this rank cannot go on."""
-        self._note(Fault.FAILED, self._comm.rank)
+    def failed(self, fault: Fault, error: Exception) -> None:
+        """Note that this rank's codec has raised ``error``."""
+        self._error = error
+        self._note(fault, self._comm.rank)
 
     def _note(self, fault: Fault, rank: int) -> None:
         self._finding = fault and fault + len(Fault) * rank
 
-    def agree(self, cause: Exception | None = None) -> None:
+    def agree(self) -> None:
         """Raise ExchangeFailed, with one text everywhere, if any rank has found a fault."""
         findings = np.empty(self._comm.size, np.int64)
         self._later.allgather(np.array([self._finding], np.int64), findings)
@@ -291,8 +314,10 @@ class _Inspector:
         text = f"rank {origin[witness]} received from rank {origin[rank]} a payload"
         if fault == Fault.FAILED:
             text = f"rank {origin[witness]} made of the payloads it received a sum"
+        if fault == Fault.UNDECODED:
+            text = f"rank {origin[witness]} received payloads"
         text = f"{text} {Fault(fault).text} (exchange {self.sequence})"
-        raise ExchangeFailed(text, witness) from cause
+        raise ExchangeFailed(text, witness) from self._error
 
 
 def split(buffer: Array, sizes: Sequence[int]) -> list[Array]:

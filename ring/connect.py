@@ -6,14 +6,17 @@ a job never falls apart into as many single-process trainings as there are ranks
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import stat
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.environment import (
@@ -26,6 +29,7 @@ from ringlet.ring.environment import (
 from ringlet.ring.errors import LaunchError, unavailable
 from ringlet.ring.leave import leave_on_exception
 from ringlet.ring.local import this_thread
+from ringlet.ring.wire.keys import job_key
 
 TIMEOUT = 300.0  # seconds for the ranks to meet
 
@@ -127,10 +131,13 @@ def _gloo(launched: Launched) -> Communicator:
     time = whole.add(f"ringlet/connected/{launched.rank}", 1)
     store = dist.PrefixStore(f"ringlet/{time}", whole)
     # The launcher knows which of this host's addresses leads to the others.
-    host = os.environ.get("RINGLET_ADDRESS") if launched.launcher == "ringlet" else None
+    ours = launched.launcher == "ringlet"
+    host = os.environ.get("RINGLET_ADDRESS") if ours else loopback(launched.rendezvous, os.environ)
     if launched.size > 1:
         leave_on_exception(always=False)
-    return GlooCommunicator(store, launched.rank, launched.size, timeout=TIMEOUT, host=host)
+    return GlooCommunicator(
+        store, launched.rank, launched.size, timeout=TIMEOUT, host=host, key=job_key(os.environ)
+    )
 
 
 def _nccl(launched: Launched) -> Communicator:
@@ -184,6 +191,20 @@ def _store(dist: Any, launched: Launched) -> Any:
             f" at {_address(place)}: {error}"
         ) from error
     return store
+
+
+def loopback(place: str | None, env: Mapping[str, str]) -> str | None:
+    """Return the loopback address, if ranks that meet at ``place`` must all be on this host."""
+    if place is None or place.startswith("file://"):
+        return "127.0.0.1"
+    url = f"tcp://{env['MASTER_ADDR']}" if place == "env://" else place
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:
+        return None  # a name, which other hosts may know
 
 
 def _address(place: str) -> str:

@@ -44,7 +44,10 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Make a waiting (or the next) ``receive`` return at once. From any thread."""
+        """Make a waiting (or the next) ``receive`` return at once.
+
+        From any thread, and from finalisers: it takes no lock.
+        """
 
     @abstractmethod
     def close(self) -> None:

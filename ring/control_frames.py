@@ -1,67 +1,47 @@
-"""What travels on a control connection: frames, and the proof that an end belongs to the job.
+"""What a control connection says: the kinds of its frames, and how its sockets are treated.
 
-Both ends prove that they know the job's secret (HMAC-SHA256 over fresh nonces and the rank) before
-anything else is read. A frame is a header (length, kind) and that many bytes; a length over 64 MiB
-ends the connection before memory is taken for it.
+Frames, and the proof that an end belongs to the job, are those of ``ringlet.ring.wire``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import socket
 import struct
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ringlet.ring.errors import ProtocolError
 
-LIMIT = 64 << 20  # bytes of one message
+LIMIT = 64 << 20  # bytes of one frame
 HANDSHAKE = 5.0  # seconds a stranger has to prove that it belongs to the job
 LINGER = 2.0  # seconds that closing waits for the other end
-MESSAGE, GOODBYE, READY = 0, 1, 2
-MAGIC = b"RINGLET1"
-NONCE = 32
-_HEADER = struct.Struct("<QB")
-HELLO = struct.Struct(f"<II{NONCE}s32s")  # rank, size, nonce, proof
+MESSAGES, GOODBYE, READY = 0, 1, 2
+KINDS = (MESSAGES, GOODBYE, READY)
+_LENGTH = struct.Struct("<I")
 
 
-def frame(kind: int, message: bytes = b"") -> bytes:
-    """Put the header before a message."""
-    if len(message) > LIMIT:
-        raise ValueError(f"a control message of {len(message)} bytes is over the limit of {LIMIT}")
-    return _HEADER.pack(len(message), kind) + message
+def pack(messages: Sequence[bytes]) -> bytes:
+    """Return messages as one frame's bytes. Raises ValueError when they are over the limit."""
+    packed = b"".join([part for m in messages for part in (_LENGTH.pack(len(m)), m)])
+    if len(packed) > LIMIT:
+        raise ValueError(f"control messages of {len(packed)} bytes are over the limit of {LIMIT}")
+    return packed
 
 
-def proof(secret: bytes, side: bytes, *facts: bytes) -> bytes:
-    """Return what only an end that knows ``secret`` can say about these facts."""
-    return hmac.digest(secret, b"ringlet control " + side + b"".join(facts), "sha256")
-
-
-class Frames:
-    """Cuts the bytes of one connection into frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Return the frames (kind, message) that ``data`` completes."""
-        self._buffer += data
-        frames: list[tuple[int, bytes]] = []
-        start = 0
-        while len(self._buffer) - start >= _HEADER.size:
-            length, kind = _HEADER.unpack_from(self._buffer, start)
-            if length > LIMIT or kind > READY:
-                raise ProtocolError(f"bad control frame: kind {kind}, {length} bytes")
-            end = start + _HEADER.size + length
-            if len(self._buffer) < end:
-                break
-            frames.append((kind, bytes(self._buffer[start + _HEADER.size : end])))
-            start = end
-        del self._buffer[:start]
-        return frames
+def unpack(packed: bytes) -> Iterator[bytes]:
+    """Yield the messages of a frame."""
+    start, size = 0, len(packed)
+    while start < size:
+        if size - start < _LENGTH.size:
+            raise ProtocolError("a control message has no length")
+        begin = start + _LENGTH.size
+        start = begin + _LENGTH.unpack_from(packed, start)[0]
+        if start > size:
+            raise ProtocolError("a control message ends too late")
+        yield packed[begin:start]
 
 
 def prepare(sock: socket.socket) -> None:

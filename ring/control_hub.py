@@ -7,9 +7,7 @@ blocking: what a slow reader leaves in its way waits in a queue of its own.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import secrets
 import selectors
 import socket
 import threading
@@ -19,23 +17,23 @@ from ringlet.ring.control import ControlPlane, Handler
 from ringlet.ring.control_frames import (
     GOODBYE,
     HANDSHAKE,
-    HELLO,
+    KINDS,
+    LIMIT,
     LINGER,
-    MAGIC,
-    MESSAGE,
-    NONCE,
+    MESSAGES,
     READY,
-    Frames,
-    frame,
     live,
+    pack,
     prepare,
-    proof,
     release,
     shut,
+    unpack,
 )
 from ringlet.ring.control_local import Coordinator, Inbox, usable
 from ringlet.ring.control_pulse import Pulse
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
+from ringlet.ring.wire.frames import Incoming, Outgoing
+from ringlet.ring.wire.handshake import CLAIM, REFUSED, Claim, Keys, Listening
 
 BACKLOG = 256 << 20  # bytes that may wait for a slow reader before it counts as lost
 PENDING = 64  # strangers at a time; the oldest makes room
@@ -47,14 +45,19 @@ class _Peer:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.rank: int | None = None
-        self.hello = b""
-        self.nonce = secrets.token_bytes(NONCE)
+        self.claim = b""
+        self.handshake = Listening()
         self.deadline = time.monotonic() + HANDSHAKE
-        self.frames = Frames()
         self.queue = bytearray()
         self.polite = False  # it said goodbye
         self.why: str | None = None  # it is lost, though its connection still stands
         self.writing = False  # the selector watches for room to write
+
+    def begin(self, rank: int, keys: Keys) -> None:
+        """Exchange frames from now on."""
+        self.rank = rank
+        self.incoming = Incoming(keys.receiving, KINDS, LIMIT)
+        self.outgoing = Outgoing(keys.sending)
 
 
 class TcpHub(ControlPlane):
@@ -170,8 +173,10 @@ class TcpHub(ControlPlane):
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # it gave up before we came to it
+        except OSError:  # it gave up before we came to it, or there is no descriptor for it
+            if self._pending:
+                self._drop(self._pending[0])
+            return
         prepare(sock)
         sock.setblocking(False)
         peer = _Peer(sock)
@@ -180,12 +185,12 @@ class TcpHub(ControlPlane):
         if len(self._pending) > PENDING + self.size:
             self._drop(self._pending[0])
         with contextlib.suppress(OSError):
-            sock.send(MAGIC + peer.nonce)
+            sock.send(peer.handshake.greeting)
 
     def _read(self, peer: _Peer) -> None:
         try:
             if peer.rank is None:
-                data = peer.sock.recv(HELLO.size + 1 - len(peer.hello))
+                data = peer.sock.recv(CLAIM + 1 - len(peer.claim))
             else:
                 data = peer.sock.recv(1 << 18)
         except BlockingIOError:
@@ -200,38 +205,43 @@ class TcpHub(ControlPlane):
             self._take(peer, peer.rank, data)
 
     def _greet(self, peer: _Peer, data: bytes) -> None:
-        peer.hello += data
-        if len(peer.hello) < HELLO.size:
+        peer.claim += data
+        if len(peer.claim) < CLAIM:
             return None
-        if len(peer.hello) > HELLO.size:
+        if len(peer.claim) > CLAIM:
             return self._drop(peer)
-        rank, size, _, said = HELLO.unpack(peer.hello)
-        facts = peer.hello[: 8 + NONCE]
-        genuine = hmac.compare_digest(said, proof(self._secret, b"client", peer.nonce, facts))
-        if not genuine or size != self.size or not 0 < rank < size or rank in self._peers:
+        try:
+            who, welcome, keys = peer.handshake.answer(peer.claim, self._secret_of)
+        except ProtocolError:
+            with contextlib.suppress(OSError):
+                peer.sock.send(REFUSED)
             return self._drop(peer)
         self._pending.remove(peer)
-        peer.rank = rank
+        peer.begin(who.rank, keys)
         with self._lock:
-            self._peers[rank] = peer
-            self._write(peer, proof(self._secret, b"server", peer.nonce, facts))
+            self._peers[who.rank] = peer
+            self._write(peer, welcome)
             if len(self._peers) == self.size - 1:
                 for member in self._peers.values():
-                    self._write(member, frame(READY))
+                    self._send(member, READY)
         if len(self._peers) == self.size - 1:
             self._stop_listening()
             self._opened.set()
         return None
 
+    def _secret_of(self, who: Claim) -> bytes | None:
+        expected = who.size == self.size and 0 < who.rank < who.size and who.rank not in self._peers
+        return self._secret if expected else None
+
     def _take(self, peer: _Peer, rank: int, data: bytes) -> None:
         try:
-            frames = peer.frames.feed(data)
+            frames = [(kind, [*unpack(body)]) for kind, body in peer.incoming.feed(data)]
         except ProtocolError:
             return self._drop(peer)
-        for kind, message in frames:
-            if kind == MESSAGE:
+        for kind, messages in frames:
+            for message in messages:
                 self._coordinator.message(rank, message)
-            elif kind == GOODBYE:
+            if kind == GOODBYE:
                 peer.polite = True
                 return self._drop(peer)
         return None
@@ -263,7 +273,7 @@ class TcpHub(ControlPlane):
     def _part(self) -> None:
         with self._lock:
             for peer in self._peers.values():
-                self._write(peer, frame(GOODBYE))
+                self._send(peer, GOODBYE)
         deadline = time.monotonic() + LINGER
         while time.monotonic() < deadline and any(p.queue for p in self._peers.values()):
             with self._lock:
@@ -274,10 +284,13 @@ class TcpHub(ControlPlane):
     # Any thread that holds the lock.
 
     def _deliver(self, messages: list[bytes]) -> None:
-        self._inbox.put(messages)
-        data = b"".join([frame(MESSAGE, message) for message in messages])
+        data = pack(messages)
         for peer in self._peers.values():
-            self._write(peer, data)
+            self._send(peer, MESSAGES, data)
+        self._inbox.put(messages)  # last: it may be told to leave, and would take the others' word
+
+    def _send(self, peer: _Peer, kind: int, body: bytes = b"") -> None:
+        self._write(peer, peer.outgoing.frame(kind, body))
 
     def _write(self, peer: _Peer, data: bytes) -> None:
         sent = 0

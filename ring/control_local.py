@@ -5,53 +5,57 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from ringlet.ring.control import ControlPlane, Handler
-from ringlet.ring.errors import PeerLost, RingError
+from ringlet.ring.errors import PeerLost, RingError, again
 
 
 class Inbox:
-    """Broadcasts that wait for one rank. Any thread puts, one thread takes."""
+    """Broadcasts that wait for one rank. Any thread puts, one thread takes.
+
+    It has no lock of its own: a finaliser, which Python may run in the middle of any of this, can
+    wake the reader too.
+    """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.Lock())
-        self._messages: list[bytes] = []
+        self._queue: SimpleQueue[list[bytes] | None] = SimpleQueue()  # None wakes
         self._woken = False
         self._error: BaseException | None = None
 
     def put(self, messages: Iterable[bytes]) -> None:
         """Add messages and wake the reader."""
-        with self._condition:
-            self._messages.extend(messages)
-            self._condition.notify()
+        self._queue.put(list(messages))
 
     def wake(self) -> None:
         """Make a waiting or the next ``take`` return at once."""
         if not self._woken:
-            with self._condition:
-                self._woken = True
-                self._condition.notify()
+            self._woken = True
+            self._queue.put(None)
 
     def fail(self, error: BaseException) -> None:
         """Let ``take`` raise ``error`` once the messages that came before it are taken."""
-        with self._condition:
-            self._error = self._error or error
-            self._condition.notify()
+        self._error = self._error or error
+        self._queue.put(None)
 
     def take(self, timeout: float | None = None) -> list[bytes]:
         """Return what has arrived; wait for it, a wake-up, an error, or ``timeout`` seconds."""
-        with self._condition:
-            if not (self._messages or self._woken or self._error):
-                self._condition.wait_for(self._ready, timeout)
-            messages, self._messages, self._woken = self._messages, [], False
-            if not messages and self._error is not None:
-                if type(self._error) is PeerLost:
-                    raise PeerLost(str(self._error), self._error.ranks)
-                raise self._error
-            return messages
+        messages: list[bytes] = []
+        with suppress(Empty):
+            wait = self._error is None  # whose own entry in the queue may have been taken before
+            self._add(messages, self._queue.get(wait, None if timeout is None else max(0, timeout)))
+            while True:
+                self._add(messages, self._queue.get_nowait())
+        if not messages and self._error is not None:
+            raise again(self._error)
+        return messages
 
-    def _ready(self) -> bool:
-        return bool(self._messages or self._woken or self._error)
+    def _add(self, messages: list[bytes], entry: list[bytes] | None) -> None:
+        if entry is None:
+            self._woken = False  # what asks to be woken from here on, this call's return answers
+        else:
+            messages += entry
 
 
 class Coordinator:
@@ -148,7 +152,7 @@ class LocalControl(ControlPlane):
         """Call the handler from this thread."""
         self._check()
         if self._hub.closed is not None and self.rank:
-            raise PeerLost(str(self._hub.closed), self._hub.closed.ranks)
+            raise again(self._hub.closed)
         self._hub.coordinator.message(self.rank, message)
 
     def receive(self, timeout: float | None = None) -> list[bytes]:

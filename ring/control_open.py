@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import secrets
 import socket
-import struct
+import subprocess
 import time
 from pathlib import Path
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control import ControlPlane, Handler
-from ringlet.ring.control_frames import HANDSHAKE, MAGIC, NONCE, READY, frame, prepare, proof
+from ringlet.ring.control_frames import HANDSHAKE, prepare
 from ringlet.ring.control_hub import TcpHub
 from ringlet.ring.control_local import LocalControl, LocalHub
-from ringlet.ring.control_pulse import Pulse, Register, seconds_from
+from ringlet.ring.control_pulse import Pulse, seconds_from, start
 from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
 from ringlet.ring.interrupt import interrupter
 from ringlet.ring.local import LocalCommunicator
 from ringlet.ring.network import listen, own_address
+from ringlet.ring.wire.handshake import Claim, connect_as
+from ringlet.ring.wire.keys import agreed_key, derive
 
 TIMEOUT = 60.0  # seconds until all ranks must have joined
-_SECRET = 32
+_RANK = 0  # the one role that there is
+_SALT = 16  # bytes that tell one control plane from the next
 
 
 def open_control(
@@ -35,27 +37,33 @@ def open_control(
     ``handler`` is rank 0's; what other ranks pass is ignored. Ranks of different hosts meet at the
     address of the network interface that RINGLET_IFACE names on rank 0, else at the one that the
     launcher found, else at rank 0's own.
-    Ranks that are silent for RINGLET_HEARTBEAT seconds (default 60, rank 0's counts; 0: for ever)
+    Ranks that are silent for RINGLET_HEARTBEAT seconds (default 5, rank 0's counts; 0: for ever)
     are lost. Raises PeerLost when a rank has not joined after ``timeout`` seconds.
     """
     comm = comm.base
     if isinstance(comm, LocalCommunicator) or comm.size == 1:
         return _open_local(comm, handler)
     hosts = comm.allgather_bytes(_host())
+    key = agreed_key(comm, "control plane", os.environ)
     if comm.rank != 0:
         meeting = comm.broadcast_bytes(None)
         if not meeting:
             raise RingError("rank 0 could not open the control plane; its own error says why")
-        address, port, pulse, seconds = meeting[_SECRET:].decode().split(" ")
-        secret = meeting[:_SECRET]
-        control = join((address, int(port)), secret, comm.rank, comm.size, timeout)
-        if float(seconds):
-            try:
-                beats = join((address, int(pulse)), secret, comm.rank, comm.size, timeout)
-            except BaseException:
-                control.close()
-                raise
-            _watch(control, beats, float(seconds), comm)
+        address, port, pulse, seconds = meeting[_SALT:].decode().split(" ")
+        secret = derive(key, meeting[:_SALT].hex())
+        beating, limit = None, float(seconds)
+        if limit:
+            door = address, int(pulse)
+            beating = start(comm.rank, comm.size, limit, secret, door, timeout)
+        try:
+            control = join((address, int(port)), secret, comm.rank, comm.size, timeout)
+        except BaseException:
+            if beating is not None:
+                beating.kill()
+                beating.wait()
+            raise
+        if beating is not None:
+            _watch(control, beating, limit, comm).wait_joined(timeout)
         return control
     listeners: list[socket.socket] = []
     try:
@@ -68,38 +76,37 @@ def open_control(
         comm.broadcast_bytes(b"")
         raise
     ports = " ".join(str(listener.getsockname()[1]) for listener in listeners)
-    secret = secrets.token_bytes(_SECRET)
+    salt = secrets.token_bytes(_SALT)
+    secret = derive(key, salt.hex())
     hub = TcpHub(handler, comm.size, secret, listeners[0])
-    register = Register(comm.size)
-    beats_hub = TcpHub(register, comm.size, secret, listeners[1])
+    process: subprocess.Popen[bytes] | None = None
+    if heartbeat:
+        process = start(0, comm.size, heartbeat, secret, (listeners[1].fileno(),))
+    listeners[1].close()  # the heartbeat has it
+    if process is None:
+        heartbeat = 0.0  # on all ranks
+    else:
+        _watch(hub, process, heartbeat, comm)
     try:
-        comm.broadcast_bytes(secret + f"{address} {ports} {heartbeat!r}".encode())
+        comm.broadcast_bytes(salt + f"{address} {ports} {heartbeat!r}".encode())
         hub.wait_open(timeout)
-        if heartbeat:
-            beats_hub.wait_open(timeout)
     except BaseException:
-        beats_hub.close()
         hub.close()
         raise
-    if heartbeat:
-        register.forgive()
-        _watch(hub, beats_hub, heartbeat, comm, register)
-    else:
-        beats_hub.close()
     return hub
 
 
 def _watch(
     control: TcpHub | TcpControl,
-    beats: TcpHub | TcpControl,
+    process: subprocess.Popen[bytes],
     seconds: float,
     comm: Communicator,
-    register: Register | None = None,
-) -> None:
-    """Listen, on ``beats``, for signs of life of the ranks that ``control`` connects."""
-    control.pulse = Pulse(
-        beats, seconds, control.lose, lambda: control.turns, interrupter(comm), register
+) -> Pulse:
+    """Hear of the ranks that ``control`` connects by the heartbeat of this one, ``process``."""
+    pulse = control.pulse = Pulse(
+        process, control.rank, seconds, control.lose, lambda: control.turns, interrupter(comm)
     )
+    return pulse
 
 
 def join(
@@ -110,45 +117,24 @@ def join(
     while True:
         left = deadline - time.monotonic()
         sock: socket.socket | None = None
+        control: TcpControl | None = None
         try:
             sock = socket.create_connection(where, timeout=max(0.001, min(left, HANDSHAKE)))
             prepare(sock)
-            _prove(sock, secret, rank, size)
-            if _receive(sock, len(frame(READY)), deadline) != frame(READY):
-                raise ProtocolError("the control plane's hub did not keep to the protocol")
-            sock.settimeout(None)
-            return TcpControl(sock, rank, size)
+            limit = min(deadline, time.monotonic() + HANDSHAKE)
+            keys = connect_as(sock, secret, Claim(_RANK, rank, size), limit)
+            control = TcpControl(sock, keys, rank, size)
+            control.wait_open(deadline)
+            return control
         except (OSError, ProtocolError) as error:
             if sock is not None:
                 sock.close()
+            if control is not None:
+                control.close()
             if isinstance(error, ProtocolError) or time.monotonic() + 0.05 >= deadline:
                 text = f"rank {rank} could not join the control plane at {where[0]}:{where[1]}"
                 raise PeerLost(f"{text}: {error}", [0]) from error
         time.sleep(0.05)
-
-
-def _prove(sock: socket.socket, secret: bytes, rank: int, size: int) -> None:
-    deadline = time.monotonic() + HANDSHAKE
-    greeting = _receive(sock, len(MAGIC) + NONCE, deadline)
-    if not greeting.startswith(MAGIC):
-        raise ProtocolError("what listens there is not a Ringlet control plane of this version")
-    challenge = greeting[len(MAGIC) :]
-    facts = struct.pack("<II", rank, size) + secrets.token_bytes(NONCE)
-    sock.sendall(facts + proof(secret, b"client", challenge, facts))
-    answer = _receive(sock, 32, deadline)
-    if not hmac.compare_digest(answer, proof(secret, b"server", challenge, facts)):
-        raise ProtocolError("what listens there does not know this job's secret")
-
-
-def _receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
-        piece = sock.recv(nbytes - len(data))
-        if not piece:
-            raise ConnectionResetError("the hub closed the connection")
-        data += piece
-    return data
 
 
 def _host() -> bytes:

@@ -1,32 +1,34 @@
 """Signs of life: how ranks notice that another one is frozen, or that its host has vanished.
 
 The kernel tells when a process ends, but not when it is stopped or when its host is cut off. So
-every rank sends a beat to rank 0, and rank 0 to every rank, over a control plane of their own that
-a thread of their own reads: neither a collective that waits nor a queue in front of the other
-control plane delays it. Somebody who was silent for too long is lost, everybody is told, and
-collectives that wait for it are interrupted.
-
-A beat needs the interpreter: a rank that is in an extension which holds the GIL for longer than the
-limit looks frozen. That is why the limit is generous; RINGLET_HEARTBEAT sets it.
+every rank has a heartbeat (``ringlet.ring.heartbeat``), a small process beside it: it is no matter
+to that how long the rank holds Python's interpreter lock. A thread hears what it has to tell. Who
+was silent for too long is lost, everybody is told, and collectives that wait for it are
+interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from ringlet.ring.control import ControlPlane
-from ringlet.ring.errors import LOST_PEER, PeerLost, RingError
+from ringlet.ring.control_frames import live
+from ringlet.ring.errors import LOST_PEER, PeerLost
 
 log = logging.getLogger("ringlet")
 
-DEFAULT = 60.0  # seconds of silence after which a rank is lost
-LONGEST = 5.0  # seconds between two beats
+DEFAULT = 5.0  # seconds of silence after which a rank is lost
 STUCK = 10.0  # seconds that a collective may go on waiting for a lost rank, at most
+GRACE = 0.25  # seconds until a rank's end has to be known by the end of its connection
+_LOOK = 0.05  # seconds between two looks whether a loss has got through
+PROGRAM = Path(__file__).with_name("heartbeat.py")
 
 Lose = Callable[[int, str], None]
 
@@ -48,130 +50,138 @@ def seconds_from(env: Mapping[str, str]) -> float:
     return seconds
 
 
-class Register:
-    """When each rank was last heard of; rank 0's ``Handler`` of the plane that beats go over."""
+def start(
+    rank: int,
+    size: int,
+    seconds: float,
+    secret: bytes,
+    door: Sequence[str | int],
+    timeout: float = 60.0,
+) -> subprocess.Popen[bytes] | None:
+    """Start the heartbeat of rank ``rank``; None, with a warning, where that is not possible.
 
-    def __init__(self, size: int) -> None:
-        now = time.monotonic()
-        self.heard = dict.fromkeys(range(1, size), now)
-
-    def on_message(self, rank: int, message: bytes) -> list[bytes]:
-        """Note a sign of life; pass on what rank 0 says."""
-        if rank == 0:
-            return [message]
-        if rank in self.heard:
-            self.heard[rank] = time.monotonic()
-        if message:  # its last: it closes
-            self.heard.pop(rank, None)
-        return []
-
-    def on_lost(self, rank: int, why: str | None = None) -> list[bytes]:
-        """Expect nothing more: the control plane that carries messages reports it."""
-        self.heard.pop(rank, None)
-        return []
-
-    def forgive(self) -> None:
-        """Give everybody a new start: it was this rank that did not listen."""
-        for rank in list(self.heard):
-            self.heard[rank] = time.monotonic()
-
-    def silent(self, seconds: float) -> list[int]:
-        """Return, once, the ranks that were silent for ``seconds``."""
-        limit = time.monotonic() - seconds
-        found = [rank for rank, heard in list(self.heard.items()) if heard < limit]
-        for rank in found:
-            self.heard.pop(rank, None)
-        return found
+    ``door`` is where rank 0's heartbeat listens: on rank 0 the number of a descriptor, elsewhere an
+    address and a port, which it has to be found at within ``timeout`` seconds.
+    """
+    words = (rank, size, os.getpid(), seconds, secret.hex(), timeout, *door)
+    try:
+        # -I and -S: nothing of the user's is imported, and nothing that takes time.
+        process = subprocess.Popen(
+            [sys.executable or "python3", "-I", "-S", str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # buffers have locks, which a forked child may find held
+            pass_fds=[int(door[0])] if rank == 0 else [],
+            cwd="/",
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: the pulse will see that
+            os.write(process.stdin.fileno(), " ".join(map(str, words)).encode() + b"\n")
+    except (OSError, TypeError) as error:  # the latter where there is no ``sys.executable``
+        log.warning("rank %d has no heartbeat: %s; if it freezes nobody notices", rank, error)
+        return None
+    return process
 
 
 class Pulse:
-    """One rank's thread that beats and listens, over ``plane``, until ``close``.
+    """Rank ``rank``'s heartbeat, a ``process``, and the thread that hears it, until ``close``.
 
-    ``lose(rank, why)`` ends the message plane's connection to a rank; ``interrupt`` ends the
+    ``lose(rank, why)`` ends the control plane's connection to a rank; ``interrupt`` ends the
     collective that this rank waits in, if the transport can; ``turns`` counts how often messages
-    were read. Where a loss does not get through to whoever reads them, the process is ended.
+    were read. Where a frozen rank's loss does not get through to whoever reads them, the process is
+    ended.
     """
 
     def __init__(
         self,
-        plane: ControlPlane,
+        process: subprocess.Popen[bytes],
+        rank: int,
         seconds: float,
         lose: Lose,
         turns: Callable[[], int],
         interrupt: Callable[[], None] | None,
-        register: Register | None,
     ) -> None:
-        self._plane, self._seconds, self._register = plane, seconds, register
+        self._process, self._rank, self._seconds = process, rank, seconds
         self._lose, self._turns, self._interrupt = lose, turns, interrupt
-        self._interval = min(LONGEST, seconds / 5)
         self._closing = False
+        self._joined = threading.Event()
+        live.add(self)
         self._thread = threading.Thread(target=self._run, name="ringlet pulse", daemon=True)
         self._thread.start()
 
+    def wait_joined(self, timeout: float) -> None:
+        """Return once rank 0's heartbeat listens to this one, which may also have failed."""
+        self._joined.wait(timeout)
+
     def close(self) -> None:
-        """Say goodbye and end the thread. Idempotent; never raises."""
+        """Say goodbye, end the heartbeat and the thread. Idempotent; never raises."""
+        if self._closing:
+            return
         self._closing = True
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            os.write(self._process.stdin.fileno(), b"bye")
         try:
-            self._plane.send(b"bye" if self._register is None else b"")
-            self._plane.wake()
-        except RingError:
-            pass  # it is over already
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         if threading.current_thread() is not self._thread:
-            self._thread.join(self._interval + 1.0)
-        self._plane.close()
+            self._thread.join(2.0)
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Close the pipes: a forked child that held them would hide the end of its parent."""
+        self._closing = True
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
 
     def _run(self) -> None:
-        try:
-            self._listen()
-        except RingError:
-            pass  # closed; or rank 0 went, which the other plane tells
-        except Exception:
-            log.exception("the heartbeat failed; frozen ranks will not be noticed")
+        assert self._process.stdout is not None
+        left = False
+        with contextlib.suppress(OSError, ValueError):  # closed
+            for line in self._process.stdout:
+                word, *rank = line.split()
+                self._joined.set()
+                left = left or word == b"bye"
+                if rank:
+                    left = left or int(rank[0]) == 0
+                    self._alarm(int(rank[0]), frozen=word == b"silent")
+        self._joined.set()
+        if not self._closing and not left:
+            log.warning("the heartbeat of rank %d ended; if it freezes nobody notices", self._rank)
 
-    def _listen(self) -> None:
-        heard = awake = time.monotonic()
-        beat = 0.0
-        while not self._closing:
-            now = time.monotonic()
-            if now >= beat:
-                self._plane.send(b"")
-                beat = now + self._interval
-            messages = self._plane.receive(max(0.0, beat - now))
-            now = time.monotonic()
-            for message in messages:
-                heard = now
-                if message:
-                    self._alarm(int(message), interrupt_only=True)
-            if now - awake > 2 * self._interval + 0.5:  # it was this process that stood still
-                heard = now
-                if self._register is not None:
-                    self._register.forgive()
-            awake = now
-            if self._register is not None:
-                for rank in self._register.silent(self._seconds):
-                    self._alarm(rank)
-            elif now - heard > self._seconds:
-                self._alarm(0)
-                return
-
-    def _alarm(self, rank: int, interrupt_only: bool = False) -> None:
-        why = f"no sign of life for {self._seconds:g} s"
+    def _alarm(self, rank: int, frozen: bool) -> None:
         turns = self._turns()
-        if not interrupt_only:
-            self._lose(rank, why)
-            if self._register is not None:
-                self._plane.send(b"%d" % rank)
-        if self._interrupt is not None:
+        if frozen:
+            why = f"no sign of life for {self._seconds:g} s"
+            self._tell(rank, why)
+            if self._interrupt is not None:
+                self._interrupt()
+            threading.Thread(target=self._insist, args=(rank, why, turns), daemon=True).start()
+            return
+        time.sleep(GRACE)  # its connection may have said so, with what it had sent before
+        self._tell(rank, "its process has ended")
+        if self._interrupt is not None and self._turns() == turns and not self._closing:
             self._interrupt()
-        threading.Thread(target=self._insist, args=(rank, why, turns), daemon=True).start()
+
+    def _tell(self, rank: int, why: str) -> None:
+        if self._rank == 0 or rank == 0:  # rank 0 tells the others
+            self._lose(rank, why)
 
     def _insist(self, rank: int, why: str, turns: int) -> None:
-        """End this process if the loss does not get through: MPI waits for ever."""
-        limit = time.monotonic() + min(STUCK, self._seconds)
-        while time.monotonic() < limit:
+        """End this process if the loss does not get through: MPI waits for ever.
+
+        What can be interrupted gets more time: it wakes up by itself, on a busy machine late.
+        """
+        limit = min(STUCK, self._seconds) if self._interrupt is None else STUCK
+        # Counted, not timed: while this process does not run, nobody in it can get through.
+        for _ in range(round(limit / _LOOK)):
             if self._closing or self._turns() != turns:
                 return
-            time.sleep(0.05)
+            time.sleep(_LOOK)
         error = PeerLost(f"rank {rank} is gone: {why}", [rank])
         print(
             f"ringlet: {error}; a collective still waits for it, so this rank ends", file=sys.stderr

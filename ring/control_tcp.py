@@ -12,27 +12,36 @@ import time
 from ringlet.ring.control import ControlPlane
 from ringlet.ring.control_frames import (
     GOODBYE,
+    KINDS,
+    LIMIT,
     LINGER,
-    MESSAGE,
-    Frames,
-    frame,
+    MESSAGES,
+    READY,
     live,
+    pack,
     release,
     shut,
+    unpack,
 )
 from ringlet.ring.control_local import usable
 from ringlet.ring.control_pulse import Pulse
 from ringlet.ring.errors import PeerLost, ProtocolError
+from ringlet.ring.wire.frames import OVERHEAD, Incoming, Outgoing
+from ringlet.ring.wire.handshake import Keys, receive
+
+# One text, however its end shows: a reset or an end of the stream, in sending or in receiving.
+_GONE = "rank 0, the coordinator, is gone: its connection closed without a goodbye"
 
 
 class TcpControl(ControlPlane):
-    """The end of a rank other than 0, over ``sock``, whose handshake is done."""
+    """The end of a rank other than 0, over ``sock``, whose handshake has led to ``keys``."""
 
-    def __init__(self, sock: socket.socket, rank: int, size: int) -> None:
+    def __init__(self, sock: socket.socket, keys: Keys, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self._sock = sock
-        self._frames = Frames()
+        self._incoming = Incoming(keys.receiving, KINDS, LIMIT)
+        self._outgoing = Outgoing(keys.sending)
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._gone: str | None = None
@@ -49,17 +58,23 @@ class TcpControl(ControlPlane):
         self._poll.register(self._woken, select.POLLIN)
         live.add(self)
 
+    def wait_open(self, deadline: float) -> None:
+        """Return once all ranks have joined; OSError when ``deadline`` (monotonic) comes first."""
+        data = receive(self._sock, OVERHEAD, deadline)
+        if self._incoming.feed(data) != [(READY, b"")]:
+            raise ProtocolError("the control plane's hub did not keep to the protocol")
+        self._sock.settimeout(None)
+
     def send(self, message: bytes) -> None:
         """Send ``message`` to rank 0."""
         usable(self._closed, self._pid)
-        data = frame(MESSAGE, message)
+        data = pack([message])
         try:
             with self._sending:
-                self._sock.sendall(data)
+                self._sock.sendall(self._outgoing.frame(MESSAGES, data))
         except OSError as error:
             usable(self._closed, self._pid)
-            why = self._gone or self._silence or f"rank 0, the coordinator, is gone: {error}"
-            raise PeerLost(why, [0]) from error
+            raise PeerLost(self._gone or self._silence or _GONE, [0]) from error
 
     def receive(self, timeout: float | None = None) -> list[bytes]:
         """Return the broadcasts since the last call; see ``ControlPlane``."""
@@ -111,7 +126,7 @@ class TcpControl(ControlPlane):
         try:
             if polite and self._gone is None:
                 self._sock.settimeout(LINGER)
-                self._sock.sendall(frame(GOODBYE))
+                self._sock.sendall(self._outgoing.frame(GOODBYE))
                 self._sock.shutdown(socket.SHUT_WR)
                 deadline = time.monotonic() + LINGER
                 while time.monotonic() < deadline and self._sock.recv(1 << 16):
@@ -127,21 +142,24 @@ class TcpControl(ControlPlane):
                     lock.release()
 
     def _read(self) -> list[bytes]:
+        frames: list[tuple[int, bytes]] = []
+        messages: list[bytes] = []
         try:
             data = self._sock.recv(1 << 18, socket.MSG_DONTWAIT)
-            frames = self._frames.feed(data)
+            frames = self._incoming.feed(data)
+            messages = [message for _, body in frames for message in unpack(body)]
         except BlockingIOError:
             return []
-        except (OSError, ProtocolError) as error:
+        except ProtocolError as error:
             self._gone = self._silence or f"rank 0, the coordinator, is gone: {error}"
             return []
+        except OSError:
+            data = b""
         if not data:
-            self._gone = (
-                self._silence or "rank 0, the coordinator, is gone: it closed the connection"
-            )
+            self._gone = self._silence or _GONE
         elif any(kind == GOODBYE for kind, _ in frames):
             self._gone = "rank 0, the coordinator, closed the control plane"
-        return [message for kind, message in frames if kind == MESSAGE]
+        return messages
 
     def _wake(self) -> None:
         if not self._wake_pending:

@@ -6,6 +6,7 @@ are those of the group. Arrays are in host memory, so the group needs a backend 
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from ringlet.ring.errors import unavailable
 from ringlet.ring.gloo import GlooCommunicator
 from ringlet.ring.process_group import ProcessGroupCommunicator, import_torch
+from ringlet.ring.wire.keys import job_key
 
 
 class TorchCommunicator(ProcessGroupCommunicator):
@@ -66,4 +68,4 @@ def meet(token: str, rank: int, origin: Sequence[int]) -> GlooCommunicator:
     """
     _, dist = import_torch(TorchCommunicator.name)
     store = dist.PrefixStore(f"ringlet/{token}", dist.distributed_c10d._get_default_store())
-    return GlooCommunicator(store, rank, len(origin), origin=origin)
+    return GlooCommunicator(store, rank, len(origin), origin=origin, key=job_key(os.environ))

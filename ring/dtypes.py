@@ -19,12 +19,16 @@ INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "in
 NAMES = FLOATS + INTEGERS
 
 
-@functools.cache
+STORED = {name: np.dtype("uint16" if name == "bfloat16" else name) for name in NAMES}
+
+
 def storage(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype that holds elements of dtype ``name`` in memory."""
-    if name not in NAMES:
-        raise TypeError(f"dtype {name!r} cannot travel; dtypes that can: {', '.join(NAMES)}")
-    return np.dtype("uint16" if name == "bfloat16" else name)
+    try:
+        return STORED[name]
+    except KeyError:
+        listed = ", ".join(NAMES)
+        raise TypeError(f"dtype {name!r} cannot travel; dtypes that can: {listed}") from None
 
 
 @functools.cache

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from typing import TypeVar
+
+AnyError = TypeVar("AnyError", bound=BaseException)
 
 LOST_PEER = 75  # exit code of a rank that ended because another one went away first
 
@@ -20,11 +24,18 @@ class LaunchError(RingError):
 
 
 class PeerLost(RingError):
-    """A rank went away. ``ranks`` holds the lost ranks (empty when the transport cannot tell)."""
+    """A rank went away, or a connection between two ranks that live.
 
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+    ``ranks`` holds the lost ranks, or those two (empty when the transport cannot tell). ``severed``
+    are the ranks that the one which raises has no connection to any more, whether they live or not.
+    """
+
+    def __init__(
+        self, message: str, ranks: Iterable[int] = (), severed: Iterable[int] = ()
+    ) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+        self.severed = tuple(severed)
 
 
 class Mismatch(RingError):
@@ -52,10 +63,29 @@ def unavailable(transport: str, why: str, remedy: str) -> TransportUnavailable:
     return TransportUnavailable(f"transport {transport!r} is not available: {why}. {remedy}")
 
 
-def again(error: RingError) -> RingError:
-    """Return a new error of the same type and content, to raise once more."""
-    return (
-        PeerLost(str(error), error.ranks)
-        if isinstance(error, PeerLost)
-        else type(error)(*error.args)
-    )
+def again(error: AnyError) -> AnyError:
+    """Return a new error of the same type and content, with the frames it came through so far.
+
+    For errors that are kept and raised each time somebody asks: one object would gather the frames
+    of every time. One that cannot be copied is returned itself.
+    """
+    fresh = _copied(error)
+    if fresh is not error:
+        if hasattr(error, "__notes__"):
+            fresh.__notes__ = list(error.__notes__)
+        fresh.__cause__, fresh.__context__ = error.__cause__, error.__context__
+        fresh.__suppress_context__ = error.__suppress_context__
+    return fresh.with_traceback(error.__traceback__)
+
+
+def _copied(error: AnyError) -> AnyError:
+    kind = type(error)
+    try:
+        fresh = copy.copy(error)
+        if type(fresh) is kind and str(fresh) == str(error):
+            return fresh
+    except Exception:  # its constructor takes something else than it keeps
+        pass
+    fresh = kind.__new__(kind, *error.args)
+    fresh.__dict__.update(error.__dict__)
+    return fresh if str(fresh) == str(error) else error

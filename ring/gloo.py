@@ -5,8 +5,11 @@ A process group of our own is used, never torch's default one, which stays the u
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import os
+import resource
 import socket
 import weakref
 from collections.abc import Sequence
@@ -14,16 +17,23 @@ from datetime import timedelta
 from typing import Any
 
 from ringlet.ring.errors import PeerLost, unavailable
+from ringlet.ring.gloo_proof import Gate, admit
 from ringlet.ring.halves import Scratch
-from ringlet.ring.interrupt import interrupt_all, remember, watched
+from ringlet.ring.interrupt import Connections, interrupt_all, remember, watched
 from ringlet.ring.process_group import TAG, ProcessGroupCommunicator
+
+DESCRIPTORS = 1 << 16  # that a rank may have open, if the system lets it
 
 
 class GlooCommunicator(ProcessGroupCommunicator):
     """Rank ``rank`` of ``size`` that meet at ``store``, whose keys must not have been used before.
 
     ``timeout`` (seconds) bounds each call. The network interface is the one GLOO_SOCKET_IFNAME
-    names, else the one that has the address ``host``, else the one of this host's name.
+    names, else the one that has the address ``host``, else the one of this host's name. Ranks prove
+    to each other that they know ``key``; with None, which is then every rank's, nobody does.
+
+    Raises PeerLost when the others cannot be reached, ProtocolError when somebody has taken a
+    rank's place, LaunchError when some ranks have a key and others do not.
     """
 
     name = "gloo"
@@ -37,19 +47,23 @@ class GlooCommunicator(ProcessGroupCommunicator):
         *,
         host: str | None = None,
         origin: Sequence[int] | None = None,
+        key: bytes | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be below the size {size}, not {rank}")
         super().__init__(rank, size, origin)
         if not hasattr(self._dist, "ProcessGroupGloo"):
             raise unavailable("gloo", "this torch was built without gloo", "Install another build.")
-        self._store, self._timeout, self._host = store, timeout, host
+        self._store, self._timeout, self._host, self._key = store, timeout, host, key
         self._asked = 0  # subsets so far, so that each has keys of its own in the store
         # Runs at exit too, when nobody closed.
         self._finalizer = weakref.finalize(self, self._groups.clear)
+        self._connections = Connections()
         if size > 1:
-            self._groups.append(self._connect())
-            hosts = self.allgather_bytes(socket.gethostname().encode())
+            self._connect()
+            here = json.dumps([socket.gethostname(), self._connections.ends()])
+            hosts, ends = zip(*map(json.loads, self.allgather_bytes(here.encode())), strict=True)
+            self._connections.introduce(ends)
             self._spread = len(set(hosts)) == size
 
     def _subset(self, ranks: list[int]) -> GlooCommunicator | None:
@@ -67,6 +81,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
             self._timeout,
             host=self._host,
             origin=origin,
+            key=self._key,
         )
 
     def interrupt(self) -> None:
@@ -84,11 +99,38 @@ class GlooCommunicator(ProcessGroupCommunicator):
     def _release(self) -> None:
         self._finalizer()
 
+    def _severed(self) -> list[int]:
+        return [self.origin[rank] for rank in self._connections.severed()]
+
     def _close(self) -> None:
         super()._close()
         self._store = None
 
-    def _connect(self) -> Any:
+    def _connect(self) -> None:
+        _make_room()
+        with watched() as connections:
+            options = self._options()
+            prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
+            gate = Gate(prefixed, self.rank, self.size, self._timeout)
+            gate.keyed(self._key is not None)
+            try:
+                group = self._dist.ProcessGroupGloo(prefixed, self.rank, self.size, options)
+            except RuntimeError as error:
+                raise PeerLost(
+                    f"rank {self.rank} of {self.size} could not reach the others over gloo: {error}"
+                ) from error
+        self._groups.append(group)
+        self._connections = connections
+        del group, options  # what holds them keeps gloo's threads
+        try:
+            admit(self, gate, self._key, connections.interrupt)
+        except BaseException:
+            self._release()
+            raise
+        connections.refuse_more()
+        remember(self, connections)
+
+    def _options(self) -> Any:
         gloo, host = self._dist.ProcessGroupGloo, self._host
         options = gloo._Options()
         options._timeout = timedelta(seconds=self._timeout)
@@ -104,12 +146,17 @@ class GlooCommunicator(ProcessGroupCommunicator):
         except RuntimeError as error:
             remedy = "Name a network interface in GLOO_SOCKET_IFNAME."
             raise unavailable("gloo", str(error).split("\n")[0], remedy) from error
-        prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
-        try:
-            with watched() as connections:
-                group = gloo(prefixed, self.rank, self.size, options)
-        except RuntimeError as error:
-            text = f"rank {self.rank} of {self.size} could not reach the others over gloo: {error}"
-            raise PeerLost(text) from error
-        remember(self, connections)
-        return group
+        return options
+
+
+def _make_room() -> None:
+    """Allow this process more descriptors, if it may have them.
+
+    While its port is open gloo takes every connection, and ends the process when there is no
+    descriptor for one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -2,20 +2,28 @@
 
 gloo has no call for that: a collective ends when its connections do. They are the TCP connections
 that came up while the communicator was made. NCCL has one.
+
+A forked child holds the connections of its parent too, and would keep them open after the parent's
+death: it gives them up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
+import struct
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from ringlet.ring.communicator import Communicator
+
+_ESTABLISHED = 1  # state of a TCP connection, in Linux's numbers
+_SO_ATTACH_FILTER, _RETURN = 26, 6  # of Linux: a socket's packet filter, and its instruction
 
 
 class Interruptible(Protocol):
@@ -25,20 +33,99 @@ class Interruptible(Protocol):
         """End them, from any thread."""
 
 
+End = tuple[str, int]  # address and port
+
+
+Identity = tuple[int, int]  # device and inode
+
+
 class Connections:
-    """The TCP connections that a piece of code has left open; see ``watched``."""
+    """The TCP connections, and ports, that a piece of code has left open; see ``watched``."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int]] = {}  # by descriptor: device and inode
+        self._known: dict[int, Identity] = {}  # connections, by descriptor
+        self._listening: dict[int, Identity] = {}  # ports, by descriptor
+        self._ends: dict[int, tuple[End, End]] = {}  # by descriptor: this one and the other
+        self._ranks: dict[int, int] = {}  # by descriptor: who is at the other end
 
     def interrupt(self) -> None:
         """End them, here and at the other end; what waits on them fails at once."""
-        for descriptor, identity in self._known.items():
-            with contextlib.suppress(OSError):
-                if _identity(descriptor) != identity:
-                    continue  # closed since, and the number is somebody else's
+        for descriptor in list(self._known):
+            self.cut(descriptor)
+
+    def cut(self, descriptor: int) -> None:
+        """End one of them, here and at the other end."""
+        with contextlib.suppress(OSError):
+            if self._is_open(descriptor):
                 with socket.socket(fileno=os.dup(descriptor)) as sock:
                     sock.shutdown(socket.SHUT_RDWR)
+
+    def refuse_more(self) -> None:
+        """Let nobody connect to the ports any more; whoever is connected stays.
+
+        Their owner keeps them open, so the kernel is told to drop whatever comes for them.
+        """
+        nothing = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
+        program = struct.pack("HP", 1, ctypes.addressof(nothing))
+        for descriptor in self._listening:
+            with contextlib.suppress(OSError):
+                if self._is_open(descriptor):
+                    with socket.socket(fileno=os.dup(descriptor)) as sock:
+                        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+    def ends(self) -> list[tuple[End, End]]:
+        """Return where the connections begin and end, for ``introduce`` on other ranks."""
+        return list(self._ends.values())
+
+    def introduce(self, ends: Sequence[Iterable[tuple[End, End]]]) -> None:
+        """Learn who is at the other ends, from what ``ends`` returned on every rank, by rank.
+
+        Where addresses are translated on the way they stay unknown.
+        """
+        found = {
+            (_end(there), _end(here)): rank
+            for rank, pairs in enumerate(ends)
+            for here, there in pairs
+        }
+        for descriptor, pair in self._ends.items():
+            if pair in found:
+                self._ranks[descriptor] = found[pair]
+
+    def to(self, rank: int) -> list[int]:
+        """Return the descriptors of the connections to ``rank``."""
+        return [descriptor for descriptor, other in self._ranks.items() if other == rank]
+
+    def severed(self) -> list[int]:
+        """Return the ranks at the other ends of connections that have ended, ascending."""
+        ended = [rank for descriptor, rank in self._ranks.items() if not self._stands(descriptor)]
+        return sorted(set(ended))
+
+    def give_up(self) -> None:
+        """Let go of them in a forked child, without a word to the other ends."""
+        with contextlib.suppress(OSError):
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in [*self._known, *self._listening]:
+                if self._is_open(descriptor):
+                    # The number stays taken: gloo's destructors may close it once more.
+                    os.dup2(nothing, descriptor, inheritable=False)
+            os.close(nothing)
+        self._known.clear()
+        self._listening.clear()
+
+    def _is_open(self, descriptor: int) -> bool:
+        """Whether it is not closed since, and its number somebody else's."""
+        try:
+            known = self._known.get(descriptor) or self._listening.get(descriptor)
+            return _identity(descriptor) == known
+        except OSError:
+            return False
+
+    def _stands(self, descriptor: int) -> bool:
+        if not self._is_open(descriptor):
+            return False
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        return state == _ESTABLISHED
 
 
 _known: weakref.WeakKeyDictionary[Communicator, Interruptible] = weakref.WeakKeyDictionary()
@@ -47,6 +134,23 @@ _known: weakref.WeakKeyDictionary[Communicator, Interruptible] = weakref.WeakKey
 def remember(comm: Communicator, means: Interruptible) -> None:
     """Note what ends collectives of ``comm``; it must not keep ``comm`` alive."""
     _known[comm] = means
+
+
+_holders: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def hold(holder: object, on: bool = True) -> None:
+    """Let connections stay when a collective fails, until ``holder`` lets go, ends, or interrupts.
+
+    Whoever waits for this rank learns of the failure from the holder, with its cause: a connection
+    that ends would look like another failure.
+    """
+    (_holders.add if on else _holders.discard)(holder)
+
+
+def held() -> bool:
+    """Whether connections are to stay when a collective fails."""
+    return bool(_holders)
 
 
 def interrupter(comm: Communicator) -> Callable[[], None] | None:
@@ -65,23 +169,39 @@ def interrupt_all() -> None:
 
 @contextmanager
 def watched() -> Iterator[Connections]:
-    """Yield what will hold the TCP connections that exist after the block and not before."""
+    """Yield what will hold the TCP sockets that exist after the block and not before."""
     found = Connections()
     before = _sockets()
     yield found
-    found._known = {fd: i for fd, i in _sockets().items() if before.get(fd) != i}
+    for descriptor, (identity, ends) in _sockets().items():
+        if descriptor in before and before[descriptor][0] == identity:
+            continue
+        if ends is None:
+            found._listening[descriptor] = identity
+        else:
+            found._known[descriptor], found._ends[descriptor] = identity, ends
+        os.set_inheritable(descriptor, False)  # programs that this one starts need them not
 
 
-def _sockets() -> dict[int, tuple[int, int]]:
-    sockets: dict[int, tuple[int, int]] = {}
+def _sockets() -> dict[int, tuple[Identity, tuple[End, End] | None]]:
+    """Return the TCP sockets of this process, with both ends; None for one that listens."""
+    sockets: dict[int, tuple[Identity, tuple[End, End] | None]] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             identity = _identity(int(name))
             with socket.socket(fileno=os.dup(int(name))) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6):
-                    sock.getpeername()  # raises for one that listens
-                    sockets[int(name)] = identity
+                if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    sockets[int(name)] = identity, None
+                else:  # the latter raises where there is no other end
+                    ends = _end(sock.getsockname()), _end(sock.getpeername())
+                    sockets[int(name)] = identity, ends
     return sockets
+
+
+def _end(address: Sequence[Any]) -> End:
+    return str(address[0]), int(address[1])
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
@@ -89,3 +209,12 @@ def _identity(descriptor: int) -> tuple[int, int]:
     if not stat.S_ISSOCK(found.st_mode):
         raise OSError("not a socket")
     return found.st_dev, found.st_ino
+
+
+def _give_up_all() -> None:
+    for known in list(_known.values()):
+        if isinstance(known, Connections):
+            known.give_up()
+
+
+os.register_at_fork(after_in_child=_give_up_all)

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost
 from ringlet.ring.launch.farewell import Farewell, farewell_name
 from ringlet.ring.launch.shelf import Op
-from ringlet.ring.launch.wire import STORE_KEY
 from ringlet.ring.store import SCHEME, Client
+from ringlet.ring.wire.keys import STORE_KEY
 
 PATIENCE = 2.0  # seconds that a rank on its way out spends on its farewell
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import secrets
+import os
 import socket
 import statistics
 import struct
@@ -14,12 +13,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ringlet.ring.communicator import Communicator
+from ringlet.ring.errors import ProtocolError
 from ringlet.ring.network import listen, own_address, split_port, with_port
+from ringlet.ring.wire.frames import OVERHEAD, Incoming, Outgoing
+from ringlet.ring.wire.handshake import CLAIM, Claim, Listening, connect_as, receive
+from ringlet.ring.wire.keys import agreed_key
 
 PATIENCE = 15.0  # seconds that the other end may take for a step
+STRANGER = 3.0  # seconds in which it has to prove itself
 PINGS = 31
 CHUNK = 1 << 18
-_TOKEN = 32
 _TOLD = struct.Struct("!Qd")
 
 
@@ -53,7 +56,7 @@ def measure_links(
     names = list(leaders)
     if len(names) == 1:
         return []
-    token, where = secrets.token_bytes(_TOKEN), ""
+    shared, where = agreed_key(comm, "links", os.environ), ""
     listener: socket.socket | None = None
     problem = ""
     if comm.rank in leaders.values():
@@ -62,9 +65,8 @@ def measure_links(
             where = with_port(*listener.getsockname()[:2])
         except (OSError, RuntimeError) as error:
             problem = str(error)
-    told = comm.allgather_bytes(token + json.dumps([where, problem]).encode())
-    places = {host: json.loads(told[rank][_TOKEN:]) for host, rank in leaders.items()}
-    shared = told[0][:_TOKEN]
+    told = comm.allgather_bytes(json.dumps([where, problem]).encode())
+    places = {host: json.loads(told[rank]) for host, rank in leaders.items()}
     if pairs is None and len(names) <= 4:
         pairs = [(a, b) for a in names for b in names if a != b]
     elif pairs is None:
@@ -82,7 +84,7 @@ def measure_links(
                 elif comm.rank == leaders[target]:
                     assert listener is not None
                     _answer(listener, shared)
-            except OSError as failure:
+            except (OSError, ProtocolError) as failure:
                 if comm.rank == leaders[source]:
                     link = Link(source, target, error=f"{address or target}: {failure}")
             said = comm.broadcast_bytes(
@@ -95,15 +97,16 @@ def measure_links(
     return measured
 
 
-def _drive(source: str, target: str, address: str, token: bytes, seconds: float) -> Link:
+def _drive(source: str, target: str, address: str, key: bytes, seconds: float) -> Link:
     with socket.create_connection(split_port(address), timeout=PATIENCE) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.sendall(token)
+        keys = connect_as(sock, key, Claim(0, 0, 0), time.monotonic() + PATIENCE)
+        sock.settimeout(PATIENCE)
         trips = []
         for _ in range(PINGS):
             begin = time.perf_counter()
             sock.sendall(b"?")
-            _receive(sock, 1)
+            receive(sock, 1, time.monotonic() + PATIENCE)
             trips.append(time.perf_counter() - begin)
         # What waits in buffers here when the time is over would have to be waited for.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, CHUNK)
@@ -112,41 +115,36 @@ def _drive(source: str, target: str, address: str, token: bytes, seconds: float)
         while time.monotonic() < end:
             sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
-        received, spent = _TOLD.unpack(_receive(sock, _TOLD.size))
+        frame = receive(sock, OVERHEAD + _TOLD.size, time.monotonic() + PATIENCE)
+        ((_, told),) = Incoming(keys.receiving, {0}, _TOLD.size).feed(frame)
+        received, spent = _TOLD.unpack(told)
     return Link(source, target, statistics.median(trips) / 2, received / max(spent, 1e-9))
 
 
-def _answer(listener: socket.socket, token: bytes) -> None:
+def _answer(listener: socket.socket, key: bytes) -> None:
     limit = time.monotonic() + PATIENCE
     while True:
         listener.settimeout(max(0.001, limit - time.monotonic()))
         sock, _ = listener.accept()
-        with sock:
+        with sock, contextlib.suppress(OSError, ProtocolError):  # of a stranger
+            handshake = Listening()
+            sock.sendall(handshake.greeting)
+            claim = receive(sock, CLAIM, time.monotonic() + STRANGER)
+            _, welcome, keys = handshake.answer(claim, lambda _: key)
+            sock.sendall(welcome)
             sock.settimeout(PATIENCE)
-            with contextlib.suppress(OSError):
-                if not hmac.compare_digest(_receive(sock, _TOKEN), token):
-                    continue  # a stranger
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                for _ in range(PINGS):
-                    sock.sendall(_receive(sock, 1))
-                # What arrives in the beginning fills buffers on the way: it is not counted.
-                received, begin, last = 0, 0.0, 0.0
-                warm = len(sock.recv(CHUNK))
-                while data := sock.recv(CHUNK):
-                    last = time.perf_counter()
-                    if warm < 4 * CHUNK:
-                        warm, begin = warm + len(data), last
-                    else:
-                        received += len(data)
-                sock.sendall(_TOLD.pack(received, last - begin))
-                return
-
-
-def _receive(sock: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        piece = sock.recv(nbytes - len(data))
-        if not piece:
-            raise ConnectionResetError("the other end closed the connection")
-        data += piece
-    return data
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(PINGS):
+                sock.sendall(receive(sock, 1, time.monotonic() + PATIENCE))
+            # What arrives in the beginning fills buffers on the way: it is not counted.
+            received, begin, last = 0, 0.0, 0.0
+            warm = len(sock.recv(CHUNK))
+            while data := sock.recv(CHUNK):
+                last = time.perf_counter()
+                if warm < 4 * CHUNK:
+                    warm, begin = warm + len(data), last
+                else:
+                    received += len(data)
+            told = _TOLD.pack(received, last - begin)
+            sock.sendall(Outgoing(keys.sending).frame(0, told))
+            return

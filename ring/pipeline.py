@@ -31,14 +31,10 @@ _PATIENCE_S = 10.0  # for a lane whose collective was interrupted
 
 
 class Wire(NamedTuple):
-    """A collective: ``call`` communicates, sends ``nbytes``, and touches nobody else's memory.
-
-    The owner makes ``meanwhile``, which must not depend on what it moves, while it is under way.
-    """
+    """A collective: ``call`` communicates, sends ``nbytes``, and touches nobody else's memory."""
 
     call: Callable[[], None]
     nbytes: float = 0.0
-    meanwhile: Callable[[], None] | None = None
 
 
 def _nothing() -> None:
@@ -70,7 +66,7 @@ class Flight:
     1; 0 is the owner.
     """
 
-    __slots__ = ("done", "end", "enter", "error", "lane", "slip", "start", "steps", "timed", "wire")
+    __slots__ = ("done", "end", "enter", "error", "lane", "start", "steps", "timed", "wire")
 
     def __init__(
         self,
@@ -83,16 +79,13 @@ class Flight:
         self.lane = 0  # of its last collective
         self.start = self.end = 0.0
         self.error: BaseException | None = None  # of the collective
-        self.slip: BaseException | None = None  # of what was done meanwhile
 
     def advance(self) -> bool:
         """Work until the next collective; return whether there is one.
 
         Raises what the last one did, unless the exchange takes care of it.
         """
-        if self.error is not None and self.slip is not None:
-            self.error.__context__ = self.slip  # both are shown
-        error, self.error, self.slip = self.error or self.slip, None, None
+        error, self.error = self.error, None
         wire = resume(self.steps, error)
         if wire is not None:
             self.wire = wire
@@ -108,14 +101,6 @@ class Flight:
         except BaseException as error:
             self.error = error
         self.end = time.perf_counter()
-
-    def attend(self) -> None:
-        """Do what is to be done meanwhile; an error is kept, the collective's comes before it."""
-        if self.wire.meanwhile is not None:
-            try:
-                self.wire.meanwhile()
-            except BaseException as error:
-                self.slip = error
 
     def landed(self) -> None:
         """Tell of the collective."""
@@ -162,8 +147,6 @@ class Pipeline:
             if flight.wire is not ALONE:
                 flight.communicate()
                 flight.landed()
-                if flight.error is None:
-                    flight.attend()
         flight.done()
 
     def advance(self) -> None:
@@ -183,7 +166,7 @@ class Pipeline:
         are left alone. None begins.
         """
         deadline = time.monotonic() + patience
-        with suppress(Exception):
+        with suppress(BaseException):
             while self._under_way:
                 self._go_on(self._landed.get(timeout=max(0.0, deadline - time.monotonic())))
 
@@ -220,7 +203,6 @@ class Pipeline:
         elif going:
             flight.lane += 1
             self._lane(flight.lane - 1).put(flight)
-            flight.attend()
         else:
             self._under_way -= 1
             flight.done()
@@ -242,4 +224,5 @@ class Pipeline:
                 flight.communicate()
                 usable = flight.error is None or isinstance(flight.error, ExchangeFailed)
                 self._landed.put(flight)
-                self._wake()
+                with suppress(Exception):  # the owner may have gone meanwhile
+                    self._wake()

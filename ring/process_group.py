@@ -23,6 +23,7 @@ from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import PeerLost, unavailable
 from ringlet.ring.halves import Scratch, combine, combine_everywhere, exchange_shards
+from ringlet.ring.interrupt import held
 
 TAG = 0x52  # of our sends, so that they are no answer to the user's receives; siblings count on
 SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats gloo's ring
@@ -61,6 +62,10 @@ class ProcessGroupCommunicator(Communicator):
     @abstractmethod
     def _release(self) -> None:
         """Let go of the group; idempotent."""
+
+    def _severed(self) -> list[int]:
+        """Return the ranks to which there is no connection any more, as far as that is known."""
+        return []
 
     def _allreduce(self, buffer: Array, op: ReduceOp, name: str) -> None:
         # Small buffers are combined by all ranks at once, large ones around gloo's ring.
@@ -193,10 +198,10 @@ class ProcessGroupCommunicator(Communicator):
         except RuntimeError as error:
             traceback.clear_frames(error.__traceback__)
             reason = str(error).strip().split("\n")[0]
-            self._error = PeerLost(
-                f"{self.name} {what} failed on rank {self.origin[self.rank]}: {reason}"
-            )
-            self._release()  # ranks that wait for this one learn of it
+            text = f"{self.name} {what} failed on rank {self.origin[self.rank]}: {reason}"
+            self._error = PeerLost(text, severed=self._severed())
+            if not held():
+                self._release()  # ranks that wait for this one learn of it
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
             raise

@@ -25,6 +25,7 @@ class Fault(enum.IntEnum):
     PLAN = 3
     CHECKSUM = 4
     FAILED = 5
+    UNDECODED = 6
 
     @property
     def text(self) -> str:
@@ -36,6 +37,7 @@ class Fault(enum.IntEnum):
             Fault.PLAN: "made for another plan: its plan hash differs",
             Fault.CHECKSUM: "that was damaged: its checksum differs",
             Fault.FAILED: "that it could not encode: its codec failed",
+            Fault.UNDECODED: "that it could not decode: its codec failed",
         }[self]
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.launch.enter import PATIENCE, enter
 from ringlet.ring.launch.shelf import PIECE, Op, pack, unpack
-from ringlet.ring.launch.wire import LARGE, STORE_KEY, Kind
+from ringlet.ring.launch.wire import LARGE, Kind
+from ringlet.ring.wire.keys import STORE_KEY
 
 SCHEME = "ringlet://"
 TIMEOUT = 300.0  # seconds that a value may be waited for
@@ -35,7 +36,7 @@ class Client:
         self._number = 0
         self._where = address
         try:
-            self._channel, _ = enter(address, key, rank, visitor=True, patience=patience)
+            self._channel = enter(address, key, rank, visitor=True, patience=patience)
         except (OSError, ProtocolError) as error:
             raise LaunchError(
                 f"rank {rank} cannot reach the launcher's store at {address}: {error}"

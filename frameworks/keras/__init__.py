@@ -7,6 +7,11 @@ model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), compression="int
 model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
+from ringlet.requirements import need
+
+need("keras", "ringlet.keras")
+
+
 from ringlet.build import (
     ccl_built,
     cuda_built,

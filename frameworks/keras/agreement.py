@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
+from ringlet import plain
 from ringlet.keras.variables import alike
-from ringlet.objects import allgather_object
 from ringlet.process_sets import ProcessSet
 from ringlet.ring.errors import Mismatch
 
@@ -52,10 +53,19 @@ def _same_variables(items: Items, others: Items) -> bool:
 
 def _lists(label: str, items: Items, process_set: ProcessSet) -> list[Items] | None:
     """Return the items of all ranks in order; None if they are the same on all of them."""
-    digest = hashlib.blake2b(repr(list(items)).encode(), digest_size=16).hexdigest()
-    if len(set(allgather_object(digest, f"{label}.agreed", process_set))) == 1:
+    digest = hashlib.blake2b(repr(list(items)).encode(), digest_size=16).digest()
+    if plain.alike(digest, f"{label}.agreed", process_set):
         return None
-    return allgather_object(list(items), f"{label}.lists", process_set)
+    expected = "a list of names and what else must be equal"
+    lists = plain.gather(list(items), f"{label}.lists", process_set, expected, _are_items)
+    return [[(name, words) for name, words in one] for one in lists]
+
+
+def _are_items(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item)
+        for item in value
+    )
 
 
 def _difference(what: str, lists: Sequence[Items], process_set: ProcessSet) -> Mismatch:

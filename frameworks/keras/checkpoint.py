@@ -8,6 +8,7 @@ from typing import Any
 
 from ringlet.keras import residuals
 from ringlet.keras.gradients import Reducer
+from ringlet.ring.files import replacing
 from ringlet.runtime import current
 
 
@@ -32,9 +33,8 @@ def save_compressor_state(optimizer: Any, filepath: Any) -> str:
     """Write this rank's compressor state beside a checkpoint; return the file's path."""
     path = Path(state_path(filepath))
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(compressor_state(optimizer))
-    part.replace(path)  # a run that is killed leaves the last file whole
+    with replacing(path) as file:  # a run that is killed leaves the last file whole
+        file.write(compressor_state(optimizer))
     return str(path)
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from ringlet.observe import charts
 from ringlet.observe.page import page
-from ringlet.observe.summary import PHASES, NotARun, Record, Run, amount, duration, read, verdict
+from ringlet.observe.records import Record
+from ringlet.observe.summary import PHASES, NotARun, Run, amount, duration, read, verdict
+from ringlet.ring.files import create_text
 
 _LAYERS = 12  # drawn; the table holds more
 _ROWS = 200
@@ -32,7 +34,8 @@ def main(options: argparse.Namespace) -> int:
     output = options.output or options.metrics.with_suffix(".html")
     try:
         run = read(options.metrics)
-        output.write_text(render(run, options.metrics.name), encoding="utf-8")
+        with create_text(output) as file:
+            file.write(render(run, options.metrics.name))
     except (OSError, NotARun) as error:
         print(f"ringlet report: {error}", file=sys.stderr)
         return 2
@@ -62,8 +65,8 @@ def _facts(run: Run) -> str:
     if "size" in facts:
         hosts = len(facts.get("hosts", [])) or 1
         told.append(f"{facts['size']} ranks on {hosts} host{'s' if hosts > 1 else ''}")
-        told.append(f"transport {facts['transport']}")
-        told.append(f"seen from rank {facts['rank']}")
+        told += [f"transport {facts['transport']}"] if "transport" in facts else []
+        told += [f"seen from rank {facts['rank']}"] if "rank" in facts else []
     network = facts.get("network")
     if network and facts.get("size", 1) > 1:
         rate = network["bytes_per_s"] * 8 / 1e9
@@ -105,6 +108,7 @@ def _tiles(run: Run) -> str:
 
 
 def _figure(title: str, text: str, legend: str, chart: str) -> str:
+    """Return a figure; ``title`` and ``text`` are HTML of ours, never out of a file."""
     return f"<figure><h2>{title}</h2><p>{text}</p>{legend}{chart}</figure>"
 
 
@@ -201,7 +205,7 @@ def _layers(run: Run) -> str:
     head += "".join(f'<th class="n">{name}</th>' for name in numbers)
     body = "".join(_row(layer) for layer in found[:_ROWS])
     more = f"<p>and {len(found) - _ROWS} more</p>" if len(found) > _ROWS else ""
-    step = run.layers[-1]["step"]
+    step = escape(str(run.layers[-1]["step"]))
     return (
         f'<figure class="wide"><h2>Layer by layer</h2><p>The largest layers, at step {step}: '
         f"bytes sent per step and rank.</p>{charts.legend(_SENT)}{chart}"
@@ -224,7 +228,7 @@ def _row(layer: Record) -> str:
         "" if error is None else f"{100 * error:.3g} %",
         _number(layer.get("residual_norm")),
     ]
-    return f"<tr>{cells}" + "".join(f'<td class="n">{n}</td>' for n in numbers) + "</tr>"
+    return f"<tr>{cells}" + "".join(f'<td class="n">{escape(n)}</td>' for n in numbers) + "</tr>"
 
 
 def _number(value: float | None) -> str:

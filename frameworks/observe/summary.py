@@ -8,9 +8,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-Record = dict[str, Any]
+from ringlet.observe.records import Record, checked
 
 PHASES = ("compress", "communicate", "decompress")
 _EVEN = 0.1  # differences below this share of the time are no difference
@@ -70,7 +69,7 @@ class Run:
 def read(path: str | os.PathLike[str]) -> Run:
     """Read a file of JSON lines. Raises OSError, or NotARun when it holds no step."""
     run = Run()
-    with Path(path).open(errors="replace") as lines:
+    with Path(path).open(encoding="utf-8", errors="replace") as lines:
         records, run.torn = _parsed(lines)
     sent: dict[str, float] = {}
     for record in records:
@@ -101,11 +100,10 @@ def _parsed(lines: Iterable[str]) -> tuple[list[Record], int]:
     torn = 0
     for line in lines:
         try:
-            record = json.loads(line)
-        except ValueError:
-            torn += 1
-            continue
-        if isinstance(record, dict) and isinstance(record.get("kind"), str):
+            record = checked(json.loads(line))
+        except (ValueError, RecursionError):
+            record = None
+        if record is not None:
             records.append(record)
         else:
             torn += 1

@@ -9,6 +9,12 @@ tape = hvd.DistributedGradientTape(tape, compression="int8 | ef")
 optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 """
 
+from ringlet.requirements import need
+
+need("tensorflow", "ringlet.tensorflow")
+need("keras", "ringlet.tensorflow")
+
+
 from ringlet.build import (
     ccl_built,
     cuda_built,

@@ -35,10 +35,17 @@ def remembered(node: Called) -> Called:
             return node(*args)
         except RingError as error:
             with _lock:
-                _failed.append(again(error))  # whose traceback does not keep the arrays alive
+                _failed.append(_bare(error))
             raise
 
     return call  # type: ignore[return-value]
+
+
+def _bare(error: RingError) -> RingError:
+    """Return a copy of ``error`` without frames, which would keep the node's arrays alive."""
+    copy = again(error).with_traceback(None)
+    copy.__cause__ = copy.__context__ = None
+    return copy
 
 
 def own(error: Any) -> Any:

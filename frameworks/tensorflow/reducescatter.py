@@ -20,7 +20,7 @@ from ringlet.tensorflow.autodiff import differentiable, no_gradient
 from ringlet.tensorflow.bridge import as_written, operation_name, run
 from ringlet.tensorflow.movements import grouped_allgather
 from ringlet.tensorflow.reductions import wait_all
-from ringlet.tensorflow.tensors import dense, dtype_of
+from ringlet.tensorflow.tensors import check_defined, dense, dtype_of
 
 
 @as_written
@@ -109,6 +109,7 @@ def _run(
     number, count, rank = process_set.number(), len(tensors), process_set.rank()
     dtypes = [dtype_of(tensor) for tensor in tensors]
     wires = [wire if wire and dtype in FLOATS else dtype for dtype in dtypes]
+    check_defined("reducescatter", name, wires, op, factors)
     kind = "reducescatter" if single else "grouped_reducescatter"
     named = operation_name(kind, name, tensors[0], number)
 

@@ -25,7 +25,7 @@ from ringlet.tensorflow.autodiff import differentiable, no_gradient
 from ringlet.tensorflow.bridge import as_written, operation_name, run
 from ringlet.tensorflow.device import direct
 from ringlet.tensorflow.slices import allreduce_slices, refuse_other_ops
-from ringlet.tensorflow.tensors import dense, dtype_of
+from ringlet.tensorflow.tensors import check_defined, dense, dtype_of
 
 _SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
@@ -156,6 +156,7 @@ def _run(
     number, count = process_set.number(), len(tensors)
     dtypes = [dtype_of(tensor) for tensor in tensors]
     wires = [_wire(dtype, op, compressor) for dtype in dtypes]
+    check_defined("allreduce", name, wires, op, factors)
     used = compressor if op in _SUMS else NoCompression()
     kind = "allreduce" if single else "grouped_allreduce"
     named = operation_name(kind, name, tensors[0], number)

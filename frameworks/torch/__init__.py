@@ -10,6 +10,11 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 """
 
+from ringlet.requirements import need
+
+need("torch", "ringlet.torch")
+
+
 from ringlet.build import (
     ccl_built,
     cuda_built,

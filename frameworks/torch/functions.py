@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
-from ringlet.objects import allgather_object
+from ringlet import plain
 from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch, RingError
 from ringlet.runtime import current
 from ringlet.torch.handles import Handle
-from ringlet.torch.movements import broadcast_, broadcast_async_
+from ringlet.torch.movements import broadcast_async_
 from ringlet.torch.tensors import check
+from ringlet.torch.trees import assembled, dissected, is_tree, rooms
 
 _STEPS = "ringlet_steps"
 STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
@@ -65,9 +65,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrite the optimizer's state and hyper-parameters with those of ``root_rank``.
 
-    Compressors' residuals are not part of it: they belong to each rank. State travels in torch's
-    own format and is read without executing anything (``weights_only``); RingError, the same on
-    every rank, when it holds something that this cannot read. As in Horovod, parameters of an
+    Compressors' residuals are not part of it: they belong to each rank. State travels as JSON and
+    tensors, which are read without executing anything; RingError, the same on every rank, when it
+    holds something else (``ringlet.torch.trees``). As in Horovod, parameters of an
     optimizer that has no state yet have gradients afterwards: zeros. ``model`` is accepted for
     Horovod's sake, and not needed.
     """
@@ -77,22 +77,26 @@ def broadcast_optimizer_state(
     if process_set.size() == 1:
         _give_gradients(optimizer)
         return
-    data, problem = b"", b""
+    told: dict[str, Any] = {}
+    arrays: list[Array] = []
     if runtime.rank == root_rank:
         try:
-            data = _dumped(optimizer)
-            _loaded(data)  # what the root cannot read, the others cannot either
+            tree, arrays = dissected(_state_of(optimizer))
+            told = {"state": tree}
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}".encode()
+            told = {"problem": f"{type(error).__name__}: {error}"}
     name = "broadcast_optimizer_state"
-    data = _broadcast_bytes(data, root_rank, name, process_set)
-    problem = _broadcast_bytes(problem, root_rank, f"{name}.problem", process_set)
-    if problem:
+    told = plain.broadcast(told, root_rank, name, process_set, "an optimizer's state", _is_state)
+    if "problem" in told:
         raise RingError(
-            f"the optimizer state of rank {root_rank} cannot be broadcast: {problem.decode()}"
+            f"the optimizer state of rank {root_rank} cannot be broadcast: {told['problem']}"
         )
+    if runtime.rank != root_rank:
+        arrays = rooms(told["state"])
+    names = [f"{name}.{i}" for i in range(len(arrays))]
+    plain.broadcast_arrays(arrays, names, root_rank, process_set)
     # The root too: loading converts values to the parameters' dtype, and must do so everywhere.
-    state = _loaded(data)
+    state = assembled(told["state"], arrays)
     steps = state.pop(_STEPS, None)
     load = getattr(optimizer, "_load_inner", optimizer.load_state_dict)  # residuals stay
     load(state)
@@ -116,13 +120,14 @@ def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 def _agree_on_names(names: list[str], process_set: ProcessSet) -> None:
     """Raise Mismatch, on every rank, unless all have the same names."""
-    digest = hashlib.blake2b("\0".join(sorted(names)).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b("\0".join(sorted(names)).encode(), digest_size=16).digest()
     label = "broadcast_parameters names"
-    if len(set(allgather_object(digest, label, process_set))) == 1:
+    if plain.alike(digest, label, process_set):
         return
-    lists = allgather_object(names, f"{label} in full", process_set)
+    lists = plain.gather(names, f"{label} in full", process_set, "a list of names", _are_names)
     every = dict.fromkeys(name for one in lists for name in one)
-    odd = next(n for n in every if any(n not in one for one in lists))
+    sets = [set(one) for one in lists]
+    odd = next(n for n in every if any(n not in one for one in sets))
     ranks = process_set.ranks or range(len(lists))
     having = [r for r, one in zip(ranks, lists, strict=False) if odd in one]
     raise Mismatch(
@@ -131,28 +136,21 @@ def _agree_on_names(names: list[str], process_set: ProcessSet) -> None:
     )
 
 
-def _dumped(optimizer: torch.optim.Optimizer) -> bytes:
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_state(value: Any) -> bool:
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    return isinstance(value.get("problem"), str) or is_tree(value.get("state", {}))
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state, with the steps that its reducer has counted."""
     state = optimizer.state_dict()
     state.pop(STATE_KEY, None)
     reducer = getattr(optimizer, "_ringlet", None)
     if reducer is not None:
         state[_STEPS] = reducer.steps
-    for group in state["param_groups"]:
-        # A learning rate from NumPy is a number to its owner, and code to an unpickler.
-        group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
-    stream = io.BytesIO()
-    torch.save(state, stream)
-    return stream.getvalue()
-
-
-def _loaded(data: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
     return state
-
-
-def _broadcast_bytes(data: bytes, root_rank: int, name: str, process_set: ProcessSet) -> bytes:
-    length = broadcast_(torch.tensor([len(data)]), root_rank, f"{name}.length", process_set)
-    buffer = torch.zeros(int(length), dtype=torch.uint8)
-    if len(data) == len(buffer):
-        buffer = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-    return broadcast_(buffer, root_rank, f"{name}.data", process_set).numpy().tobytes()

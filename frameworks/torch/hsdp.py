@@ -7,6 +7,8 @@ ringlet.torch.compress_hsdp(model, "topk(ratio=0.01) | ef", mesh["replicate"].ge
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import os
 import weakref
 from typing import Any
@@ -74,7 +76,10 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> l
         engine.shutdown()
         comm.close()
 
-    weakref.finalize(module, leave)  # at exit, if not before
+    # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
+    finalizer = weakref.finalize(module, _thread.start_new_thread, leave, ())
+    finalizer.atexit = False
+    atexit.register(leave)
     made = []
     for name, each in modules:
         made.append(ReplicaAverage(engine, compressor, name or "root"))

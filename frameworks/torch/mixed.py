@@ -88,6 +88,7 @@ class Masters:
         """
         self._shown.refuse_mixtures()
         if reducer.touched is not None:
+            reducer.disown()
             raise RuntimeError(
                 f"the gradient of {reducer.touched!r} was changed between backward() and "
                 "synchronize(), when it is being reduced and has the loss scale: clip "

@@ -201,10 +201,13 @@ class _Distributed:
             self._ringlet_masters.zero_gradients(set_to_none)
 
     def abandon_step(self, why: str = "the script gave the step up") -> None:
-        """Give up the step under way, for example after an exception in ``backward``.
+        """Give up the step at hand, for example after an exception in ``backward``, or before it.
 
         On the other ranks ``step`` or ``synchronize`` raises StepAbandoned, telling ``why``. What
-        compressors remember stays as it was before the step, or after it, tensor by tensor.
+        compressors remember stays as it was before the step, or after it, tensor by tensor. Nothing
+        is given up where ``step`` or ``synchronize`` has just raised on this rank, because the step
+        failed: ``zero_grad`` or a gradient begins the next one. Raises RuntimeError if all ranks
+        have reduced the step already; take it then.
         """
         self._ringlet_implied = self._ringlet_synchronized = False
         self._ringlet.abandon(why)

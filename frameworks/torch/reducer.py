@@ -115,6 +115,8 @@ class Reducer:
             self._left = dict.fromkeys(self.parameters, self.passes)
             self._handed.clear()
             self.renewed = False
+            if self._group is not None:
+                self._group.acknowledge()
 
     def restart(self, step: int) -> None:
         """Let schedules go on at ``step``, which has to be the same on every rank."""
@@ -151,6 +153,11 @@ class Reducer:
     def delivered(self, name: str) -> torch.Tensor | None:
         """Return where the last result was delivered to; None if it is in the gradient."""
         return self._handed.result(name)
+
+    def disown(self) -> None:
+        """Note that the last results are not used: what a caller wrote to them is no damage."""
+        if self._group is not None:
+            self._group.disown()
 
     @property
     def touched(self) -> str | None:
@@ -200,17 +207,16 @@ class Reducer:
             self._declare(self.step)
 
     def abandon(self, why: str) -> None:
-        """Give up the step under way, on all ranks; nothing between steps."""
+        """Give up the step at hand on all ranks: see ``Group.abandon``."""
         if self._group is None:
             return
         if not self.in_flight:
-            self._group.abandon(why)  # another rank's failure may have come first
+            self._group.abandon(why)
             return
         for name in self._rows.missing():
             self._rows.gather(name)
-        gathering = self._reset()
-        self._group.abandon(why)
-        for handle in gathering:
+        self._group.abandon(why)  # or the step was reduced already: then it can still be taken
+        for handle in self._reset():
             handle.forget()
 
     def agreed(self, loss: Any) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ringlet.ring.files import replacing
+
 Event = dict[str, Any]
 
 CLOCK = "ringlet clock"  # a metadata event that says how far a rank's clock is from rank 0's
 
+_MOST = 1e18  # microseconds: not so many that they are no numbers any more
 _BEGAN = "start_time_since_epoch_in_micros"  # what Horovod calls it
 
 
@@ -22,9 +25,10 @@ def rank_file(path: Path, rank: int) -> Path:
 
 
 def rank_files(path: Path) -> list[Path]:
-    """Return the ranks' parts of the timeline ``path`` that exist, by rank."""
+    """Return the ranks' parts of the timeline ``path`` that exist, by rank; links are none."""
     pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)" + re.escape(path.suffix or ".json"))
-    found = [(pattern.fullmatch(each.name), each) for each in path.parent.glob("*")]
+    files = [each for each in path.parent.glob("*") if not each.is_symlink()]
+    found = [(pattern.fullmatch(each.name), each) for each in files]
     return [each for _, each in sorted((int(m[1]), each) for m, each in found if m is not None)]
 
 
@@ -37,8 +41,7 @@ def merge(path: Path, parts: Sequence[Path]) -> dict[str, Any]:
     begins = [_first(part, clocks[part]) for part in parts]
     origin = min((at for at in begins if at is not None), default=0.0)
     said: dict[str, Any] = {"ranks": len(parts), "events": 0, "clock_offsets_us": {}}
-    beside = path.with_name(path.name + ".part")
-    with beside.open("w") as out:
+    with replacing(path) as file, io.TextIOWrapper(file, encoding="utf-8") as out:
         out.write('{"displayTimeUnit": "ms", "traceEvents": [')
         for part in parts:
             for event in read(part):
@@ -52,23 +55,33 @@ def merge(path: Path, parts: Sequence[Path]) -> dict[str, Any]:
                 out.write(json.dumps(event, separators=(",", ":")))
                 said["events"] += 1
         out.write(f'\n], "otherData": {json.dumps(said)}}}\n')
-    os.replace(beside, path)
     return said
 
 
 def read(part: Path) -> Iterator[Event]:
     """Yield the events of one rank's file, as far as they are whole."""
-    with part.open(errors="replace") as lines:
+    with part.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             text = line.strip().rstrip(",")
             if text in ("", "[", "]"):
                 continue
             try:
                 event = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # the last line of a rank that was killed
-            if isinstance(event, dict):
+            if isinstance(event, dict) and _is_whole(event):
                 yield event
+
+
+def _is_whole(event: Event) -> bool:
+    """Whether an event has the numbers that it is placed by, if any."""
+    numbers = [event["ts"]] if "ts" in event else []
+    if event.get("name") == CLOCK:
+        args = event.get("args")
+        if "ts" not in event or not isinstance(args, dict):
+            return False
+        numbers += [args.get("offset_us"), args.get("epoch_us")]
+    return all(type(n) in (int, float) and abs(n) < _MOST for n in numbers)
 
 
 def _clock(part: Path) -> list[tuple[float, float]]:

@@ -9,8 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
+
+from ringlet.ring.files import create_text
 
 Record = dict[str, Any]
 log = logging.getLogger("ringlet")
@@ -29,10 +30,13 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Writes a record a line to ``path``; each line is whole on the disk before the next begins."""
+    """Writes a record a line to ``path``; each line is whole on the disk before the next begins.
+
+    Raises OSError where ``path`` is a link (``ringlet.ring.files``).
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = Path(path).open("w", buffering=1)  # noqa: SIM115 - closed by close
+        self._file = create_text(path)
 
     def write(self, record: Record) -> None:
         """Append a line."""
@@ -108,7 +112,7 @@ class Dispatcher:
     def _try(self, sink: Sink, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception:
+        except BaseException:  # a sink's fault, whatever it is, is no other sink's
             if id(sink) not in self._complained:
                 self._complained.add(id(sink))
                 log.warning("metrics are lost in %s", type(sink).__name__, exc_info=True)

@@ -27,6 +27,7 @@ from ringlet.fusion.observe.merge import merge, rank_file
 from ringlet.fusion.observe.render import Clock, Mark, Renderer, Single, Stretch
 from ringlet.fusion.observe.tracefile import TraceFile
 from ringlet.ring.communicator import Communicator
+from ringlet.ring.files import create
 
 log = logging.getLogger("ringlet")
 
@@ -100,7 +101,8 @@ class Timeline(Quiet):
         if all_here:
             parts = _collected(self._comm, self.path, self._own)
         elif self._comm.rank == 0:
-            parts = [p for r in range(self._comm.size) if (p := rank_file(self.path, r)).exists()]
+            own = [rank_file(self.path, rank) for rank in range(self._comm.size)]
+            parts = [part for part in own if part.is_file() and not part.is_symlink()]
         if self._comm.rank != 0:
             done(None)
             return
@@ -154,7 +156,7 @@ def _collected(comm: Communicator, path: Path, own: Path) -> list[Path]:
     parts = [rank_file(path, rank) for rank in range(comm.size)]
     for rank, content in enumerate(received):
         if content:
-            _quietly(partial(parts[rank].write_bytes, content))
+            _quietly(partial(_write, parts[rank], content))
     if data and comm.rank != 0:
         _quietly(own.unlink)
         _quietly(own.parent.rmdir)
@@ -166,6 +168,11 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def _write(path: Path, content: bytes | bytearray) -> None:
+    with os.fdopen(create(path), "wb") as file:
+        file.write(content)
 
 
 def _quietly(call: Callable[[], object]) -> None:

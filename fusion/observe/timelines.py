@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringlet.fusion.observe.timeline import Timeline, usable
-from ringlet.ring.errors import RingError
+from ringlet.ring.errors import RingError, again
 
 if TYPE_CHECKING:
     from ringlet.fusion.hooks import Hooks
@@ -64,7 +64,7 @@ class Timelines:
         if current is not None:
             _same(current.path, where)
             if current.problem is not None:
-                raise current.problem
+                raise again(current.problem)
 
     def stop(self, timeout: float | None = None) -> None:
         """End the timeline and merge it: on return, rank 0 finds it at its path. Any rank may.

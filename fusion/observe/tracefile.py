@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ringlet.ring.files import create
+
 log = logging.getLogger("ringlet")
 
 Event = dict[str, Any]
@@ -31,7 +33,8 @@ class TraceFile:
     """Writes what ``render`` makes of each item to ``path``, one event a line.
 
     The file ends with its closing bracket after every write, which are small; the next write
-    replaces it. A kill in the microseconds of a write may leave a torn last line.
+    replaces it. A kill in the microseconds of a write may leave a torn last line. Raises OSError
+    where ``path`` is a link (``ringlet.ring.files``).
     """
 
     def __init__(self, path: Path, render: Render, limit: int = LIMIT) -> None:
@@ -39,7 +42,7 @@ class TraceFile:
         self.dropped = 0  # items for which there was no room
         self._render, self._limit = render, limit
         self._queue: deque[Any] = deque()
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = create(path)
         self._at = 0  # where the closing bracket is to be overwritten
         self._warned = False
         self._stop = threading.Event()

@@ -12,17 +12,14 @@ if TYPE_CHECKING:
     from ringlet.fusion.participant import Participant
     from ringlet.fusion.tune.tuner import Autotuner
 
-# No rank can begin a step that lies this far ahead of rank 0's before it hears of the change, which
-# rank 0 announces before its votes for the next step; more than 2, for steps that are given up.
-AHEAD = 4
-
 
 class LimitsControl:
     """One rank's end. ``changed`` is told of limits that are in effect from now on.
 
-    Declared groups plan anew at a step that rank 0 names, tensors submitted one by one from the
-    next batch on, and groups declared later from the start: always alike on all ranks. Streams and
-    the cache change at once, whatever others have: they decide when, or by which name, not what.
+    Declared groups plan anew at a step that no rank has begun, tensors submitted one by one from
+    the next batch on, and groups declared later from the start: always alike on all ranks.
+    Streams and the cache change at once, whatever others have: they decide when, or by which name,
+    not what.
     """
 
     def __init__(
@@ -46,17 +43,14 @@ class LimitsControl:
         self._hooks.call_soon(lambda: self._announce(setting))
 
     def _announce(self, setting: dict[str, Any]) -> None:
-        # On the engine's thread, so that this rank votes for no later step before.
-        steps = {number: step + AHEAD for number, step in self._participant.steps().items()}
-        self._hooks.announce_only("limits", [setting, steps])
+        self._hooks.announce_only("limits", setting)
 
     def _change(self, argument: Any, all_here: bool) -> None:
-        setting, steps = argument
+        setting = argument
         if not all_here:
             return  # ranks are leaving: nothing to gain any more
         self._changed(setting)
-        by_group = {int(number): step for number, step in steps.items()}
-        self._participant.retune(setting, by_group)
+        self._participant.retune(setting)
         if self.tuner is not None and not self.tuner.frozen:
             self.tuner.restart()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 from typing import Any
+
+from ringlet.ring.files import create_text
 
 COLUMNS = [
     "sample", "cycle_time_ms", "fusion_threshold", "streams", "cache", "hierarchical",
@@ -19,7 +20,7 @@ class Log:
     """
 
     def __init__(self, path: str) -> None:
-        self._file = Path(path).open("w", newline="", buffering=1) if path else None  # noqa: SIM115
+        self._file = create_text(path, newline="") if path else None
         self._writer = csv.DictWriter(self._file, COLUMNS) if self._file else None
         if self._writer is not None:
             self._writer.writeheader()

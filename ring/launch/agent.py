@@ -1,9 +1,8 @@
 """What the launcher starts on another host: ``python -m ringlet.ring.launch.agent``.
 
 It reads its orders, one line of JSON, from the standard input: where the launcher is, the job's
-secret, and which programs to start (wrappers of ranks, or MPI's process manager, which starts
-them). The wrappers report to the launcher by themselves. When the input ends the launcher or the
-remote shell is gone: then whatever is left is killed.
+secret, and which wrappers of ranks to start. They report to the launcher by themselves. When the
+input ends the launcher or the remote shell is gone: then whatever is left is killed.
 """
 
 from __future__ import annotations
@@ -28,24 +27,19 @@ LEAVE = 3.0  # seconds that programs get to end by themselves once the launcher 
 
 
 def obey(order: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
-    """Start the programs; without a command of its own one is the wrapper of a rank."""
+    """Start the wrappers; of each, the orders hold variables of its own."""
     me = os.getpid()
     env = wrapper_environment(order["address"], bytes.fromhex(order["secret"]))
-    # A wrapper asks its program to end; MPI's process manager would ignore such a request.
     return [
         subprocess.Popen(
-            program["command"] or WRAPPER,
-            env=env | program["env"],
+            WRAPPER,
+            env=env | own,
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             start_new_session=True,
-            preexec_fn=partial(
-                processes.die_with_parent,
-                signal.SIGKILL if program["command"] else signal.SIGTERM,
-                me,
-            ),
+            preexec_fn=partial(processes.die_with_parent, signal.SIGTERM, me),
         )
-        for program in order["programs"]
+        for own in order["programs"]
     ]
 
 

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.hosts import chosen_hosts
 from ringlet.ring.launch.job import Job
-from ringlet.ring.launch.parcel import error_name, pickler, result_name, unseal
+from ringlet.ring.launch.parcel import error_name, pickler, result_name
 from ringlet.ring.launch.remote import Reach
 from ringlet.ring.local import run_local
+from ringlet.ring.wire.sealed import unseal
 
 R = TypeVar("R")
 

@@ -14,6 +14,7 @@ from ringlet.ring.errors import LOST_PEER, ProtocolError
 from ringlet.ring.launch import processes
 from ringlet.ring.launch.door import Guest
 from ringlet.ring.launch.output import STDERR, STDOUT, Printer
+from ringlet.ring.launch.pmi import Pmi
 from ringlet.ring.launch.wire import Channel, Kind
 
 CAUSE_NS = 5_000_000_000  # how long an effect waits for its cause
@@ -31,18 +32,27 @@ class Rank:
     code: int | None = None  # minus the signal that ended it
     when: int = 0  # monotonic time of its end, ns
     lost: bool = False  # its wrapper went away without a word
+    aborted: bool = False  # it has called MPI_Abort
     done: bool = False
 
 
 class Crew:
-    """All ``ranks`` of a job. ``job`` gives what a rank's wrapper is to run, as a JSON object."""
+    """All ``ranks`` of a job. ``job`` gives what a rank's wrapper is to run, as a JSON object.
+
+    ``pmi`` answers what MPI asks, where it is not another process manager that does.
+    """
 
     def __init__(
-        self, ranks: Sequence[Rank], printer: Printer, job: Callable[[int], Mapping[str, Any]]
+        self,
+        ranks: Sequence[Rank],
+        printer: Printer,
+        job: Callable[[int], Mapping[str, Any]],
+        pmi: Pmi | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self._printer = printer
         self._job = job
+        self._pmi = pmi
         self._place: bytes | None = None  # what rank 0's wrapper has said for all to begin with
 
     @property
@@ -82,7 +92,7 @@ class Crew:
             return False
         rank.channel = guest.channel
         job = json.dumps(self._job(guest.rank)).encode()
-        guest.channel.send(Kind.JOB, guest.proof + job)
+        guest.channel.send(Kind.JOB, job)
         if self._place is not None:
             guest.channel.send(Kind.BEGIN, self._place)
         return True
@@ -109,6 +119,14 @@ class Crew:
             self._place = body
             for channel in self.channels():
                 channel.send(Kind.BEGIN, body)
+        elif kind is Kind.PMI and self._pmi is not None:
+            replies = self._pmi.take(rank.number, body)
+            if rank.number in self._pmi.aborted and rank.channel:
+                rank.channel.send(Kind.SIGNAL, b"%d" % signal.SIGKILL)  # it waits for that
+            for number, line in replies:
+                other = self.ranks[number].channel
+                if other is not None and not other.closed:
+                    other.send(Kind.PMI, line)
         elif kind is Kind.STARTED:
             rank.group = int(body)
         elif kind is Kind.ENDED:
@@ -116,6 +134,8 @@ class Crew:
             # Another host's clock counts from another moment.
             skew = 0 if rank.here else time.monotonic_ns() - now
             rank.code, rank.when = code, when + skew
+            if self._pmi is not None and rank.number in self._pmi.aborted:
+                rank.code, rank.aborted = self._pmi.aborted[rank.number], True
         elif kind is Kind.DONE:
             self._finish(rank)
         else:

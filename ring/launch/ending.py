@@ -1,4 +1,4 @@
-"""How the ranks of a job are ended: signals passed on, a time of grace, and then SIGKILL."""
+"""How the ranks of a job are ended: time to raise, then SIGTERM, a time of grace, then SIGKILL."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from ringlet.ring.launch.crew import Crew
 from ringlet.ring.launch.output import Printer
 from ringlet.ring.launch.verdict import Verdict
 
+NOTICE = 2.0  # seconds in which those that lost another rank may raise and leave by themselves
 STUCK = 5.0  # seconds after SIGKILL until a rank that cannot be killed is given up
 
 
 class Ending:
-    """Ends what is left of ``crew`` once the ``verdict`` is reached, after ``grace`` seconds.
+    """Ends what is left of ``crew`` once the ``verdict`` is reached.
+
+    The others first have NOTICE seconds to find out themselves, and ``grace`` ones after SIGTERM.
 
     ``forwarded`` are the signals that were passed on, ``killed`` tells whether SIGKILL was sent.
     """
@@ -23,6 +26,7 @@ class Ending:
         self.killed = False
         self._crew, self._verdict, self._printer = crew, verdict, printer
         self._grace = grace
+        self._ask_at: float | None = None
         self._kill_at: float | None = None
         self._announced = False
         self._broken = False
@@ -57,7 +61,11 @@ class Ending:
 
     def judge(self) -> None:
         """End the other ranks when one has failed, say why, and kill when their time is up."""
+        now = time.monotonic()
         if not self._broken and self._verdict.reached():
+            self._ask_at = self._ask_at or now + (0.0 if self.forwarded else NOTICE)
+            self._crew.give_up_missing()
+        if self._ask_at is not None and now >= self._ask_at:
             self._end_others()
         first = self._verdict.first
         if first and first.done and not self._announced and self.explained:
@@ -80,8 +88,9 @@ class Ending:
         timeout: float | None = None
         if self._crew.missing() or not self.explained or self._crew.awaits_cause():
             timeout = 100.0  # look now and then whether they, or mpiexec, still run
-        if self._kill_at is not None:
-            timeout = max(10.0, min(timeout or 1e6, 1000 * (self._kill_at - time.monotonic())))
+        next_at = self._ask_at if self._kill_at is None else self._kill_at
+        if next_at is not None:
+            timeout = max(10.0, min(timeout or 1e6, 1000 * (next_at - time.monotonic())))
         return timeout
 
     def code(self) -> int:

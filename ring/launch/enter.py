@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-import hmac
+import random
 import socket
 import time
 
 from ringlet.ring.errors import ProtocolError
-from ringlet.ring.launch.wire import LARGE, NONCE, Channel, Kind, nonce, proof
+from ringlet.ring.launch.wire import Channel, Kind, Role
 from ringlet.ring.network import split_port
+from ringlet.ring.wire.handshake import Claim, connect_as
 
 PATIENCE = 60.0  # seconds for the launcher to answer
+TRY = 15.0  # seconds for it to answer once
+PAUSE = 0.05, 1.0  # seconds between two tries: at first, and at most
+
+# Another connection may fare better: the door may have been full of strangers.
+_PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, TimeoutError)
 
 
 def enter(
     address: str, secret: bytes, rank: int, visitor: bool = False, patience: float = PATIENCE
-) -> tuple[Channel, bytes]:
-    """Connect to the launcher, prove and have proved ``secret``.
+) -> Channel:
+    """Connect to the launcher, prove and have proved ``secret``; return the link.
 
-    ``address`` is host:port; each answer may take ``patience`` seconds. Returns the link and what
-    the launcher said first. Raises ProtocolError when whoever answers is not the launcher, OSError
-    when nobody does.
+    ``address`` is host:port. A connection that breaks is tried again, for ``patience`` seconds in
+    all. Raises ProtocolError when whoever answers is not the launcher, or does not believe this
+    process, and OSError when nobody answers.
     """
-    channel = Channel(socket.create_connection(split_port(address), timeout=patience))
-    try:
-        theirs, mine = expect(channel, Kind.HELLO, patience), nonce()
-        if len(theirs) != NONCE:
-            raise ProtocolError("the launcher's greeting is malformed")
-        role = "visitor" if visitor else "wrapper"
-        answer = proof(secret, role, rank, theirs, mine)
-        kind = Kind.VISIT if visitor else Kind.PROVE
-        channel.send(kind, rank.to_bytes(4, "big") + mine + answer)
-        channel.limit = LARGE
-        body = expect(channel, Kind.WELCOME if visitor else Kind.JOB, patience)
-        expected = proof(secret, "launcher", rank, theirs, mine)
-        # Compared in constant time: what follows may be a command to run.
-        if not hmac.compare_digest(body[: len(expected)], expected):
-            raise ProtocolError("whoever answers at the launcher's address is not the launcher")
-    except BaseException:
-        channel.close()
-        raise
-    return channel, body[len(expected) :]
+    who = Claim(Role.VISITOR if visitor else Role.WRAPPER, rank, 0)
+    limit, pause = time.monotonic() + patience, PAUSE[0]
+    while True:
+        sock: socket.socket | None = None
+        now = time.monotonic()
+        try:
+            once = max(0.001, min(TRY, limit - now))
+            sock = socket.create_connection(split_port(address), timeout=once)
+            return Channel(sock, connect_as(sock, secret, who, now + once))
+        except (OSError, ProtocolError) as error:
+            if sock is not None:
+                sock.close()
+            if not isinstance(error, _PASSING) or time.monotonic() + pause >= limit:
+                raise
+        time.sleep(pause * random.uniform(0.5, 1.0))  # so that not all come back at once
+        pause = min(2 * pause, PAUSE[1])
 
 
 def expect(channel: Channel, wanted: Kind, patience: float = PATIENCE) -> bytes:

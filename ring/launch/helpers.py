@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch import processes
-from ringlet.ring.launch.bringup import Noise, bring_up, complaint, hopeless
+from ringlet.ring.launch.bringup import bring_up, complaint, hopeless
 from ringlet.ring.launch.crew import Crew
 from ringlet.ring.launch.door import Door
 from ringlet.ring.launch.site import Site
@@ -37,15 +37,14 @@ class Helpers:
         self._said = bytearray()
         self._limit = 0.0
 
-    def start(self, transport: str, door: Door, remote_env: Mapping[str, str]) -> None:
+    def start(self, managed: bool, door: Door, remote_env: Mapping[str, str]) -> None:
         """Start them all; what the arguments are, ``bring_up`` says. Raises LaunchError."""
         self._limit = time.monotonic() + self._site.reach.start_timeout
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self.noise = os.fdopen(reader, "rb", buffering=0)
         with os.fdopen(writer, "wb") as said:
-            noise = Noise(said, self.noise)
-            for one in bring_up(self._site, transport, door, remote_env, noise, self._limit):
+            for one in bring_up(self._site, managed, door, remote_env, said):
                 self.started.append(one)  # at once: what follows may fail
 
     def listen(self) -> None:

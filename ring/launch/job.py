@@ -15,13 +15,14 @@ from ringlet.ring.launch.ending import Ending
 from ringlet.ring.launch.helpers import Helpers
 from ringlet.ring.launch.hosts import Host
 from ringlet.ring.launch.output import HIGH, Printer
-from ringlet.ring.launch.parcel import seal
+from ringlet.ring.launch.parcel import parcel_key
 from ringlet.ring.launch.plan import Plan
 from ringlet.ring.launch.remote import Reach
 from ringlet.ring.launch.shelf import Shelf
 from ringlet.ring.launch.signals import Signals
 from ringlet.ring.launch.verdict import Verdict
 from ringlet.ring.launch.wire import store_key
+from ringlet.ring.wire.sealed import seal
 
 GRACE = 5.0  # seconds between asking the ranks to end and killing them
 
@@ -101,7 +102,7 @@ class Job:
             self.printer.note(self._plan.remark)
         if verbose:
             self.printer.note(str(self._plan))
-        self._crew = Crew(site.ranks(), self.printer, self._task)
+        self._crew = Crew(site.ranks(), self.printer, self._task, self._plan.pmi)
         self._verdict = Verdict(self._crew, self.shelf, site.several)
         self._helpers = Helpers(site, self._crew)
         self._ending = Ending(self._crew, self._verdict, self.printer, grace)
@@ -118,16 +119,21 @@ class Job:
             stack.callback(self.printer.close)
             self._door = Door(self._plan.size, self._plan.site.address())
             stack.enter_context(contextlib.closing(self._door))
-            self.key = store_key(self._door.secret)
+            self.key = parcel_key(store_key(self._door.secret))
             for name, data in (parcels or {}).items():
                 self.shelf.put(name, seal(self.key, name, data))
             self._signals = stack.enter_context(Signals())
             stack.callback(self._release)
-            self._helpers.start(self._plan.transport, self._door, self._plan.remote_env)
-            if self._plan.transport == "mpi":
+            managed = self._plan.transport == "mpi" and self._plan.pmi is None
+            self._helpers.start(managed, self._door, self._plan.remote_env)
+            if managed:
                 self._verdict.manager = self._helpers.started[0]
             while self.printer.pending or not self._crew.done or not self._ending.explained:
                 self._step()
+            if said := self.printer.losses.summary():
+                self.printer.note(said)
+                with contextlib.suppress(BrokenPipeError):
+                    self.printer.write()
         first, interrupted = self._verdict.first, self._ending.interrupted
         number = None if first is None else first.number
         return Outcome(self._ending.code(), number, self._verdict.reason(), interrupted)
@@ -173,7 +179,9 @@ class Job:
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
         if (output := self.printer.wants) is not None:
             poll.register(output, select.POLLOUT)
-        return {descriptor for descriptor, _ in poll.poll(self._ending.patience())}
+        times = (self._ending.patience(), 1000 * p if (p := self._door.patience()) else p)
+        timeout = min((time for time in times if time is not None), default=None)
+        return {descriptor for descriptor, _ in poll.poll(timeout)}
 
     def _release(self) -> None:
         """Leave no process behind."""

@@ -10,22 +10,32 @@ from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.hosts import address_of
 from ringlet.ring.network import family_of, interface_address, own_address
 
-# MPICH's UCX, its libfabric, gloo and NCCL each have a name of their own for it.
-_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_TCP_IFACE")
+# gloo, NCCL, MPICH's UCX, its libfabric and Open MPI each have a name of their own for it.
+_NAMES = (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "UCX_NET_DEVICES",
+    "FI_TCP_IFACE",
+    "OMPI_MCA_btl_tcp_if_include",
+)
+LOOPBACK = "lo"
 
 
 def network(interfaces: Sequence[str], address: str, env: Mapping[str, str]) -> dict[str, str]:
     """Return what a rank should find in its environment about this host's network.
 
     The first of ``interfaces`` that is here is used; none given means the one with ``address``,
-    by which this host reaches the launcher. What ``env`` says already is the user's. Raises
-    LaunchError when none of them is here.
+    by which this host reaches the launcher; if that is loopback, transports stay there too. What
+    ``env`` says already is the user's. Raises LaunchError when none of them is here.
     """
-    if not interfaces:
+    if interfaces:
+        name, address = find_interface(interfaces, address)
+        own = {"RINGLET_IFACE": name, "RINGLET_ADDRESS": address}
+    elif address == "127.0.0.1":
+        name, own = LOOPBACK, {"RINGLET_ADDRESS": address}
+    else:
         return {"RINGLET_ADDRESS": address}
-    name, address = find_interface(interfaces, address)
-    chosen = {variable: name for variable in _NAMES if variable not in env}
-    return chosen | {"RINGLET_IFACE": name, "RINGLET_ADDRESS": address}
+    return {variable: name for variable in _NAMES if variable not in env} | own
 
 
 def find_interface(interfaces: Sequence[str], like: str | None = None) -> tuple[str, str]:
@@ -62,12 +72,3 @@ def launcher_address(interfaces: Sequence[str], others: Sequence[str]) -> str:
                 ) from error
             return str(probe.getsockname()[0])
     return own_address()
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the interface that has ``address``. Raises LaunchError."""
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):
-            if interface_address(name, address) == address:
-                return name
-    raise LaunchError(f"no network interface of this host has the address {address}")

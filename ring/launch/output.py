@@ -7,15 +7,16 @@ import re
 import select
 import stat
 from collections import deque
-from pathlib import Path
 from typing import BinaryIO
 
-from ringlet.ring.errors import LaunchError
+from ringlet.ring.launch.files import open_files
+from ringlet.ring.launch.losses import Losses
 
 STDOUT, STDERR = 1, 2
 HIGH = 1 << 20  # bytes waiting to be printed from which on no more should be fed
 LONGEST = 64 << 20  # a longer line is broken, so that memory stays bounded
 
+PLACES = {STDOUT: "the standard output", STDERR: "the standard error"}
 _NAMES = {STDOUT: b"stdout", STDERR: b"stderr"}
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 
@@ -26,12 +27,15 @@ class Printer:
     Lines leave in the order in which they became whole, and a line is finished before the next
     begins, also when both descriptors are one pipe. A carriage return ends a line as well, as
     progress bars need. Bytes are passed through as they are. If there is a ``directory``, what a
-    rank writes goes to ``rank.N/stdout`` and ``rank.N/stderr`` in it too, as it is.
+    rank writes goes to ``rank.N/stdout`` and ``rank.N/stderr`` in it too, as it is. What cannot be
+    written is dropped, and counted in ``losses``.
     """
 
     def __init__(self, size: int, prefix: bool = True, directory: str | None = None) -> None:
         self.size = size
-        self._files = {} if directory is None else _open_files(directory, size)
+        self._directory = f"--output-filename {directory}"
+        self._files = {} if directory is None else open_files(directory, size)
+        self.losses = Losses()
         self.prefix = prefix
         self.pending = 0
         self._muted = False
@@ -40,8 +44,8 @@ class Printer:
 
     def feed(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes that ``rank`` wrote to ``stream`` (1 or 2); queue the lines now whole."""
-        if (rank, stream) in self._files:
-            self._files[rank, stream].write(data)
+        if file := self._files.get((rank, stream)):
+            self._keep(file, data)
         if self._muted:
             return
         partial = self._partial.setdefault((rank, stream), bytearray())
@@ -96,13 +100,30 @@ class Printer:
             regular = stat.S_ISREG(os.fstat(stream).st_mode)
             try:
                 written = os.write(stream, data if regular else data[: select.PIPE_BUF])
-            except BlockingIOError:
+            except (BlockingIOError, BrokenPipeError) as error:
+                if isinstance(error, BrokenPipeError):
+                    raise
                 return
+            except OSError as error:
+                self._lost(PLACES[stream], len(data), error)
+                written = len(data)
             self.pending -= written
             if written < len(data):
                 self._queue[0] = (stream, data[written:])
             else:
                 self._queue.popleft()
+
+    def _keep(self, file: BinaryIO, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError as error:
+            self._lost(self._directory, len(rest), error)
+
+    def _lost(self, place: str, nbytes: int, error: OSError) -> None:
+        if said := self.losses.add(place, nbytes, error):
+            self.note(said)
 
     def mute(self) -> None:
         """Print nothing of the ranks any more, not even what waits; notes still pass."""
@@ -115,19 +136,3 @@ class Printer:
         """Close the files. Idempotent."""
         for file in self._files.values():
             file.close()
-
-
-def _open_files(directory: str, size: int) -> dict[tuple[int, int], BinaryIO]:
-    files: dict[tuple[int, int], BinaryIO] = {}
-    width = len(str(size - 1))
-    try:
-        for rank in range(size):
-            folder = Path(directory) / f"rank.{rank:0{width}d}"
-            folder.mkdir(parents=True, exist_ok=True)
-            for stream, name in _NAMES.items():
-                files[rank, stream] = (folder / name.decode()).open("wb", buffering=0)
-    except OSError as error:
-        for file in files.values():
-            file.close()
-        raise LaunchError(f"--output-filename {directory}: {error}") from error
-    return files

@@ -1,14 +1,11 @@
-"""What ``ringlet.run`` and its ranks hand each other: pickles in the job's store, under its key."""
+"""What ``ringlet.run`` and its ranks hand each other: sealed pickles in the job's store."""
 
 from __future__ import annotations
 
-import hmac
 import pickle
 from types import ModuleType
 
-from ringlet.ring.errors import ProtocolError
-
-_SEAL = 32  # bytes of an HMAC-SHA256
+from ringlet.ring.wire.keys import derive
 
 
 def pickler() -> ModuleType:
@@ -20,17 +17,9 @@ def pickler() -> ModuleType:
     return cloudpickle  # type: ignore[no-any-return]
 
 
-def seal(key: bytes, name: str, data: bytes) -> bytes:
-    """Put before ``data`` what shows that somebody with the job's ``key`` made it as ``name``."""
-    return hmac.digest(key, name.encode() + b"\0" + data, "sha256") + data
-
-
-def unseal(key: bytes, name: str, sealed: bytes) -> bytes:
-    """Return what was sealed, which only then may be unpickled. Raises ProtocolError."""
-    data = sealed[_SEAL:]
-    if not hmac.compare_digest(seal(key, name, data)[:_SEAL], sealed[:_SEAL]):
-        raise ProtocolError(f"{name} was not made by this job")
-    return data
+def parcel_key(store: bytes) -> bytes:
+    """Return the key that parcels are sealed with, made of the store's."""
+    return derive(store, "parcels")
 
 
 def result_name(rank: int) -> str:

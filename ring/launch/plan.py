@@ -10,6 +10,7 @@ from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch import start
 from ringlet.ring.launch.forward import forwarded
 from ringlet.ring.launch.hosts import Host
+from ringlet.ring.launch.pmi import Pmi
 from ringlet.ring.launch.remote import Reach
 from ringlet.ring.launch.site import Site
 from ringlet.ring.launch.torchrun import users_own
@@ -19,7 +20,8 @@ class Plan:
     """``command`` as ``size`` ranks at ``site``; the arguments are those of ``launch``.
 
     ``remark`` is something to say about the ``transport``; ``remote_env`` is what ranks on other
-    hosts find of this process's environment. Raises LaunchError or TransportUnavailable.
+    hosts find of this process's environment; ``pmi`` answers MPI if nobody else does. Raises
+    LaunchError or TransportUnavailable.
     """
 
     def __init__(
@@ -38,6 +40,9 @@ class Plan:
         self.size, self.command = np, list(command)
         self.transport, self.remark = start.choose_transport(transport)
         self.site = Site(hosts, np, reach)
+        # Another MPI's ranks are started by its own mpiexec.
+        asks_us = self.transport == "mpi" and start.is_mpich(reach.start_timeout)
+        self.pmi = Pmi([count for _, count in self.site.counts()]) if asks_us else None
         asked = {*env, *reach.forward}
         self._env = {**os.environ, **env}
         self.remote_env = forwarded(self._env, asked)
@@ -57,6 +62,7 @@ class Plan:
             "local_size": seat.local_size,
             "interfaces": self.site.reach.interfaces,
             "leads": rank == 0,
+            "pmi": self.pmi is not None,
         }
 
     def __str__(self) -> str:

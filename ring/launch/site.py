@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ringlet.ring.launch.crew import Rank
 from ringlet.ring.launch.hosts import Host, Seat, is_here, seat
-from ringlet.ring.launch.network import interface_of, launcher_address
+from ringlet.ring.launch.network import launcher_address
 from ringlet.ring.launch.remote import Reach
 
 
@@ -47,10 +47,6 @@ class Site:
                 launcher_address(self.reach.interfaces, others) if others else "127.0.0.1"
             )
         return self._address
-
-    def interface(self) -> str:
-        """Return the name of the interface with that address."""
-        return interface_of(self.address())
 
     def counts(self) -> list[tuple[str, int]]:
         """Return every host with the number of its ranks."""

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from ringlet.ring.environment import check_transport
 from ringlet.ring.errors import LaunchError, unavailable
 from ringlet.ring.launch import torchrun
-from ringlet.ring.launch.hosts import Seat, bare
+from ringlet.ring.launch.hosts import Seat
 from ringlet.ring.launch.wire import ADDRESS, SECRET
 
 WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.launch.worker"]
@@ -23,7 +23,7 @@ WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.launch.worker"]
 # An outer launcher's variables would be taken for this job's.
 _OUTER = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
 
-# Hydra: this host, by fork, whatever a batch system's variables suggest; control by loopback.
+# Those that come from MPICH: this host, by fork, whatever a batch system's variables suggest.
 # Open MPI: root and more ranks than cores are the user's decision.
 _PROCESS_MANAGER = {
     "HYDRA_LAUNCHER": "fork",
@@ -41,6 +41,29 @@ def mpiexec() -> str | None:
     """Return the mpiexec beside this interpreter, else the one on PATH, else None."""
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+
+
+def is_mpich(seconds: float) -> bool:
+    """Whether mpiexec is MPICH's, whose ranks the launcher can start itself.
+
+    It may take ``seconds`` to say so. Raises LaunchError when it does not answer.
+    """
+    program = mpiexec()
+    try:
+        said = subprocess.run(
+            [_mpiexec(), "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
+        ).stdout
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"`{program} --version` did not answer within {seconds:g} s (see --start-timeout)"
+        ) from None
+    except OSError as error:
+        raise LaunchError(f"cannot start {program}: {error.strerror}") from error
+    return b"HYDRA build details" in said
 
 
 def choose_transport(asked: str | None) -> tuple[str, str | None]:
@@ -162,24 +185,6 @@ def start_mpiexec(size: int, env: Mapping[str, str], noise: Any) -> Started:
     """Have mpiexec start ``size`` wrappers on this host. Raises LaunchError."""
     command = [_mpiexec(), "-n", str(size), *WRAPPER]
     process = start_process(command, {**env, **_PROCESS_MANAGER}, noise)
-    return Started(process, "mpiexec", frozenset(range(size)))
-
-
-def start_hydra(
-    hosts: Sequence[tuple[str, int]], env: Mapping[str, str], interface: str, noise: Any
-) -> Started:
-    """Have MPICH's mpiexec expect ``hosts`` (name, ranks); it prints what to start on each.
-
-    Nothing of ``env`` reaches the ranks by this way, which is open to eavesdroppers. Raises
-    LaunchError.
-    """
-    own = {name: value for name, value in env.items() if name not in (ADDRESS, SECRET)}
-    manager = {"HYDRA_LAUNCHER": "manual", "HYDRA_RMK": "user", "HYDRA_IFACE": interface}
-    size = sum(count for _, count in hosts)
-    # It does not look for the hosts itself, but a colon would begin the number of ranks.
-    listed = ",".join(f"{bare(name).replace(':', '-')}:{count}" for name, count in hosts)
-    command = [_mpiexec(), "-genvnone", "-hosts", listed, "-n", str(size), *WRAPPER]
-    process = start_process(command, own | manager, noise)
     return Started(process, "mpiexec", frozenset(range(size)))
 
 

@@ -12,10 +12,11 @@ import sys
 import traceback
 
 from ringlet.ring.errors import LOST_PEER, PeerLost
-from ringlet.ring.launch.parcel import error_name, pickler, result_name, seal, unseal
-from ringlet.ring.launch.wire import STORE_KEY
+from ringlet.ring.launch.parcel import error_name, parcel_key, pickler, result_name
 from ringlet.ring.leave import say_farewell
 from ringlet.ring.store import Client, client
+from ringlet.ring.wire.keys import STORE_KEY
+from ringlet.ring.wire.sealed import seal, unseal
 
 
 def main(store: Client, key: bytes, rank: int) -> int:
@@ -39,7 +40,8 @@ def main(store: Client, key: bytes, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main(client(), bytes.fromhex(os.environ[STORE_KEY]), int(os.environ["RINGLET_RANK"]))
+    key = parcel_key(bytes.fromhex(os.environ[STORE_KEY]))
+    code = main(client(), key, int(os.environ["RINGLET_RANK"]))
     if code:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

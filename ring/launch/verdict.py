@@ -61,6 +61,8 @@ class Verdict:
         name = self._name(rank)
         if rank.code == LOST_PEER and not rank.lost:
             return self._effect(rank)
+        if rank.aborted:
+            return f"{name} called MPI_Abort with code {rank.code}"
         if not rank.lost:
             return f"{name} {processes.describe(rank.code or 0)}"
         if (code := self.aborted()) is not None:

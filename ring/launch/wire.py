@@ -1,88 +1,80 @@
-"""The link between the launcher and one wrapper: authenticated, length-prefixed frames.
+"""The link between the launcher and one wrapper, or visitor of the store: what its frames say.
 
-Both ends prove that they know the job's secret before anything is said: the wrapper runs only what
-its launcher sends, the launcher listens only to its own wrappers. Lengths are checked before
-anything is stored, and nothing is ever unpickled.
+Both ends have proved that they know the job's secret, and each frame shows that the other end made
+it: the wrapper runs only what its launcher sends, the launcher listens only to its own wrappers.
 """
 
 from __future__ import annotations
 
 import enum
-import hmac
-import secrets
 import select
 import socket
-import struct
 import time
+from collections import deque
 from collections.abc import Iterator
 
-from ringlet.ring.errors import ProtocolError
+from ringlet.ring.wire.frames import Incoming, Outgoing
+from ringlet.ring.wire.handshake import Keys
+from ringlet.ring.wire.keys import derive
 
-HANDSHAKE = 256  # bytes a frame may have before the other end has proved itself
-LARGE = 16 << 20  # afterwards: a command with its whole environment
+LARGE = 16 << 20  # bytes of a frame: a command with its whole environment
 CHUNK = 1 << 16  # bytes of output that travel in one frame
 HIGH = 1 << 20  # bytes waiting to be sent from which on nothing new is read
-NONCE = 32
 
 # Names through which the launcher tells a wrapper where it is. The user's program sees neither.
 ADDRESS, SECRET = "RINGLET_LAUNCHER", "RINGLET_LAUNCHER_SECRET"
-# The program does see this one: with it a rank may use the job's store, and nothing more.
-STORE_KEY = "RINGLET_STORE_KEY"
 
-_HEADER = struct.Struct("!BI")
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
+
+
+class Role(enum.IntEnum):
+    """Who comes to the launcher's door, and so which secret it has to know."""
+
+    WRAPPER = 1  # of a rank: the job's secret
+    VISITOR = 2  # a rank's program, to the store: the store's key
 
 
 class Kind(enum.IntEnum):
     """What a frame says, and the body it carries."""
 
-    HELLO = 1  # launcher: its nonce
-    PROVE = 2  # wrapper: rank (4 bytes), its nonce, its proof
-    JOB = 3  # launcher: its proof, then a JSON object
-    STARTED = 4  # wrapper: process id, which is the process group too (decimal)
-    STDOUT = 5  # wrapper: bytes
-    STDERR = 6  # wrapper: bytes
-    ENDED = 7  # wrapper: exit code (minus the signal), when, and now (monotonic ns; decimal)
-    DONE = 8  # wrapper: nothing is left of the program, and all of its output was sent
-    SIGNAL = 9  # launcher: number of a signal to pass on (decimal)
-    RELEASE = 10  # launcher: the wrapper may go
-    VISIT = 11  # rank: as PROVE, but by the store's key, to use the store
-    WELCOME = 12  # launcher: its proof to a visitor
-    ASK = 13  # rank: a request to the store, see ringlet.ring.launch.shelf
-    ANSWER = 14  # launcher: what the store says
-    PLACE = 15  # wrapper of rank 0: more variables, for all ranks, that its host decides on (JSON)
-    BEGIN = 16  # launcher: start the program, with these variables (JSON)
-
-
-def proof(secret: bytes, who: str, rank: int, launcher: bytes, wrapper: bytes) -> bytes:
-    """Return what shows that ``who`` knows ``secret``; valid for this pair of nonces only."""
-    return hmac.digest(secret, b"%s %d " % (who.encode(), rank) + launcher + wrapper, "sha256")
+    JOB = 1  # launcher: what to run, a JSON object
+    STARTED = 2  # wrapper: process id, which is the process group too (decimal)
+    STDOUT = 3  # wrapper: bytes
+    STDERR = 4  # wrapper: bytes
+    ENDED = 5  # wrapper: exit code (minus the signal), when, and now (monotonic ns; decimal)
+    DONE = 6  # wrapper: nothing is left of the program, and all of its output was sent
+    SIGNAL = 7  # launcher: number of a signal to pass on (decimal)
+    RELEASE = 8  # launcher: the wrapper may go
+    ASK = 9  # rank: a request to the store, see ringlet.ring.launch.shelf
+    ANSWER = 10  # launcher: what the store says
+    PLACE = 11  # wrapper of rank 0: more variables, for all ranks, that its host decides on (JSON)
+    BEGIN = 12  # launcher: start the program, with these variables (JSON)
+    PMI = 13  # both: a line that MPI asks for, or gets, see ringlet.ring.launch.pmi
 
 
 def store_key(secret: bytes) -> bytes:
     """Return the key to the job's store, which tells nothing of the secret itself."""
-    return hmac.digest(secret, b"store", "sha256")
-
-
-def nonce() -> bytes:
-    """Return a number that was never used before."""
-    return secrets.token_bytes(NONCE)
+    return derive(secret, "store")
 
 
 class Channel:
-    """One end of a connection: takes frames without ever blocking, hands over whole ones."""
+    """One end of a connection: takes frames without ever blocking, hands over whole ones.
 
-    def __init__(self, sock: socket.socket) -> None:
+    ``keys`` are those that the handshake has led to.
+    """
+
+    def __init__(self, sock: socket.socket, keys: Keys) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A host that vanished without a word is noticed within a minute.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        self.limit = HANDSHAKE
         self.closed = False
         self._sock = sock
-        self._incoming = bytearray()
+        self._incoming = Incoming(keys.receiving, frozenset(Kind), LARGE)
+        self._frames = Outgoing(keys.sending)
+        self._heard: deque[tuple[int, bytes]] = deque()  # frames that nobody has taken
         self._outgoing = bytearray()
         self.own_address, self.peer_address = _ends(sock)
 
@@ -97,7 +89,7 @@ class Channel:
 
     def send(self, kind: Kind, body: bytes = b"") -> None:
         """Queue a frame and send what the connection takes now; a dead peer is not an error."""
-        self._outgoing += _HEADER.pack(kind, len(body)) + body
+        self._outgoing += self._frames.frame(kind, body)
         self.flush()
 
     def flush(self) -> None:
@@ -117,7 +109,7 @@ class Channel:
         """Read once and yield the frames that are whole; sets ``closed`` at the end.
 
         Whoever stops in between gets the rest by calling again, also when nothing more has come.
-        Raises ProtocolError for a frame of unknown kind or above the limit.
+        Raises ProtocolError for a frame that is not allowed, or that the other end has not made.
         """
         try:
             data = self._sock.recv(4 * CHUNK)
@@ -127,17 +119,10 @@ class Channel:
         except OSError:
             self.closed = True
             return
-        self._incoming += data
-        while len(self._incoming) >= _HEADER.size:
-            number, length = _HEADER.unpack_from(self._incoming)
-            if number not in Kind.__members__.values() or length > self.limit:
-                raise ProtocolError(f"a frame of kind {number} and {length} bytes is not allowed")
-            end = _HEADER.size + length
-            if len(self._incoming) < end:
-                return
-            body = bytes(self._incoming[_HEADER.size : end])
-            del self._incoming[:end]
-            yield Kind(number), body
+        self._heard += self._incoming.feed(data)
+        while self._heard:
+            kind, body = self._heard.popleft()
+            yield Kind(kind), body
 
     def wait(self, seconds: float | None) -> bool:
         """Send what is queued, until something can be received; false when the time is up."""

@@ -8,6 +8,7 @@ killed at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -20,19 +21,20 @@ from typing import Any
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch import processes
-from ringlet.ring.launch.enter import enter
+from ringlet.ring.launch.enter import enter, expect
 from ringlet.ring.launch.network import network
+from ringlet.ring.launch.pmi import LONGEST
 from ringlet.ring.launch.torchrun import meeting_place
 from ringlet.ring.launch.wire import (
     ADDRESS,
     CHUNK,
     HIGH,
     SECRET,
-    STORE_KEY,
     Channel,
     Kind,
     store_key,
 )
+from ringlet.ring.wire.keys import STORE_KEY
 
 LEFTOVERS = 1.0  # seconds that processes outliving the program get to end by themselves
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -48,6 +50,8 @@ class Wrapper:
         self.extra = extra
         self.environment: dict[str, str] = {}  # of the program
         self.streams: dict[int, Kind] = {}
+        self.pmi: socket.socket | None = None  # what MPI asks comes here
+        self._line = b""  # that has not ended
         self.group = 0
         self.alone = True  # no child, not even an adopted one
         self.code: int | None = None
@@ -85,15 +89,15 @@ class Wrapper:
         cores = len(os.sched_getaffinity(0))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.job["local_size"])))
         me = os.getpid()
+        given = self._for_mpi(environment)
         try:
-            # Descriptors of the process manager (PMI_FD) are inheritable and must reach it.
             program = subprocess.Popen(
                 self.job["command"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                close_fds=False,
+                pass_fds=given,
                 start_new_session=True,
                 preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),
             )
@@ -103,6 +107,9 @@ class Wrapper:
             self.channel.send(Kind.STDERR, text.encode(errors="surrogateescape"))
             self._ended(127 if missing else 126)
             return
+        finally:
+            if self.pmi is not None:
+                os.close(*given)
         assert program.stdout is not None
         assert program.stderr is not None
         self._program = program
@@ -113,6 +120,36 @@ class Wrapper:
             self.streams[stream.fileno()] = kind
         self.channel.send(Kind.STARTED, b"%d" % program.pid)
 
+    def _for_mpi(self, environment: dict[str, str]) -> list[int]:
+        """Return the descriptors through which MPI asks its process manager, which may be us."""
+        if not self.job["pmi"]:
+            return [int(os.environ["PMI_FD"])] if os.environ.get("PMI_FD", "").isdecimal() else []
+        self.pmi, end = socket.socketpair()
+        self.pmi.setblocking(False)
+        environment |= {
+            "PMI_FD": str(end.fileno()),
+            "PMI_RANK": environment["RINGLET_RANK"],
+            "PMI_SIZE": environment["RINGLET_SIZE"],
+        }
+        return [end.detach()]
+
+    def _ask(self) -> None:
+        """Pass on what MPI asks, line by line."""
+        if self.pmi is None:
+            return
+        try:
+            data = self.pmi.recv(CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self.channel.send(Kind.PMI, line)
+        if not data or len(self._line) > LONGEST:  # it has let go, or says nothing that makes sense
+            self.pmi.close()
+            self.pmi = None
+
     def run(self) -> int:
         """Serve until the launcher lets go; return this process's exit code."""
         if self._hear():  # what came together with the job
@@ -121,6 +158,7 @@ class Wrapper:
             ready = self._wait()
             for descriptor in [d for d in ready if d in self.streams]:
                 self._relay(descriptor)
+            self._ask()
             if self.wake.fileno() in ready:
                 for number in self.wake.recv(4096):
                     if number != signal.SIGCHLD:
@@ -147,6 +185,9 @@ class Wrapper:
                 self._pass_on(int(body))
             elif kind is Kind.BEGIN and self.code is None:
                 self.start(json.loads(body))
+            elif kind is Kind.PMI and self.pmi is not None:
+                with contextlib.suppress(OSError):  # it has ended: nobody waits for the answer
+                    self.pmi.send(body)
             elif kind is Kind.RELEASE:
                 return True
         return False
@@ -159,6 +200,8 @@ class Wrapper:
         if self.channel.pending < HIGH:
             for descriptor in self.streams:
                 poll.register(descriptor, select.POLLIN)
+            if self.pmi is not None:
+                poll.register(self.pmi, select.POLLIN)
         timeout: float | None = None
         if self.code is not None and not self.alone:
             timeout = max(10.0, 1000 * (self.deadline - time.monotonic()))
@@ -194,6 +237,7 @@ class Wrapper:
                 self.alone = True
 
     def _ended(self, code: int) -> None:
+        self._ask()  # what it has said last
         self.code = code
         self.deadline = time.monotonic() + LEFTOVERS
         now = time.monotonic_ns()
@@ -221,8 +265,8 @@ class Wrapper:
 
 def join(address: str, secret: bytes, rank: int) -> tuple[Channel, dict[str, Any]]:
     """Connect to the launcher, prove and have proved the secret; return link and job."""
-    channel, body = enter(address, secret, rank)
-    job: dict[str, Any] = json.loads(body)
+    channel = enter(address, secret, rank)
+    job: dict[str, Any] = json.loads(expect(channel, Kind.JOB))
     return channel, job
 
 

@@ -416,6 +416,16 @@ def case_bad_input():
     assert hvd.allreduce(filled(1, 2), op=hvd.Sum).numpy().tolist() == [hvd.size()] * 2
 
 
+def case_operations_that_are_not_defined():
+    for call in (*both(lambda x: hvd.allreduce(x)), *both(lambda x: hvd.reducescatter(x))):
+        with pytest.raises(TypeError, match="booleans have no average"):
+            call(tf.constant([True, False]))
+    for call in both(lambda x: hvd.allreduce(x, op=hvd.Adasum)):
+        with pytest.raises(TypeError, match="Adasum takes float16"):
+            call(tf.constant([1, 2]))
+    assert hvd.allreduce(tf.constant([True, False]), op=hvd.Sum).numpy().tolist() == [True, False]
+
+
 def case_errors_out_of_a_graph():
     """What a node raises has the classes that eager calls have, and those of Horovod."""
     rank = hvd.rank()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from ringlet.compressors import Compressor, Context, Traits, parse, register, registry
 from ringlet.fusion import Request

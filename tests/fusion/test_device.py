@@ -13,7 +13,7 @@ import pytest
 from standin import Enqueuing, OutOfOrder, on_gpu, on_ranks
 
 from ringlet.compressors import parse, registry
-from ringlet.fusion import CompressionFailed, Request, cuda_place, pieces
+from ringlet.fusion import CompressionFailed, EngineClosed, Request, cuda_place, pieces
 from ringlet.fusion.cuda_place import CudaPlace
 from ringlet.fusion.observe.sinks import Callback
 from ringlet.fusion.peers import levels_of
@@ -333,7 +333,7 @@ def test_what_is_out_of_order_shows(monkeypatch):
 
     on_ranks(2, early)
     monkeypatch.setattr(CudaPlace, "after", lambda self, ready: None)
-    with pytest.raises(OutOfOrder):
+    with pytest.raises(EngineClosed, match="OutOfOrder"):
         on_ranks(2, unready)
 
 
@@ -386,6 +386,29 @@ def test_a_rank_that_has_joined_sends_zeros_from_its_gpu():
 
     found = on_ranks(2, body)
     np.testing.assert_array_equal(found[0][1], values("w", 0, 1))
+
+
+@pytest.mark.parametrize("spec", ["none", "fp16", "int8 | ef", "powersgd"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_averages_while_a_rank_has_joined_are_those_of_host_memory(spec, dtype):
+    def body(engine, place, put, get):
+        spec_ = "none" if dtype == "int32" else spec
+        request = Request("w", dtype=dtype, shape=SHAPE, spec=spec_, place=place)
+        group = engine.declare("g", [request], [parse(spec_)], [{}])
+        outs = []
+        for step in range(1 if engine.rank else 3):
+            x = put((8 * values("w", engine.rank, step)).astype(dtype))
+            group.submit("w", x)
+            group.wait(60)
+            outs.append(get(x))
+        engine.join()
+        return outs
+
+    host, device = results(body, size=2, join_divisor="contributors")
+    exact = (8 * values("w", 0, 2)).astype(dtype)  # of rank 0 alone
+    assert np.abs(host[0][2] - exact).max() < (30 if spec == "powersgd" else 0.3)
+    for h, d in zip(host[0], device[0], strict=True):
+        np.testing.assert_allclose(d.astype(float), h.astype(float), rtol=2e-3, atol=2e-2)
 
 
 def test_process_sets_and_broadcasts():

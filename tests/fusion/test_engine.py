@@ -16,7 +16,7 @@ from ringlet.fusion import (
     Limits,
     Request,
 )
-from ringlet.ring import Mismatch, PeerLost, ReduceOp, RingError
+from ringlet.ring import Mismatch, PeerLost, ReduceOp
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import LocalCommunicator, run_local
 
@@ -313,22 +313,23 @@ def test_a_plugin_that_fails_on_one_rank_is_named_on_all(faulty, where, declared
     assert "'w'" in text or where == "type"
 
 
-def test_a_plugin_that_fails_to_decode_stops_everybody(faulty):
+def test_a_plugin_that_fails_to_decode_fails_every_step_that_it_fails(faulty):
     faulty["decompress"] = 2
 
     def body(engine):
         request = Request("w", shape=(2000,), spec="faulty")
         x = np.ones(2000, np.float32)
-        try:
-            for _ in range(2):
+        texts = []
+        for _ in range(2):
+            with pytest.raises(CompressionFailed) as caught:
                 engine.submit(request, x, compressor=parse("faulty")).wait(60)
-        except (EngineClosed, CompressionFailed) as error:
-            return str(error)
-        return ""
+            texts.append(str(caught.value))
+        return tuple(texts)
 
-    texts = with_engines(3, body)
-    assert all("faulty" in text and "lost my keys" in text for text in texts)
-    assert all("rank 2" in text for text in texts[:2])
+    (texts,) = set(with_engines(3, body))
+    for text in texts:
+        assert text.startswith("rank 2: compressor 'faulty' failed in ")
+        assert "lost my keys" in text
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -415,15 +416,12 @@ def test_a_transport_that_fails_in_the_middle_leaves_nobody_waiting(kind):
             wait = group.wait
         else:
             wait = engine.submit(request, x).wait
-        with pytest.raises((OSError, RingError)) as caught:
+        with pytest.raises(EngineClosed) as caught:
             wait(60)
-        assert not isinstance(caught.value, TimeoutError)
         return str(caught.value)
 
-    texts = with_engines(3, body)
-    assert texts[1] == "the cable was cut"
-    assert "rank 1" in texts[0]
-    assert "rank 1" in texts[2]
+    (text,) = set(with_engines(3, body))
+    assert text == "the engine broke on rank 1: OSError: the cable was cut"
 
 
 def test_submitting_after_shutdown_is_an_error():

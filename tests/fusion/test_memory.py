@@ -56,7 +56,10 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
             group.wait(60)
             return arrays
 
-        said = "rank 1: abandoned: no memory in step 0, for a bucket of 96000 bytes; from step 1 on"
+        said = (
+            "rank 1: abandoned: no memory in step 0, for a bucket of 96000 bytes; "
+            "from the next step on"
+        )
         with pytest.raises(OutOfMemory, match=said):
             step()
         for _ in range(3):
@@ -161,12 +164,12 @@ def test_no_memory_for_what_is_received_is_named_on_all_ranks():
                 pool._reserve, pool.reserve = np.empty(0, np.uint8), lambda nbytes: None
                 starve(engine)
             group.submit("w", np.ones(n, np.float32))
-            with pytest.raises((MemoryError, EngineClosed)) as caught:
+            with pytest.raises(EngineClosed) as caught:
                 group.wait(60)
             return str(caught.value)
         finally:
             engine.shutdown()
 
-    first, second, third = run_local(rank_main, 3)
-    assert second == "no memory to receive a bucket of 400000 bytes"
-    assert first == third == f"the engine broke on rank 1: MemoryError: {second}"
+    (text,) = set(run_local(rank_main, 3))
+    why = "no memory to receive a bucket of 400000 bytes"
+    assert text == f"the engine broke on rank 1: MemoryError: {why}"

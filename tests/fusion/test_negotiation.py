@@ -16,7 +16,7 @@ SIZE = 3
 
 
 def ask(coordinator, rank, *requests):
-    return coordinator.on_message(rank, m.REQUEST + dumps([r.to_list() for r in requests]))
+    return coordinator.on_message(rank, m.REQUEST + dumps([0, [r.to_list() for r in requests]]))
 
 
 def executed(broadcasts):
@@ -49,11 +49,11 @@ def test_a_request_seen_before_takes_one_bit():
     for rank in range(2):
         for message in ask(coordinator, rank, *requests):
             ids.update({item[0]: item[1] for item in loads(message[1:])[2]})
-    hits = m.pack_hits(0, m.bits_of(ids.values()))
-    assert len(hits) <= 130
+    hits = m.pack_hits(0, 1, m.bits_of(ids.values()))
+    assert len(hits) <= 138
     assert coordinator.on_message(0, hits) == []
     (answer,) = coordinator.on_message(1, hits)
-    assert len(answer) <= 134
+    assert len(answer) <= 138
     assert m.ids_of(m.unpack_execute_hits(answer)[2]) == sorted(ids.values())
 
 
@@ -66,6 +66,7 @@ def test_names_and_numbers_of_one_round_meet_in_any_order(data, size, count):
     for rank in range(size):
         for message in ask(coordinator, rank, *requests):
             numbers.update({item[0]: item[1] for item in loads(message[1:])[2]})
+    version = 1
     for _ in range(3):
         pending = []
         for rank in range(size):
@@ -73,9 +74,10 @@ def test_names_and_numbers_of_one_round_meet_in_any_order(data, size, count):
             named = [r for r in requests if r not in by_number]
             if by_number:
                 bits = m.bits_of(numbers[r.name] for r in by_number)
-                pending.append((rank, m.pack_hits(0, bits)))
+                pending.append((rank, m.pack_hits(0, version, bits)))
             if named:
-                pending.append((rank, m.REQUEST + dumps([r.to_list() for r in named])))
+                asked = [r.to_list() for r in named]
+                pending.append((rank, m.REQUEST + dumps([version, asked])))
         joins = size > 2 and data.draw(st.booleans())  # the last rank has no more data
         if joins:
             pending = [(rank, message) for rank, message in pending if rank != size - 1]
@@ -88,9 +90,10 @@ def test_names_and_numbers_of_one_round_meet_in_any_order(data, size, count):
                     ran += [name for name, number in numbers.items() if number in ids]
                 else:
                     assert answer[:1] == m.EXECUTE
+                    version += 1
                     ran += executed([answer])
         assert sorted(ran) == sorted(numbers)
-        assert coordinator._waiting() == {}
+        assert coordinator._waiting() == []
         for rank in range(size - 1 if joins else 0):  # the others follow
             coordinator.on_message(rank, m.JOIN + dumps(0))
 
@@ -121,10 +124,11 @@ def test_a_disagreement_names_tensor_and_ranks(change, says):
         answers += ask(coordinator, rank, replace(request, **change) if rank == 1 else request)
     (answer,) = answers
     assert answer[:1] == m.REFUSED
-    process_set, names, text, gone = loads(answer[1:])
+    process_set, names, ranks, text, gone = loads(answer[1:])
     assert process_set == 0
     assert gone == []
     assert names == ["layer.weight"]
+    assert ranks == [0, 1, 2]
     assert "'layer.weight'" in text
     assert says in text
     # The name is free again afterwards.
@@ -134,13 +138,14 @@ def test_a_disagreement_names_tensor_and_ranks(change, says):
 def test_groups_must_hold_the_same_tensors():
     coordinator = Coordinator(2)
     a, b = Request("a", shape=(2,)), Request("b", shape=(2,))
-    first = m.DECLARE + dumps([0, "model", [a.to_list(), b.to_list()]])
-    second = m.DECLARE + dumps([0, "model", [a.to_list()]])
+    first = m.DECLARE + dumps([0, "model", [a.to_list(), b.to_list()], ""])
+    second = m.DECLARE + dumps([0, "model", [a.to_list()], ""])
     assert coordinator.on_message(0, first) == []
     (answer,) = coordinator.on_message(1, second)
     assert loads(answer[1:]) == [
         0,
         "model",
+        [0, 1],
         "tensor 'b' is declared on rank 0 but not on rank 1",
         [],
     ]
@@ -149,25 +154,26 @@ def test_groups_must_hold_the_same_tensors():
 def test_the_order_of_rank_0_is_the_groups_order():
     coordinator = Coordinator(2)
     a, b = Request("a", shape=(2,)), Request("b", shape=(2,))
-    coordinator.on_message(1, m.DECLARE + dumps([0, "model", [b.to_list(), a.to_list()]]))
+    coordinator.on_message(1, m.DECLARE + dumps([0, "model", [b.to_list(), a.to_list()], ""]))
     (answer,) = coordinator.on_message(
-        0, m.DECLARE + dumps([0, "model", [a.to_list(), b.to_list()]])
+        0, m.DECLARE + dumps([0, "model", [a.to_list(), b.to_list()], ""])
     )
-    assert loads(answer[1:]) == [0, "model", 2, ["a", "b"]]
+    assert loads(answer[1:]) == [0, "model", 1, ["a", "b"]]
 
 
 def test_votes_of_a_failed_step_do_not_count_for_the_next():
     coordinator = Coordinator(2)
     old = m.pack_vote(m.Vote(7, 0, 0, 10))
     assert coordinator.on_message(0, old) == []
-    (told,) = coordinator.on_message(1, m.FAILED + dumps([0, 7, 0, "boom"]))
-    assert loads(told[1:]) == [7, 0, "rank 1: boom", []]
-    assert coordinator.on_message(1, m.FAILED + dumps([0, 7, 0, "again"])) == []
+    failure = m.Failure(0, 7, 0, 0, "compression", "boom")
+    (told,) = coordinator.on_message(1, m.FAILED + dumps(failure))
+    assert loads(told[1:]) == [7, 0, 0, "compression", "rank 1: boom", []]
+    assert coordinator.on_message(1, m.FAILED + dumps(failure)) == []
     assert coordinator.on_message(1, old) == []
-    new = [m.pack_vote(m.Vote(7, 1, 0, 10 + rank)) for rank in range(2)]
+    new = [m.pack_vote(m.Vote(7, 1, 0, 10 + rank, turn=1)) for rank in range(2)]
     assert coordinator.on_message(0, new[0]) == []
     (verdict,) = coordinator.on_message(1, new[1])
-    assert m.unpack_go(verdict) == m.Verdict(7, 1, 0, (10, 11))
+    assert m.unpack_go(verdict) == m.Verdict(7, 1, 0, 2, (10, 11))
 
 
 def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
@@ -178,14 +184,15 @@ def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
     assert loads(told[1:]) == [
         0,
         ["x"],
+        [0],
         "rank 1 has shut down while 'x' was waiting on rank 0",
         [1],
     ]
     (later,) = ask(coordinator, 0, Request("y", shape=(1,)))
-    assert "rank 1 has shut down" in loads(later[1:])[2]
+    assert "rank 1 has shut down" in loads(later[1:])[3]
 
 
 @given(st.sets(st.integers(0, 5000)))
 def test_hits_round_trip(ids):
-    process_set, bits = m.unpack_hits(m.pack_hits(3, m.bits_of(ids)))
-    assert (process_set, m.ids_of(bits)) == (3, sorted(ids))
+    process_set, version, bits = m.unpack_hits(m.pack_hits(3, 1 << 40, m.bits_of(ids)))
+    assert (process_set, version, m.ids_of(bits)) == (3, 1 << 40, sorted(ids))

@@ -8,7 +8,7 @@ import pytest
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, Request
-from ringlet.fusion.stall import StallInspector
+from ringlet.fusion.stall import Stalled, StallInspector
 from ringlet.fusion.stragglers import Stragglers
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
@@ -17,14 +17,14 @@ from ringlet.ring.local import run_local
 def test_warns_once_per_period_and_forgets_what_went_on():
     now = [0.0]
     inspector = StallInspector(10.0, 35.0, lambda: now[0])
-    waiting = {"'x'": ([0, 2], [1])}
+    waiting = [Stalled("'x'", [0, 2], [1])]
     told = []
     for now[0] in (0.0, 5.0, 10.0, 15.0, 20.0):
         told.append(inspector.inspect(waiting)[0])
     assert [bool(text) for text in told] == [False, False, True, False, True]
     assert "'x': 10 s, ready on ranks 0, 2, waiting for rank 1" in told[2]
     assert "rank 1 is missing in 1 of them" in told[2]
-    assert inspector.inspect({}) == ("", False)
+    assert inspector.inspect([]) == ("", False)
     now[0] = 30.0
     assert inspector.inspect(waiting) == ("", False)
     now[0] = 65.0

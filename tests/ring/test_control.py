@@ -13,14 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.ring import Communicator, PeerLost, RingError, control_frames, control_hub
-from ringlet.ring.control_frames import MAGIC, MESSAGE, NONCE, READY, frame
+from ringlet.ring import (
+    Communicator,
+    PeerLost,
+    RingError,
+    control_frames,
+    control_hub,
+    control_open,
+)
+from ringlet.ring.control_frames import KINDS, LIMIT, MESSAGES, READY, pack, unpack
 from ringlet.ring.control_hub import TcpHub
-from ringlet.ring.control_local import LocalControl
-from ringlet.ring.control_open import _prove, join, open_control
+from ringlet.ring.control_local import Inbox, LocalControl
+from ringlet.ring.control_open import join, open_control
 from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.local import LocalWorld, run_local
 from ringlet.ring.network import listen, own_address
+from ringlet.ring.wire.frames import Incoming, Outgoing
+from ringlet.ring.wire.handshake import GREETING, MAGIC, REFUSED, Claim, Keys, Unwelcome, connect_as
 
 WORKER = Path(__file__).with_name("worker_control.py")
 SECRET = secrets.token_bytes(32)
@@ -262,6 +271,39 @@ def test_a_handler_that_raises_ends_the_service_with_its_own_error_on_rank_0(tcp
     assert run_local(run, 3) == [ValueError, PeerLost, PeerLost]
 
 
+def test_the_key_does_not_travel(monkeypatch):
+    monkeypatch.setenv("RINGLET_SECRET", SECRET.hex())
+    told, used = [], []
+
+    def connected(where, secret, *args):
+        used.append(secret)
+        return join(where, secret, *args)
+
+    monkeypatch.setattr(control_open, "join", connected)
+
+    def work(comm):
+        own = Wrapped(comm)
+        for method in ("allgather", "broadcast"):
+            real = getattr(own, method)
+
+            def heard(array, *args, real=real):
+                real(array, *args)
+                told.append(array.tobytes())
+
+            setattr(own, method, heard)
+        control = open_control(own, Echo() if comm.rank == 0 else None)
+        if comm.rank:
+            control.send(b"x")
+        assert collect(control, 1) == [b"1:x"]
+        comm.barrier()
+        control.close()
+
+    run_local(work, 2)
+    assert len(used) == 1
+    assert told
+    assert not any(secret in data for secret in (used[0], SECRET) for data in told)
+
+
 def test_rank_0_without_a_handler_fails_on_every_rank():
     def run(comm):
         with pytest.raises((ValueError, RingError)) as caught:
@@ -279,15 +321,19 @@ def greeted(where):
     """Connect as a stranger and return the socket with the hub's nonce."""
     sock = socket.create_connection(where, timeout=WAIT)
     greeting = b""
-    while len(greeting) < len(MAGIC) + NONCE:
-        greeting += sock.recv(len(MAGIC) + NONCE - len(greeting))
+    while len(greeting) < GREETING:
+        greeting += sock.recv(GREETING - len(greeting))
+    assert greeting.startswith(MAGIC)
     return sock, greeting
 
 
 def ended(sock):
-    """Return whether the hub closed the connection without another word."""
+    """Return whether the hub closed the connection and said no more than that it refuses."""
+    said = b""
     try:
-        return sock.recv(1) == b""
+        while data := sock.recv(100):
+            said += data
+        return said in (b"", REFUSED)
     except ConnectionResetError:
         return True
     finally:
@@ -300,17 +346,17 @@ def test_strangers_are_dropped_and_the_service_goes_on(monkeypatch):
     with star(3, handler, ranks=[1]) as (hub, where, complete):
         # A wrong key, both ways round: the hub drops it, and join says why.
         sock, _ = greeted(where)
-        sock.sendall(struct.pack("<II", 2, 3) + bytes(NONCE) + bytes(32))
+        sock.sendall(struct.pack("<BII", 0, 2, 3) + bytes(64))
         assert ended(sock)
         # A hello that was good for another connection.
         recorder = Recorder(where)
-        with suppress(OSError):
-            _prove(recorder, SECRET, 7, 3)
+        with pytest.raises(Unwelcome, match="does not take this process for one of the job's"):
+            prove(recorder, 7, 3)
         sock, _ = greeted(where)
         sock.sendall(recorder.sent)
         assert ended(sock)
         # Random bytes, an HTTP request, a 4 GiB length, more than was asked for.
-        for garbage in (os.urandom(72), b"GET / HTTP/1.1\r\n" * 5, b"\xff" * 72, bytes(100_000)):
+        for garbage in (os.urandom(73), b"GET / HTTP/1.1\r\n" * 5, b"\xff" * 73, bytes(100_000)):
             sock, _ = greeted(where)
             with suppress(OSError):
                 sock.sendall(garbage)
@@ -321,7 +367,7 @@ def test_strangers_are_dropped_and_the_service_goes_on(monkeypatch):
         silent, _ = greeted(where)
         assert ended(slow)
         assert ended(silent)
-        with pytest.raises(PeerLost, match="join"):
+        with pytest.raises(PeerLost, match="could not join the control plane"):
             join(where, bytes(32), 2, 3, timeout=0.2)
         monkeypatch.undo()
         two = join_in_thread(where, 2, 3)
@@ -333,6 +379,10 @@ def test_strangers_are_dropped_and_the_service_goes_on(monkeypatch):
             socket.create_connection(where, timeout=WAIT)
         assert handler.lost == []
         two.close()
+
+
+def prove(sock, rank, size):
+    return connect_as(sock, SECRET, Claim(0, rank, size), time.monotonic() + WAIT)
 
 
 class Recorder:
@@ -363,23 +413,55 @@ def join_in_thread(where, rank, size):
 
 
 def raw_member(where, rank, size):
-    """Join as a rank that then does what it likes with its socket."""
+    """Join as a rank that then does what it likes with its socket; return that and its keys."""
     sock = socket.create_connection(where, timeout=WAIT)
-    _prove(sock, SECRET, rank, size)
-    return sock
+    return sock, prove(sock, rank, size)
+
+
+def changed(frames):
+    """A frame whose last byte somebody has changed."""
+    data = frames.frame(MESSAGES, pack([b"pay 1"]))
+    return data[:-1] + b"9"
+
+
+def repeated(frames):
+    return frames.frame(MESSAGES, b"") * 2
+
+
+def left_out(frames):
+    frames.frame(MESSAGES, pack([b"the first"]))
+    return frames.frame(MESSAGES, pack([b"the second"]))
 
 
 @pytest.mark.parametrize(
     "evil",
-    [struct.pack("<QB", 1 << 32, MESSAGE), struct.pack("<QB", 1, 77) + b"x", b"\xff" * 1000],
-    ids=["4 GiB", "unknown kind", "garbage"],
+    [
+        lambda _: struct.pack("<IB", (1 << 32) - 1, MESSAGES) + bytes(16),
+        lambda frames: frames.frame(77, b"x"),
+        lambda _: b"\xff" * 1000,
+        lambda frames: frames.frame(MESSAGES, b"\xff\xff\xff\xffx"),
+        lambda frames: frames.frame(MESSAGES, b"xxx"),
+        changed,
+        repeated,
+        left_out,
+    ],
+    ids=[
+        "4 GiB",
+        "unknown kind",
+        "garbage",
+        "too long",
+        "too short",
+        "changed",
+        "twice",
+        "missing",
+    ],
 )
 def test_a_member_that_breaks_the_protocol_is_lost_and_the_others_go_on(evil):
     handler = Echo()
     with star(3, handler, ranks=[1]) as (hub, where, complete):
-        sock = raw_member(where, 2, 3)
+        sock, keys = raw_member(where, 2, 3)
         [one] = complete()
-        sock.sendall(evil)
+        sock.sendall(evil(Outgoing(keys.sending)))
         assert collect(hub, 1) == collect(one, 1) == [b"lost 2"]
         one.send(b"on we go")
         assert collect(hub, 1) == [b"1:on we go"]
@@ -390,7 +472,7 @@ def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch):
     monkeypatch.setattr(control_hub, "BACKLOG", 24 << 20)
     handler = Echo()
     with star(3, handler, ranks=[1]) as (hub, where, complete):
-        sock = raw_member(where, 2, 3)
+        sock, _ = raw_member(where, 2, 3)
         [one] = complete()
         megabyte = bytes(1 << 20)
         heard = []
@@ -405,26 +487,28 @@ def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch):
 
 def test_a_slow_reader_gets_everything():
     with star(2, Echo(), ranks=[]) as (hub, where, complete):
-        sock = raw_member(where, 1, 2)
+        sock, keys = raw_member(where, 1, 2)
         complete()
         megabyte = bytes(1 << 20)
         for _ in range(20):
             hub.send(megabyte)
-        expected = len(frame(READY)) + 20 * len(frame(MESSAGE, b"0:" + megabyte))
-        received = 0
-        while received < expected:
+        frames, heard = Incoming(keys.receiving, KINDS, LIMIT), []
+        while len(heard) < 21:
             data = sock.recv(1 << 16)
             assert data
-            received += len(data)
+            heard += frames.feed(data)
+        assert heard[0] == (READY, b"")
+        messages = [[*unpack(body)] for kind, body in heard[1:] if kind == MESSAGES]
+        assert messages == [[b"0:" + megabyte]] * 20
         sock.close()
 
 
 def test_one_rank_cannot_join_twice_and_a_missing_rank_is_named():
     with star(3, Echo(), ranks=[]) as (hub, where, _):
-        first = raw_member(where, 1, 3)
+        first, _ = raw_member(where, 1, 3)
         second = socket.create_connection(where, timeout=WAIT)
-        with pytest.raises(OSError, match=r"closed|reset"):
-            _prove(second, SECRET, 1, 3)
+        with pytest.raises(Unwelcome):
+            prove(second, 1, 3)
         with pytest.raises(PeerLost, match="ranks 2 did not join") as caught:
             hub.wait_open(0.05)
         assert caught.value.ranks == (2,)
@@ -480,7 +564,7 @@ def test_a_wake_up_in_the_middle_of_another_is_not_lost():
 
     own, other = socket.socketpair()
     with own, other:
-        control = TcpControl(own, 1, 2)
+        control = TcpControl(own, Keys(SECRET, SECRET), 1, 2)
         control._woken = Drained(control._woken, control.wake)
         control.wake()
         assert control.receive(60.0) == []
@@ -490,3 +574,92 @@ def test_a_wake_up_in_the_middle_of_another_is_not_lost():
         assert time.monotonic() - start < 30.0
         other.close()
         control.close()
+
+
+def test_a_finaliser_may_wake_the_rank_whose_inbox_is_being_filled():
+    """Python may run a finaliser wherever it allocates, on the thread that puts messages too."""
+    inbox = Inbox()
+
+    def messages():
+        inbox.wake()
+        yield b"x"
+
+    def fill_and_read():
+        inbox.put(messages())
+        read.extend(inbox.take(0))
+        inbox.take(0)  # the wake-up, if it is still to come
+        read.extend(inbox.take(0.01))
+
+    read = []
+    thread = threading.Thread(target=fill_and_read, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    assert read == [b"x"]
+
+
+def test_no_wake_up_is_lost_among_those_of_many_threads():
+    inbox, rounds, seen = Inbox(), 2000, [0, 0, 0]
+
+    def write(writer):
+        for i in range(rounds):
+            seen[writer] = i + 1
+            inbox.wake()
+
+    threads = [threading.Thread(target=write, args=(w,), daemon=True) for w in range(3)]
+    for thread in threads:
+        thread.start()
+    start = time.monotonic()
+    while seen != [rounds] * 3:
+        assert inbox.take(WAIT) == []
+        assert time.monotonic() - start < WAIT
+    for thread in threads:
+        thread.join(WAIT)
+
+
+def test_rank_0_hears_last(monkeypatch):
+    """It may leave because of what it hears, and would take the others' word with it."""
+    listener = listen("127.0.0.1")
+    hub = TcpHub(Echo(), 2, SECRET, listener)
+    end = join(listener.getsockname()[:2], SECRET, 1, 2, WAIT)
+    hub.wait_open(WAIT)
+    heard, put = [], hub._inbox.put
+
+    def look(messages):
+        heard.extend(end.receive(WAIT))
+        put(messages)
+
+    monkeypatch.setattr(hub._inbox, "put", look)
+    hub.send(b"leave")
+    assert heard == hub.receive(WAIT) == [b"0:leave"]
+    end.close()
+    hub.close()
+
+
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("sending", [True, False])
+def test_the_end_of_rank_0_has_one_text_however_it_shows(reset, sending):
+    listener = listen("127.0.0.1")
+    where = listener.getsockname()[:2]
+    hub = TcpHub(Echo(), 2, SECRET, listener)
+    end = join(where, SECRET, 1, 2, WAIT)
+    hub.wait_open(WAIT)
+    if reset:
+        for peer in hub._peers.values():
+            peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    hub._abandon()  # as if its process had been killed
+    text = "rank 0, the coordinator, is gone: its connection closed without a goodbye"
+
+    def talk():
+        deadline = time.monotonic() + WAIT
+        while time.monotonic() < deadline:
+            if sending:
+                end.send(b"x" * 100_000)
+            else:
+                end.receive(0.1)
+
+    with pytest.raises(PeerLost) as caught:
+        talk()
+    assert (str(caught.value), caught.value.ranks) == (text, (0,))
+    end.close()
+    hub.close()

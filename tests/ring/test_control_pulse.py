@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringlet.ring import control_pulse
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control_hub import TcpHub
-from ringlet.ring.control_open import join, open_control
-from ringlet.ring.control_pulse import Pulse, Register, seconds_from
+from ringlet.ring.control_open import open_control
+from ringlet.ring.control_pulse import seconds_from
 from ringlet.ring.control_tcp import TcpControl
 from ringlet.ring.errors import RingError
 from ringlet.ring.interrupt import watched
 from ringlet.ring.launch import start
+from ringlet.ring.launch.processes import children_of
 from ringlet.ring.local import run_local
 from ringlet.ring.network import listen
 
@@ -49,60 +52,177 @@ def test_the_limit_is_read_from_the_environment() -> None:
             seconds_from({"RINGLET_HEARTBEAT": text})
 
 
-def test_the_register() -> None:
-    register = Register(4)
-    assert register.on_message(0, b"x") == [b"x"]
-    assert register.on_message(1, b"") == []
-    assert register.silent(60) == []
-    assert register.silent(-1) == [1, 2, 3]
-    assert register.silent(-1) == []  # once
-    register = Register(4)
-    register.on_message(1, b"bye")
-    register.on_lost(2)
-    assert register.silent(-1) == [3]
+class Beats:
+    """A heartbeat of rank ``rank``, whose parent is this process unless it is said otherwise."""
+
+    def __init__(self, rank: int, size: int, door: Sequence[str | int], **other: Any) -> None:
+        given = {"parent": os.getpid(), "seconds": 1.0, "secret": SECRET.hex(), "timeout": WAIT}
+        given |= other
+        words = [rank, size, *given.values(), *door]
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(control_pulse.PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[int(door[0])] if rank == 0 else [],
+            bufsize=0,
+        )
+        self.say(" ".join(map(str, words)).encode() + b"\n")
+
+    def say(self, words: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(words)
+
+    def hear(self) -> str:
+        """Return the next line that it tells; nothing at its end."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().decode().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
-class Plane:
-    """Two ends of a plane in this process, without pulses."""
+@pytest.fixture
+def beats() -> Iterator[Callable[..., list[Beats]]]:
+    """Return a function that starts heartbeats which know each other; they are ended."""
+    started: list[Beats] = []
+    with ExitStack() as stack:
 
-    def __init__(self, handler: Register) -> None:
-        listener = listen("127.0.0.1")
-        where = listener.getsockname()
-        self.hub = TcpHub(handler, 2, SECRET, listener)
-        self.end = join(where, SECRET, 1, 2, WAIT)
-        self.hub.wait_open(WAIT)
+        def start(size: int, **of_rank: dict[str, Any]) -> list[Beats]:
+            listener = stack.enter_context(listen("127.0.0.1"))
+            where = listener.getsockname()[:2]
+            for rank in range(size):
+                door = where if rank else (listener.fileno(),)
+                beat = Beats(rank, size, door, **of_rank.get(f"r{rank}", {}))
+                started.append(beat)
+                stack.callback(beat.end)
+            return started
+
+        yield start
 
 
-@pytest.mark.parametrize("silent", ["hub", "end", "none"])
-def test_the_silent_end_is_lost(silent: str) -> None:
-    register = Register(2)
-    plane = Plane(register)
-    lost: list[tuple[int, str]] = []
-    done = threading.Event()
-    pulses = []
+Start = Callable[..., list[Beats]]
 
-    def lose(rank: int, why: str) -> None:
-        lost.append((rank, why))
-        done.set()
 
-    # Every read counts as one that learns of the loss: this process is not to be ended.
-    turns = iter(range(10**9)).__next__
-    for name, control in (("hub", plane.hub), ("end", plane.end)):
-        if name != silent:
-            own = register if name == "hub" else None
-            pulses.append(Pulse(control, 0.5, lose, turns, done.set, own))
-    if silent == "none":
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end:  # busy, as a rank that computes is
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_heartbeat_that_is_silent_is_told_to_all(beats: Start, victim: int) -> None:
+    """As when its host has vanished: nothing ends its connections."""
+    found = beats(3)
+    joined(found)
+    os.kill(found[victim].process.pid, signal.SIGSTOP)
+    others = [beat for rank, beat in enumerate(found) if rank != victim]
+    assert [beat.hear() for beat in others] == [f"silent {victim}"] * 2
+
+
+def joined(found: Sequence[Beats]) -> None:
+    """Return once all heartbeats have found each other."""
+    assert {beat.hear() for beat in found} == {"joined"}
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_stops_or_ends_is_told_though_its_heartbeat_lives(
+    tmp_path: Path, beats: Start, victim: int, how: signal.Signals
+) -> None:
+    script = (
+        "import subprocess, sys, os\n"
+        "command, words, pid, *fds = sys.argv[1:]\n"
+        "os.dup2(int(fds[0]), 0)\n"
+        "process = subprocess.Popen([sys.executable, '-I', '-S', command], stdin=subprocess.PIPE,"
+        " pass_fds=[int(fd) for fd in fds[1:]])\n"
+        "process.stdin.write(words.replace('PARENT', str(os.getpid())).encode() + b'\\n')\n"
+        "process.stdin.flush()\n"
+        "os.read(0, 1)\n"
+    )
+    listener = listen("127.0.0.1")
+    where = listener.getsockname()[:2]
+    child, ours = os.pipe()
+    door = where if victim else (listener.fileno(),)
+    words = " ".join(map(str, (victim, 2, "PARENT", 1.0, SECRET.hex(), WAIT, *door)))
+    fds = [child] if victim else [child, listener.fileno()]
+    told, tells = os.pipe()
+    rank = subprocess.Popen(
+        [sys.executable, "-c", script, str(control_pulse.PROGRAM), words, "0", *map(str, fds)],
+        pass_fds=fds,
+        stdout=tells,
+    )
+    other = Beats(1 - victim, 2, where if victim == 0 else (listener.fileno(),))
+    try:
+        os.close(tells)
+        joined([other])
+        os.kill(rank.pid, how)
+        assert other.hear() == f"{'silent' if how is signal.SIGSTOP else 'gone'} {victim}"
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.wait()
+        # Its heartbeat has ended with it: nobody has the other end of its output any more.
+        while os.read(told, 100):
             pass
-        assert lost == []
-    else:
-        assert done.wait(WAIT)
-        assert lost == [({"hub": 0, "end": 1}[silent], "no sign of life for 0.5 s")]
-    for pulse in pulses:
-        pulse.close()
-    plane.end.close()
-    plane.hub.close()
+    finally:
+        rank.kill()
+        rank.wait()
+        other.end()
+        for fd in (child, ours, told):
+            os.close(fd)
+        listener.close()
+
+
+def test_leaving_politely_is_told_to_nobody_but_by_rank_0(beats: Start) -> None:
+    found = beats(3)
+    joined(found)
+    found[1].say(b"bye")
+    assert found[1].hear() == ""
+    assert found[1].process.wait(WAIT) == 0
+    found[0].say(b"bye")
+    assert found[0].hear() == ""
+    assert [found[2].hear() for _ in range(2)] == ["bye", ""]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_heartbeat_ends_with_its_rank_whoever_holds_its_pipes(beats: Start, rank: int) -> None:
+    victim = subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    found = beats(2, **{f"r{rank}": {"parent": victim.pid}})  # which it is not: it has gone
+    while (line := found[rank].hear()) == "joined":
+        pass
+    assert line == ""
+    assert found[rank].process.wait(WAIT) == 0
+    victim.kill()
+    victim.wait()
+    assert victim.stdin is not None
+    victim.stdin.close()
+
+
+def test_strangers_are_sent_away_and_the_job_goes_on(beats: Start) -> None:
+    listener = listen("127.0.0.1")
+    where = listener.getsockname()[:2]
+    hub = Beats(0, 2, (listener.fileno(),))
+    liar = Beats(1, 2, where, secret=bytes(31).hex() + "01", timeout=3.0)
+    with ExitStack() as stack:
+        stack.callback(hub.end)
+        stack.callback(liar.end)
+        idle = [stack.enter_context(socket.create_connection(where)) for _ in range(80)]
+        for sock in idle[::2]:
+            with suppress(OSError):
+                sock.sendall(os.urandom(200))
+        assert liar.process.wait(WAIT) == 0
+        rank = Beats(1, 2, where)
+        stack.callback(rank.end)
+        joined([hub, rank])
+        os.kill(rank.process.pid, signal.SIGSTOP)
+        assert hub.hear() == "silent 1"
+    listener.close()
+
+
+class Echo:
+    """Broadcasts what it hears; nobody is lost."""
+
+    def on_message(self, rank: int, message: bytes) -> list[bytes]:
+        return [message]
+
+    def on_lost(self, rank: int, why: str = "") -> list[bytes]:
+        raise AssertionError(f"rank {rank} was lost: {why}")
 
 
 class Wrapped(Communicator):
@@ -121,18 +241,12 @@ Wrapped.__abstractmethods__ = frozenset()
 
 def test_both_planes_close_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGLET_HEARTBEAT", "1")
-
-    class Silent:
-        def on_message(self, rank: int, message: bytes) -> list[bytes]:
-            return [message]
-
-        def on_lost(self, rank: int, why: str = "") -> list[bytes]:
-            raise AssertionError(f"rank {rank} was lost: {why}")
+    before = set(children_of(os.getpid()))
 
     for first in range(3):
 
         def run(comm: Communicator, first: int = first) -> list[bytes]:
-            control = open_control(Wrapped(comm), Silent() if comm.rank == 0 else None)
+            control = open_control(Wrapped(comm), Echo() if comm.rank == 0 else None)
             assert isinstance(control, TcpHub | TcpControl)
             assert control.pulse is not None
             if comm.rank == first:
@@ -148,12 +262,31 @@ def test_both_planes_close_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None
         assert run_local(run, 3) == [[b"hello"]] * 3
     ours = ("ringlet pulse", "ringlet control")  # the compressors' pool may have threads as well
     assert not [t for t in threading.enumerate() if t.name.startswith(ours)]
+    assert set(children_of(os.getpid())) == before
+
+
+def test_without_a_heartbeat_a_rank_is_not_looked_after_and_the_job_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    def run(comm: Communicator) -> list[bytes]:
+        control = open_control(Wrapped(comm), Echo() if comm.rank == 0 else None)
+        if comm.rank == 0:
+            control.send(b"hello")
+        heard = control.receive(WAIT)
+        comm.barrier()
+        control.close()
+        return heard
+
+    assert run_local(run, 2) == [[b"hello"]] * 2
+    assert "rank 0 has no heartbeat: " in caplog.text
 
 
 def test_without_heartbeats_and_with_odd_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(comm: Communicator) -> str:
         try:
-            control = open_control(Wrapped(comm), Register(2) if comm.rank == 0 else None)
+            control = open_control(Wrapped(comm), Echo() if comm.rank == 0 else None)
         except (ValueError, RingError) as error:
             return str(error)
         assert isinstance(control, TcpHub | TcpControl)
@@ -170,24 +303,21 @@ def test_without_heartbeats_and_with_odd_ones(monkeypatch: pytest.MonkeyPatch) -
     assert "rank 0 could not open" in told[1]
 
 
-def test_beats_cost_next_to_nothing() -> None:
-    register = Register(2)
-    plane = Plane(register)
-    turns = iter(range(10**9)).__next__
-    ends = [
-        Pulse(plane.hub, 5.0, lambda *_: None, turns, None, register),
-        Pulse(plane.end, 5.0, lambda *_: None, turns, None, None),
-    ]
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    begin = time.monotonic()
+def test_beats_cost_next_to_nothing(beats: Start) -> None:
+    found = beats(2, r0={"seconds": 5.0}, r1={"seconds": 5.0})
+    joined(found)
+
+    def spent() -> float:
+        ticks = 0
+        for beat in found:
+            fields = Path(f"/proc/{beat.process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    begin, before = time.monotonic(), spent()
     assert not threading.Event().wait(3.0)
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert spent < 0.02 * (time.monotonic() - begin)
-    for end in ends:
-        end.close()
-    plane.end.close()
-    plane.hub.close()
+    assert spent() - before < 0.02 * (time.monotonic() - begin) + 0.02
+    assert all(beat.process.poll() is None for beat in found)
 
 
 def test_interrupting_ends_the_connections_of_a_block_and_no_others() -> None:
@@ -229,7 +359,7 @@ def result() -> Iterator[Result]:
         jobs = {
             (transport, victim, *idle): pool.submit(job, transport, victim, *idle)
             for transport in there
-            for idle in ((), ("idle",))
+            for idle in ((), ("idle",), ("idle", "group"), ("idle", "locked"), ("locked",))
             for victim in ("2", "0")
         }
         yield lambda *arguments: jobs[arguments].result(480)
@@ -269,3 +399,25 @@ def test_mpi_does_not_wait_for_a_frozen_rank_for_ever(
     assert done.stdout == "freezing\n"
     assert done.returncode == 75
     assert f"ringlet: rank {victim} is gone: no sign of life for 2 s; a collective" in done.stderr
+
+
+@pytest.mark.parametrize("transport", [gloo, mpi])
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_rank_that_is_stopped_with_its_process_group(
+    result: Result, transport: str, victim: int
+) -> None:
+    done = result(transport, str(victim), "idle", "group")
+    name = "rank 0, the coordinator," if victim == 0 else "rank 2"
+    expected = ["freezing", *[f"{name} is gone: no sign of life for 2 s"] * 2]
+    assert sorted(done.stdout.splitlines()) == expected, done.stderr
+
+
+@pytest.mark.parametrize("transport", [gloo, mpi])
+@pytest.mark.parametrize("victim", [2, 0])
+@pytest.mark.parametrize("idle", [("idle",), ()])
+def test_a_rank_that_holds_the_interpreters_lock_is_not_lost(
+    result: Result, transport: str, victim: int, idle: tuple[str, ...]
+) -> None:
+    done = result(transport, str(victim), *idle, "locked")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["all is well"] * 3 + ["locking"]

@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 
-from ringlet.ring.errors import LaunchError, ProtocolError
+from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch import WorkerFailed, run, start
 from ringlet.ring.launch.forward import forwarded
 from ringlet.ring.launch.hosts import Host, Seat, is_here, parse_hosts, read_hostfile, seat
-from ringlet.ring.launch.network import find_interface, interface_of, launcher_address
-from ringlet.ring.launch.parcel import seal, unseal
+from ringlet.ring.launch.network import find_interface, launcher_address
 from ringlet.ring.launch.remote import Reach
 
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
@@ -149,26 +148,12 @@ def test_what_is_forwarded() -> None:
 
 def test_interfaces() -> None:
     assert find_interface(["nosuchif0", "lo"]) == ("lo", "127.0.0.1")
-    assert interface_of("127.0.0.1") == "lo"
     assert launcher_address((), ["127.0.0.2"]) == "127.0.0.1"
     with pytest.raises(LaunchError, match="no network interface nosuchif0 with an address"):
         launcher_address(["nosuchif0"], [])
     assert is_here("localhost")
     assert not is_here("127.0.0.2", resolve=False)
     assert is_here("127.0.0.2")
-
-
-def test_parcels_of_others_are_refused() -> None:
-    sealed = seal(b"key", "result-0", b"data")
-    assert unseal(b"key", "result-0", sealed) == b"data"
-    for key, name, data in (
-        (b"other", "result-0", sealed),
-        (b"key", "result-1", sealed),
-        (b"key", "result-0", sealed[:-1] + b"A"),
-        (b"key", "result-0", b""),
-    ):
-        with pytest.raises(ProtocolError, match="was not made by this job"):
-            unseal(key, name, data)
 
 
 # Real processes.

@@ -15,6 +15,7 @@ from ringlet.ring.doctor import examine, versions
 from ringlet.ring.launch import start
 from ringlet.ring.links import Link, measure_links
 from ringlet.ring.local import run_local
+from ringlet.ring.wire.handshake import CLAIM, GREETING
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +53,10 @@ def test_strangers_are_not_answered() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = "{}:{}".format(*listener.getsockname())
         with socket.create_connection(listener.getsockname()) as stranger:
-            stranger.sendall(bytes(32))
+            stranger.sendall(bytes(CLAIM))
             answering = threading.Thread(target=links._answer, args=(listener, b"k" * 32))
             answering.start()
+            stranger.recv(GREETING, socket.MSG_WAITALL)
             assert stranger.recv(1) == b""
             link = links._drive("a", "b", where, b"k" * 32, 0.02)
             answering.join(60)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ringlet.ring import Mismatch, PeerLost, ReduceOp, RingError
 from ringlet.ring.dtypes import NAMES
+from ringlet.ring.errors import ProtocolError
 from ringlet.ring.local import LocalWorld, run_local
 
 WORKER = runpy.run_path(str(Path(__file__).with_name("worker_collectives.py")))
@@ -190,3 +191,22 @@ def test_threads_of_the_callers_own():
 def test_bad_arguments_are_refused(call):
     with pytest.raises(ValueError, match=r"must be|flat|counts|at least one"):
         run_local(call, 1)
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 60])
+def test_lengths_of_control_data_are_looked_at_before_memory_is_taken(size):
+    def tell(comm):
+        if comm.rank == 1:
+            comm.allgather(np.array([size], np.int64), np.zeros(3, np.int64))
+            comm.broadcast(np.array([size], np.int64), 1)
+            return ""
+        with pytest.raises(ProtocolError) as gathered:
+            comm.allgather_bytes(b"x")
+        with pytest.raises(ProtocolError) as sent:
+            comm.broadcast_bytes(None, 1)
+        assert str(sent.value) == str(gathered.value)
+        return str(sent.value)
+
+    first, _, third = run_local(tell, 3)
+    assert first == third
+    assert first.startswith(f"rank 1 announces {size} bytes of control data, and at most ")

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import select
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,8 +17,10 @@ from hypothesis import strategies as st
 from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.launch.door import Door
 from ringlet.ring.launch.shelf import PIECE, Op, Shelf, pack, unpack
-from ringlet.ring.launch.wire import LARGE, NONCE, Kind, store_key
+from ringlet.ring.launch.wire import LARGE, Kind, store_key
 from ringlet.ring.store import Client, client, torch_store
+from ringlet.ring.wire.frames import Outgoing
+from ringlet.ring.wire.handshake import GREETING, REFUSED
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
@@ -132,9 +133,10 @@ def test_only_who_knows_the_key_is_let_in(launcher: Launcher) -> None:
         launcher.client(rank=SIZE)
     host, port = launcher.door.address.split(":")
     with socket.create_connection((host, int(port)), timeout=60) as stranger:
-        stranger.recv(5 + NONCE)
-        stranger.sendall(struct.pack("!BI", Kind.ASK, 5) + pack(Op.COUNT, 1, []))
-        assert stranger.recv(100) == b""  # turned away, not answered
+        stranger.recv(GREETING, socket.MSG_WAITALL)
+        stranger.sendall(Outgoing(bytes(32)).frame(Kind.ASK, pack(Op.COUNT, 1, [])) + bytes(73))
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) in (b"", REFUSED)  # turned away, not answered
     one = launcher.client()
     assert one.ask(Op.COUNT) == b"0"
     one.close()

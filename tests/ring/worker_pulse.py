@@ -1,8 +1,11 @@
 """A rank that reduces until rank ``sys.argv[1]`` freezes; then it says what it learnt.
 
-With ``idle`` it waits for messages instead of in a collective. If the rank is -1, none freezes.
+With ``idle`` it waits for messages instead of in a collective. With ``group`` it freezes with its
+process group. With ``locked`` it holds the interpreter's lock for long instead, and all goes on. If
+the rank is -1, none freezes.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -18,7 +21,7 @@ class Handler:
     """Broadcasts who was lost, and why."""
 
     def on_message(self, rank, message):
-        return []
+        return [message]
 
     def on_lost(self, rank, why=""):
         return [f"rank {rank} is gone: {why}".encode()]
@@ -30,10 +33,22 @@ control = open_control(comm, Handler() if comm.rank == 0 else None)
 values = np.ones(1 << 20, np.float32)
 comm.allreduce(values)
 comm.barrier()
+if "locked" in sys.argv:
+    if comm.rank == victim:
+        print("locking", flush=True)
+        ctypes.PyDLL(None).sleep(6)  # three times the limit
+        control.send(b"all is well")
+    if not idle:
+        comm.allreduce(values)
+    print(control.receive(60.0)[0].decode(), flush=True)
+    comm.barrier()
+    control.close()
+    comm.close()
+    sys.exit()
 if comm.rank == victim:
     sys.stdout.write("freezing\n")
     sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(0 if "group" in sys.argv else os.getpid(), signal.SIGSTOP)
 if victim < 0:
     print("reducing", flush=True)
 try:

@@ -1,0 +1,72 @@
+"""Files that are written where others may write too, such as in /tmp.
+
+Whoever puts a link where a file is going to be would have its target overwritten, in the name of
+the user who writes; a pipe without a reader would have him wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+
+def create(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor of ``path``, new or emptied, to write to.
+
+    Raises OSError, telling what to do, where ``path`` is a link, symbolic or one of several names
+    of a file, or a pipe that nobody reads.
+    """
+    where = os.fspath(path)
+    # What is there is looked at before it is emptied.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(where, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            text = "is a symbolic link, and nothing is written through it; name the file itself"
+            raise OSError(errno.ELOOP, text, where) from None
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "is a pipe that nobody reads", where) from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode):
+            if found.st_nlink > 1:
+                text = "is a file of several names, and not overwritten; remove this name first"
+                raise OSError(errno.EMLINK, text, where)
+            os.ftruncate(descriptor, 0)
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def create_text(path: str | os.PathLike[str], newline: str | None = None) -> TextIO:
+    """Return ``create(path)`` as a text file in UTF-8, written line by line."""
+    return os.fdopen(create(path), "w", buffering=1, encoding="utf-8", newline=newline)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yield a new file that becomes ``path`` at the end; after an error nothing has changed.
+
+    Where ``path`` is a link, that is replaced and not what it leads to.
+    """
+    where = Path(path)
+    beside = where.with_name(f"{where.name}.{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
+            yield file
+        os.replace(beside, where)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise

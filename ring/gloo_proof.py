@@ -1,0 +1,187 @@
+"""The proof, at the start of a gloo group, that every connection leads to the rank it should.
+
+gloo takes whoever connects first and says a small number for the rank that it waits for. So before
+anything else travels, ranks challenge each other on each connection: both ends prove that they know
+the job's key, by HMACs over the name of the group, both ranks and a fresh number of either. A proof
+holds for one direction of one connection of one group, so it is of no use anywhere else.
+
+Where ranks meet (the store) they tell each other how it went, so that a rank whose place was taken,
+and who therefore waits for an answer that will never come, learns of it, and all raise one error.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import LaunchError, PeerLost, ProtocolError, RingError
+from ringlet.ring.wire.keys import SECRET, derive
+
+PATIENCE = 60.0  # seconds for the proofs, once all ranks are connected
+LOOK = 0.05  # seconds between two looks at what the others say
+NONCE = 32
+_WELL, _TAKEN, _LOST = "well", "taken", "lost"  # how a step has ended for the ranks together
+
+
+class Gate:
+    """Where the ranks of a group wait for each other, in their store; ``name`` is the group's.
+
+    ``timeout`` (seconds) bounds every wait. A rank that fails says so once; then everybody fails.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._timeout = timedelta(seconds=timeout)
+        if rank == 0:
+            store.set("proof/name", secrets.token_bytes(NONCE))
+
+    @property
+    def name(self) -> bytes:
+        """What no other group is called."""
+        self._wait("proof/name")
+        return bytes(self._store.get("proof/name"))
+
+    def keyed(self, has: bool) -> None:
+        """Note whether this rank has a key."""
+        self._store.add("proof/keys", int(has))
+
+    def keys(self) -> int:
+        """Return how many ranks have one."""
+        return int(self._store.add("proof/keys", 0))
+
+    def pass_together(self, step: str) -> None:
+        """Wait until all ranks have come to ``step``; raise what one of them has failed of."""
+        if self._store.add(f"proof/{step}", 1) == self._size:
+            self._store.set(f"proof/all {step}", _WELL)
+        self._hear(step)
+
+    def fail(self, how: str, why: str) -> None:
+        """Have everybody fail with ``why``, or with what a rank has failed of before."""
+        if self._store.add("proof/failures", 1) == 1:
+            for step in ("connected", "proved"):
+                self._store.set(f"proof/all {step}", f"{how} {why}")
+        self._hear("proved")
+
+    def failed(self) -> bool:
+        """Whether a rank has failed."""
+        return int(self._store.add("proof/failures", 0)) > 0
+
+    def _hear(self, step: str) -> None:
+        self._wait(f"proof/all {step}")
+        said = bytes(self._store.get(f"proof/all {step}")).decode(errors="replace")
+        how, _, why = said.partition(" ")
+        if how != _WELL:
+            raise PeerLost(why) if how == _LOST else ProtocolError(why)
+
+    def _wait(self, name: str) -> None:
+        try:
+            self._store.wait([name], self._timeout)
+        except RingError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            seconds = self._timeout.total_seconds()
+            raise PeerLost(
+                f"rank {self._rank} of {self._size} waited {seconds:g} s for the others to connect"
+                f" over gloo: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def prove(comm: Communicator, key: bytes, name: bytes) -> list[int]:
+    """Challenge every rank of ``comm``, and answer; return who does not know ``key``. Collective.
+
+    ``name`` is the group's.
+    """
+    size, rank = comm.size, comm.rank
+    mine, theirs = secrets.token_bytes(NONCE), np.zeros(size * NONCE, np.uint8)
+    comm.allgather(np.frombuffer(mine, np.uint8), theirs)
+    nonces = [theirs[r * NONCE : (r + 1) * NONCE].tobytes() for r in range(size)]
+    own = derive(key, "gloo")
+
+    def proof(source: int, to: int) -> bytes:
+        facts = b"%d %d %d " % (size, source, to) + name + nonces[source] + nonces[to]
+        return hmac.digest(own, facts, "sha256")
+
+    sent = np.frombuffer(b"".join(proof(rank, to) for to in range(size)), np.uint8)
+    came: Array = np.zeros(sent.size, np.uint8)
+    comm.alltoall(sent, came)
+    length = sent.size // size
+    return [
+        source
+        for source in range(size)
+        if source != rank
+        and not hmac.compare_digest(
+            came[source * length : (source + 1) * length].tobytes(), proof(source, rank)
+        )
+    ]
+
+
+def admit(comm: Communicator, gate: Gate, key: bytes | None, interrupt: Callable[[], None]) -> None:
+    """Let the ranks of a new group prove themselves, before anything else travels. Collective.
+
+    ``interrupt`` ends the group's connections. Without a ``key`` on any rank nothing is proved.
+    Raises, the same on every rank, ProtocolError when somebody has taken a rank's place,
+    LaunchError when some ranks have a key and others do not, PeerLost when a rank goes meanwhile.
+    """
+    gate.pass_together("connected")
+    if (keys := gate.keys()) not in (0, comm.size) or (keys == 0 and key is not None):
+        raise LaunchError(
+            f"{keys} of {comm.size} ranks have a key of the job: set {SECRET} to the same text for"
+            " every rank, or for none"
+        )
+    if key is None:
+        return
+    ended = threading.Event()
+
+    def watch() -> None:
+        limit = time.monotonic() + PATIENCE
+        while not ended.wait(LOOK):
+            try:
+                over = gate.failed() or time.monotonic() > limit
+            except RuntimeError:  # whoever keeps the store has gone
+                over = True
+            if over:
+                interrupt()
+                return
+
+    watcher = threading.Thread(target=watch, name="ringlet proof", daemon=True)
+    watcher.start()
+    how = why = ""
+    try:
+        if strangers := prove(comm, key, gate.name):
+            how, why = _TAKEN, taken(comm, strangers)
+    except PeerLost as error:
+        how, why = _LOST, unproved(comm, error)
+    finally:
+        ended.set()
+        watcher.join()
+    if how:
+        gate.fail(how, why)
+    gate.pass_together("proved")
+
+
+def taken(comm: Communicator, ranks: list[int]) -> str:
+    """Say whose place was taken, and where."""
+    who = ", ".join(str(comm.origin[rank]) for rank in ranks)
+    return (
+        f"whoever has connected to rank {comm.origin[comm.rank]} (host {socket.gethostname()}) over"
+        f" gloo as rank {who} does not know the job's key: somebody on the network has taken that"
+        f" rank's place, or it has another {SECRET}. Nothing was told, nothing it sent was used"
+    )
+
+
+def unproved(comm: Communicator, error: RingError) -> str:
+    """Say that the proofs did not come through."""
+    return (
+        f"rank {comm.origin[comm.rank]} (host {socket.gethostname()}) could not make sure over gloo"
+        f" who the other ranks are within {PATIENCE:g} s: {error}"
+    )

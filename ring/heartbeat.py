@@ -1,0 +1,369 @@
+"""A rank's heartbeat: a small process beside it, which Python's interpreter lock cannot hold up.
+
+It watches its rank, which is its parent, and beats as long as that runs: not while it is stopped,
+nor once it has ended. Beats go to rank 0's heartbeat, and its beats to everybody. Who was silent
+for too long is told to all, and so is a rank whose process has ended, although a child of it may
+live and keep its connections open.
+
+This file is a program that imports little of the standard library and nothing else, so that it
+starts at once and takes little memory. It is given what ``Given`` says on a line of its standard
+input, and tells on its standard output, a line each, ``joined`` (on rank 0: all have),
+``silent R``, ``gone R`` (ranks) and ``bye`` (rank 0 has left). A word ``bye`` on its input, or the
+end of its rank, ends it.
+
+Both ends of a connection prove that they know the job's secret; every message carries a MAC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from abc import ABC, abstractmethod
+
+MAGIC = b"RINGBEAT"
+NONCE = 32
+PROOF = 32
+HELLO = struct.Struct(f"<II{NONCE}s{PROOF}s")  # rank, size, nonce, proof
+RECORD = struct.Struct("<BI16s")  # kind, rank, MAC
+BEAT, GONE, SILENT, BYE = range(4)
+HANDSHAKE = 5.0  # seconds a stranger has to prove that it belongs to the job
+PENDING = 64  # strangers at a time; the oldest makes room
+LONGEST = 1.0  # seconds between two beats
+AGAIN = 0.1  # seconds between two attempts to connect
+
+
+def proof(secret: bytes, side: bytes, *facts: bytes) -> bytes:
+    """Return what only an end that knows ``secret`` can say about these facts."""
+    return hmac.digest(secret, b"ringlet heartbeat " + side + b"".join(facts), "sha256")
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state; X when it has gone, R where that is not known."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return chr(file.read().rpartition(b")")[2].split()[0][0])
+    except ProcessLookupError:
+        return "X"
+    except OSError:
+        return "X" if os.path.exists("/proc/self/stat") else "R"
+
+
+class Given:
+    """What the rank says of itself, as words of one line, in this order.
+
+    ``parent`` is its process, ``seconds`` the longest silence. ``door`` is where rank 0's heartbeat
+    listens: there the number of a descriptor, elsewhere an address and a port, in ``timeout`` s.
+    """
+
+    def __init__(self, line: str) -> None:
+        rank, size, parent, seconds, secret, timeout, *door = line.split()
+        self.rank, self.size, self.parent = int(rank), int(size), int(parent)
+        self.seconds, self.timeout = float(seconds), float(timeout)
+        self.secret, self.door = bytes.fromhex(secret), door
+
+
+class Link:
+    """One connection, once both ends have proved who they are."""
+
+    def __init__(self, sock: socket.socket, secret: bytes, facts: bytes, hub: bool) -> None:
+        self.sock = sock
+        self.heard = time.monotonic()
+        ours, theirs = (b"hub", b"rank") if hub else (b"rank", b"hub")
+        self._sends, self._receives = (proof(secret, b"key " + s, facts) for s in (ours, theirs))
+        self._sent = self._received = 0
+        self._data = b""
+
+    def send(self, kind: int, rank: int) -> None:
+        """Send a record, if there is room: who does not read for so long is silent anyway."""
+        with contextlib.suppress(OSError):
+            head = struct.pack("<BIQ", kind, rank, self._sent)
+            mac = hmac.digest(self._sends, head, "sha256")[:16]
+            if self.sock.send(RECORD.pack(kind, rank, mac)) == RECORD.size:
+                self._sent += 1
+                return
+            self.sock.shutdown(socket.SHUT_RDWR)  # a torn record: the rest would make no sense
+
+    def receive(self) -> tuple[list[tuple[int, int]], bool]:
+        """Return the records that have come, and whether more can come."""
+        records: list[tuple[int, int]] = []
+        try:
+            data = self.sock.recv(1 << 14)
+        except BlockingIOError:
+            return [], True
+        except OSError:
+            return [], False
+        self._data += data
+        while len(self._data) >= RECORD.size:
+            kind, rank, mac = RECORD.unpack(self._data[: RECORD.size])
+            self._data = self._data[RECORD.size :]
+            head = struct.pack("<BIQ", kind, rank, self._received)
+            if not hmac.compare_digest(mac, hmac.digest(self._receives, head, "sha256")[:16]):
+                return records, False
+            self._received += 1
+            self.heard = time.monotonic()
+            records.append((kind, rank))
+        return records, bool(data)
+
+
+class Stranger:
+    """A connection whose other end has to prove who it is."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.nonce = os.urandom(NONCE)
+        self.data = b""
+        self.deadline = time.monotonic() + HANDSHAKE
+
+
+class Heartbeat(ABC):
+    """What both roles have in common: the rank that is watched, the clock, and what is told."""
+
+    def __init__(self, given: Given) -> None:
+        self.rank, self.size, self.parent = given.rank, given.size, given.parent
+        self.seconds, self.secret = given.seconds, given.secret
+        self.interval = min(LONGEST, self.seconds / 5)
+        self.poll = select.poll()
+        self.poll.register(0, select.POLLIN)
+        self.ended = -1
+        with contextlib.suppress(OSError, AttributeError):  # older kernels: it is looked at
+            self.ended = os.pidfd_open(self.parent)
+            self.poll.register(self.ended, select.POLLIN)
+        self.links: dict[int, Link] = {}  # by rank
+
+    def run(self) -> None:
+        """Beat and listen until the rank has left, or has ended."""
+        awake, beat = time.monotonic(), 0.0
+        while True:
+            now = time.monotonic()
+            if now >= beat:
+                state = state_of(self.parent)
+                if state in "XZ" or os.getppid() != self.parent:
+                    self.leave(GONE)
+                    return
+                if state not in "Tt":
+                    self.beat()
+                beat = now + self.interval
+            ready = {fd for fd, _ in self.poll.poll(max(0.0, beat - time.monotonic()) * 1e3)}
+            now = time.monotonic()
+            if now - awake > 2 * self.interval + 0.5:  # it was this process that stood still
+                for link in self.links.values():
+                    link.heard = now
+            awake = now
+            if self.ended in ready:
+                self.leave(GONE)
+                return
+            if 0 in ready:
+                polite = os.read(0, 64).startswith(b"bye")
+                self.leave(BYE if polite else GONE)
+                return
+            if not self.serve(ready):
+                return
+            for rank, link in list(self.links.items()):
+                if now - link.heard > self.seconds:
+                    self.drop(rank)
+                    self.lost(SILENT, rank)
+
+    def tell(self, word: str, *rank: int) -> None:
+        """Write a line for the rank."""
+        with contextlib.suppress(OSError):
+            os.write(1, " ".join([word, *map(str, rank)]).encode() + b"\n")
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        for link in self.links.values():
+            link.send(BEAT, self.rank)
+
+    def leave(self, kind: int) -> None:
+        """Say, last, how the rank has ended."""
+        for link in self.links.values():
+            link.send(kind, self.rank)
+
+    def join(self, rank: int, link: Link) -> None:
+        """Begin to listen to ``rank``."""
+        self.links[rank] = link
+        link.sock.setblocking(False)
+        link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.poll.register(link.sock, select.POLLIN)
+
+    def drop(self, rank: int) -> None:
+        """Expect nothing more of ``rank``."""
+        link = self.links.pop(rank)
+        self.poll.unregister(link.sock)
+        link.sock.close()
+
+    @abstractmethod
+    def serve(self, ready: set[int]) -> bool:
+        """Listen on descriptors that are ready; return whether there is a reason to go on."""
+
+    def lost(self, kind: int, rank: int) -> None:
+        """Tell of a rank that is lost."""
+        self.tell("silent" if kind == SILENT else "gone", rank)
+
+
+class Hub(Heartbeat):
+    """Rank 0's: everybody connects to it."""
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self.listener = socket.socket(fileno=int(given.door[0]))
+        self.listener.setblocking(False)
+        self.poll.register(self.listener, select.POLLIN)
+        self.strangers: dict[int, Stranger] = {}  # by descriptor
+
+    def serve(self, ready: set[int]) -> bool:
+        """Listen to ranks and strangers."""
+        if self.listener.fileno() in ready:
+            self.accept()
+        for fd in [fd for fd in self.strangers if fd in ready]:
+            self.greet(self.strangers[fd])
+        now = time.monotonic()
+        for stranger in [s for s in self.strangers.values() if s.deadline < now]:
+            self.send_away(stranger)
+        for rank in [r for r, link in self.links.items() if link.sock.fileno() in ready]:
+            records, more = self.links[rank].receive()
+            kinds = {kind for kind, _ in records}
+            if not more or kinds & {GONE, BYE}:
+                self.drop(rank)
+            if GONE in kinds:
+                self.lost(GONE, rank)
+        return True
+
+    def lost(self, kind: int, rank: int) -> None:
+        """Tell everybody."""
+        super().lost(kind, rank)
+        for link in self.links.values():
+            link.send(kind, rank)
+
+    def accept(self) -> None:
+        """Let a stranger in, who has to prove that it belongs to the job."""
+        try:
+            sock, _ = self.listener.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        if len(self.strangers) >= PENDING + self.size:
+            self.send_away(next(iter(self.strangers.values())))
+        stranger = self.strangers[sock.fileno()] = Stranger(sock)
+        self.poll.register(sock, select.POLLIN)
+        with contextlib.suppress(OSError):
+            sock.send(MAGIC + stranger.nonce)
+
+    def send_away(self, stranger: Stranger) -> None:
+        """Drop a stranger."""
+        self.strangers.pop(stranger.sock.fileno())
+        self.poll.unregister(stranger.sock)
+        stranger.sock.close()
+
+    def greet(self, stranger: Stranger) -> None:
+        """Read what a stranger says of itself."""
+        try:
+            data = stranger.sock.recv(HELLO.size - len(stranger.data))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        stranger.data += data
+        if not data:
+            self.send_away(stranger)
+        elif len(stranger.data) == HELLO.size:
+            rank, size, _, said = HELLO.unpack(stranger.data)
+            facts = stranger.nonce + stranger.data[: 8 + NONCE]
+            genuine = hmac.compare_digest(said, proof(self.secret, b"rank", facts))
+            if not genuine or size != self.size or not 0 < rank < size or rank in self.links:
+                self.send_away(stranger)
+                return
+            self.strangers.pop(stranger.sock.fileno())
+            self.poll.unregister(stranger.sock)
+            with contextlib.suppress(OSError):
+                stranger.sock.send(proof(self.secret, b"hub", facts))
+            self.join(rank, Link(stranger.sock, self.secret, facts, hub=True))
+            if len(self.links) == self.size - 1:
+                self.poll.unregister(self.listener)
+                self.listener.close()
+                self.tell("joined")
+                for other in list(self.strangers.values()):
+                    self.send_away(other)
+
+
+class Spoke(Heartbeat):
+    """Another rank's, connected to rank 0's."""
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self.where = given.door[0], int(given.door[1])
+        self.until = time.monotonic() + given.timeout
+
+    def run(self) -> None:
+        """Connect, then beat and listen."""
+        while not (link := self.connect()):
+            over = time.monotonic() > self.until
+            if over or select.select([0], [], [], AGAIN)[0] or os.getppid() != self.parent:
+                return
+        self.join(0, link)
+        self.tell("joined")
+        super().run()
+
+    def connect(self) -> Link | None:
+        """Return the link to rank 0's heartbeat; None where there is none yet."""
+        with contextlib.suppress(OSError, ValueError):
+            sock = socket.create_connection(self.where, timeout=HANDSHAKE)
+            greeting = self.read(sock, len(MAGIC) + NONCE)
+            if greeting.startswith(MAGIC):
+                head = struct.pack("<II", self.rank, self.size) + os.urandom(NONCE)
+                facts = greeting[len(MAGIC) :] + head
+                sock.sendall(head + proof(self.secret, b"rank", facts))
+                said = self.read(sock, PROOF)
+                if hmac.compare_digest(said, proof(self.secret, b"hub", facts)):
+                    return Link(sock, self.secret, facts, hub=False)
+            sock.close()
+        return None
+
+    def read(self, sock: socket.socket, nbytes: int) -> bytes:
+        """Return exactly that many bytes; ValueError where the connection ends before."""
+        data = b""
+        while len(data) < nbytes:
+            piece = sock.recv(nbytes - len(data))
+            if not piece:
+                raise ValueError("it ended")
+            data += piece
+        return data
+
+    def serve(self, ready: set[int]) -> bool:
+        """Listen to rank 0; return whether there is a reason to go on."""
+        link = self.links.get(0)
+        if link is None:
+            return False  # it was silent for too long
+        if link.sock.fileno() not in ready:
+            return True
+        records, more = link.receive()
+        for kind, rank in records:
+            if kind in (GONE, SILENT):
+                self.lost(kind, rank)
+            elif kind == BYE:
+                self.tell("bye")
+                return False
+        return more
+
+
+def main() -> None:
+    """Do what the first line of the standard input says."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # the rank decides, and its end is this one's
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(0, 1)  # nothing behind the line may be read with it
+        if not piece:
+            return
+        line += piece
+    given = Given(line.decode())
+    (Spoke(given) if given.rank else Hub(given)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""How the ends of a connection prove to each other that they know a secret, before anything else.
+
+The one that listens greets with a fresh number. The one that connects says who it is, with a number
+of its own and an HMAC-SHA256 over all of that; the answer is an HMAC over the same. Neither tells
+anything of the secret, and neither is of any use on another connection. From both numbers come two
+keys, one for each direction, for the frames that follow.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ringlet.ring.errors import ProtocolError
+
+MAGIC = b"RINGLET2"
+NONCE = 32
+_FACTS = struct.Struct("<BII")  # role, rank, size
+_PROOF = 32
+GREETING = len(MAGIC) + NONCE  # bytes of what the listening end says first
+CLAIM = _FACTS.size + NONCE + _PROOF  # bytes of what the connecting end says to that
+WELCOME = _PROOF  # bytes of the answer
+REFUSED = bytes(WELCOME)  # the answer to a claim that is not believed
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one connection, as one end uses them."""
+
+    sending: bytes
+    receiving: bytes
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who has connected, as it says: in which role, as which rank, of how many."""
+
+    role: int
+    rank: int
+    size: int
+
+
+class Unwelcome(ProtocolError):
+    """The other end does not believe this one, or is not what it should be: trying is no use."""
+
+
+class Listening:
+    """The end that listens, for one connection: send ``greeting``, then ``answer`` the claim."""
+
+    def __init__(self) -> None:
+        self._nonce = secrets.token_bytes(NONCE)
+        self.greeting = MAGIC + self._nonce
+
+    def answer(
+        self, claim: bytes, secret_of: Callable[[Claim], bytes | None]
+    ) -> tuple[Claim, bytes, Keys]:
+        """Return who has connected, what to answer, and the keys.
+
+        ``claim`` has CLAIM bytes; ``secret_of`` returns the secret that such a one has to know,
+        None if there is no such one. Raises ProtocolError for somebody who does not know it.
+        """
+        facts, proof = claim[:-_PROOF], claim[-_PROOF:]
+        who = Claim(*_FACTS.unpack_from(facts))
+        secret = secret_of(who)
+        said = self._nonce + facts
+        if secret is None or not hmac.compare_digest(proof, _proof(secret, b"connects", said)):
+            raise ProtocolError("whoever connected does not know this job's secret")
+        keys = Keys(_key(secret, b"to connecting", said), _key(secret, b"to listening", said))
+        return who, _proof(secret, b"listens", said), keys
+
+
+def claim_from(greeting: bytes, secret: bytes, who: Claim) -> tuple[bytes, bytes, Keys]:
+    """Return what the connecting end says, the answer it has to get, and the keys.
+
+    Raises Unwelcome when ``greeting`` is none.
+    """
+    if len(greeting) != GREETING or not greeting.startswith(MAGIC):
+        raise Unwelcome("what listens there is not Ringlet, or not of this version")
+    facts = _FACTS.pack(who.role, who.rank, who.size) + secrets.token_bytes(NONCE)
+    said = greeting[len(MAGIC) :] + facts
+    keys = Keys(_key(secret, b"to listening", said), _key(secret, b"to connecting", said))
+    return facts + _proof(secret, b"connects", said), _proof(secret, b"listens", said), keys
+
+
+def connect_as(sock: socket.socket, secret: bytes, who: Claim, limit: float) -> Keys:
+    """Prove ``secret`` over a connection, and have it proved, until ``limit`` (monotonic seconds).
+
+    Raises Unwelcome when the other end does not believe it or does not know the secret itself, and
+    OSError when the connection or the time is over.
+    """
+    claim, expected, keys = claim_from(receive(sock, GREETING, limit), secret, who)
+    sock.sendall(claim)
+    answer = receive(sock, WELCOME, limit)
+    if not hmac.compare_digest(answer, expected):
+        if answer == REFUSED:
+            raise Unwelcome("it does not take this process for one of the job's")
+        raise Unwelcome("whoever answers there does not know this job's secret")
+    return keys
+
+
+def receive(sock: socket.socket, nbytes: int, limit: float) -> bytes:
+    """Return exactly so many bytes. Raises OSError when the connection or the time is over."""
+    data = b""
+    while len(data) < nbytes:
+        left = limit - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other end does not answer")
+        sock.settimeout(left)
+        piece = sock.recv(nbytes - len(data))
+        if not piece:
+            raise ConnectionResetError("the other end closed the connection")
+        data += piece
+    return data
+
+
+def _proof(secret: bytes, side: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, b"ringlet " + side + b" " + said, "sha256")
+
+
+def _key(secret: bytes, direction: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, b"ringlet frames " + direction + b" " + said, "sha256")

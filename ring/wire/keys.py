@@ -1,0 +1,77 @@
+"""The key that all ranks of a job share, and the keys made of it, one for each purpose.
+
+The launcher delivers it, or the user does. It never travels itself, nor does any key made of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.errors import LaunchError
+
+# The launcher gives it to each rank's program: the key to the job's store.
+STORE_KEY = "RINGLET_STORE_KEY"
+# The user may give one where another launcher starts the ranks.
+SECRET = "RINGLET_SECRET"
+SHORTEST = 16  # characters of RINGLET_SECRET
+
+_PRINT = 16  # bytes that tell whether two keys are the same
+
+
+def derive(key: bytes, purpose: str) -> bytes:
+    """Return the key for ``purpose``; it tells nothing of ``key`` or of the keys for others."""
+    return hmac.digest(key, b"ringlet key " + purpose.encode(), "sha256")
+
+
+def job_key(env: Mapping[str, str]) -> bytes | None:
+    """Return the key of the job that ``env`` belongs to, None where nobody has given one.
+
+    It is the launcher's RINGLET_STORE_KEY, else RINGLET_SECRET: any text of at least 16 characters,
+    the same for every rank. Raises LaunchError for one that is shorter, or malformed.
+    """
+    if given := env.get(STORE_KEY):
+        try:
+            return bytes.fromhex(given)
+        except ValueError:
+            raise LaunchError(f"{STORE_KEY} is not what the launcher has set it to") from None
+    text = env.get(SECRET)
+    if text is None:
+        return None
+    if len(text) < SHORTEST:
+        raise LaunchError(
+            f"{SECRET} has {len(text)} characters, but guessing must be hopeless: take at least"
+            f" {SHORTEST}, such as what `openssl rand -hex 32` prints, the same for every rank"
+        )
+    return hashlib.sha256(b"ringlet secret " + text.encode("utf-8", "surrogateescape")).digest()
+
+
+def agreed_key(comm: Communicator, purpose: str, env: Mapping[str, str]) -> bytes:
+    """Return the key for ``purpose`` that the ranks of ``comm`` share. Collective.
+
+    It is made of the job's key in ``env``. Where no rank has one, it is rank 0's choice, which
+    travels over ``comm``. Raises LaunchError, the same on every rank, when their keys differ.
+    """
+    given = job_key(env)
+    own = b"" if given is None else derive(given, purpose)
+    mark = own and hmac.digest(own, b"fingerprint", "sha256")[:_PRINT]
+    marks = comm.allgather_bytes(mark)
+    if not any(marks):
+        return comm.broadcast_bytes(secrets.token_bytes(32))
+    known = next(theirs for theirs in marks if theirs)
+    if others := [rank for rank, theirs in enumerate(marks) if theirs != known]:
+        raise LaunchError(different(comm.size, others, all(marks)))
+    return own
+
+
+def different(size: int, ranks: list[int], given: bool) -> str:
+    """Say that ``ranks``, of ``size``, have no key, or (``given``) another one than the rest."""
+    several = len(ranks) > 1
+    who = f"rank{'s' if several else ''} {', '.join(map(str, ranks))} of {size}"
+    lacks = f"{'have' if several else 'has'} no key, though other ranks have one"
+    differs = f"{'do' if several else 'does'} not have the same key as the other ranks"
+    remedy = f"set {SECRET} to the same text for every rank, or for none"
+    return f"{who} {differs if given else lacks}: {remedy}"

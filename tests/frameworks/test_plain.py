@@ -1,0 +1,267 @@
+"""What ranks tell each other about themselves: never unpickled, and checked before it is used."""
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import ringlet
+from ringlet import plain
+from ringlet.fusion import Request
+from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.ring import Mismatch
+from ringlet.ring.errors import ProtocolError
+from ringlet.ring.local import run_local
+from ringlet.runtime import current
+from ringlet.runtime import init as start
+from ringlet.runtime import shutdown as stop
+
+TORCH = pytest.importorskip("torch")
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("something was unpickled")
+
+
+def forbid_pickle(replace):
+    """Let nothing be unpickled: call ``replace(module, name, value)`` for all that does.
+
+    But for kernels that Numba finds on the disk.
+    """
+    import torch._dynamo.aot_compile  # with others that make classes of what is replaced here
+    import torch.serialization
+
+    def refusing(original):
+        def call(*args, **kwargs):
+            if "numba" in Path(sys._getframe(1).f_code.co_filename).parts:
+                return original(*args, **kwargs)
+            return refuse()
+
+        return call
+
+    for name in ("loads", "load", "Unpickler", "_loads", "_load", "_Unpickler"):
+        replace(pickle, name, refusing(getattr(pickle, name)))
+    for module in (torch, torch.serialization):
+        replace(module, "load", refuse)
+
+
+def exchange_everything(forbidden=False):
+    """Run what exchanges something of the library's own; return what differing ranks are told."""
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    import torch
+
+    import ringlet.torch as hvd
+    from ringlet.keras.agreement import agree, common_names
+    from ringlet.keras.replicas import variables_equal
+    from ringlet.process_sets import process_set_ranks
+
+    if not forbidden:
+        forbid_pickle(setattr)
+    texts = []
+
+    def told(kind, call):
+        with pytest.raises(kind) as caught:
+            call()
+        texts.append(str(caught.value))
+
+    rank = hvd.init(process_sets=[ProcessSet([0]), ProcessSet([1])]).rank
+    assert process_set_ranks() == {0: [0, 1], 1: [0], 2: [1]}
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(rank)
+    assert not hvd.replicas_equal(model.state_dict())
+    hvd.broadcast_parameters(model.state_dict(), 1)
+    assert hvd.replicas_equal(model.state_dict())
+    named = {f"w{rank}": torch.ones(1), "same": torch.ones(1)}
+    told(Mismatch, lambda: hvd.broadcast_parameters(named))
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        optimizer = kind(model.parameters(), lr=0.5 if rank else 0.25)
+        for _ in range(1 + 2 * rank):
+            model(torch.full((1, 3), 1.0 + rank)).sum().backward()
+            optimizer.step()
+        optimizer.param_groups[0]["betas"] = (0.5, 0.75) if rank else (0.0, 0.0)
+        optimizer.param_groups[0]["wide"] = torch.float64
+        hvd.broadcast_optimizer_state(optimizer, 1)
+        group = optimizer.param_groups[0]
+        assert (group["lr"], group["betas"], group["wide"]) == (0.5, (0.5, 0.75), torch.float64)
+        state = [v for each in optimizer.state.values() for v in each.values() if v is not None]
+        assert hvd.replicas_equal({str(i): v for i, v in enumerate(state)})
+        assert len(state) == (6 if kind is torch.optim.Adam else 0)
+    optimizer.param_groups[0]["hook"] = refuse
+    told(hvd.HorovodInternalError, lambda: hvd.broadcast_optimizer_state(optimizer))
+    assert variables_equal([torch.ones(2)])
+    assert not variables_equal([torch.full((2,), float(rank))])
+    agree("things", "agreed", [("a", "1"), ("b", "2")], global_process_set)
+    differing = [("a", "1"), ("b", str(rank))]
+    told(Mismatch, lambda: agree("things", "agreed", differing, global_process_set))
+    other = [("a", "1"), (f"c{rank}", "2")]
+    told(Mismatch, lambda: common_names("things", "named", other, global_process_set))
+    hvd.barrier()
+    hvd.shutdown()
+    return texts
+
+
+def check_texts(texts):
+    assert texts[0] == texts[1]
+    names, state, differing, named = texts[0]
+    assert "'w0' is there on rank(s) 0 only" in names
+    assert "rank 0 cannot be broadcast: TypeError: state['param_groups']" in state
+    assert "['hook'] is function, which cannot travel" in state
+    assert "'b' differs between ranks (rank 0: 0; rank 1: 1)" in differing
+    assert "'c0' is there on rank(s) 0 but not on rank(s) 1" in named
+
+
+def test_nothing_is_unpickled_on_in_process_ranks(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    import ringlet.keras
+
+    forbid_pickle(monkeypatch.setattr)
+    check_texts(ringlet.run(exchange_everything, (True,), np=2, transport="local"))
+
+
+def test_nothing_is_unpickled_between_processes():
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    check_texts(ringlet.run(exchange_everything, np=2, transport="gloo"))
+
+
+# -- what ranks send that is not expected -------------------------------------------------------
+
+
+def on_ranks(size, body):
+    def rank_main(comm):
+        start()
+        try:
+            return body(current().rank)
+        finally:
+            stop()
+
+    return run_local(rank_main, size)
+
+
+def is_list(value):
+    return isinstance(value, list)
+
+
+def complaint(call):
+    with pytest.raises(ProtocolError) as caught:
+        call()
+    return str(caught.value)
+
+
+def raw(data, name):
+    """Send bytes where others send JSON."""
+    engine = current().engine
+    data = np.frombuffer(data, np.uint8)
+    sizes = Request(f"{name}.sizes", "allgather", "uint8", (data.size, 0))
+    engine.submit(sizes, np.empty(0, np.uint8)).wait(60)
+    engine.submit(Request(name, "allgather", "uint8", data.shape), data).wait(60)
+
+
+STRANGE = [b"", b"\x80\x04", b"{", b'{"a": 1}', b"[" * 100_000, b"1" * 5000, b"null"]
+
+
+@pytest.mark.parametrize("data", STRANGE, ids=range(len(STRANGE)))
+def test_what_is_not_expected_is_told_with_the_rank_on_every_rank(data):
+    def body(rank):
+        if rank == 1:
+            raw(data, "x")
+            return ""
+        return complaint(lambda: plain.gather([], "x", global_process_set, "a list", is_list))
+
+    first, _, third = on_ranks(3, body)
+    assert first == third
+    assert first.startswith("x: rank 1 sent ")
+    assert "where a list is expected" in first
+    assert len(first) < 300
+
+
+def test_lengths_are_looked_at_before_memory_is_taken():
+    def body(rank):
+        if rank == 1:
+            sizes = Request("x.sizes", "allgather", "uint8", (1 << 60, 0))
+            current().engine.submit(sizes, np.empty(0, np.uint8)).wait(60)
+            return ""
+        return complaint(lambda: plain.gather([], "x", global_process_set, "a list", is_list))
+
+    first, _, third = on_ranks(3, body)
+    assert first == third
+    assert f"x: rank 1 announces {1 << 60} bytes, and at most {plain.LIMIT} are" in first
+
+
+def test_a_broadcast_is_read_by_its_root_too():
+    def body(rank):
+        good = plain.broadcast([rank], 1, "y", global_process_set, "a list", is_list)
+        return good, complaint(
+            lambda: plain.broadcast({"a": rank}, 2, "x", global_process_set, "a list", is_list)
+        )
+
+    results = on_ranks(3, body)
+    assert len({text for _, text in results}) == 1
+    assert results[0] == ([1], results[0][1])
+    assert "x: rank 2 sent '{\"a\": 2}' where a list is expected" in results[0][1]
+
+
+def test_digests_are_alike_or_not_on_every_rank():
+    def body(rank):
+        same = plain.alike(bytes(range(16)), "d", global_process_set)
+        other = plain.alike(bytes([rank == 2] * 16), "d", global_process_set)
+        return same, other
+
+    assert on_ranks(3, body) == [(True, False)] * 3
+
+
+TREES = [
+    {"tensor": "torch.float32", "shape": [-1]},
+    {"tensor": "torch.float32", "shape": ["1"]},
+    {"tensor": "torch.float32", "shape": 3},
+    {"tensor": "os.system", "shape": []},
+    {"tensor": "torch.float32"},
+    {"dict": [[["a"], 1]]},
+    {"dict": 1},
+    {"dtype": "torch.load"},
+    {"call": "torch.load"},
+    {},
+    [[{}]],
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=json.dumps)
+def test_trees_of_states_are_looked_at_before_they_are_used(tree):
+    from ringlet.torch.trees import is_tree
+
+    assert not is_tree(tree)
+    assert not is_tree({"dict": [["state", tree]]})
+
+
+def test_a_state_survives_the_journey():
+    from ringlet.torch.trees import assembled, dissected, is_tree, rooms
+
+    torch = TORCH
+    value = {
+        "state": {0: {"step": torch.tensor(3.0), "m": torch.ones(2, 3, dtype=torch.bfloat16)}},
+        "groups": [{"lr": 0.1, "betas": (0.5, None), "inf": float("inf"), "on": True}],
+        "t": [torch.zeros(0, 4), torch.tensor([1 + 2j]), torch.arange(6).reshape(2, 3).T],
+        "np": np.float32(0.5),
+        5: torch.int8,
+    }
+    tree, arrays = dissected(value)
+    told = json.loads(json.dumps(tree))
+    assert is_tree(told)
+    copies = rooms(told)
+    for copy, array in zip(copies, arrays, strict=True):
+        copy[:] = array
+    back = assembled(told, copies)
+    assert list(back) == list(value)
+    assert back["groups"] == value["groups"]
+    assert (back[5], back["np"], type(back["np"])) == (torch.int8, 0.5, float)
+    pairs = [*zip(back["state"][0].values(), value["state"][0].values(), strict=True)]
+    for now, before in [*pairs, *zip(back["t"], value["t"], strict=True)]:
+        assert now.dtype is before.dtype
+        assert torch.equal(now, before)
+    with pytest.raises(TypeError, match=r"state\['a'\]\[1\] is set, which cannot travel"):
+        dissected({"a": [1, {2}]})

@@ -1,0 +1,65 @@
+"""Adapters without their framework say in one sentence what to install."""
+
+import subprocess
+import sys
+
+import pytest
+
+CASES = [
+    ("ringlet.torch", "torch", "torch", "PyTorch: pip install 'ringlet[torch]'"),
+    ("ringlet.torch.elastic", "torch", "torch", "PyTorch: pip install 'ringlet[torch]'"),
+    ("ringlet.tensorflow", "tensorflow", "tensorflow",
+     "TensorFlow: pip install 'ringlet[tensorflow]'"),
+    ("ringlet.tensorflow.keras", "tensorflow", "tensorflow",
+     "TensorFlow: pip install 'ringlet[tensorflow]'"),
+    ("ringlet.tensorflow", "keras", "keras", "Keras: pip install 'ringlet[tensorflow]'"),
+    ("ringlet.keras", "keras", "keras", "Keras: pip install 'ringlet[tensorflow]'"),
+    ("ringlet.keras", "tensorflow", "tensorflow", "TensorFlow, which Keras runs on here; set "
+     "KERAS_BACKEND for another, or install it: pip install 'ringlet[tensorflow]'"),
+    ("ringlet.keras", "torch", "torch", "PyTorch, which Keras runs on here; set KERAS_BACKEND for "
+     "another, or install it: pip install 'ringlet[torch]'"),
+]  # fmt: skip
+
+SCRIPT = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == sys.argv[2]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+try:
+    __import__(sys.argv[1])
+except ImportError as error:
+    assert isinstance(error, ModuleNotFoundError), error
+    assert error.__cause__ is None and error.__suppress_context__, "internals are shown"
+    print(error.name, error, sep="|", end="")
+"""
+
+
+@pytest.mark.parametrize(("adapter", "absent", "name", "said"), CASES)
+def test_what_is_missing_is_said_in_one_sentence(adapter, absent, name, said):
+    backend = "torch" if absent == "torch" else "tensorflow"
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, adapter, absent],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"KERAS_BACKEND": backend, "PATH": "/usr/bin:/bin", "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    package = ".".join(adapter.split(".")[:2])
+    assert ran.stdout == f"{name}|{package} needs {said}"
+
+
+def test_what_is_installed_and_broken_says_so_itself(tmp_path, monkeypatch):
+    from ringlet.requirements import need
+
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    for known in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, known)
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        need("torch", "ringlet.torch")

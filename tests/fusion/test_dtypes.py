@@ -1,0 +1,162 @@
+"""Operations and dtypes: a right result, or an error for whoever asks; never the engine's end."""
+
+import sys
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import ringlet
+from ringlet.compressors import parse
+from ringlet.fusion import Engine, Limits, Request
+from ringlet.ring import Mismatch, ReduceOp
+from ringlet.ring.control_open import open_control
+from ringlet.ring.local import run_local
+
+sys.path.insert(0, str(Path(__file__).parent))
+import table_dtypes
+
+
+def with_engines(size, body):
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits())
+        try:
+            return body(engine)
+        finally:
+            engine.shutdown()
+
+    return run_local(rank_main, size)
+
+
+def test_the_table_on_in_process_ranks():
+    for wrong in with_engines(3, table_dtypes.play_all):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_the_table_between_processes(transport):
+    cloudpickle.register_pickle_by_value(table_dtypes)
+    for wrong in ringlet.run(table_dtypes.play_in_job, np=2, transport=transport):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("kind", table_dtypes.REDUCTIONS)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("float16", 60000), ("int8", -100), ("uint8", 250), ("int16", 30000), ("uint16", 65000)],
+)
+@pytest.mark.parametrize("rows", [4, 50_000])
+def test_means_do_not_overflow_where_sums_do(kind, dtype, value, rows):
+    def body(engine):
+        request = Request("x", kind, dtype, (rows,), ReduceOp.AVERAGE)
+        return engine.submit(request, np.full(rows, value, dtype)).wait(60)
+
+    for got in with_engines(3, body):
+        assert (np.abs(got.astype(np.float64) - value) <= abs(value) * 1e-3).all()
+        assert got.dtype == dtype
+
+
+@pytest.mark.parametrize("rows", [4, 50_000])
+def test_members_of_a_bucket_are_averaged_without_overflow(rows):
+    def body(engine):
+        requests = [Request(n, dtype="int8", shape=(rows,)) for n in "abc"]
+        group = engine.declare("g", requests, [parse("none")] * 3, [{}, {}, {}])
+        arrays = [np.full(rows, value, np.int8) for value in (-100, 100, 127)]
+        for request, array in zip(requests, arrays, strict=True):
+            group.submit(request.name, array)
+        group.wait(60)
+        return [set(array.tolist()) for array in arrays]
+
+    assert with_engines(3, body) == [[{-100}, {100}, {127}]] * 3
+
+
+REFUSED = [
+    (Request("x", "sum", shape=(4,)), ValueError, "'sum' of 'x' is none of allreduce"),
+    (Request("x", "broadcast", shape=(4,), root=2), ValueError, "the root is below 2, not 2"),
+    (Request("x", "broadcast", shape=(4,), root=-1), ValueError, "the root is below 2, not -1"),
+    (Request("x", "reducescatter"), ValueError, "without dimensions has no rows"),
+    (Request("x", "alltoall", shape=(4,)), ValueError, r"splits \[\] do not divide 4 rows"),
+    (Request("x", "alltoall", splits=(0, 0, 0)), ValueError, "over 2 ranks"),
+    (Request("x", "alltoall", shape=(1,), splits=(2, -1)), ValueError, "do not divide 1 rows"),
+    (Request("x", shape=(4,), op=7), TypeError, "op is a ReduceOp, not 7"),
+    (Request("x", shape=(-1, -4)), ValueError, "negative"),
+    (Request("\ud800", shape=(4,)), ValueError, "name"),
+]
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "said"), REFUSED, ids=lambda v: getattr(v, "kind", "")
+)
+def test_what_cannot_be_done_is_refused_to_the_rank_that_asks(request_, kind, said):
+    def body(engine):
+        with pytest.raises(kind, match=said):
+            engine.submit(request_, np.ones(4, np.float32))
+        with pytest.raises(kind, match=said):
+            engine.submit_all([(request_, np.ones(4, np.float32), None, None)])
+        return engine.submit(Request("x", shape=(4,)), np.ones(4, np.float32)).wait(60).sum()
+
+    assert with_engines(2, body) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (Request("x", dtype="int32", shape=(4,), op=ReduceOp.ADASUM), "Adasum takes float16"),
+        (Request("x", dtype="bool", shape=(4,)), "booleans have no average"),
+        (Request("x", "allgather", shape=(4,)), "only allreduces are declared"),
+        (Request("x", dtype="complex64", shape=(4,)), "'complex64' cannot travel"),
+    ],
+    ids=["adasum", "bool", "kind", "complex"],
+)
+def test_what_cannot_be_done_is_not_declared(request_, said):
+    def body(engine):
+        with pytest.raises((TypeError, ValueError), match=said):
+            engine.declare("g", [request_], [parse("none")], [{}])
+        return engine.submit(Request("x", shape=(4,)), np.ones(4, np.float32)).wait(60).sum()
+
+    assert with_engines(2, body) == [4.0, 4.0]
+
+
+def test_ranks_whose_peer_was_refused_learn_of_it_when_that_asks_for_something_else():
+    def body(engine):
+        def ask(dtype, op):
+            request = Request("x", dtype=dtype, shape=(4,), op=op)
+            return engine.submit(request, np.ones(4, dtype))
+
+        if engine.rank == 0:
+            with pytest.raises(TypeError, match=r"Adasum takes .* not 'int32'"):
+                ask("int32", ReduceOp.ADASUM)
+        handle = ask("float32", ReduceOp.ADASUM if engine.rank else ReduceOp.SUM)
+        with pytest.raises(Mismatch, match="reduce ops differ") as caught:
+            handle.wait(60)
+        return str(caught.value)
+
+    assert len(set(with_engines(2, body))) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (np.ones(5, np.float32), ValueError),
+        (np.ones((2, 2), np.float32), ValueError),
+        (np.ones(4, np.float64), TypeError),
+        (np.ones(4, np.complex64), TypeError),
+    ],
+    ids=["longer", "not flat", "wider", "complex"],
+)
+def test_values_that_are_not_the_request_s_are_refused(values, kind):
+    def body(engine):
+        request = Request("x", shape=(4,))
+        group = engine.declare("g", [Request("w", shape=(4,))], [parse("none")], [{}])
+        with pytest.raises(kind, match="float32"):
+            engine.submit(request, values)
+        with pytest.raises(kind, match="float32"):
+            engine.submit_all([(request, values, None, None)])
+        if values.ndim == 1:
+            with pytest.raises(kind, match="'w'"):
+                group.submit("w", values)
+        group.submit("w", np.ones(4, np.float32))
+        group.wait(60)
+
+    with_engines(2, body)

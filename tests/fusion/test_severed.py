@@ -1,0 +1,56 @@
+"""What breaks between ranks that live, or outlives a rank: all raise one error, and soon."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("worker_severed.py")
+pytest.importorskip("torch")
+SOON = 20.0  # seconds, on a busy machine; gloo itself gives up after 100
+
+
+def told(folder, case, n):
+    """Run the worker; return what was raised, without its times, and the longest of these."""
+    process = subprocess.Popen(
+        [sys.executable, WORKER, folder, case, str(n)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # the child that lives on ends with its group
+    )
+    try:
+        process.wait(240)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    lines = [re.fullmatch(r"([\d.]+) (.*)", line) for line in out.splitlines()]
+    assert all(lines), out
+    return [line[2] for line in lines], max(float(line[1]) for line in lines)
+
+
+@pytest.mark.parametrize("n", [4, 1 << 20])
+def test_a_connection_that_breaks_is_named_by_its_two_ranks(tmp_path, n):
+    texts, longest = told(tmp_path, "reset", n)
+    assert len(texts) == 3
+    (text,) = set(texts)
+    assert text.startswith("PeerLost [1, 2]: the connection between rank 1 and rank 2 broke")
+    assert longest < SOON
+
+
+@pytest.mark.parametrize("n", [4, 1 << 20])
+@pytest.mark.parametrize("case", ["forked", "cloned"])
+def test_a_killed_rank_is_named_although_its_child_lives(tmp_path, case, n):
+    texts, longest = told(tmp_path, case, n)
+    assert len(texts) == 2
+    (text,) = set(texts)
+    assert text.startswith("PeerLost [1]: rank 1 is gone: ")
+    assert longest < SOON

@@ -1,0 +1,96 @@
+"""Three ranks between which something breaks: ``worker_severed.py FOLDER CASE SIZE``.
+
+``reset``: the connection of ranks 1 and 2 ends, and all live. ``forked`` and ``cloned``: rank 1 is
+killed while a child of it lives, made by Python or by C, which runs none of Python's hooks. Ranks
+reduce SIZE elements until then. Each survivor prints what it raised, and how long that took.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+from torch.distributed import FileStore
+
+from ringlet.fusion import Engine, Request
+from ringlet.ring import RingError
+from ringlet.ring.control_open import open_control
+from ringlet.ring.gloo import GlooCommunicator
+
+SIZE = 3
+
+
+def live_on():
+    """Do nothing, as a child that holds whatever its parent had open."""
+    while True:
+        signal.pause()
+
+
+def break_something(case, comm, folder):
+    """Do what the case is about, on rank 1."""
+    if case in ("forked", "cloned"):
+        # Neither call lets go of the interpreter's lock: the child's only thread has it.
+        child = os.fork() if case == "forked" else ctypes.PyDLL(None).fork()
+        if child == 0:
+            live_on()
+        (folder / "child").write_text(str(child))
+    (folder / "when").write_text(repr(time.monotonic()))
+    if case == "reset":
+        for descriptor in comm._connections.to(2):
+            comm._connections.cut(descriptor)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder, case, n, rank):
+    """Reduce until something is raised."""
+    store = FileStore(str(folder / "store"), SIZE)
+    comm = GlooCommunicator(store, rank, SIZE, timeout=100.0, host="127.0.0.1")
+    engine = Engine(comm, open_control)
+    x, y = np.ones(n, np.float32), np.ones(n, np.float32)
+    try:
+        for step in range(100_000):
+            if rank == 1 and step == 20:
+                break_something(case, comm, folder)
+            handles = [
+                engine.submit(Request("x", shape=(n,)), x),
+                engine.submit(Request("y", shape=(n,)), y),
+                engine.submit(Request("z", "broadcast", shape=(n,), root=step % SIZE), x.copy()),
+            ]
+            for handle in handles:
+                handle.wait(90)
+    except RingError as error:
+        took = time.monotonic() - float((folder / "when").read_text())
+        line = f"{took:.2f} {type(error).__name__} {list(error.ranks)}: {error}\n"
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    engine.shutdown()
+    comm.close()
+
+
+def main():
+    folder, case, n = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    children = []
+    for rank in range(SIZE):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                train(folder, case, n, rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0, 0 if case == "reset" else -signal.SIGKILL, 0], codes
+
+
+if __name__ == "__main__":
+    main()

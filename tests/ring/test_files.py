@@ -1,0 +1,86 @@
+"""Files in folders where others may write: links are not written through, nor pipes waited for."""
+
+import os
+import stat
+
+import pytest
+
+from ringlet.ring.files import create, create_text, replacing
+
+
+def write(path):
+    descriptor = create(path)
+    os.write(descriptor, b"new")
+    os.close(descriptor)
+
+
+def test_a_file_is_made_or_emptied(tmp_path):
+    path = tmp_path / "a"
+    for before in (None, "something longer"):
+        if before is not None:
+            path.write_text(before)
+        write(path)
+        assert path.read_text() == "new"
+    before = os.umask(0o022)
+    try:
+        write(tmp_path / "b")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == 0o644
+    with create_text(path) as file:
+        file.write("ä\n")
+        assert path.read_bytes() == b"\xc3\xa4\n"  # a line is written at its end
+    write("/dev/null")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_nothing_is_written_through_a_symbolic_link(tmp_path, there):
+    target, link = tmp_path / "target", tmp_path / "link"
+    if there:
+        target.write_text("precious")
+    link.symlink_to(target)
+    with pytest.raises(OSError, match=f"is a symbolic link, .*{link}"):
+        create(link)
+    assert link.is_symlink()
+    assert target.exists() == there
+    assert not there or target.read_text() == "precious"
+
+
+def test_a_file_of_several_names_is_left_alone(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    os.link(target, tmp_path / "link")
+    with pytest.raises(OSError, match="is a file of several names"):
+        create(tmp_path / "link")
+    assert target.read_text() == "precious"
+
+
+def test_a_pipe_without_a_reader_is_not_waited_for(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is a pipe that nobody reads"):
+        create(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        descriptor = create(path)
+        assert os.get_blocking(descriptor)
+        os.write(descriptor, b"new")
+        os.close(descriptor)
+        assert os.read(reader, 10) == b"new"
+    finally:
+        os.close(reader)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    target, path = tmp_path / "target", tmp_path / "a"
+    target.write_text("precious")
+    path.symlink_to(target)
+    with pytest.raises(TypeError), replacing(path) as file:
+        file.write("no bytes")
+    assert path.is_symlink()
+    with replacing(path) as file:
+        file.write(b"new")
+    assert path.read_text() == "new"
+    assert not path.is_symlink()
+    assert target.read_text() == "precious"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "target"]

@@ -1,0 +1,223 @@
+"""Who may take part in a gloo group: only ranks that know the job's key, whoever connects first."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringlet.ring.connect import loopback
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.local import run_local
+from ringlet.ring.wire.keys import agreed_key, derive, job_key
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+
+HERE = Path(__file__).parent
+WAIT = 120.0
+KEY = {"RINGLET_SECRET": secrets.token_hex(32)}
+
+
+class Jobs:
+    """Starts processes; whatever happens, none is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = folder / "store"
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, script: str, *args: object, env: dict[str, str]) -> subprocess.Popen[str]:
+        base = {n: v for n, v in os.environ.items() if not n.startswith("RINGLET_")}
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / script), *map(str, args)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**base, **env, "OMP_NUM_THREADS": "1"},
+        )
+        self.started.append(process)
+        return process
+
+    def rank(
+        self, rank: int, size: int, *more: int, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        # The one with the lower address is connected to, the other one connects.
+        host = f"127.0.0.{1 + rank}"
+        given = KEY if env is None else env
+        return self.start("worker_seized.py", self.store, rank, size, host, *more, env=given)
+
+    def intruder(self, victim: subprocess.Popen[str], number: int, file: Path) -> None:
+        """Have somebody take the place that has ``number`` for the rank ``victim``."""
+        process = self.start("intruder_gloo.py", victim.pid, number, file, env={})
+        assert process.stdout is not None
+        assert process.stdout.readline() == "SEATED\n"
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    found = Jobs(tmp_path)
+    yield found
+    for process in found.started:
+        process.kill()
+        process.communicate()
+
+
+def said(*processes: subprocess.Popen[str]) -> list[str]:
+    """Let processes go on, and return what each has printed until its end."""
+    for process in processes:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write("\n")
+            process.stdin.flush()
+    return [process.communicate(timeout=WAIT)[0] for process in processes]
+
+
+def test_a_place_that_somebody_has_taken_is_noticed(jobs: Jobs, tmp_path: Path) -> None:
+    evil, size = tmp_path / "code-has-run", 3
+    first = jobs.rank(0, size)
+    jobs.intruder(first, 1, evil)  # before rank 1, the last one, even starts
+    ranks = [first, *(jobs.rank(rank, size) for rank in range(size - 1, 0, -1))]
+    texts = set(said(*ranks))
+    assert len(texts) == 1, texts
+    (text,) = texts
+    assert text.startswith(
+        f"ProtocolError whoever has connected to rank 0 (host {socket.gethostname()}) over gloo as"
+        " rank 1 does not know the job's key"
+    )
+    assert not evil.exists()
+    heard = bytes.fromhex(said(jobs.started[1])[0])
+    assert b"the job's secret" not in heard
+
+
+def test_whoever_is_silent_in_a_place_is_noticed_too(jobs: Jobs, tmp_path: Path) -> None:
+    code = "from ringlet.ring import gloo_proof; gloo_proof.PATIENCE = 1.0; import runpy, sys; "
+    code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
+    ranks = []
+    for rank in range(2):
+        args = [HERE / "worker_seized.py", jobs.store, rank, 2, f"127.0.0.{1 + rank}"]
+        (tmp_path / "hurried.py").write_text(code)
+        ranks.append(jobs.start(str(tmp_path / "hurried.py"), *args, env=KEY))
+        if rank == 0:
+            where = listener_of(ranks[0].pid)
+            silent = socket.create_connection(where)
+            silent.sendall((1).to_bytes(8, "little"))
+    with silent:
+        texts = set(said(*ranks))
+    assert len(texts) == 1, texts
+    assert "could not make sure over gloo who the other ranks are within 1 s" in texts.pop()
+
+
+def listener_of(pid: int) -> tuple[str, int]:
+    spec = importlib.util.spec_from_file_location("intruder", HERE / "intruder_gloo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    where: tuple[str, int] = module.listener_of(pid)
+    return where
+
+
+@pytest.mark.parametrize("env", [KEY, {}])
+def test_ranks_that_have_the_same_key_or_none_are_let_in(jobs: Jobs, env: dict[str, str]) -> None:
+    ranks = [jobs.rank(rank, 3, env=env) for rank in range(3)]
+    assert said(*ranks) == ["READY\nOPENED hello\n"] * 3
+
+
+def test_a_rank_with_another_key_or_without_one_is_named(jobs: Jobs, tmp_path: Path) -> None:
+    other = {"RINGLET_SECRET": "another text, long enough"}
+    ranks = [jobs.rank(rank, 2, env=env) for rank, env in enumerate((KEY, other))]
+    for text in said(*ranks):
+        assert "does not know the job's key" in text
+        assert "or it has another RINGLET_SECRET" in text
+    jobs.store = tmp_path / "store2"
+    ranks = [jobs.rank(rank, 2, env=env) for rank, env in enumerate((KEY, {}))]
+    for text in said(*ranks):
+        assert text.startswith("LaunchError 1 of 2 ranks have a key of the job: set RINGLET_SECRET")
+
+
+def test_idle_connections_do_not_end_a_rank(jobs: Jobs) -> None:
+    first = jobs.rank(0, 2, 256)
+    where = listener_of(first.pid)
+    with contextlib.ExitStack() as stack:
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(where))
+        ranks = [first, jobs.rank(1, 2, 256)]
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "READY\n"
+        # From now on nobody else gets in.
+        with pytest.raises(TimeoutError):
+            socket.create_connection(where, timeout=0.5)
+        assert said(*ranks) == ["OPENED hello\n"] * 2
+
+
+def test_ranks_that_meet_on_loopback_stay_there() -> None:
+    for place, where in {
+        None: "127.0.0.1",
+        "file:///tmp/x": "127.0.0.1",
+        "tcp://127.0.0.5:29500": "127.0.0.5",
+        "tcp://[::1]:29500": "::1",
+        "tcp://localhost:29500": "127.0.0.1",
+        "tcp://10.1.2.3:29500": None,
+        "tcp://head-node:29500": None,
+    }.items():
+        assert loopback(place, {}) == where
+    assert loopback("env://", {"MASTER_ADDR": "localhost"}) == "127.0.0.1"
+    assert loopback("env://", {"MASTER_ADDR": "10.0.0.1"}) is None
+
+
+def test_the_key_of_a_job() -> None:
+    assert job_key({}) is None
+    assert job_key({"RINGLET_STORE_KEY": "00ff", **KEY}) == b"\x00\xff"
+    text = job_key({"RINGLET_SECRET": "x" * 16})
+    assert text is not None
+    assert len(text) == 32
+    with pytest.raises(LaunchError, match="RINGLET_SECRET has 15 characters"):
+        job_key({"RINGLET_SECRET": "x" * 15})
+    with pytest.raises(LaunchError, match="RINGLET_STORE_KEY is not what"):
+        job_key({"RINGLET_STORE_KEY": "xyz"})
+    assert derive(text, "a") != derive(text, "b") != text
+
+
+def test_ranks_agree_on_a_key_without_telling_it() -> None:
+    told: list[bytes] = []
+
+    def agree(env: dict[str, str]) -> list[bytes]:
+        def one(comm):  # type: ignore[no-untyped-def]
+            real = comm.allgather_bytes
+            comm.allgather_bytes = lambda data: told.append(data) or real(data)
+            return agreed_key(comm, "objects", env)
+
+        return run_local(one, 2)
+
+    one, two = agree(KEY)
+    assert one == two
+    key = job_key(KEY)
+    assert key is not None
+    assert one == derive(key, "objects")
+    assert not any(secret in b"".join(told) for secret in (one, key))
+    random = agree({})
+    assert random[0] == random[1] != agree({})[0]
+
+
+def test_ranks_whose_keys_differ_are_named() -> None:
+    def one(comm, envs):  # type: ignore[no-untyped-def]
+        with pytest.raises(LaunchError) as caught:
+            agreed_key(comm, "objects", envs[comm.rank])
+        return str(caught.value)
+
+    other = {"RINGLET_SECRET": "another text, long enough"}
+    (text,) = set(run_local(lambda comm: one(comm, [KEY, other, KEY]), 3))
+    assert text.startswith(
+        "rank 1 of 3 does not have the same key as the other ranks: set RINGLET_SECRET"
+    )
+    (text,) = set(run_local(lambda comm: one(comm, [{}, KEY, {}]), 3))
+    assert text.startswith("ranks 0, 2 of 3 have no key, though other ranks have one")

@@ -1,0 +1,115 @@
+"""Connections that gloo made: who is at their other ends, which have ended, who inherits them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from ringlet.ring import interrupt
+from ringlet.ring.interrupt import Connections, held, hold, remember, watched
+from ringlet.ring.local import LocalWorld
+
+WAIT = 60.0
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connections, socket.socket, Connections, socket.socket]]:
+    """Two ends of one connection, each with what was watched while it was made."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        with watched() as near:
+            one = stack.enter_context(socket.create_connection(listener.getsockname()))
+            os.set_inheritable(one.fileno(), True)  # as gloo leaves them
+        with watched() as far:
+            other = stack.enter_context(listener.accept()[0])
+        other.settimeout(WAIT)
+        yield near, one, far, other
+
+
+Pair = tuple[Connections, socket.socket, Connections, socket.socket]
+
+
+def test_ranks_learn_who_is_at_the_other_end(pair: Pair) -> None:
+    near, one, far, other = pair
+    ends = [near.ends(), [], far.ends()]
+    near.introduce(ends)
+    far.introduce(ends)
+    assert near.to(2) == [one.fileno()]
+    assert far.to(0) == [other.fileno()]
+    assert near.to(1) == near.severed() == far.severed() == []
+    near.cut(one.fileno())
+    assert other.recv(1) == b""
+    assert near.severed() == [2]
+    assert far.severed() == [0]
+
+
+def test_what_was_closed_has_ended_whoever_has_the_number_now(pair: Pair) -> None:
+    near, one, far, _ = pair
+    near.introduce([[], far.ends()])
+    number = one.fileno()
+    one.close()
+    another = os.open(os.devnull, os.O_RDONLY)
+    if another != number:
+        os.dup2(another, number)
+        os.close(another)
+    assert near.severed() == [1]
+    near.interrupt()  # which does nothing to it
+    near.give_up()
+    assert os.read(number, 1) == b""
+    os.close(number)
+
+
+def test_addresses_that_nobody_knows_name_nobody(pair: Pair) -> None:
+    near, _, _, _ = pair
+    near.introduce([[(("10.0.0.1", 1), ("10.0.0.2", 2))], []])
+    near.interrupt()
+    assert near.severed() == []
+
+
+def test_programs_that_are_started_do_not_inherit_them(pair: Pair) -> None:
+    _, one, _, _ = pair
+    assert not os.get_inheritable(one.fileno())
+
+
+def test_a_forked_child_does_not_keep_them_open(pair: Pair) -> None:
+    near, one, _, other = pair
+    comm = LocalWorld(1).communicators[0]
+    remember(comm, near)
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b"x")
+        while True:
+            signal.pause()
+    try:
+        assert os.read(ready, 1) == b"x"
+        one.sendall(b"still here")
+        assert other.recv(100) == b"still here"  # the child has ended nothing
+        one.close()
+        assert other.recv(1) == b""
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tell)
+
+
+def test_connections_are_held_while_somebody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "_holders", weakref.WeakSet())
+
+    class Holder:
+        pass
+
+    one, other = Holder(), Holder()
+    hold(one)
+    hold(other)
+    hold(one, False)
+    assert held()
+    del other
+    assert not held()

@@ -1,0 +1,145 @@
+"""What the launcher does with output that cannot be written, and where it lets it be written."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.launch.output import STDERR, STDOUT, Printer
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+DEADLINE = 120.0
+RUN = [sys.executable, "-m", "ringlet", "run", "--transport", "gloo"]
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+
+LOSING = """
+import os, signal, sys, time
+import numpy, ringlet.torch as hvd, torch
+hvd.init()
+x = torch.ones(1000)
+hvd.allreduce(x, name="x")
+if hvd.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        hvd.allreduce(x, name="x")
+except hvd.HorovodInternalError as error:
+    print("caught", error.ranks, flush=True)
+    raise
+finally:
+    time.sleep(0.5)  # as saving would take
+    print("saved", flush=True)
+"""
+
+
+@needs_torch
+def test_those_that_lose_a_rank_have_time_to_raise_and_to_save() -> None:
+    done = subprocess.run(
+        [*RUN, "-np", "3", "--no-prefix", sys.executable, "-c", LOSING],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 137, done.stderr
+    said = done.stdout.splitlines()
+    assert sorted(said) == ["caught (1,)"] * 2 + ["saved"] * 2
+    assert "ringlet run: rank 1 was ended by signal 9 (SIGKILL)" in done.stderr
+
+
+@needs_torch
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_full_disk_does_not_end_the_job(stream: int, tmp_path: Path) -> None:
+    code = (
+        "import os\nfor _ in range(50): os.write(%d, b'x' * 99 + b'\\n')\nos.write(%d, b'here\\n')"
+    )
+    command = [*RUN, "-np", "2", "--no-prefix", *PYTHON, code % (stream, 3 - stream)]
+    with open("/dev/full", "w") as full:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes["stdout" if stream == 1 else "stderr"] = full.fileno()
+        done = subprocess.run(command, text=True, timeout=DEADLINE, check=False, **pipes)
+    assert done.returncode == 0
+    heard = (done.stderr if stream == 1 else done.stdout).splitlines()
+    assert heard.count("here") == 2
+    if stream == 1:
+        notes = [line for line in heard if line.startswith("ringlet run: ")]
+        assert notes == [
+            "ringlet run: the standard output: No space left on device; what cannot be written"
+            " there is dropped",
+            "ringlet run: output was dropped: 10000 bytes for the standard output",
+        ]
+
+
+@needs_torch
+def test_a_full_disk_under_the_files_does_not_end_the_job(tmp_path: Path) -> None:
+    code = "import os\nfor _ in range(50): os.write(1, b'x' * 99 + b'\\n')"
+    files = ["--output-filename", str(tmp_path / "out")]
+    done = subprocess.run(
+        [*RUN, "-np", "2", "--no-prefix", *files, *PYTHON, code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("x" * 99 + "\n") * 100
+    notes = [line for line in done.stderr.splitlines() if line.startswith("ringlet run: ")]
+    where = f"--output-filename {tmp_path / 'out'}"
+    assert notes == [
+        f"ringlet run: {where}: File too large; what cannot be written there is dropped",
+        f"ringlet run: output was dropped: 8000 bytes for {where}",
+    ]
+    assert (tmp_path / "out/rank.1/stdout").stat().st_size == 1000
+
+
+@pytest.mark.parametrize("trap", ["folder", "link", "hard link", "pipe"])
+def test_nobody_can_lead_the_files_elsewhere(tmp_path: Path, trap: str) -> None:
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    mine.mkdir()
+    victim = mine / "stdout"
+    victim.write_text("precious")
+    out.mkdir()
+    if trap == "folder":
+        (out / "rank.0").symlink_to(mine)
+    else:
+        (out / "rank.0").mkdir()
+        place = out / "rank.0" / "stdout"
+        if trap == "link":
+            place.symlink_to(victim)
+        elif trap == "hard link":
+            place.hardlink_to(victim)
+        else:
+            os.mkfifo(place)
+    with pytest.raises(LaunchError, match=r"--output-filename .*out, rank\.0") as caught:
+        Printer(2, directory=str(out))
+    words = {
+        "folder": "is a symbolic link, or no folder",
+        "link": "is a symbolic link",
+        "hard link": "is not an ordinary file of this user alone: remove it",
+        "pipe": "",  # the system says something of its own
+    }
+    assert words[trap] in str(caught.value)
+    assert victim.read_text() == "precious"
+
+
+def test_files_of_an_earlier_run_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")  # which is the user's to decide
+    for text in (b"a longer one", b"short"):
+        printer = Printer(2, directory=str(tmp_path / "out"))
+        printer.feed(1, STDOUT, text)
+        printer.feed(0, STDERR, b"!")
+        printer.close()
+        assert (tmp_path / "real/rank.1/stdout").read_bytes() == text
+    assert (tmp_path / "real/rank.0/stderr").read_bytes() == b"!"
