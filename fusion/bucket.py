@@ -123,10 +123,11 @@ class Bucket(ABC):
         self.let_go()
         self.done = True
 
-    def note_sum(self, values: Array, dtype: str) -> None:
-        """Count what a sum on the wire gave, which is to be the same on all ranks."""
+    def note_sum(self, values: Array, dtype: str, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Count what ``op`` gave on the wire, which is to be the same on all ranks."""
         if self.verify and not self.place.ordered:
-            self.digest = mixed(self.digest, digest(values, dtype))
+            one_zero = op in (ReduceOp.MIN, ReduceOp.MAX)
+            self.digest = mixed(self.digest, digest(values, dtype, one_zero))
 
     def let_go(self) -> None:
         """Note the end of the work so far, at an ordered place, and refer to no tensor any more."""

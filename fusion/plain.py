@@ -18,6 +18,8 @@ from ringlet.ring.dtypes import Array, storage
 from ringlet.ring.pipeline import Steps, Wire
 from ringlet.ring.reduction import allreduce_steps
 
+_SPAN = 1 << 18  # bytes: what was read to be compared is still in a core's cache to be scaled
+
 
 class PlainBucket(Bucket):
     """Members of one dtype, operation and scale, which is applied to all of them at once.
@@ -37,7 +39,28 @@ class PlainBucket(Bucket):
         self._nbytes = self._ends[-1] * storage(self._wire).itemsize
         bounds = zip(self._ends, self._ends[1:], strict=False)
         self._places = [slice(start, end) for start, end in bounds]
+        self._spans = self._cut()
         self._buffer: Array = self.members[0].output
+
+    def _cut(self) -> list[tuple[slice, list[tuple[Member, slice, slice]]]]:
+        """Return spans of the buffer, and what lies in each: a member, where in it, and where."""
+        total = self._ends[-1]
+        ordered = self.place.ordered
+        length = max(1, total) if ordered else _SPAN // storage(self._wire).itemsize
+        spans, pieces, end = [], [], length
+        for member, place in zip(self.members, self._places, strict=True):
+            start = place.start
+            while start < place.stop:
+                stop = min(place.stop, end)
+                piece = slice(start - place.start, stop - place.start)
+                pieces.append((member, piece, slice(start, stop)))
+                start = stop
+                if stop == end:
+                    spans.append((slice(end - length, end), pieces))
+                    pieces, end = [], end + length
+        if pieces:
+            spans.append((slice(end - length, total), pieces))
+        return spans
 
     def among(self, peers: Peers) -> Peers:
         """Return ``peers``, on one level unless more were asked for."""
@@ -74,15 +97,17 @@ class PlainBucket(Bucket):
             op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
             allocate = self._lease.allocate
             yield from allreduce_steps(comm, peers.lane(1), buffer, op, self._wire, allocate)
-            self.note_sum(buffer, self._wire)
         start = time.perf_counter()
-        _, postscale, divisor = self._scales
-        for member, place in zip(self.members, self._places, strict=True):
-            if member.contributors:  # of all of them, or of none
-                postscale, divisor = member.rescaling(member.contributors)
-            out = member.output
-            values = out if buffer is out else buffer[place]
-            scale_into(values, postscale, out, self._dtype, self._scratch, divisor)
+        for span, pieces in self._spans:
+            if self._op is not ReduceOp.ADASUM:
+                self.note_sum(buffer[span], self._wire, self._op)
+            for member, piece, place in pieces:
+                _, postscale, divisor = self._scales
+                if member.contributors:  # of all of them, or of none
+                    postscale, divisor = member.rescaling(member.contributors)
+                out = member.output[piece]
+                values = out if buffer is member.output else buffer[place]
+                scale_into(values, postscale, out, self._dtype, self._scratch, divisor)
         meter.decompressed(self.trace, start)
 
     def _count(self) -> None:

@@ -104,8 +104,8 @@ class RoundsBucket(Bucket):
 
         nbytes = sum(buffer.nbytes for _, buffer in buffers)
         yield Wire(combine, 2 * (self.size - 1) / self.size * nbytes)
-        for (_, dtype), buffer in buffers:
-            self.note_sum(buffer, dtype)
+        for (op, dtype), buffer in buffers:
+            self.note_sum(buffer, dtype, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
         start = time.perf_counter()
         for (op, _), buffer in buffers:
             if op == "mean":

@@ -4,8 +4,8 @@ The sum over all 32-bit words of word times weight, modulo 2**64. Weights are od
 that one wrong word, two flipped bits anywhere, and two words that changed places are always found;
 anything else escapes with a probability of about 2**-32 or less. It is no defence against a person.
 
-A ``digest`` compares results that ranks have computed: it takes all NaNs for one, and both zeros,
-which may come out differently where ranks add the same numbers in another order.
+A ``digest`` compares results that ranks have computed: it takes all NaNs for one, which may come
+out differently where ranks add the same two numbers in another order.
 """
 
 from __future__ import annotations
@@ -45,17 +45,41 @@ def mixed(total: int, field: int) -> int:
     return total ^ total >> 29
 
 
-def digest(values: Array, dtype: str = "") -> int:
+def digest(values: Array, dtype: str = "", one_zero: bool = False) -> int:
     """Return a checksum of flat ``values``, or 1 where that is 0. Releases the GIL.
 
-    ``dtype`` is theirs where NumPy has none: "bfloat16" for uint16.
+    ``dtype`` is theirs where NumPy has none: "bfloat16" for uint16. With ``one_zero`` both zeros
+    count as one: which of them is the larger one depends on the order of the ranks.
     """
     name = dtype or values.dtype.name
     if name not in _FLOATS:
         return checksum(values.view(np.uint8)) or 1
-    word, *bits = _FLOATS[name]
-    total = int(_float_kernel()(values.view(word), *map(values.view(word).dtype.type, bits)))
-    return checksum(np.empty(0, np.uint8), total, values.size) or 1
+    lane, magnitude, infinity = _FLOATS[name]
+    lanes = values.view(lane)
+    if not one_zero and lane is not np.uint64:
+        total, nan = _sum_and_nan(lanes, magnitude, infinity)
+        if not nan:
+            return mixed(total, values.size) or 1
+    kind = lanes.dtype.type
+    total = int(_canonical_kernel()(lanes, kind(magnitude), kind(infinity)))
+    return mixed(mixed(total, values.size), 1) or 1
+
+
+def _sum_and_nan(lanes: Array, magnitude: int, infinity: int) -> tuple[int, bool]:
+    """Return the sum of ``lanes`` as 32-bit words, and whether one of them is a NaN.
+
+    A NaN's bits without the sign are above those of infinity. To find one without a branch, what
+    infinity lacks to the largest such number is added: only a NaN then reaches the sign's bit.
+    """
+    odd = [int(lane) for lane in lanes[lanes.size & ~1 :]] if lanes.itemsize == 2 else []
+    words = lanes[: lanes.size - len(odd)].view(np.uint32)
+    if not words.flags.aligned:
+        words = words.copy()
+    repeat = 0x10001 if lanes.itemsize == 2 else 1
+    masks = [mask * repeat for mask in (magnitude, magnitude - infinity)]
+    total, reached = _digest_kernel()(words, *map(np.uint32, masks))
+    nan = int(reached) & (magnitude + 1) * repeat or any(x & magnitude > infinity for x in odd)
+    return mixed(int(total), *odd) if odd else int(total), bool(nan)
 
 
 # The words of a float, the bits that are not its sign, and those of an infinity.
@@ -65,6 +89,7 @@ _FLOATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
     "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
     "float64": (np.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
 }
+_BLOCK = 4096  # words: they are still in the nearest cache when NaNs are looked for
 
 
 def _weighted_sum(words: Any) -> Any:
@@ -75,7 +100,22 @@ def _weighted_sum(words: Any) -> Any:
     return total
 
 
-def _weighted_sum_of_floats(words: Any, magnitude: Any, infinity: Any) -> Any:
+def _weighted_sum_and_nan(words: Any, magnitude: Any, lacking: Any) -> Any:
+    total, reached = np.uint64(0), np.uint32(0)
+    for start in range(0, words.size, _BLOCK):
+        block = words[start : start + _BLOCK]
+        part = np.uint64(0)
+        for i in range(block.size):
+            weight = np.uint32(np.uint32(start + i) * np.uint32(_STEP) + np.uint32(1))
+            part += np.uint64(block[i]) * np.uint64(weight)
+        total += part
+        for i in range(block.size):
+            absolute = np.uint32(block[i] & magnitude)
+            reached = np.uint32(reached | np.uint32(absolute + lacking))
+    return total, reached
+
+
+def _canonical_sum(words: Any, magnitude: Any, infinity: Any) -> Any:
     total = np.uint64(0)
     for i in range(words.size):
         weight = np.uint64(np.uint32(np.uint32(i) * np.uint32(_STEP) + np.uint32(1)))
@@ -95,8 +135,16 @@ def _kernel() -> Callable[[Array], Any]:
 
 
 @functools.cache
-def _float_kernel() -> Callable[..., Any]:
+def _digest_kernel() -> Callable[..., Any]:
     import numba
 
-    kernel: Callable[..., Any] = numba.njit(nogil=True, cache=True)(_weighted_sum_of_floats)
+    kernel: Callable[..., Any] = numba.njit(nogil=True, cache=True)(_weighted_sum_and_nan)
+    return kernel
+
+
+@functools.cache
+def _canonical_kernel() -> Callable[..., Any]:
+    import numba
+
+    kernel: Callable[..., Any] = numba.njit(nogil=True, cache=True)(_canonical_sum)
     return kernel

@@ -71,6 +71,32 @@ def test_members_of_a_bucket_are_averaged_without_overflow(rows):
     assert with_engines(3, body) == [[{-100}, {100}, {127}]] * 3
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8", "int64"])
+@pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MAX])
+def test_members_that_end_within_and_between_spans_are_whole(monkeypatch, dtype, op):
+    monkeypatch.setattr("ringlet.fusion.plain._SPAN", 64)
+    sizes = [3, 61, 1, 200, 16, 16, 5, 0, 33]
+
+    def body(engine):
+        requests = [Request(f"m{i}", dtype=dtype, shape=(n,), op=op) for i, n in enumerate(sizes)]
+        group = engine.declare("g", requests, [parse("none")] * len(sizes), [{} for _ in sizes])
+        arrays = [(np.arange(n) % 20 * (engine.rank + 1)).astype(dtype) for n in sizes]
+        for request, array in zip(requests, arrays, strict=True):
+            group.submit(request.name, array)
+        group.wait(60)
+        alone = (np.arange(500) % 20 * (engine.rank + 1)).astype(dtype)
+        engine.submit(Request("alone", dtype=dtype, shape=(500,), op=op), alone).wait(60)
+        return [*arrays, alone]
+
+    def expected(n):
+        x = np.arange(n) % 20
+        return {ReduceOp.AVERAGE: x * 6 / 3, ReduceOp.SUM: x * 6, ReduceOp.MAX: x * 3}[op]
+
+    for got in with_engines(3, body):
+        for array, n in zip(got, [*sizes, 500], strict=True):
+            assert np.allclose(array, expected(n).astype(dtype), rtol=1e-3)
+
+
 REFUSED = [
     (Request("x", "sum", shape=(4,)), ValueError, "'sum' of 'x' is none of allreduce"),
     (Request("x", "broadcast", shape=(4,), root=2), ValueError, "the root is below 2, not 2"),
