@@ -162,10 +162,12 @@ class Pulse:
                 self._interrupt()
             threading.Thread(target=self._insist, args=(rank, why, turns), daemon=True).start()
             return
+        why = "its process has ended"
         time.sleep(GRACE)  # its connection may have said so, with what it had sent before
-        self._tell(rank, "its process has ended")
+        self._tell(rank, why)
         if self._interrupt is not None and self._turns() == turns and not self._closing:
             self._interrupt()
+            threading.Thread(target=self._insist, args=(rank, why, turns), daemon=True).start()
 
     def _tell(self, rank: int, why: str) -> None:
         if self._rank == 0 or rank == 0:  # rank 0 tells the others

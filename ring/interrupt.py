@@ -131,6 +131,14 @@ class Connections:
 _known: weakref.WeakKeyDictionary[Communicator, Interruptible] = weakref.WeakKeyDictionary()
 
 
+_waiting: weakref.WeakSet[Interruptible] = weakref.WeakSet()
+
+
+def notify(waiting: Interruptible) -> None:
+    """Let ``waiting`` know, after they were ended, that collectives were interrupted."""
+    _waiting.add(waiting)
+
+
 def remember(comm: Communicator, means: Interruptible) -> None:
     """Note what ends collectives of ``comm``; it must not keep ``comm`` alive."""
     _known[comm] = means
@@ -165,6 +173,8 @@ def interrupt_all() -> None:
     """End what waits in any communicator that is known."""
     for known in list(_known.values()):
         known.interrupt()
+    for waiting in list(_waiting):
+        waiting.interrupt()
 
 
 @contextmanager

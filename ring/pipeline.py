@@ -24,10 +24,11 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from ringlet.ring.errors import ExchangeFailed
+from ringlet.ring.errors import ExchangeFailed, PeerLost
+from ringlet.ring.interrupt import notify
 
 DEPTH = 4  # exchanges under way at once; each holds what it has received
-_PATIENCE_S = 10.0  # for a lane whose collective was interrupted
+_PATIENCE_S = 2.0  # for a lane whose collective was interrupted; gloo's may not come back
 
 
 class Wire(NamedTuple):
@@ -119,9 +120,10 @@ class Pipeline:
         self._waiting: deque[Flight] = deque()
         self._parked: Flight | None = None  # until it is alone; nothing begins meanwhile
         self._under_way = 0
-        self._landed: SimpleQueue[Flight] = SimpleQueue()
+        self._landed: SimpleQueue[Flight | None] = SimpleQueue()  # None: lost on the way
         self._lanes: list[SimpleQueue[Flight | None]] = []
         self._threads: list[threading.Thread] = []
+        notify(self)
 
     @property
     def busy(self) -> bool:
@@ -170,6 +172,13 @@ class Pipeline:
             while self._under_way:
                 self._go_on(self._landed.get(timeout=max(0.0, deadline - time.monotonic())))
 
+    def interrupt(self) -> None:
+        """Count what is under way as lost if it has not ended in a while. From any thread."""
+        if self._under_way:
+            late = threading.Timer(_PATIENCE_S, self._landed.put, (None,))
+            late.daemon = True
+            late.start()
+
     def stop(self, interrupt: Callable[[], None]) -> None:
         """End the lanes. Where one waits in a collective, ``interrupt`` is called to end that."""
         if self._under_way:
@@ -187,7 +196,9 @@ class Pipeline:
             self._under_way += 1
             self._work(self._waiting.popleft())
 
-    def _go_on(self, flight: Flight) -> None:
+    def _go_on(self, flight: Flight | None) -> None:
+        if flight is None:
+            raise PeerLost("a collective was interrupted and did not end")
         flight.landed()
         self._work(flight)
         if self._parked is not None and self._under_way == 1:

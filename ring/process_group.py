@@ -6,14 +6,17 @@ all-to-all let all ranks send to one at once, which takes 1.4 times the wire's t
 So large sums go to gloo's ring; the rest is made of sends and receives, and what gloo cannot
 reduce, or is small, is combined here in rank order.
 
-gloo ends the process when ranks disagree about a length: agree before you call.
+gloo ends the process when ranks disagree about a length: agree before you call. It does not tell
+who waits for a message that had begun to arrive when its connection ended: that ends here.
 """
 
 from __future__ import annotations
 
+import ctypes
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -28,6 +31,7 @@ from ringlet.ring.interrupt import held
 TAG = 0x52  # of our sends, so that they are no answer to the user's receives; siblings count on
 SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats gloo's ring
 WINDOW = 1 << 20  # bytes under way at once
+LOOK = timedelta(seconds=0.5)  # between two looks whether the connections still stand
 TURN = 1 << 18  # bytes that one collective sends before another one's turn, between hosts
 BOTH = (ReduceOp.SUM, ReduceOp.PRODUCT)  # do not depend on the sign an integer is read with
 ALL = (*BOTH, ReduceOp.MIN, ReduceOp.MAX)
@@ -82,7 +86,7 @@ class ProcessGroupCommunicator(Communicator):
         options = self._dist.AllreduceOptions()
         options.reduceOp = getattr(self._dist.ReduceOp, op.name)
         values = self._torch.from_numpy(buffer.view(NATIVE[name][0]))
-        self._wait("allreduce", lambda group: group.allreduce([values], options).wait())
+        self._wait("allreduce", lambda group: self._finish(group.allreduce([values], options)))
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         """Whether gloo knows the dtype and the operation.
@@ -177,7 +181,7 @@ class ProcessGroupCommunicator(Communicator):
         options = self._dist.BroadcastOptions()
         options.rootRank = root
         values = self._bytes(buffer)
-        self._wait("broadcast", lambda group: group.broadcast([values], options).wait())
+        self._wait("broadcast", lambda group: self._finish(group.broadcast([values], options)))
 
     def _barrier(self) -> None:
         # An all-to-all of one byte is faster than gloo's own.
@@ -206,6 +210,24 @@ class ProcessGroupCommunicator(Communicator):
             traceback.clear_frames(error.__traceback__)
             raise
         self._usable()
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a collective that a thread of gloo makes, unless it can never end."""
+        severed = 0
+        while True:
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():  # or was, a moment after the time had passed
+                    work.wait()
+                    return
+                severed += bool(self._severed())
+                if severed < 2:  # what gloo does tell of takes a moment
+                    continue
+            for group in self._groups:  # its end would wait for that thread
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            raise RuntimeError("a connection ended while a message was on its way")
 
     def _bytes(self, array: Array) -> Any:
         if not array.flags.writeable:

@@ -22,7 +22,7 @@ def told(folder, case, n):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RINGLET_HEARTBEAT": "2"},
         start_new_session=True,  # the child that lives on ends with its group
     )
     try:
@@ -54,3 +54,12 @@ def test_a_killed_rank_is_named_although_its_child_lives(tmp_path, case, n):
     (text,) = set(texts)
     assert text.startswith("PeerLost [1]: rank 1 is gone: ")
     assert longest < SOON
+
+
+@pytest.mark.parametrize("case", ["frozen", "killed"])
+def test_a_rank_that_is_lost_in_the_middle_of_a_message_is_named(tmp_path, case):
+    texts, longest = told(tmp_path, case, 1 << 24)
+    assert len(texts) == 2
+    (text,) = set(texts)
+    assert text.startswith("PeerLost [1]: rank 1 is gone: ")
+    assert longest < 8.0  # gloo does not tell who waits for the rest of the message

@@ -2,13 +2,16 @@
 
 ``reset``: the connection of ranks 1 and 2 ends, and all live. ``forked`` and ``cloned``: rank 1 is
 killed while a child of it lives, made by Python or by C, which runs none of Python's hooks. Ranks
-reduce SIZE elements until then. Each survivor prints what it raised, and how long that took.
+reduce SIZE elements until then. ``frozen`` and ``killed``: rank 1 is stopped, or killed, while
+ranks gather SIZE elements, so many that it is in the middle of a message. Each survivor prints what
+it raised, and how long that took.
 """
 
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -39,6 +42,10 @@ def break_something(case, comm, folder):
             live_on()
         (folder / "child").write_text(str(child))
     (folder / "when").write_text(repr(time.monotonic()))
+    if case in ("frozen", "killed"):
+        number = signal.SIGSTOP if case == "frozen" else signal.SIGKILL
+        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+        return
     if case == "reset":
         for descriptor in comm._connections.to(2):
             comm._connections.cut(descriptor)
@@ -54,8 +61,11 @@ def train(folder, case, n, rank):
     x, y = np.ones(n, np.float32), np.ones(n, np.float32)
     try:
         for step in range(100_000):
-            if rank == 1 and step == 20:
+            if rank == 1 and step == (2 if case in ("frozen", "killed") else 20):
                 break_something(case, comm, folder)
+            if case in ("frozen", "killed"):
+                engine.submit(Request("g", "allgather", shape=(n,)), x).wait(90)
+                continue
             handles = [
                 engine.submit(Request("x", shape=(n,)), x),
                 engine.submit(Request("y", shape=(n,)), y),
@@ -88,8 +98,12 @@ def main():
                 sys.stdout.flush()
                 os._exit(code)
         children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0, 0 if case == "reset" else -signal.SIGKILL, 0], codes
+    codes = []
+    for rank in (0, 2, 1):
+        if rank == 1 and case == "frozen":
+            os.kill(children[rank], signal.SIGKILL)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(children[rank], 0)[1]))
+    assert codes == [0, 0, 0 if case == "reset" else -signal.SIGKILL], codes
 
 
 if __name__ == "__main__":

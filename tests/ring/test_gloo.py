@@ -69,6 +69,38 @@ def test_survivors_of_a_killed_rank_raise_peer_lost(tmp_path):
         assert time.monotonic() - start < 20
 
 
+class Stuck:
+    """A collective of gloo's: it was told of nothing, or of an error, or ends on a second look."""
+
+    def __init__(self, ends, error=None):
+        self.looks, self.ends, self.error = 0, ends, error
+
+    def is_completed(self):
+        return self.looks >= self.ends
+
+    def wait(self, timeout=None):
+        self.looks += 1
+        if not self.is_completed() or (timeout is not None and self.looks == self.ends):
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_message_that_never_ends_is_waited_for_only_while_connections_stand(monkeypatch):
+    comm = GlooCommunicator(None, 0, 1)
+    comm._groups = [object()]
+    work = Stuck(ends=9)
+    comm._finish(work)
+    assert work.looks == 10  # it ended while the ninth look gave up
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        comm._finish(Stuck(ends=3, error=RuntimeError("reset by peer")))
+    monkeypatch.setattr(comm, "_severed", lambda: [1])
+    work = Stuck(ends=9)
+    with pytest.raises(RuntimeError, match="a connection ended while a message was on its way"):
+        comm._finish(work)
+    assert work.looks == 2
+
+
 def test_one_rank_alone_needs_no_store():
     comm = GlooCommunicator(None, 0, 1)
     buffer, received = np.arange(5.0), np.zeros(5)

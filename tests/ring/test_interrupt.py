@@ -113,3 +113,29 @@ def test_connections_are_held_while_somebody_wants_it(monkeypatch: pytest.Monkey
     assert held()
     del other
     assert not held()
+
+
+class Waiting:
+    """Something that wants to know."""
+
+    told = 0
+
+    def interrupt(self) -> None:
+        self.told += 1
+
+
+def test_whoever_waits_is_told_of_an_interruption_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "_known", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(interrupt, "_waiting", weakref.WeakSet())
+    waiting, comm = Waiting(), LocalWorld(1).communicators[0]
+    interrupt.notify(waiting)
+    order: list[int] = []
+
+    class Means:
+        def interrupt(self) -> None:
+            order.append(waiting.told)
+
+    means = Means()
+    remember(comm, means)
+    interrupt.interrupt_all()
+    assert (order, waiting.told) == ([0], 1)

@@ -160,3 +160,27 @@ def test_a_lane_that_waits_is_interrupted():
         return said
 
     assert run_local(body, 3)[1] == "rank 0 gave up"
+
+
+def test_a_collective_that_cannot_be_interrupted_is_given_up(monkeypatch):
+    monkeypatch.setattr("ringlet.ring.pipeline._PATIENCE_S", 0.2)
+    over = threading.Event()
+    pipeline = Pipeline(nothing)
+    pipeline.add(Flight(steps_of(partial(over.wait, 60)), nothing, nothing))
+    threading.Thread(target=pipeline.interrupt).start()
+    with pytest.raises(PeerLost, match="was interrupted and did not end"):
+        pipeline.drain()
+    pipeline.stop(nothing)
+    over.set()
+
+
+def test_an_interruption_is_no_matter_to_what_ends_by_itself(monkeypatch):
+    monkeypatch.setattr("ringlet.ring.pipeline._PATIENCE_S", 0.1)
+    pipeline, ended = Pipeline(nothing), []
+    pipeline.add(Flight(steps_of(nothing), partial(ended.append, 1), nothing))
+    pipeline.drain()
+    pipeline.interrupt()
+    time.sleep(0.3)  # nothing was under way, so nothing is given up later
+    assert not pipeline.ready
+    pipeline.stop(nothing)
+    assert ended == [1]
