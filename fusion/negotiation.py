@@ -215,6 +215,9 @@ class Coordinator:
             for name, (ready, turn) in peers.waiting().items():
                 missing = [r for r in peers.active if r not in ready]
                 found.append(Stalled(f"{name!r}{within}", ready, missing, turn))
+            for group, (ready, turn) in peers.unfinished().items():
+                missing = [r for r in peers.active if r not in ready]
+                found.append(Stalled(f"the rest of group {group!r}{within}", ready, missing, turn))
         for what, (peers, (ready, turn)) in self._ballots.waiting().items():
             missing = [r for r in peers.ranks if r not in ready]
             found.append(Stalled(what, ready, missing, turn))

@@ -186,6 +186,15 @@ class RequestTable:
             found[self._cache[i].name] = Wait(ranks, -self._turns.get(i, 0))
         return found
 
+    def unfinished(self) -> dict[str, Wait]:
+        """Return which ranks have asked for a group as a whole, where others have only begun."""
+        found: dict[str, Wait] = {}
+        for unit in set(self._units.values()):
+            for group in {group for _, group in unit.left}:
+                whole = [rank for rank in self.ranks if (rank, group) not in unit.left]
+                found[group] = Wait(whole, unit.turn)
+        return found
+
     def refuse_all(self, why: str, gone: Sequence[int] = ()) -> list[bytes]:
         """Give up on everything that waits."""
         told: list[bytes] = []

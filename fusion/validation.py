@@ -92,6 +92,8 @@ def _subject(request: Request) -> str:
 
 def named_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as a sentence has them, the first few."""
+    if not ranks:
+        return "no rank"
     shown = ", ".join(str(rank) for rank in ranks[:_LISTED])
     more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

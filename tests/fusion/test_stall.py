@@ -63,6 +63,28 @@ def test_the_log_names_tensors_and_ranks_and_the_engine_gives_up(declared, caplo
     assert ("a step of 'model'" if declared else "'x'") in text
 
 
+@pytest.mark.parametrize("whole", [(), (2,)])
+def test_a_group_that_ranks_have_only_begun_is_named(whole, caplog):
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits(stall_warning=0.2, stall_shutdown=0.6))
+        names = ["a", "b"] if engine.rank in whole else ["a"]
+        requests = [Request(n, shape=(1,), group="pair", group_size=2) for n in names]
+        handles = [engine.submit(request, np.ones(1, np.float32)) for request in requests]
+        try:
+            for handle in handles:
+                with pytest.raises(EngineClosed, match="a stall of more than"):
+                    handle.wait(60)
+        finally:
+            engine.shutdown()
+
+    with caplog.at_level(logging.WARNING, "ringlet"):
+        run_local(rank_main, 3)
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    ready, late = ("rank 2", "ranks 0, 1") if whole else ("no rank", "ranks 0, 1, 2")
+    assert "the rest of group 'pair'" in text
+    assert f"ready on {ready}, waiting for {late}" in text
+
+
 def votes(stragglers, now, order, lag, buckets):
     for bucket in range(buckets):
         for i, rank in enumerate(order):
