@@ -30,6 +30,8 @@ from ringlet.ring.local import LocalCommunicator, this_thread
 from ringlet.ring.log import level_from, show
 from ringlet.ring.wire.keys import agreed_key
 
+ONE_HOST = 16  # of so many spans of large sums one is compared where no wire is between ranks
+
 
 class NotInitialized(RingError, ValueError):
     """Something was asked for before ``init`` or after ``shutdown``."""
@@ -56,6 +58,8 @@ class Runtime:
         if "measure" in wishes:
             link = measured_link(comm, hosts)
             limits = replace(limits, latency=link.latency, bandwidth=link.bandwidth)
+        if limits.verify_sums is None:
+            limits = replace(limits, verify_sums=1 if len(set(hosts)) > 1 else ONE_HOST)
         if "hierarchical" in wishes:
             comm = hierarchical(comm, self.topology)
         self.secret = agreed_key(comm, "objects", os.environ)  # signs what is pickled
@@ -140,7 +144,7 @@ def limits_from(env: Mapping[str, str]) -> Limits:
         streams=int(_number(env, "STREAMS", _number(env, "NUM_NCCL_STREAMS", default.streams))),
         stall_warning=0.0 if _flag(env, "STALL_CHECK_DISABLE") else warning,
         stall_shutdown=_number(env, "STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown),
-        verify_sums=_flag(env, "VERIFY_SUMS", default.verify_sums),
+        verify_sums=_verified(env),
         latency=link.latency,
         bandwidth=link.bandwidth,
         collective=_collective(env),
@@ -200,6 +204,11 @@ def wishes_from(env: Mapping[str, str]) -> set[str]:
         "staged": env.get("RINGLET_STAGED", "").strip().lower() in _ON,
     }
     return {wish for wish, is_asked in asked.items() if is_asked}
+
+
+def _verified(env: Mapping[str, str]) -> int | None:
+    name = "RINGLET_VERIFY_SUMS"
+    return int(_number(env, "VERIFY_SUMS", 1)) if name in env else None
 
 
 def _flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:

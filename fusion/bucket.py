@@ -56,7 +56,8 @@ class Bucket(ABC):
         self.unscaling: Unscaling | None = None
         self.finite = True  # whether the last step's results were, where that is looked at
         self.mark: Mark | None = None  # the end of the last step's work, where that has an order
-        self.verify = False  # whether sums are to be compared between ranks
+        self.verify = 0  # of how many spans of large sums ranks compare one; 0: of none
+        self.turn = 0  # of this step, the same on all ranks
         self.digest = 0  # of this step's sums, the same on all ranks; 0 where there is none
         self.told = 0  # that of the step before, which ranks compare in their votes
         self._plan: int | None = None
@@ -69,12 +70,12 @@ class Bucket(ABC):
         self.fatal = False  # whether ranks may remember different things after the failure
         self.lanes = 0  # collectives of the exchange under way so far, where that is counted
 
-    def begin(self) -> Trace:
-        """Forget what the last step cost; return where the costs of this one will be."""
+    def begin(self, turn: int) -> Trace:
+        """Forget what the last step cost; return where the costs of this one, ``turn``, will be."""
         if not self.place.ordered:  # one tensor may be more than a bucket's limit
             self.place.pool.reserve(self._uncompressed)
         self.trace = Trace()
-        self.told, self.digest = self.digest, 0
+        self.told, self.digest, self.turn = self.digest, 0, turn
         return self.trace
 
     def encode(self, meter: Meter) -> int:
@@ -127,7 +128,8 @@ class Bucket(ABC):
         """Count what ``op`` gave on the wire, which is to be the same on all ranks."""
         if self.verify and not self.place.ordered:
             one_zero = op in (ReduceOp.MIN, ReduceOp.MAX)
-            self.digest = mixed(self.digest, digest(values, dtype, one_zero))
+            found = digest(values, dtype, one_zero, self.verify, self.turn)
+            self.digest = mixed(self.digest, found)
 
     def let_go(self) -> None:
         """Note the end of the work so far, at an ordered place, and refer to no tensor any more."""
@@ -358,15 +360,15 @@ class CompressedBucket(Bucket):
 
 
 def make_bucket(
-    members: Sequence[Member], peers: Peers, hierarchical: bool = True, verify: bool = False
+    members: Sequence[Member], peers: Peers, hierarchical: bool = True, verify: int = 0
 ) -> Bucket:
     """Return the bucket that suits its members' common strategy, place, and the hosts they are on.
 
-    Uncompressed members go through two levels only if ``hierarchical``. With ``verify`` the bucket
-    has a digest of its sums.
+    Uncompressed members go through two levels only if ``hierarchical``. The bucket has a
+    digest of its sums, of one in ``verify`` of their spans.
     """
     bucket = _suitable(members, peers, hierarchical)
-    bucket.verify = verify and peers.size > 1
+    bucket.verify = verify if peers.size > 1 else 0
     return bucket
 
 

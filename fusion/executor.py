@@ -45,7 +45,7 @@ class Batch:
         pieces = [piece for of_one in divided for piece in of_one]
         self._divided = [of_one for of_one in divided if len(of_one) > 1]
         self.buckets: list[Bucket] = [
-            make_bucket(b, peers, limits.hierarchical, limits.verify_sums)
+            make_bucket(b, peers, limits.hierarchical, limits.share)
             for b in pack(pieces, limits.fusion_threshold, limits.lookahead)
         ]
         self._submissions = submissions
@@ -94,7 +94,7 @@ class Batch:
                 done = partial(self._plain_done, index, meter)
                 peers = bucket.among(self.peers)
                 steps = self._plain(bucket, peers, meter)
-                flights.launch(steps, bucket.begin(), peers, nbytes, done)
+                flights.launch(steps, bucket.begin(self.number), peers, nbytes, done)
             else:
                 compressed.append(index)
         self._voted = set(compressed)

@@ -80,7 +80,7 @@ class Group:
         self.epoch = self.turn = 0
         self.step = step
         self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
-        self._hierarchical, self._verify = limits.hierarchical, limits.verify_sums
+        self._hierarchical, self._verify = limits.hierarchical, limits.share
         self._declared = list(members)
         distinct = {id(member.declared): member for member in members}.values()
         self._scheduled = any(member.scheduled for member in distinct)

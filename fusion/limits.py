@@ -45,8 +45,9 @@ class Limits:
     ``streams`` is how many exchanges are under way at once, at least 1, where the transport can
     wait for several. Without ``cache`` single submissions are asked for by name each time, though
     they have numbers. ``hierarchical`` lets uncompressed buckets go through two levels where the
-    communicator has them; compressed ones always do. With ``verify_sums`` ranks compare checksums
-    of what sums on the wire gave, in host memory, one step later.
+    communicator has them; compressed ones always do. Ranks compare checksums of what sums on
+    the wire gave, in host memory, one step later: of all (1), or of one in ``verify_sums`` spans of
+    large ones, in turn; 0 stands for none, and None for what suits the hosts.
 
     ``join_divisor`` says what an average is divided by while ranks have joined: "all" ranks, as in
     Horovod, or the "contributors", those whose own values it is of.
@@ -69,7 +70,7 @@ class Limits:
     streams: int = DEPTH
     cache: bool = True
     hierarchical: bool = True
-    verify_sums: bool = True
+    verify_sums: int | None = None
     latency: float = 0.0
     bandwidth: float = 0.0
     collective: str = "auto"
@@ -88,6 +89,11 @@ class Limits:
                 f"join_divisor (RINGLET_JOIN_DIVISOR) is one of {', '.join(DIVISORS)}, not "
                 f"{self.join_divisor!r}"
             )
+
+    @property
+    def share(self) -> int:
+        """Of how many spans of large sums ranks compare one; 0: of none."""
+        return 1 if self.verify_sums is None else self.verify_sums
 
     @property
     def link(self) -> Link:

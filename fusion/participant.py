@@ -207,7 +207,7 @@ class Participant:
             return  # of a step that failed meanwhile
         bucket = group.buckets[index]
         if not bucket.more:
-            bucket.begin()
+            bucket.begin(group.turn)
         if self.meter.observers:
             self.meter.encoding(group.name, group.step, bucket)
         try:

@@ -13,12 +13,11 @@ from ringlet.fusion.member import Member
 from ringlet.fusion.meter import Meter
 from ringlet.fusion.peers import Peers
 from ringlet.ring.adasum import adasum
+from ringlet.ring.checksum import SPAN, is_due
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
 from ringlet.ring.pipeline import Steps, Wire
 from ringlet.ring.reduction import allreduce_steps
-
-_SPAN = 1 << 18  # bytes: what was read to be compared is still in a core's cache to be scaled
 
 
 class PlainBucket(Bucket):
@@ -43,10 +42,13 @@ class PlainBucket(Bucket):
         self._buffer: Array = self.members[0].output
 
     def _cut(self) -> list[tuple[slice, list[tuple[Member, slice, slice]]]]:
-        """Return spans of the buffer, and what lies in each: a member, where in it, and where."""
+        """Return spans of the buffer, and what lies in each: a member, where in it, and where.
+
+        What was read to be compared is still in a core's cache to be scaled.
+        """
         total = self._ends[-1]
         ordered = self.place.ordered
-        length = max(1, total) if ordered else _SPAN // storage(self._wire).itemsize
+        length = max(1, total) if ordered else SPAN // storage(self._wire).itemsize
         spans, pieces, end = [], [], length
         for member, place in zip(self.members, self._places, strict=True):
             start = place.start
@@ -98,8 +100,9 @@ class PlainBucket(Bucket):
             allocate = self._lease.allocate
             yield from allreduce_steps(comm, peers.lane(1), buffer, op, self._wire, allocate)
         start = time.perf_counter()
-        for span, pieces in self._spans:
-            if self._op is not ReduceOp.ADASUM:
+        compared = self._op is not ReduceOp.ADASUM and self.verify
+        for number, (span, pieces) in enumerate(self._spans):
+            if compared and is_due(number, self._nbytes, compared, self.turn):
                 self.note_sum(buffer[span], self._wire, self._op)
             for member, piece, place in pieces:
                 _, postscale, divisor = self._scales

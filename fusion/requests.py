@@ -183,9 +183,9 @@ class Requests:
                 trace, nbytes = Trace(), work.input.nbytes * peers.size
                 place = self._places[work.request.place]
                 steps = single_steps(peers, work, sizes, place)
-                compared = limits.verify_sums and peers.size > 1 and not place.ordered
+                compared = limits.share > 0 and peers.size > 1 and not place.ordered
                 at = (batch, -1 - i) if compared and work.request.kind in _SAME else None
-                done = partial(self._single_done, work, trace, at)
+                done = partial(self._single_done, work, trace, at, limits.share)
                 self._flights.launch(steps, trace, peers, nbytes, done, counted=False)
         return plan
 
@@ -198,12 +198,14 @@ class Requests:
         for index in plan.run_plain(self._flights, self._meter):
             self._vote_on(plan, index)
 
-    def _single_done(self, work: Work, trace: Trace, at: tuple[int, int] | None) -> None:
+    def _single_done(
+        self, work: Work, trace: Trace, at: tuple[int, int] | None, share: int
+    ) -> None:
         request = work.request
         if self._meter.observers:
             self._meter.single_done(request.kind, request.key, work.name, trace)
         if at is not None and work.output.size:
-            found = digest(work.output, request.dtype)
+            found = digest(work.output, request.dtype, share=share, turn=at[0])
             self._note(request.process_set, *at, work.name, found)
         self._submissions.complete([work])
 

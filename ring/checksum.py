@@ -18,6 +18,8 @@ import numpy as np
 
 from ringlet.ring.dtypes import Array
 
+SPAN = 1 << 18  # bytes
+WHOLE = 1 << 20  # bytes
 _STEP = 0x3C6EF372  # weight i is i * _STEP + 1 modulo 2**32: distinct for 2**31 words
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -45,12 +47,33 @@ def mixed(total: int, field: int) -> int:
     return total ^ total >> 29
 
 
-def digest(values: Array, dtype: str = "", one_zero: bool = False) -> int:
-    """Return a checksum of flat ``values``, or 1 where that is 0. Releases the GIL.
+def is_due(span: int, nbytes: int, share: int, turn: int) -> bool:
+    """Whether a ``span`` of SPAN bytes, of ``nbytes``, is looked at: one of ``share``, in turn.
+
+    Up to WHOLE bytes all are.
+    """
+    return nbytes <= WHOLE or (span + turn) % share == 0
+
+
+def digest(
+    values: Array, dtype: str = "", one_zero: bool = False, share: int = 1, turn: int = 0
+) -> int:
+    """Return a checksum of those of flat ``values`` that are due, or 1 where that is 0.
 
     ``dtype`` is theirs where NumPy has none: "bfloat16" for uint16. With ``one_zero`` both zeros
-    count as one: which of them is the larger one depends on the order of the ranks.
+    count as one: which of them is the larger one depends on the order of the ranks. Releases the
+    GIL.
     """
+    if share == 1 or values.nbytes <= WHOLE:
+        return _digest(values, dtype, one_zero)
+    total, length = 0, SPAN // values.itemsize
+    for span, start in enumerate(range(0, values.size, length)):
+        if is_due(span, values.nbytes, share, turn):
+            total = mixed(total, _digest(values[start : start + length], dtype, one_zero))
+    return total or 1
+
+
+def _digest(values: Array, dtype: str, one_zero: bool) -> int:
     name = dtype or values.dtype.name
     if name not in _FLOATS:
         return checksum(values.view(np.uint8)) or 1

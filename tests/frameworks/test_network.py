@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import socket
 
 import numpy as np
@@ -47,6 +48,21 @@ def with_runtimes(size, body):
             runtime_module.shutdown()
 
     return run_local(rank_main, size)
+
+
+def test_sums_are_compared_in_turn_where_no_wire_is_between_ranks(monkeypatch, hosts):
+    def body(runtime):
+        return runtime.engine.limits.verify_sums
+
+    hosts("aa")
+    assert with_runtimes(2, body) == [16, 16]
+    hosts("ab")
+    assert with_runtimes(2, body) == [1, 1]
+    monkeypatch.setenv("RINGLET_VERIFY_SUMS", "3")
+    assert with_runtimes(2, body) == [3, 3]
+    monkeypatch.setenv("RINGLET_VERIFY_SUMS", "sometimes")
+    with pytest.raises(ValueError, match="RINGLET_VERIFY_SUMS='sometimes' is not a number"):
+        limits_from(os.environ)
 
 
 @pytest.mark.parametrize(

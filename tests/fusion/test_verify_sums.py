@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, Request
 from ringlet.ring import Mismatch
-from ringlet.ring.checksum import digest
+from ringlet.ring.checksum import SPAN, WHOLE, digest, is_due
 from ringlet.ring.communicator import Topology
 from ringlet.ring.control_open import open_control
 from ringlet.ring.hierarchical import HierarchicalCommunicator
@@ -102,6 +102,48 @@ def test_what_was_submitted_alone_is_compared_with_what_comes_next(flips, kind):
         assert "'w', or what was fused with it: results differ between ranks" in text
 
 
+@pytest.mark.parametrize("spec", ["none", "fp16", "powersgd"])
+@pytest.mark.parametrize("declared", [True, False])
+def test_of_large_sums_a_share_may_be_compared_in_turn(flips, spec, declared):
+    """A bit that flips in every step is found within as many steps; a small sum's at once."""
+    n = 1 << 21
+
+    def body(engine):
+        request = Request("w", dtype="float32", shape=(n // 64, 64), spec=spec)
+        if declared:
+            group = engine.declare("model", [request], [parse(spec)], [{}])
+        for step in range(12):
+            x = np.ones(n, np.float32)
+            try:
+                ready = engine.submit(Request("ready", "barrier"), np.empty(0, np.float32))
+                ready.wait(WAIT)
+                if engine.rank == 1:
+                    flips["armed"] = True
+                if declared:
+                    group.submit("w", x)
+                    group.wait(WAIT)
+                else:
+                    engine.submit(request, x, None, parse(spec)).wait(WAIT)
+            except (Mismatch, EngineClosed):
+                return step
+        return None
+
+    first, second = with_engines(2, body, verify_sums=4)
+    assert first is not None
+    assert second is not None
+    assert max(first, second) <= (6 if spec != "powersgd" else 2)
+
+
+@given(st.integers(1, 20), st.integers(0, 100))
+def test_every_span_has_its_turn(share, start):
+    nbytes = 3 * WHOLE
+    spans = range(nbytes // SPAN)
+    for span in spans:
+        due = [is_due(span, nbytes, share, start + i) for i in range(share)]
+        assert sum(due) == 1
+    assert all(is_due(span, WHOLE, share, start) for span in range(4))
+
+
 def test_it_can_be_turned_off(flips):
     def body(engine):
         for step in range(4):
@@ -111,7 +153,7 @@ def test_it_can_be_turned_off(flips):
             engine.submit(Request("w", shape=(N,)), x).wait(WAIT)
         return "unaware"
 
-    assert with_engines(2, body, verify_sums=False) == ["unaware"] * 2
+    assert with_engines(2, body, verify_sums=0) == ["unaware"] * 2
 
 
 @pytest.mark.parametrize("spec", ["none", "int8", "fp16"])
