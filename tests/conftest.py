@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import time
+from collections import Counter
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -20,3 +22,31 @@ ROOT = Path(__file__).parents[1]
 SOURCES = [*sorted((ROOT / "compressors" / "kernels").glob("*.py")), ROOT / "ring" / "halves.py"]
 STATE = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
 os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / STATE))
+
+
+def pytest_configure(config):
+    config.began = time.monotonic()
+
+
+def pytest_unconfigure(config):
+    """Say in one line what ran, what did not and why, and how long it took."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or config.option.collectonly or hasattr(config, "workerinput"):
+        return
+    count = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "error")}
+    whys = Counter(_why(report) for report in reporter.stats.get("skipped", []))
+    minutes, seconds = divmod(round(time.monotonic() - config.began), 60)
+    line = (
+        f"Ringlet's tests: {count['passed']} passed, {count['failed'] + count['error']} failed, "
+        f"in {minutes} min {seconds} s."
+    )
+    if whys:
+        reasons = "; ".join(f"{n}: {why}" for why, n in whys.most_common())
+        line += f" {whys.total()} did not run here ({reasons})."
+    print(line)
+
+
+def _why(report):
+    """Return why a test was skipped, without what it tried."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ").split(":")[0]
