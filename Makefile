@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-gpu lint types check clean
+.PHONY: demo test stress test-gpu lint types check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+stress: $(VENV)/.test
+	$(BIN)/python tests/stress.py
 
 test-gpu:
 	@sh tests/run_gpu.sh
