@@ -8,8 +8,11 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
+# Files at a time, each with processes of its own. More than cores pays, until tests run out of time.
+JOBS ?= 2
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 stress: $(VENV)/.test
 	$(BIN)/python tests/stress.py
