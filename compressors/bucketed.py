@@ -14,6 +14,7 @@ import numpy as np
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Part, Payload, exercise
 from ringlet.compressors.errors import OptionError, PayloadError
+from ringlet.compressors.lengths import check_lengths, check_parts
 from ringlet.compressors.multitensor import MultiTensor, keeps
 from ringlet.compressors.options import option
 from ringlet.compressors.packing import packed_size
@@ -105,6 +106,7 @@ class Bucketed(Compressor):
                 super().encode_into(x, payload, ctx)
             return
         # Not x: a kernel may be written to change what it is given, and x may be read-only.
+        self._check(x.size, [payload])
         self._encode(x, _NOTHING, 1.0, payload, ctx, self.encoder(feedback=False, ctx=ctx))
         return
 
@@ -116,6 +118,7 @@ class Bucketed(Compressor):
             if not self._encode_on_device(x, residual, decay, payload, ctx):
                 super().feedback_into(x, residual, decay, payload, ctx)
             return
+        self._check(x.size, [payload], residual)
         self._encode(x, residual, decay, payload, ctx, self.encoder(feedback=True, ctx=ctx))
         return
 
@@ -150,6 +153,7 @@ class Bucketed(Compressor):
             return False
         from ringlet.compressors.kernels.cuda.bucketed import Target
 
+        self._check(x.size, [payload], residual)
         codec, device = found
         arrays = [payload[name] for name in self.strides()]
         key = ctx.key() if codec.random else 0
@@ -174,10 +178,18 @@ class Bucketed(Compressor):
             return False
         from ringlet.compressors.kernels.cuda.bucketed import Output
 
+        self._check(out.size, payloads)
         codec, device = found
         sources = [[payload[name] for name in self.strides()] for payload in payloads]
         codec.decode(device, [Output(out, sources)], add, scale)
         return True
+
+    def _check(self, n: int, payloads: Sequence[Payload], residual: Array | None = None) -> None:
+        """Raise CompressorError unless payloads, and a residual, are those of ``n`` elements."""
+        check_lengths(self.label(), n, residual=residual)
+        layout = self.layout(n)
+        for payload in payloads:
+            check_parts(self.label(), layout, payload)
 
     def _encode(
         self,
@@ -198,6 +210,7 @@ class Bucketed(Compressor):
         run_ranges(x.size, granule, encode)
 
     def _decode(self, payloads: Sequence[Payload], out: Array, kernels: Sequence[Kernel]) -> None:
+        self._check(out.size, payloads)
         granule, strides = self.granule, self.strides()
         piece = max(1, _CACHED // granule) * granule if len(payloads) > 1 else max(out.size, 1)
 

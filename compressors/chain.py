@@ -67,6 +67,7 @@ class Chain(Compressor):
             Traits(),
             fixed_size=first.fixed_size and second.fixed_size,
             stateful=first.stateful or second.stateful,
+            gradient_units=first.gradient_units + second.gradient_units,
             scales=first.scales and second.scales,
             min_size=max(first.min_size, second.min_size),
         )

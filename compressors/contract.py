@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from ringlet.compressors.context import Array, Context
+from ringlet.compressors.context import Array, Context, State
 from ringlet.compressors.errors import CompressorError, InputError, PayloadError
 from ringlet.compressors.feedback import keep_combined, keep_lost, target_into
 from ringlet.compressors.multitensor import MultiTensor, Varying, exercise_many
@@ -109,6 +109,20 @@ class Compressor:
 
         For compressors whose receiving side remembers something, such as EF21.
         """
+
+    def consolidate(self, states: Sequence[State]) -> State:
+        """Return what each of another number of ranks is to remember of a tensor.
+
+        ``states`` are what the old ranks remembered, in their order, the same on every rank. By
+        default it is the mean of every array in units of the gradient that is of one length
+        everywhere; a rank that lacks it counts as zeros.
+        """
+        found: State = {}
+        for name in self.traits().gradient_units:
+            parts = [np.asarray(state[name], np.float64) for state in states if name in state]
+            if parts and len({part.shape for part in parts}) == 1:
+                found[name] = (np.sum(parts, axis=0) / len(states)).astype(np.float32)
+        return found
 
     def at(self, step: int) -> Compressor:
         """Return what to use at ``step`` (0, 1, ...): itself, unless it follows a schedule.

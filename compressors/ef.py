@@ -26,6 +26,7 @@ from ringlet.compressors.multitensor import (
 )
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
+from ringlet.compressors.remembered import remembered
 
 
 @register("ef")
@@ -55,7 +56,14 @@ class ErrorFeedback(Modifier):
     def traits(self) -> Traits:
         """Return the wrapped traits; feedback makes them stateful and breaks unbiasedness."""
         inner = self.wrapped_compressor.traits()
-        return dataclasses.replace(inner, stateful=True, omega=None, delta=None, in_place=True)
+        return dataclasses.replace(
+            inner,
+            stateful=True,
+            gradient_units=(*inner.gradient_units, "residual"),
+            omega=None,
+            delta=None,
+            in_place=True,
+        )
 
     def remembers(self, ctx: Context) -> bool:
         """Whether what is lost in this stage is fed back."""
@@ -63,16 +71,7 @@ class ErrorFeedback(Modifier):
 
     def residual(self, n: int, ctx: Context) -> Array:
         """Return the residual of a piece of ``n`` elements, creating zeros at the first step."""
-        whole = ctx.state.get("residual")
-        if whole is None:
-            whole = ctx.state["residual"] = ctx.xp.zeros(max(ctx.numel, n), "float32")
-        if whole.size != max(ctx.numel, n):  # kernels would write beyond its end
-            raise CompressorError(
-                f"the residual of {ctx.name!r} is of {whole.size} elements, the tensor of "
-                f"{ctx.numel}; a tensor of another size needs another name"
-            )
-        piece: Array = whole[ctx.offset : ctx.offset + n]
-        return piece
+        return remembered("residual", n, ctx)
 
     def with_residuals(self, tensors: Sequence[Encoding]) -> Sequence[Encoding]:
         """Return ``tensors``, all of one stage, with the residuals that they have in it."""

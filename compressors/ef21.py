@@ -8,13 +8,15 @@ whistles", arXiv:2110.03294.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from ringlet.compressors.context import Array, Context
+from ringlet.compressors.context import Array, Context, State
 from ringlet.compressors.contract import Payload, Traits
 from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.memory import commit, difference_into
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.registry import register
+from ringlet.compressors.remembered import remembered
 
 
 @register("ef21")
@@ -41,7 +43,23 @@ class EF21(Modifier):
     def traits(self) -> Traits:
         """Return the wrapped traits; results depend on the steps before."""
         inner = self.wrapped_compressor.traits()
-        return dataclasses.replace(inner, stateful=True, omega=None, delta=None)
+        return dataclasses.replace(
+            inner,
+            stateful=True,
+            gradient_units=("worker", "server", "sum", "known"),
+            omega=None,
+            delta=None,
+        )
+
+    def consolidate(self, states: Sequence[State]) -> State:
+        """Begin with the mean of all ranks' g, which is then the result's g as well.
+
+        That of a reduction in shards may lag behind: what it has still to send is not lost so.
+        """
+        found = super().consolidate(states)
+        if "worker" in found:
+            found["server"] = found["worker"].copy()
+        return found
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Compress the difference."""
@@ -57,26 +75,23 @@ class EF21(Modifier):
 
     def finish(self, out: Array, ctx: Context) -> None:
         """Turn the mean of what was sent into the mean of all g, and let this rank's g follow."""
-        server = _array("server", out.size, ctx)
+        server = remembered("server", out.size, ctx)
         for offset, (n, payload) in ctx.state.pop("sent", {}).items():
             piece = slice(offset, offset + n)
             sent = ctx.workspace.array("ef21", n)
             at = dataclasses.replace(ctx, offset=offset)
             self.wrapped_compressor.decompress(payload, sent, at)
-            worker = _array("worker", out.size, ctx)[piece]
-            commit(out[piece], sent, worker, server[piece], ctx)
+            commit(out[piece], sent, remembered("worker", n, at), server[piece], ctx)
             for array in payload.values():
                 ctx.workspace.back(array)
 
     def _difference(self, x: Array, ctx: Context) -> Array:
         """Return x - g; the second stage of a reduction compresses a sum of what was sent."""
-        piece = slice(ctx.offset, ctx.offset + x.size)
         difference = ctx.workspace.array("ef21", x.size)
-        n = max(ctx.numel, x.size)
         if ctx.stage == 1:
-            difference_into(x, None, _array("worker", n, ctx)[piece], difference, ctx)
+            difference_into(x, None, remembered("worker", x.size, ctx), difference, ctx)
         else:
-            total, known = _array("sum", n, ctx)[piece], _array("known", n, ctx)[piece]
+            total, known = (remembered(name, x.size, ctx) for name in ("sum", "known"))
             difference_into(x, total, known, difference, ctx)
         return difference
 
@@ -89,15 +104,7 @@ class EF21(Modifier):
                 copies[name][...] = array
             ctx.state.setdefault("sent", {})[ctx.offset] = (x.size, copies)
             return
-        piece = slice(ctx.offset, ctx.offset + x.size)
         sent = ctx.workspace.array("ef21", x.size)
         self.wrapped_compressor.decompress(payload, sent, ctx)
-        commit(sent, x, ctx.state["sum"][piece], ctx.state["known"][piece], ctx)
-
-
-def _array(name: str, n: int, ctx: Context) -> Array:
-    """Return a remembered array, zeros at first."""
-    if name not in ctx.state:
-        ctx.state[name] = ctx.xp.zeros(n, "float32")
-    array: Array = ctx.state[name]
-    return array
+        total, known = (remembered(name, x.size, ctx) for name in ("sum", "known"))
+        commit(sent, x, total, known, ctx)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
+from ringlet.compressors.lengths import check_lengths
 from ringlet.compressors.pool import run_ranges
 
 
@@ -28,6 +29,7 @@ def on_device(kernel: str, ctx: Context, out: Array, weight: float = 1.0, **arra
 
 def target_into(x: Array, residual: Array, decay: float, out: Array, ctx: Context) -> None:
     """Set ``out`` to x + decay * residual."""
+    check_lengths("error feedback", x.size, residual=residual, out=out)
     weight = np.float32(decay)
     if on_device("add", ctx, out, decay, a=x, b=residual):
         return
@@ -53,6 +55,7 @@ def scale(out: Array, weight: float, ctx: Context) -> None:
 
 def add_scaled(out: Array, values: Array, weight: float, ctx: Context) -> None:
     """Add weight * values to ``out``; ``values`` may be overwritten."""
+    check_lengths("a scaled sum", out.size, values=values)
     if not on_device("add", ctx, out, weight, a=out, b=values):
         values *= np.float32(weight)
         out += values
@@ -60,6 +63,7 @@ def add_scaled(out: Array, values: Array, weight: float, ctx: Context) -> None:
 
 def keep_lost(target: Array, decoded: Array, residual: Array, ctx: Context) -> None:
     """Set ``residual`` to target - decoded where that is finite; ``decoded`` may be overwritten."""
+    check_lengths("error feedback", residual.size, target=target, decoded=decoded)
     if on_device("keep", ctx, residual, a=target, b=decoded):
         return
     if ctx.xp is not np:
@@ -81,6 +85,7 @@ def keep_combined(
     target: Array, sent: Array, combined: Array, residual: Array, ctx: Context
 ) -> None:
     """Set ``residual`` to target - sent where that and the ``combined`` result are finite."""
+    check_lengths("error feedback", residual.size, target=target, sent=sent, combined=combined)
     if on_device("keep_combined", ctx, residual, a=target, b=sent, c=combined):
         return
     if ctx.xp is not np:
@@ -105,6 +110,7 @@ def advance(x: Array, residual: Array, decay: float, ctx: Context) -> Array:
     """
     from ringlet.compressors.kernels import feedback
 
+    check_lengths("error feedback", x.size, residual=residual)
     bad, weight = ctx.workspace.array("candidates", x.size, np.uint32), np.float32(decay)
     counts: dict[int, int] = {}
 
@@ -128,6 +134,8 @@ def settle(target: Array, indices: Array, decoded: Array, residual: Array, ctx: 
     """Keep ``target`` where nothing was sent, and what ``decoded`` lacks where it was. CPU only."""
     from ringlet.compressors.kernels import feedback, sparse
 
+    check_lengths("error feedback", target.size, residual=residual)
+    check_lengths("error feedback", indices.size, decoded=decoded)
     old = ctx.workspace.array("old", indices.size)
     sparse.gather(residual, indices, old)
 

@@ -16,6 +16,7 @@ import numpy as np
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Exchange, Payload, Traits
 from ringlet.compressors.errors import CompressorError, OptionError
+from ringlet.compressors.lengths import check_lengths
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
@@ -72,6 +73,7 @@ class Hadamard(Modifier):
             return super().feedback_into(x, residual, decay, payload, ctx)
         from ringlet.compressors.kernels import hadamard
 
+        check_lengths(self.label(), x.size, residual=residual)
         inner, rotated = self.wrapped_compressor, ctx.workspace.array("hadamard", x.size)
         key, block, weight = np.uint64(ctx.key(shared=True)), self.block, np.float32(decay)
 
@@ -153,6 +155,7 @@ class Hadamard(Modifier):
         return rotated
 
     def _rotate(self, x: Array, ctx: Context, out: Array) -> None:
+        check_lengths(self.label(), x.size, out=out)
         if self._on_device("rotate", x, ctx, out):
             return
         if ctx.xp is not np:
@@ -168,6 +171,7 @@ class Hadamard(Modifier):
         run_ranges(x.size, block, rotate)
 
     def _restore(self, x: Array, ctx: Context, out: Array, add: bool = False) -> None:
+        check_lengths(self.label(), x.size, out=out)
         if self._on_device("restore", x, ctx, out, add):
             return
         if ctx.xp is not np:

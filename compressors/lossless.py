@@ -11,9 +11,10 @@ import numpy as np
 
 from ringlet.compressors import exponents
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Payload, Traits, exercise
+from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
 from ringlet.compressors.errors import PayloadError
 from ringlet.compressors.exponents import BLOCK, LANES, WIDTHS, begins
+from ringlet.compressors.lengths import check_parts
 from ringlet.compressors.multitensor import Varying, keeps
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
@@ -151,14 +152,20 @@ class Lossless(Compressor):
         return True
 
     def _check_sizes(self, payload: Payload, n: int) -> None:
-        """Raise PayloadError where arrays are of other sizes than ``n`` elements have."""
+        """Raise PayloadError where arrays are other than ``n`` elements have."""
         blocks = -(-n // BLOCK)
-        sizes = {"tops": blocks, "widths": blocks, "counts": blocks, "mantissas": n}
-        if self.dtype == "fp32":
-            sizes["rests"] = n
-        wrong = [name for name, size in sizes.items() if payload[name].size != size]
-        if wrong:
-            raise PayloadError(f"lossless received {wrong} that do not fit {n} elements")
+        layout = [
+            Part("tops", "uint8", blocks),
+            Part("widths", "uint8", blocks),
+            Part("counts", "uint16", blocks),
+            Part("mantissas", "uint8", n),
+        ]
+        # How many there are of these, widths and counts tell.
+        layout += [Part(name, "uint8", payload[name].size) for name in _VARYING if name in payload]
+        layout += [Part("rests", "uint16", n)] if self.dtype == "fp32" else []
+        check_parts(self.label(), layout, payload)
+        if missing := [name for name in _VARYING if name not in payload]:
+            raise PayloadError(f"{self.label()}: the payload lacks {missing}")
 
     def _checked(self, payload: Payload, n: int) -> tuple[Array, Array]:
         """Return where blocks' codes and spares begin; PayloadError where sizes disagree."""
@@ -171,4 +178,5 @@ class Lossless(Compressor):
         return places, apart
 
 
+_VARYING = ("codes", "spares")
 _NO_RESTS: Array = np.empty(0, np.uint16)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
+from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.lengths import check_shapes
 
 if TYPE_CHECKING:
     from ringlet.compressors.kernels.cuda.device import Device
@@ -59,6 +61,7 @@ def keep(rows: Array, poison: Any, old: Array, ctx: Context) -> None:
     A row of zeros would stay zero for ever, so the old one is kept; all are if one is not finite,
     or if ``poison`` is not, where there is one.
     """
+    check_shapes("a factor to keep", old=(old, rows.shape))
     xp = ctx.xp
     if xp is np:
         from ringlet.compressors.kernels import lowrank
@@ -83,6 +86,9 @@ def keep(rows: Array, poison: Any, old: Array, ctx: Context) -> None:
 
 def orthonormal(rows: Array, out: Array, ctx: Context) -> None:
     """Fill ``out`` with an orthonormal basis (float32) of the rows; what is not finite is 0."""
+    check_shapes("an orthonormal basis", out=(out, rows.shape))
+    if rows.shape[0] > rows.shape[1]:
+        raise CompressorError(f"{rows.shape[0]} rows of {rows.shape[1]} elements have no basis")
     xp, device = ctx.xp, device_for(ctx)
     if device is not None:
         from ringlet.compressors.kernels.cuda import lowrank as cuda

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
+from ringlet.compressors.lengths import check_lengths
 from ringlet.compressors.pool import run_ranges
 
 
 def difference_into(x: Array, total: Array | None, known: Array, out: Array, ctx: Context) -> None:
     """Set ``out`` to x - known, or with a ``total`` to total + x - known."""
+    check_lengths("difference", x.size, total=total, known=known, out=out)
     if _on_device("differ", ctx, x, kept=total, other=known, out=out):
         return
     if total is None:
@@ -26,6 +28,7 @@ def commit(received: Array, sent: Array, worker: Array, server: Array, ctx: Cont
 
     Where the sum is not finite it is returned in ``received``, and nothing is remembered.
     """
+    check_lengths("ef21", received.size, sent=sent, worker=worker, server=server)
     if ctx.xp is np:
         from ringlet.compressors.kernels import memory
 
@@ -58,6 +61,7 @@ def advance(
 
     ``scale`` is a float32, or on a GPU an array of one element; None: it is 1.
     """
+    check_lengths("momentum", x.size, velocity=velocity, out=out)
     weight, factor = np.float32(momentum), np.float32(1) if scale is None else scale
     if ctx.xp is np:
         from ringlet.compressors.kernels import memory
@@ -78,6 +82,7 @@ def settle(advanced: Array, sent: Array, masking: bool, velocity: Array, ctx: Co
 
     Where either is not finite the old value stays.
     """
+    check_lengths("momentum", velocity.size, advanced=advanced, sent=sent)
     if ctx.xp is np:
         from ringlet.compressors.kernels import memory
 

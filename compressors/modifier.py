@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringlet.compressors.context import Array, Context
+from ringlet.compressors.context import Array, Context, State
 from ringlet.compressors.contract import Compressor, Exchange, Part, Payload, Traits, exercise
 from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.options import wrapped
@@ -106,6 +106,10 @@ class Modifier(Compressor):
     def finish(self, out: Array, ctx: Context) -> None:
         """Finish as the wrapped compressor does."""
         self.wrapped_compressor.finish(out, ctx)
+
+    def consolidate(self, states: Sequence[State]) -> State:
+        """Consolidate as the wrapped compressor does, and what is remembered here."""
+        return super().consolidate(states) | self.wrapped_compressor.consolidate(states)
 
     def at(self, step: int) -> Compressor:
         """Wrap what the wrapped compressor's schedule says."""

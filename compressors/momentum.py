@@ -18,6 +18,7 @@ from ringlet.compressors.memory import advance, settle, settle_reference
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
+from ringlet.compressors.remembered import remembered
 
 
 @register("momentum_correction")
@@ -45,11 +46,14 @@ class MomentumCorrection(Modifier):
         inner = self.wrapped_compressor.traits()
         if self.clip:
             inner = dataclasses.replace(inner, granularity=None, scales=False)
-        return dataclasses.replace(inner, stateful=True, omega=None, delta=None)
+        units = ("u", "v")
+        return dataclasses.replace(
+            inner, stateful=True, gradient_units=units, omega=None, delta=None
+        )
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Advance, compress, and keep what was lost: on a CPU in array code."""
-        inner, v = self.wrapped_compressor, _state("v", x, ctx)
+        inner, v = self.wrapped_compressor, remembered("v", x.size, ctx)
         if ctx.stage == 2:  # a sum of what ranks sent has had its momentum: only keep the loss
             return inner.compress_feedback(x, v, 1.0, ctx)
         if ctx.xp is not np:
@@ -57,7 +61,7 @@ class MomentumCorrection(Modifier):
             payload = inner.compress_feedback(moved, v, 1.0, ctx)
             self._settle(moved, payload, ctx)
             return payload
-        u = _state("u", x, ctx)
+        u = remembered("u", x.size, ctx)
         with np.errstate(invalid="ignore", over="ignore"):
             scale = self._scale(x, ctx)
             advanced = np.float32(self.momentum) * u + (x if scale is None else scale * x)
@@ -71,7 +75,7 @@ class MomentumCorrection(Modifier):
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Do the same with the wrapped compressor's fused feedback."""
-        inner, v = self.wrapped_compressor, _state("v", x, ctx)
+        inner, v = self.wrapped_compressor, remembered("v", x.size, ctx)
         if ctx.stage == 2:
             inner.feedback_into(x, v, 1.0, payload, ctx)
             return
@@ -82,14 +86,14 @@ class MomentumCorrection(Modifier):
     def _advanced(self, x: Array, ctx: Context) -> Array:
         """Return momentum * u + x, in scratch memory; u stays as it is until ``_settle``."""
         advanced = ctx.workspace.array("momentum.advanced", x.size)
-        advance(x, self._scale(x, ctx), self.momentum, _state("u", x, ctx), advanced, ctx)
+        advance(x, self._scale(x, ctx), self.momentum, remembered("u", x.size, ctx), advanced, ctx)
         return advanced
 
     def _settle(self, advanced: Array, payload: Payload, ctx: Context) -> None:
         """Make that u, less what was sent."""
         sent = ctx.workspace.array("momentum", advanced.size)
         self.wrapped_compressor.decompress(payload, sent, ctx)
-        settle(advanced, sent, self._masks(), _state("u", advanced, ctx), ctx)
+        settle(advanced, sent, self._masks(), remembered("u", advanced.size, ctx), ctx)
 
     def _masks(self) -> bool:
         # Payloads that add up hold every element: nothing is delayed that could be stale.
@@ -100,11 +104,3 @@ class MomentumCorrection(Modifier):
         if not self.clip or x.size == 0:
             return None
         return shrinking(x, self.clip / ctx.size**0.5, ctx)
-
-
-def _state(name: str, x: Array, ctx: Context) -> Array:
-    """Return the remembered piece that ``x`` is, zeros at first."""
-    if name not in ctx.state:
-        ctx.state[name] = ctx.xp.zeros(max(ctx.numel, x.size), "float32")
-    piece: Array = ctx.state[name][ctx.offset : ctx.offset + x.size]
-    return piece

@@ -19,6 +19,7 @@ from ringlet.compressors.lowrank import device_for, draw, keep, orthonormal, poi
 from ringlet.compressors.options import option
 from ringlet.compressors.products import Factors, Source, product, product_and_lost
 from ringlet.compressors.registry import register
+from ringlet.compressors.remembered import remember_rows, remembered_rows
 
 Finish = Callable[[Factors, Factors, Any], None]
 
@@ -127,9 +128,10 @@ class PowerSGD(LowRank):
         r, (n, m), held = self.rank, source.shape, ctx.workspace.held
         with held(r * n) as rows, held(r * m) as columns, held(r * m) as first:
             basis, own = rows.reshape(r, n), columns.reshape(r, m)
-            start = ctx.state.get("right") if self.warm_start else None
-            if start is None:
-                start = first.reshape(r, m)
+            start = first.reshape(r, m)
+            if self.warm_start:
+                start = remembered_rows("right", start, draw, ctx)
+            else:
                 draw(start, ctx)
             source.times_rows(start, basis)
             left = (yield Round(rows)).reshape(r, n)
@@ -138,9 +140,7 @@ class PowerSGD(LowRank):
             source.times_columns(basis, own)
             right = (yield Round(columns)).reshape(r, m)
             if self.warm_start:
-                if "right" not in ctx.state:
-                    ctx.state["right"] = start.copy()
-                keep(right, poison, ctx.state["right"], ctx)
+                keep(right, poison, remember_rows("right", start, ctx), ctx)
             finish((basis, right), (basis, own), poison)
 
 
@@ -159,19 +159,14 @@ class ACPSGD(LowRank):
         n, m = source.shape if even else source.shape[::-1]  # of what is sent, and what is not
         with held(r * m) as known, held(r * n) as sending, held(r * m) as first:
             basis, own = known.reshape(r, m), sending.reshape(r, n)
-            start = ctx.state.get(fixed)
-            if start is None:
-                start = first.reshape(r, m)
-                draw(start, ctx)
+            start = remembered_rows(fixed, first.reshape(r, m), draw, ctx)
             orthonormal(start, basis, ctx)
             (source.times_rows if even else source.times_columns)(basis, own)
             other = (yield Round(sending)).reshape(r, n)
-            if fixed not in ctx.state:
-                ctx.state[fixed] = start.copy()
-            if sent not in ctx.state:
-                ctx.state[sent] = ctx.xp.empty((r, n), "float32")
-                draw(ctx.state[sent], ctx)
-            keep(other, None, ctx.state[sent], ctx)
+            remember_rows(fixed, start, ctx)
+            with held(r * n) as second:
+                old = remembered_rows(sent, second.reshape(r, n), draw, ctx)
+                keep(other, None, remember_rows(sent, old, ctx), ctx)
             poison = poison_of(other, ctx)
             if even:
                 finish((other, basis), (own, basis), poison)

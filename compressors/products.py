@@ -12,6 +12,7 @@ import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.feedback import target_into
+from ringlet.compressors.lengths import check_shapes
 from ringlet.compressors.lowrank import device_for
 from ringlet.compressors.pool import run_ranges
 
@@ -32,6 +33,9 @@ class Source:
         decay: float = 1.0,
         target: Array | None = None,
     ) -> None:
+        for array in (residual, target):
+            if array is not None:
+                check_shapes("a residual's product", array=(array, matrix.shape))
         self.shape: tuple[int, int] = matrix.shape
         self._matrix, self._ctx = matrix, ctx
         self._residual, self._weight, self._target = residual, np.float32(decay), target
@@ -39,14 +43,14 @@ class Source:
     def times_rows(self, right: Array, out: Array) -> None:
         """Fill ``out`` (r x n) with right M^T."""
         x, residual, target, weight = self._matrix, self._residual, self._target, self._weight
+        n, m = self.shape
+        check_shapes("a product", right=(right, (len(right), m)), out=(out, (len(right), n)))
         if self._ctx.xp is not np:
             self._add()
             with np.errstate(invalid="ignore", over="ignore"):
                 self._ctx.xp.matmul(right, self._matrix.T, out=out)
             return
         from ringlet.compressors.kernels import lowrank
-
-        m = self.shape[1]
 
         def multiply(start: int, stop: int) -> None:
             first, rows = start // m, slice(start // m, stop // m)
@@ -62,14 +66,14 @@ class Source:
     def times_columns(self, left: Array, out: Array) -> None:
         """Fill ``out`` (r x m) with left M."""
         self._add()
-        matrix = self._matrix
+        matrix, (n, m) = self._matrix, self.shape
+        check_shapes("a product", left=(left, (len(left), n)), out=(out, (len(left), m)))
         if self._ctx.xp is not np:
             with np.errstate(invalid="ignore", over="ignore"):
                 self._ctx.xp.matmul(left, matrix, out=out)
             return
         from ringlet.compressors.kernels import lowrank
 
-        n, m = self.shape
         room = self._ctx.workspace.array("columns", len(left) * m)
 
         def multiply(start: int, stop: int) -> None:
@@ -93,6 +97,7 @@ class Source:
 def product(factors: Factors, poison: Any, out: Array, ctx: Context) -> None:
     """Fill ``out`` with (left + poison)^T right, adding in order of the rank."""
     left, right = factors
+    _check_factors(left, right, out)
     if ctx.xp is np:
         from ringlet.compressors.kernels import lowrank
 
@@ -130,6 +135,9 @@ def product_and_lost(
     The residual stays where it or the result would not be finite. Only where there are kernels.
     """
     (left, right), (own_left, own_right), m = both, own, out.shape[1]
+    _check_factors(left, right, out)
+    _check_factors(own_left, own_right, out)
+    check_shapes("a product", target=(target, out.shape), residual=(residual, out.shape))
     device = device_for(ctx)
     if device is not None:
         from ringlet.compressors.kernels.cuda import lowrank as cuda
@@ -150,3 +158,8 @@ def product_and_lost(
             )  # fmt: skip
 
     run_ranges(out.size, m, multiply)
+
+
+def _check_factors(left: Array, right: Array, out: Array) -> None:
+    (n, m), r = out.shape, len(left)
+    check_shapes("a product of factors", left=(left, (r, n)), right=(right, (r, m)))

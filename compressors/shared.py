@@ -14,6 +14,7 @@ from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Exchange, Round, Traits, exercise
 from ringlet.compressors.energy import clip
 from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.lengths import check_lengths
 from ringlet.compressors.options import fixed, option
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.random import squares
@@ -77,6 +78,7 @@ class SharedInt(Compressor):
             self._decode(total, units, out, ctx)
 
     def _decode(self, codes: Array, units: Array, out: Array, ctx: Context) -> None:
+        self._check(out.size, units, codes)
         if ctx.xp is np:
             from ringlet.compressors.kernels.shared import decode
 
@@ -102,6 +104,7 @@ class SharedInt(Compressor):
 
     def measure(self, x: Array, largest: Array, ctx: Context) -> None:
         """Set ``largest`` to max|x| of each bucket, Inf where that is not finite."""
+        self._check(x.size, largest)
         xp = ctx.xp
         if xp is np:
             from ringlet.compressors.kernels import shared
@@ -121,6 +124,7 @@ class SharedInt(Compressor):
 
     def encode(self, x: Array, largest: Array, levels: Any, codes: Array, ctx: Context) -> None:
         """Set ``codes`` to round(x * levels / largest)."""
+        self._check(x.size, largest, codes)
         xp, bucket = ctx.xp, self.bucket
         if xp is np:
             from ringlet.compressors.kernels.shared import encoder
@@ -146,6 +150,10 @@ class SharedInt(Compressor):
                 place = xp.floor(place + drawn.astype("float32") * np.float32(2.0**-16))
                 place = xp.maximum(xp.minimum(place, levels), -levels)
         codes[...] = xp.where(usable.repeat(bucket)[: x.size], xp.rint(place), 0)
+
+    def _check(self, n: int, extents: Array, codes: Array | None = None) -> None:
+        check_lengths(self.label(), -(-n // self.bucket), extents=extents)
+        check_lengths(self.label(), n, codes=codes)
 
     def _on_device(
         self, kernel: str, n: int, extents: Array, ctx: Context, levels: float = 1.0,

@@ -14,8 +14,9 @@ import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Payload, Traits, exercise
-from ringlet.compressors.errors import PayloadError
+from ringlet.compressors.errors import CompressorError, PayloadError
 from ringlet.compressors.feedback import advance, on_device
+from ringlet.compressors.lengths import check_entries, check_lengths
 from ringlet.compressors.multitensor import Varying, keeps
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
@@ -37,7 +38,7 @@ class Selection(Compressor):
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Put the values at their places among zeros."""
-        indices, values = payload["indices"], payload["values"]
+        indices, values = check_entries(self.label(), payload)
         if ctx.xp is not np:
             out[...] = 0
             if not on_device("scatter", ctx, out, a=values, indices=indices):
@@ -49,14 +50,14 @@ class Selection(Compressor):
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Add the values at their places."""
+        indices, values = check_entries(self.label(), payload)
         if ctx.xp is not np:
-            indices, values = payload["indices"], payload["values"]
             if not on_device("scatter_add", ctx, out, a=values, indices=indices):
                 out[indices] += values
             return
         from ringlet.compressors.kernels import sparse
 
-        self._inside(sparse.scatter_add(payload["indices"], payload["values"], out), out)
+        self._inside(sparse.scatter_add(indices, values, out), out)
 
     def feedback_into(
         self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
@@ -216,8 +217,11 @@ def largest_into(
     from ringlet.compressors.kernels import select
     from ringlet.compressors.kernels.vectors import WIDTH
 
-    indices, values = payload["indices"], payload["values"]
+    indices, values = check_entries("the largest entries", payload)
     n, k = x.size, values.size
+    check_lengths("the largest entries", n, residual=residual)
+    if k > n:
+        raise CompressorError(f"{k} entries cannot be the largest of {n}")
     if k == 0:
         return
     feedback, weight = residual is not None, np.float32(decay)

@@ -76,6 +76,10 @@ class Traits:
         Contractive: E||C(x) - x||^2 <= (1 - delta) ||x||^2. None: not claimed.
     stateful
         Results depend on what earlier steps left in ``ctx.state``.
+    gradient_units
+        Names in ``ctx.state`` of float32 arrays, or of numbers, that are in units of the gradient:
+        residuals, momenta, estimates. They are multiplied where a loss scale changes, and averaged
+        where the number of ranks does; what is not named is left alone, and forgotten.
     predivide
         Averages divide before compressing, so that sums on the wire stay in range.
     scales
@@ -94,6 +98,7 @@ class Traits:
     omega: float | None = None
     delta: float | None = None
     stateful: bool = False
+    gradient_units: tuple[str, ...] = ()
     predivide: bool = False
     scales: bool = True
     min_size: int = 1024

@@ -21,7 +21,9 @@ settings.load_profile("gate" if os.environ.get("CI") else "default")
 ROOT = Path(__file__).parents[1]
 SOURCES = [*sorted((ROOT / "compressors" / "kernels").glob("*.py")), ROOT / "ring" / "halves.py"]
 STATE = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
-os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / STATE))
+# Nor does it look at whether kernels check bounds: those that do have a cache of their own too.
+BOUNDS = "-bounds" if os.environ.get("NUMBA_BOUNDSCHECK", "0") not in ("", "0") else ""
+os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / (STATE + BOUNDS)))
 
 
 def pytest_collection_modifyitems(items):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 
-from ringlet.compressors.context import Array, Context
+from ringlet.compressors.context import Array, Context, State
 from ringlet.compressors.contract import Compressor, Traits, storage
+from ringlet.compressors.states import rescale
 from ringlet.compressors.testing.basics import by_payload, same, same_payload
 from ringlet.compressors.testing.runner import for_all
 from ringlet.compressors.testing.simulate import context, decode, encode, simulate
 from ringlet.compressors.testing.vectors import gaussian, heavy_tailed, vectors
 
 _DRAWS = 400
+_SCALE = 64.0  # by which a loss scale changes
 
 
 def check_traits_are_traits(compressor: Compressor) -> None:
@@ -159,6 +162,38 @@ def check_memory_is_declared(compressor: Compressor) -> None:
         )
 
 
+def check_gradient_units(compressor: Compressor) -> None:
+    """A loss scale that changes multiplies gradients, and with them what gradient_units names in
+    ctx.state: whatever else is in their units would be added to gradients of another size.
+    """
+    traits = compressor.traits()
+    units = traits.gradient_units
+    named = isinstance(units, tuple) and all(isinstance(name, str) for name in units)
+    assert named, f"gradient_units is a tuple of names in ctx.state, not {units!r}"
+    assert traits.stateful or not units, "gradient_units names a state, stateful says there is none"
+    if not traits.stateful or not traits.scales:
+        return
+    for shape in ((40, 50), (2000,)):
+        given: dict[str, Any] = {"name": str(shape), "shape": shape}
+        states: list[State] = [{}, {}]
+        for step in range(3):
+            gradients = [gaussian(2000, 2 * step), gaussian(2000, 2 * step + 1)]
+            simulate(compressor, gradients, states, step=step, **given)
+        scaled = copy.deepcopy(states)
+        for state in scaled:
+            rescale(state, compressor, _SCALE)
+        gradients = [gaussian(2000, 7), gaussian(2000, 8)]
+        larger = [x * np.float32(_SCALE) for x in gradients]
+        expected = simulate(compressor, gradients, states, step=3, **given)[0] * _SCALE
+        got = simulate(compressor, larger, scaled, step=3, **given)[0]
+        off = float(np.abs(got - expected).max() / np.abs(expected).max())
+        assert off < 1e-3, (
+            f"gradients {_SCALE:.0f} times as large give a result that is off by {off:.2g} of the "
+            f"largest, though {list(units)} of {_names(states[0])} were multiplied as well: name "
+            "in gradient_units what is in units of the gradient, and nothing else"
+        )
+
+
 def check_results_may_replace_values(compressor: Compressor) -> None:
     """in_place=True lets the engine give ``exchange`` one array as ``x`` and as ``out``: what looks
     at ``x`` after it has written to ``out`` would then see something else.
@@ -180,6 +215,11 @@ def check_results_may_replace_values(compressor: Compressor) -> None:
         states = [[{}, {}], [{}, {}]]
 
 
+def _names(state: State) -> list[str]:
+    inner = [name for value in state.values() if isinstance(value, dict) for name in _names(value)]
+    return sorted([name for name, value in state.items() if not isinstance(value, dict)] + inner)
+
+
 def _piece(x: Array, offset: int, n: int) -> Context:
     return Context(shape=(n,), numel=n, offset=offset, step=3)
 
@@ -197,5 +237,6 @@ CHECKS = (
     check_unbiased,
     check_contraction,
     check_memory_is_declared,
+    check_gradient_units,
     check_results_may_replace_values,
 )

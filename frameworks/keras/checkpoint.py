@@ -15,7 +15,8 @@ from ringlet.runtime import current
 def compressor_state(optimizer: Any) -> bytes:
     """Return what this rank's compressors remember for ``optimizer``, a DistributedOptimizer."""
     runtime, reducer = current(), reducer_of(optimizer)
-    return residuals.dumps(reducer.states, runtime.rank, runtime.size, reducer.step)
+    where = runtime.rank, runtime.size, reducer.step
+    return residuals.dumps(reducer.states, *where, reducer.settings.router)
 
 
 def set_compressor_state(optimizer: Any, data: bytes) -> None:
@@ -24,7 +25,8 @@ def set_compressor_state(optimizer: Any, data: bytes) -> None:
     Warns, and starts without residuals, where it was another rank's.
     """
     runtime, reducer = current(), reducer_of(optimizer)
-    states, step = residuals.loads(data, runtime.rank, runtime.size)
+    where = runtime.rank, runtime.size, reducer.settings.router, reducer.settings.averages
+    states, step = residuals.loads(data, *where)
     residuals.replace(reducer.states, states, step)
     reducer.restart(step)
 

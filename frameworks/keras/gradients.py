@@ -72,6 +72,11 @@ class Settings:
         if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
             raise ValueError(f"op must be Average, Sum or Adasum, not {self.op.name.title()}")
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged, and not combined in another way."""
+        return self.op is ReduceOp.AVERAGE
+
     def key(self) -> tuple[object, ...]:
         """Return what distinguishes these settings from others."""
         number = self.process_set.process_set_id

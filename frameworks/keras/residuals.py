@@ -10,28 +10,38 @@ from typing import Any
 
 import numpy as np
 
+from ringlet.compressors import Router
 from ringlet.compressors.context import State
+from ringlet.compressors.states import fit
 from ringlet.ring.dtypes import Array
 
 VERSION = 1
 
 
-def dumps(states: Mapping[str, State], rank: int, size: int, step: int) -> bytes:
-    """Return ``states`` in NumPy's ``npz`` format."""
+def dumps(states: Mapping[str, State], rank: int, size: int, step: int, router: Router) -> bytes:
+    """Return ``states``, and the specs that they are of, in NumPy's ``npz`` format."""
     arrays: dict[str, Array] = {}
     plain = {name: _emptied(state, arrays) for name, state in states.items() if state}
-    head = {"version": VERSION, "rank": rank, "size": size, "step": step, "states": plain}
+    specs = {name: str(router(name)) for name in plain}
+    head = {
+        "version": VERSION, "rank": rank, "size": size, "step": step, "states": plain,
+        "specs": specs,
+    }  # fmt: skip
     stream = io.BytesIO()
     encoded = np.frombuffer(json.dumps(head).encode(), np.uint8)
     np.savez(stream, allow_pickle=False, head=encoded, **arrays)
     return stream.getvalue()
 
 
-def loads(data: bytes, rank: int, size: int) -> tuple[dict[str, State], int]:
+def loads(
+    data: bytes, rank: int, size: int, router: Router, average: bool = True
+) -> tuple[dict[str, State], int]:
     """Return the states and the step that ``dumps`` wrote.
 
     States are empty, with a warning, where ``data`` is another rank's: residuals belong to the
-    gradients of one rank. Raises ValueError for bytes that are no such checkpoint.
+    gradients of one rank. What compressors of other specs remembered is forgotten, with a warning,
+    but for what those of ``router`` can go on with. Raises ValueError for bytes that are no such
+    checkpoint.
     """
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
@@ -50,7 +60,18 @@ def loads(data: bytes, rank: int, size: int) -> tuple[dict[str, State], int]:
             stacklevel=3,
         )
         return {}, int(head["step"])
-    return {name: _filled(state, arrays) for name, state in head["states"].items()}, head["step"]
+    states = {name: _filled(state, arrays) for name, state in head["states"].items()}
+    specs, strange = head.get("specs", {}), []
+    for name, state in states.items():
+        told = fit(state, specs.get(name), router(name), None, size, average)
+        strange += [f"{name!r} {what}" for what in told]
+    if strange:
+        warnings.warn(
+            "what compressors remember in the checkpoint does not fit this job everywhere: "
+            f"{'; '.join(strange)}",
+            stacklevel=3,
+        )
+    return states, head["step"]
 
 
 def replace(states: dict[str, State], given: Mapping[str, State], step: int) -> None:

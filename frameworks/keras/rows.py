@@ -158,6 +158,11 @@ class RowExchange:
         table = None
         if self._feedback is not None:
             table = self._state.get("rows")
+            if table is not None and table.shape != self._shape:
+                raise InvalidArgument(
+                    f"the residual of {self._name!r} is of shape {list(table.shape)}, the variable "
+                    f"of {list(self._shape)}; a variable of another shape needs another name"
+                )
             if table is None:  # memory that is zero and that nobody has touched costs nothing
                 table = self._state["rows"] = np.zeros(self._shape, np.float32)
             x = x + np.float32(self._feedback.decay) * table[places].reshape(-1)

@@ -31,12 +31,14 @@ class CompressorState(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         """Return what ``deserialize`` takes."""
         reducer, runtime = self._reducer(), current()
-        return residuals.dumps(reducer.states, runtime.rank, runtime.size, reducer.step)
+        where = runtime.rank, runtime.size, reducer.step
+        return residuals.dumps(reducer.states, *where, reducer.settings.router)
 
     def deserialize(self, string_value: bytes) -> None:
         """Go on with what this rank saved; warns, and starts anew, if another rank saved it."""
         reducer, runtime = self._reducer(), current()
-        states, step = residuals.loads(string_value, runtime.rank, runtime.size)
+        where = runtime.rank, runtime.size, reducer.settings.router, reducer.settings.averages
+        states, step = residuals.loads(string_value, *where)
         residuals.replace(reducer.states, states, step)
         reducer.restart(step)
 

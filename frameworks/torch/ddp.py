@@ -77,14 +77,18 @@ class DdpState:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
         with self._runtime.engine.at_work():
-            return residuals.saved(self._states(), self._runtime.rank, self._runtime.size, 0)
+            states, runtime = self._states(), self._runtime
+            compressors = {name: self._router(name) for name in states}
+            return residuals.saved(states, runtime.rank, runtime.size, 0, compressors)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts anew, if it is another rank's."""
         for name in state["states"]:
             self._runtime.engine.states.setdefault(f"{self._label}.{name}", {})
         states = self._states()
-        residuals.restore(states, state, self._runtime.rank, self._runtime.size)
+        numels = {name: request.numel for name, (request, _) in self._requests.items()}
+        tensors = {name: (self._router(name), numels.get(name)) for name in states}
+        residuals.restore(states, state, self._runtime.rank, self._runtime.size, tensors)
         for name, (request, _) in self._requests.items():
             if name in states:
                 self._runtime.engine.bring(states[name], request.place)

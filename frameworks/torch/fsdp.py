@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from ringlet.compressors import NoCompression
+from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.context import State
 from ringlet.process_sets import InvalidArgument
 from ringlet.torch import residuals
@@ -38,7 +38,8 @@ class FsdpState:
         """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
         step = max((each.step for each in self._made), default=0)
         with self._ways.at_work():
-            return residuals.saved(self._states(), dist.get_rank(), dist.get_world_size(), step)
+            where = dist.get_rank(), dist.get_world_size()
+            return residuals.saved(self._states(), *where, step, self._compressors())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts anew, if it is another rank's.
@@ -51,12 +52,18 @@ class FsdpState:
                 name, _, inner = key.rpartition("/")
                 if name == each.name:
                     each.states.setdefault(inner, {})
-        residuals.restore(self._states(), state, dist.get_rank(), dist.get_world_size())
+        # A piece's elements are part of its name, so that another piece is not taken for it.
+        tensors = {name: (compressor, None) for name, compressor in self._compressors().items()}
+        where = dist.get_rank(), dist.get_world_size()
+        residuals.restore(self._states(), state, *where, tensors)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
         with self._ways.at_work():
             return residuals.norm(self._states())
+
+    def _compressors(self) -> dict[str, Compressor]:
+        return {f"{each.name}/{key}": each.compressor for each in self._made for key in each.states}
 
     def _states(self) -> dict[str, State]:
         return {f"{each.name}/{key}": s for each in self._made for key, s in each.states.items()}

@@ -220,7 +220,7 @@ class _Distributed:
         if any(state_of.keys() - {"step"} for state_of in reducer.states.values()):
             with runtime.engine.at_work():
                 state[STATE_KEY] = residuals.saved(
-                    reducer.states, runtime.rank, runtime.size, reducer.step
+                    reducer.states, runtime.rank, runtime.size, reducer.step, reducer.compressors
                 )
         if self._ringlet_masters is not None:
             state[PRECISION_KEY] = self._ringlet_masters.state_dict()
@@ -229,23 +229,25 @@ class _Distributed:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and hyper-parameters, and this rank's residuals if they are there.
 
-        Warns where they are another rank's, and starts without any. Ranks that load on their own
-        need ``broadcast_optimizer_state`` afterwards, as with any optimizer.
+        Warns where they are another rank's, and starts without any; and of what does not fit,
+        because a parameter, or its compressor, is another than when it was saved. Ranks that load
+        on their own need ``broadcast_optimizer_state`` afterwards, as with any optimizer.
         """
         given = dict(state_dict)
         kept: Mapping[str, Any] | None = given.pop(STATE_KEY, None)
         before = scale_in(given)
         self._load_inner(given)
         runtime, reducer = current(), self._ringlet
-        reducer.restored(residuals.restore(reducer.states, kept, runtime.rank, runtime.size))
+        where = reducer.states, kept, runtime.rank, runtime.size
+        reducer.restored(residuals.restore(*where, reducer.tensors, reducer.averages))
         reducer.rescale(self._scale_now() / before)
 
     def load_sharded(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, of however many.
 
         Each rank passes all ranks' ``state_dict()``. With as many ranks as before, training goes
-        on bit for bit; with another number, averages of residuals carry over, the rest of what
-        compressors remembered does not.
+        on bit for bit; with another number, averages carry over of what is in units of the
+        gradient, such as residuals and momenta; the rest of what compressors remembered does not.
         """
         shards = [state[STATE_KEY] for state in state_dicts if STATE_KEY in state]
         runtime, reducer = current(), self._ringlet
@@ -253,7 +255,8 @@ class _Distributed:
             raise ValueError("none of these states holds residuals; use load_state_dict")
         rank = min(runtime.rank, len(state_dicts) - 1)
         self._load_inner({k: v for k, v in state_dicts[rank].items() if k != STATE_KEY})
-        reducer.restored(residuals.reshard(reducer.states, shards, runtime.rank, runtime.size))
+        where = reducer.states, shards, runtime.rank, runtime.size
+        reducer.restored(residuals.reshard(*where, reducer.tensors, reducer.averages))
         reducer.rescale(self._scale_now() / scale_in(state_dicts[rank]))
 
     def set_backward_passes_per_step(self, passes: int) -> None:

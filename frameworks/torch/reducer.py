@@ -13,6 +13,7 @@ import torch
 from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
 from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.states import carry_over, rescale
 from ringlet.fusion import Group, Request
 from ringlet.fusion.unscaling import Unscaling
 from ringlet.precision.reduction import carrier
@@ -97,8 +98,8 @@ class Reducer:
         before, self._router = self._router, as_router(compression)
         with _at_work():
             for name, state in self.states.items():
-                compressors = before(name), self._router(name)
-                residuals.carry_over(state, *compressors, self._size(), self._op)
+                average = self._op is ReduceOp.AVERAGE
+                carry_over(state, before(name), self._router(name), self._size(), average)
         self._declare(self.step)
 
     def set_passes(self, passes: int) -> None:
@@ -122,6 +123,21 @@ class Reducer:
         """Let schedules go on at ``step``, which has to be the same on every rank."""
         if self._group is not None:
             self._group.restart(step)
+
+    @property
+    def compressors(self) -> dict[str, Compressor]:
+        """What compresses each parameter's gradient, as it was declared."""
+        return {name: self._router(name) for name in self.parameters}
+
+    @property
+    def tensors(self) -> dict[str, residuals.Tensor]:
+        """The same, with how many elements each has."""
+        return {name: (self._router(name), p.numel()) for name, p in self.parameters.items()}
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged, and not added up."""
+        return self._op is ReduceOp.AVERAGE
 
     def restored(self, step: int) -> None:
         """Go on at ``step`` with states from a checkpoint, which lie where gradients do then."""
@@ -239,8 +255,8 @@ class Reducer:
         if factor == 1.0:
             return
         with _at_work():
-            for state in self.states.values():
-                residuals.rescale(state, factor)
+            for name, state in self.states.items():
+                rescale(state, self._router(name), factor)
 
     def undo(self) -> None:
         """Let compressors forget the last step, which is skipped."""

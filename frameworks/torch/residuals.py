@@ -15,28 +15,45 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringlet.compressors import Compressor, ErrorFeedback, Modifier
+from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
-from ringlet.ring.communicator import ReduceOp
+from ringlet.compressors.states import fit, merged
+
+Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is
 
 VERSION = 1
-# Of error feedback, momentum correction, and EF21 with its second stage.
-_IN_UNITS = {"residual", "u", "v", "worker", "server", "known", "sum"}
+_SHOWN = 8  # tensors that a warning names
 
 
-def saved(states: Mapping[str, State], rank: int, size: int, step: int) -> dict[str, Any]:
-    """Return a copy of ``states`` made of tensors and numbers, for ``torch.save``."""
+def saved(
+    states: Mapping[str, State],
+    rank: int,
+    size: int,
+    step: int,
+    compressors: Mapping[str, Compressor] | None = None,
+) -> dict[str, Any]:
+    """Return a copy of ``states`` made of tensors, numbers and specs, for ``torch.save``."""
     plain = {name: _to_tensors(state) for name, state in states.items() if state}
-    return {"version": VERSION, "rank": rank, "size": size, "step": step, "states": plain}
+    specs = {name: str(c) for name, c in (compressors or {}).items() if name in plain}
+    return {
+        "version": VERSION, "rank": rank, "size": size, "step": step, "states": plain,
+        "specs": specs,
+    }  # fmt: skip
 
 
 def restore(
-    states: Mapping[str, State], given: Mapping[str, Any] | None, rank: int, size: int
+    states: Mapping[str, State],
+    given: Mapping[str, Any] | None,
+    rank: int,
+    size: int,
+    tensors: Mapping[str, Tensor] | None = None,
+    average: bool = True,
 ) -> int:
     """Overwrite ``states`` with what this rank saved; return the step.
 
     Warns, and resets residuals, where ``given`` is missing or another rank's: a checkpoint that
-    rank 0 wrote alone holds rank 0's residuals only.
+    rank 0 wrote alone holds rank 0's residuals only. Warns, too, of what does not fit ``tensors``,
+    which is forgotten.
     """
     own = given is not None and given["rank"] == rank and given["size"] == size
     if not own and (given is not None or any(states.values())):
@@ -52,8 +69,17 @@ def restore(
             stacklevel=4,
         )
     saved_states = given["states"] if given is not None and own else {}
+    specs: Mapping[str, str] = {} if given is None else given.get("specs", {})
+    strange = [f"{name!r} is not in this job" for name in saved_states if name not in states]
     for name, state in states.items():
-        _replace(state, _to_arrays(saved_states.get(name, {})))
+        found = _to_arrays(saved_states.get(name, {}))
+        if tensors is not None and name in tensors:
+            compressor, numel = tensors[name]
+            told = fit(found, specs.get(name), compressor, numel, size, average)
+            strange += [f"{name!r} {what}" for what in told]
+        _replace(state, found)
+    if strange and tensors is not None:
+        _warn_of(strange)
     step = 0 if given is None else int(given["step"])
     for state in states.values():
         if given is not None and not own:
@@ -61,42 +87,49 @@ def restore(
     return step
 
 
+def _warn_of(strange: Sequence[str]) -> None:
+    more = f"; and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
+    warnings.warn(
+        "what compressors remember in the checkpoint does not fit this job everywhere: "
+        f"{'; '.join(strange[:_SHOWN])}{more}",
+        stacklevel=5,
+    )
+
+
 def reshard(
-    states: Mapping[str, State], shards: Sequence[Mapping[str, Any]], rank: int, size: int
+    states: Mapping[str, State],
+    shards: Sequence[Mapping[str, Any]],
+    rank: int,
+    size: int,
+    tensors: Mapping[str, Tensor],
+    average: bool = True,
 ) -> int:
     """Overwrite ``states`` from what all ranks of an earlier job saved; return the step.
 
-    Where the number of ranks has changed, every rank holds the mean of the old residuals, so that
-    averages go on as before; what else compressors remembered is forgotten, and what was held back
-    of sums and, over two levels, of shards. Raises ValueError
-    unless every rank's part is there once.
+    Where the number of ranks has changed, every rank holds the mean of what is in units of the
+    gradient, so that averages go on as before; what else compressors remembered is forgotten, and
+    what was held back of sums and, over two levels, of shards. Warns of what does not fit
+    ``tensors``. Raises ValueError unless every rank's part is there once.
     """
     sizes = {int(shard["size"]) for shard in shards}
     ranks = sorted(int(shard["rank"]) for shard in shards)
     if len(sizes) != 1 or ranks != list(range(sizes.pop() if sizes else 0)):
         raise ValueError(f"load_sharded needs the state of every rank once; got ranks {ranks}")
-    by_rank = {int(shard["rank"]): shard for shard in shards}
+    in_order = sorted(shards, key=lambda shard: int(shard["rank"]))
     if len(shards) == size:
-        return restore(states, by_rank[rank], rank, size)
-    step = max(int(shard["step"]) for shard in shards)
+        return restore(states, in_order[rank], rank, size, tensors, average)
+    step, strange = max(int(shard["step"]) for shard in shards), []
+    specs: Mapping[str, str] = in_order[0].get("specs", {})
     for name, state in states.items():
-        _replace(state, {})
-        state["step"] = step
-        parts = [shard["states"].get(name, {}).get("residual") for shard in by_rank.values()]
-        kept = [part.double() for part in parts if isinstance(part, torch.Tensor)]
-        if kept:
-            mean = torch.stack(kept).sum(0) / len(shards)
-            state["residual"] = mean.float().numpy()
+        compressor, numel = tensors[name]
+        parts = [_to_arrays(shard["states"].get(name, {})) for shard in in_order]
+        found = merged(parts, specs.get(name), compressor, size, average)
+        told = fit(found, None, compressor, numel, size, average)
+        strange += [f"{name!r} {what}" for what in told]
+        _replace(state, found | {"step": step})
+    if strange:
+        _warn_of(strange)
     return step
-
-
-def rescale(state: State, factor: float) -> None:
-    """Multiply what ``state`` remembers in units of gradients: residuals, momenta, estimates."""
-    for key, value in state.items():
-        if isinstance(value, dict):
-            rescale(value, factor)
-        elif key in _IN_UNITS:
-            value *= np.float32(factor)
 
 
 def norm(states: Mapping[str, State]) -> float:
@@ -147,31 +180,3 @@ def _to_arrays(value: Any) -> Any:
     if isinstance(value, list):
         return [_to_arrays(inner) for inner in value]
     return value.numpy().copy() if isinstance(value, torch.Tensor) else value
-
-
-def carry_over(
-    state: State, before: Compressor, after: Compressor, size: int, op: ReduceOp
-) -> None:
-    """Keep of ``state`` what ``after`` can use: the step, and residuals for error feedback.
-
-    Residuals are in units of what is compressed, which is the gradient, or its share of the mean
-    where a compressor divides first.
-    """
-    kept = {"step"} | ({"residual"} if _feeds_back(before) and _feeds_back(after) else set())
-    for key in state.keys() - kept:
-        del state[key]
-    if "residual" in state and op is ReduceOp.AVERAGE:
-        factor = 1.0
-        factor *= size if before.traits().predivide else 1
-        factor /= size if after.traits().predivide else 1
-        if factor != 1.0:
-            state["residual"] *= np.float32(factor)
-
-
-def _feeds_back(compressor: Compressor | None) -> bool:
-    """Whether error feedback keeps its residual at the top of the state."""
-    while isinstance(compressor, Modifier):
-        if type(compressor) is ErrorFeedback:
-            return True
-        compressor = compressor.inner
-    return False

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ringlet.torch as hvd
+from ringlet.compressors import parse
 from ringlet.torch import residuals
 
 
@@ -92,6 +93,48 @@ def case_all_shards_at_once():
     assert torch.equal(train(own, optimizer, 2, start=3), straight)
     with pytest.raises(ValueError, match="state of every rank once"):
         optimizer.load_sharded([shards[0], shards[0]])
+
+
+def case_a_checkpoint_of_another_rank_goes_on_with_rows_that_fit():
+    for ranks in ((8, 2), (2, 5)):
+        before, after = (f"powersgd(rank={rank})" for rank in ranks)
+        own = model()
+        optimizer = wrapped(own, f"{before} | ef", base=torch.optim.SGD)
+        train(own, optimizer, 3)
+        saved, norm = stored(optimizer.state_dict()), optimizer.residual_norm()
+        optimizer = wrapped(own, f"{after} | ef", base=torch.optim.SGD)
+        told = r"'0.weight' keeps 2 of the \d rows of its 'right'"
+        with pytest.warns(UserWarning, match=told):
+            optimizer.load_state_dict(saved)
+        assert optimizer.residual_norm() == norm
+        train(own, optimizer, 20, start=3)
+        assert hvd.replicas_equal(own.state_dict())
+
+
+def case_a_checkpoint_of_another_spec_says_what_is_forgotten():
+    own = model()
+    optimizer = wrapped(own, "topk(ratio=0.05) | momentum_correction", base=torch.optim.SGD)
+    train(own, optimizer, 2)
+    saved = stored(optimizer.state_dict())
+    optimizer = wrapped(own, "int8 | ef", base=torch.optim.SGD)
+    told = r"'0.weight' was saved by 'topk\(ratio=0.05\) \| momentum_correction'; .* \['u', 'v'\]"
+    with pytest.warns(UserWarning, match=told):
+        optimizer.load_state_dict(saved)
+    assert optimizer.residual_norm() == 0
+    train(own, optimizer, 2, start=2)
+
+
+def case_a_checkpoint_of_another_shape_says_so():
+    own = model()
+    optimizer = wrapped(own, "topk(ratio=0.05) | momentum_correction", base=torch.optim.SGD)
+    train(own, optimizer, 2)
+    saved = stored(optimizer.state_dict())
+    other = torch.nn.Sequential(torch.nn.Linear(48, 960), torch.nn.Tanh(), torch.nn.Linear(960, 8))
+    optimizer = wrapped(other, "topk(ratio=0.05) | momentum_correction", base=torch.optim.SGD)
+    told = r"'0.weight' has 46080 elements; its 'u', float32\[4608\], is forgotten"
+    with pytest.warns(UserWarning, match=told):
+        optimizer.load_state_dict(saved)
+    train(other, optimizer, 2, start=2)
 
 
 def case_broadcasting_state_leaves_residuals_alone():
@@ -339,7 +382,8 @@ def test_another_number_of_ranks_keeps_the_mean_of_residuals():
     for size in (1, 2, 5):
         new = [{"w": {}} for _ in range(size)]
         for rank, states in enumerate(new):
-            assert residuals.reshard(states, shards, rank, size) == 7
+            tensors = {"w": (parse("topk | ef"), 9)}
+            assert residuals.reshard(states, shards, rank, size, tensors) == 7
         mean = sum(s["w"]["residual"] for s in old) / 3
         again = sum(s["w"]["residual"] for s in new) / size
         assert abs(mean - again).max() < 1e-6

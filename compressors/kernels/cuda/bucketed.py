@@ -17,6 +17,7 @@ from ringlet.compressors.kernels.cuda import table as tables
 from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import Program
 from ringlet.compressors.kernels.cuda.table import MOST_PARTS, MOST_SEGMENTS
+from ringlet.compressors.lengths import check_lengths
 from ringlet.compressors.multitensor import Spaced
 
 INPUTS = {"float32": 0, "float16": 1, "uint16": 2}  # uint16 holds bfloat16
@@ -107,6 +108,7 @@ class Codec:
         for some in _batches(targets, min(MOST_SEGMENTS, MOST_PARTS // (given + 1))):
             table, first, rows = tables.empty(shards, decay, scale, weight, stride), 0, []
             for target in some:
+                check_lengths(self.name, target.n, x=target.x, residual=target.residual)
                 data = 0 if target.x is None else device.address(target.x)
                 kept = 0 if target.residual is None else device.address(target.residual)
                 rows.append((data, kept, target.n, first, target.key, target.start))

@@ -12,6 +12,7 @@ from ringlet.compressors.context import Array
 from ringlet.compressors.kernels.cuda import table as tables
 from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import Program
+from ringlet.compressors.lengths import check_lengths
 
 UNIT = 4096  # elements whose candidates lie together
 TOGETHER = 64  # units that a block looks at when it works on candidates
@@ -78,6 +79,7 @@ class Candidates:
         made = next(iter(self.tables.values())).copy() if self.tables else np.zeros(1, SELECTION)
         first = units = 0
         for i, (x, entries, residual) in enumerate(self.tensors):
+            check_lengths("a selection", x.size, residual=residual)
             kept = 0 if residual is None else self.device.address(residual)
             row = (self.device.address(x), kept, x.size, first, entries, units)
             made["table"]["segments"][0, i] = row

@@ -7,6 +7,7 @@ import numpy as np
 from ringlet.compressors.context import Array
 from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import THREADS, Program
+from ringlet.compressors.lengths import check_lengths
 
 _ARRAYS = np.dtype(
     [
@@ -26,6 +27,8 @@ def run(device: Device, kernel: str, out: Array, weight: float = 1.0, **arrays: 
     its sign. "scatter" and "scatter_add": the entries a at ``indices`` (uint32), which do not
     repeat, in out.
     """
+    entries = arrays.get("indices")
+    check_lengths(kernel, out.size if entries is None else entries.size, **arrays)
     table = np.zeros(1, _ARRAYS)
     table["out"], table["n"], table["weight"] = device.address(out), out.size, weight
     for name, array in arrays.items():

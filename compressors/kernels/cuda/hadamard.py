@@ -7,6 +7,7 @@ import numpy as np
 from ringlet.compressors.context import Array
 from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import THREADS, Program
+from ringlet.compressors.lengths import check_lengths
 
 LARGEST = 8192  # elements of a block that shared memory holds on every GPU
 
@@ -31,6 +32,7 @@ def run(
 
     May work in place. ``block`` is at most LARGEST; ``start`` is the place of x[0] in its tensor.
     """
+    check_lengths("hadamard", x.size, out=out)
     if x.size == 0:
         return
     table = np.zeros(1, _ROTATION)

@@ -12,6 +12,7 @@ from ringlet.compressors.context import Array
 from ringlet.compressors.kernels.cuda.collect import Scratch
 from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import THREADS, Program
+from ringlet.compressors.lengths import check_shapes
 
 MOST = 64  # matrices of a launch
 _ROWS = 4  # rows that a thread does of a product, beside eight columns
@@ -94,6 +95,10 @@ def product(
     With ``own_left``, ``own_right``, ``target`` and ``residual``, set residual = target - (own_left
     + poison)^T own_right where that and ``out`` are finite, in the same pass.
     """
+    shapes = {"left": (len(left), len(out)), "right": (len(left), out.shape[1])}
+    shapes |= {f"own_{side}": shape for side, shape in shapes.items()}
+    for name, array in {"left": left, "right": right, **lost}.items():
+        check_shapes("a product", **{name: (array, shapes.get(name, out.shape))})
     table = np.zeros(1, _PRODUCT)
     table["n"], table["m"], table["r"] = *out.shape, len(left)
     arrays = {"left": left, "right": right, "poison": poison, "out": out, **lost}
@@ -110,6 +115,8 @@ def _table(device: Device, matrices: Sequence[Rows]) -> npt.NDArray[np.void]:
     table = np.zeros(1, _BASES)
     for i, (rows, out, poison, add) in enumerate(matrices):
         arrays = {"rows": rows, "out": out, "poison": poison, "add": add}
+        if out is not None:
+            check_shapes("a factor", out=(out, rows.shape))
         for name, array in arrays.items():
             table["bases"][name][0, i] = 0 if array is None else device.address(array)
         table["bases"]["r"][0, i], table["bases"]["n"][0, i] = rows.shape

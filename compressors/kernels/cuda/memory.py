@@ -13,6 +13,7 @@ from ringlet.compressors.kernels.cuda.bucketed import INPUTS
 from ringlet.compressors.kernels.cuda.collect import Scratch
 from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import THREADS, Program
+from ringlet.compressors.lengths import check_lengths
 
 CHUNK = 1 << 16  # elements that are summed in one piece
 MOST = 64  # tensors of a launch
@@ -103,6 +104,9 @@ def _table(
     """Return the table, and how many units of so many elements each there are."""
     table, first = np.zeros(1, _MEMORIES), 0
     for i, memory in enumerate(tensors):
+        each = memory._asdict()
+        check_lengths("a bound", 1, bound=each.pop("bound"))
+        check_lengths("a memory", memory.x.size, **each)
         addresses = [0 if array is None else device.address(array) for array in memory]
         table["tensors"][0, i] = (*addresses, memory.x.size, first)
         first += -(-memory.x.size // elements)

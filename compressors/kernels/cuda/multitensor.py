@@ -13,6 +13,7 @@ from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.estimate import Sought, reaching
 from ringlet.compressors.kernels.cuda.scatter import Entries, Sparse
 from ringlet.compressors.kernels.cuda.select import Selected, largest
+from ringlet.compressors.lengths import check_entries
 from ringlet.compressors.multitensor import Decoding, Encoding, MultiTensor, Spaced, Sum
 from ringlet.compressors.traits import Payload
 
@@ -165,12 +166,13 @@ class Reaching:
         """Clear outputs, and add the entries of one payload after the other."""
         address = self._device.address
 
+        def entries(payload: Payload) -> Entries:
+            indices, values = check_entries("a sum of entries", payload)
+            return Entries(address(indices), address(values), values.size)
+
         def run(outs: Sequence[Array], factor: float) -> None:
             sparse = [
-                Sparse(out, [
-                    Entries(address(p["indices"]), address(p["values"]), p["values"].size)
-                    for p in t.payloads
-                ])
+                Sparse(out, [entries(payload) for payload in t.payloads])
                 for out, t in zip(outs, sums, strict=True)
             ]  # fmt: skip
             scatter.sums(self._device, sparse, factor)

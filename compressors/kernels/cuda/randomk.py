@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ringlet.compressors.context import Array
 from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import THREADS, Program
+from ringlet.compressors.lengths import check_lengths
 
 _DRAWING = np.dtype(
     [
@@ -37,6 +38,7 @@ def encode(
 
     Where that sum is not finite anywhere, the first value becomes NaN and those residuals stay.
     """
+    check_lengths("randomk", x.size, residual=residual)
     k = values.size
     indices = scratch("randomk", k, np.uint32)
     table = _table(device, x.size, key, grid, indices)

@@ -15,6 +15,7 @@ from ringlet.compressors.kernels.cuda.collect import SEARCH, Candidates, Scratch
 from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import Program
 from ringlet.compressors.kernels.cuda.table import MOST_SEGMENTS
+from ringlet.compressors.lengths import check_lengths
 
 KERNELS = ("sample", "collect", "widen", *SEARCH)
 
@@ -50,6 +51,8 @@ def largest(
     tensors = [tensor for tensor in tensors if tensor.x.size]
     for start in range(0, len(tensors), MOST_SEGMENTS):
         some = tensors[start : start + MOST_SEGMENTS]
+        for _, indices, values, _ in some:
+            check_lengths("the largest entries", values.size, indices=indices)
         wanted = [Wanted(x, values.size, residual) for x, _, values, residual in some]
         code = program(INPUTS[wanted[0].x.dtype.name], int(wanted[0].residual is not None))
         candidates = Candidates(device, code, wanted, scratch, decay, scale, flag)

@@ -7,6 +7,7 @@ import numpy as np
 from ringlet.compressors.context import Array
 from ringlet.compressors.kernels.cuda.device import Device
 from ringlet.compressors.kernels.cuda.source import THREADS, Program
+from ringlet.compressors.lengths import check_lengths
 
 _SHARING = np.dtype(
     [
@@ -38,6 +39,7 @@ def run(
     ``levels`` of a sign; ``start`` is the counter of x[0]. "decode": ``out`` from ``codes`` and the
     units in ``extents``.
     """
+    check_lengths(kernel, n, **arrays)
     if n == 0:
         return
     table = np.zeros(1, _SHARING)

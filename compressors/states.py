@@ -1,0 +1,152 @@
+"""What is done to a tensor's state between steps: by a loss scale, a new spec, another world size.
+
+Arrays may be of any array module; ``Traits.gradient_units`` names those in units of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringlet.compressors.context import State
+from ringlet.compressors.contract import Compressor
+from ringlet.compressors.ef import ErrorFeedback
+from ringlet.compressors.errors import CompressorError
+from ringlet.compressors.modifier import Modifier
+from ringlet.compressors.powersgd import LowRank
+from ringlet.compressors.remembered import described
+from ringlet.compressors.spec import parse
+
+
+def rescale(state: State, compressor: Compressor, factor: float) -> None:
+    """Multiply what ``state`` holds in units of the gradient by ``factor``, of parts of it too."""
+    _rescale(state, frozenset(compressor.traits().gradient_units), factor)
+
+
+def carry_over(
+    state: State, before: Compressor, after: Compressor, size: int, average: bool
+) -> list[str]:
+    """Keep of ``state`` what ``after`` can go on with; return the names of what is forgotten.
+
+    That is the step, the residual of error feedback, and factors of the same low-rank compressor,
+    of whose rows as many are used as fit. Residuals are in units of what is compressed: the
+    gradient, or its share of the mean (``average``) among ``size`` ranks where a compressor divides
+    first.
+    """
+    kept = {"step"}
+    if _feeds_back(before) and _feeds_back(after):
+        kept |= {"residual", "rows"}  # rows are the residual of a table whose gradient is sparse
+    first, last = _innermost(before), _innermost(after)
+    if isinstance(first, LowRank) and type(first) is type(last):
+        kept |= {"left", "right"}
+    forgotten = sorted(state.keys() - kept)
+    for key in forgotten:
+        del state[key]
+    if "residual" in state and average:
+        factor = _share(after, size) / _share(before, size)
+        if factor != 1.0:
+            state["residual"] *= np.float32(factor)
+    return forgotten
+
+
+def fit(
+    state: State, spec: str | None, compressor: Compressor, numel: int | None, size: int,
+    average: bool = True,
+) -> list[str]:  # fmt: skip
+    """Keep of a ``state`` that ``spec`` left what fits ``compressor``; return what does not fit.
+
+    In sentences without a subject. ``spec`` and ``numel``, the tensor's elements, are None where
+    nobody knows them. Arrays are NumPy's.
+    """
+    told: list[str] = []
+    before = compressor if spec is None else _parsed(spec)
+    if spec is not None and spec != str(compressor):
+        if before is None:
+            forgotten = sorted(state.keys() - {"step"})
+            for key in forgotten:
+                del state[key]
+        else:
+            forgotten = carry_over(state, before, compressor, size, average)
+        if forgotten:
+            told.append(f"was saved by {spec!r}; {str(compressor)!r} forgets its {forgotten}")
+    for name in compressor.traits().gradient_units:
+        array = state.get(name)
+        if array is None or numel is None or getattr(array, "shape", None) == (numel,):
+            continue
+        told.append(f"has {numel} elements; its {name!r}, {described(array)}, is forgotten")
+        del state[name]
+    ranks = [
+        c.rank
+        for c in (before and _innermost(before), _innermost(compressor))
+        if isinstance(c, LowRank)
+    ]
+    if len(set(ranks)) == 2:
+        for side in [side for side in ("left", "right") if side in state]:
+            rows = len(state[side])
+            told.append(f"keeps {min(rows, ranks[1])} of the {rows} rows of its {side!r}")
+    return told
+
+
+def merged(
+    states: Sequence[State], spec: str | None, compressor: Compressor, size: int,
+    average: bool = True,
+) -> State:  # fmt: skip
+    """Return what every one of ``size`` ranks goes on with, where ``states`` are of others.
+
+    ``states`` are those that ``spec`` left, in the order of ranks, the same on every rank. What is
+    in units of the gradient is consolidated, the rest forgotten.
+    """
+    before = compressor if spec is None else _parsed(spec)
+    if before is None:
+        return {}
+    found = before.consolidate(states)
+    unit = _share(compressor, size) / _share(before, len(states)) if average else 1.0
+    for name, array in found.items():
+        found[name] = array * np.float32(unit)
+    if before != compressor:
+        carry_over(found, before, compressor, size, average=False)
+    return found
+
+
+def _parsed(spec: str) -> Compressor | None:
+    """Return what a spec stands for; None where that is not installed here."""
+    try:
+        return parse(spec)
+    except CompressorError:
+        return None
+
+
+def _rescale(state: State, names: frozenset[str], factor: float) -> None:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _rescale(value, names, factor)
+        elif key in names:
+            state[key] = _times(value, factor)
+
+
+def _times(value: object, factor: float) -> object:
+    if hasattr(value, "shape"):
+        value *= np.float32(factor)  # type: ignore[operator]  # an array, in place
+        return value
+    return value * factor  # type: ignore[operator]  # a number
+
+
+def _share(compressor: Compressor, size: int) -> float:
+    """Return the share of a gradient that is compressed in a mean over ``size`` ranks."""
+    return 1.0 / size if compressor.traits().predivide else 1.0
+
+
+def _feeds_back(compressor: Compressor | None) -> bool:
+    """Whether error feedback keeps its residual at the top of the state."""
+    while isinstance(compressor, Modifier):
+        if type(compressor) is ErrorFeedback:
+            return True
+        compressor = compressor.inner
+    return False
+
+
+def _innermost(compressor: Compressor) -> Compressor:
+    while isinstance(compressor, Modifier) and compressor.inner is not None:
+        compressor = compressor.inner
+    return compressor

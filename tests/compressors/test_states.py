@@ -1,0 +1,165 @@
+"""What becomes of a state where the loss scale, the spec or the number of ranks changes."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from ringlet.compressors import Compressor, Modifier, Traits, parse
+from ringlet.compressors.states import carry_over, fit, merged, rescale
+from ringlet.compressors.testing import CheckFailed, check_compressor
+from ringlet.compressors.testing.claims import check_gradient_units
+from ringlet.compressors.testing.runner import Named
+from ringlet.compressors.testing.simulate import simulate
+
+N, SHAPE = 2000, (40, 50)
+
+
+def normal(seed):
+    return np.random.default_rng(seed).standard_normal(N).astype(np.float32)
+
+
+def trained(spec, size=2, steps=3):
+    compressor = spec if isinstance(spec, Compressor) else parse(spec)
+    states = [{} for _ in range(size)]
+    for step in range(steps):
+        simulate(compressor, [normal(9 * step + r) for r in range(size)], states, step, shape=SHAPE)
+    return compressor, states
+
+
+class Heavy(Modifier):
+    """Adds half of what came before: a plugin's memory, of a name that nobody could guess."""
+
+    def traits(self):
+        inner = self.wrapped_compressor.traits()
+        return Traits(inner.combine, inner.fixed_size, stateful=True, gradient_units=("past",))
+
+    def compress(self, x, ctx):
+        past = ctx.state.get("past", np.zeros_like(x))
+        ctx.state["past"] = x + np.float32(0.5) * past
+        return super().compress(ctx.state["past"], ctx)
+
+    def encode_into(self, x, payload, ctx):
+        Compressor.encode_into(self, x, payload, ctx)
+
+
+class Silent(Heavy):
+    """The same, and tells nobody."""
+
+    def traits(self):
+        return Traits("gather", self.wrapped_compressor.traits().fixed_size, stateful=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "scaled", "left"),
+    [
+        ("topk(ratio=0.1) | ef", {"residual"}, set()),
+        ("powersgd | ef", {"residual"}, {"right"}),
+        ("acpsgd", set(), {"left", "right"}),
+        ("topk(ratio=0.1) | momentum_correction", {"u", "v"}, set()),
+        ("int8 | ef21", {"worker", "server"}, set()),
+        (parse("int8") | Heavy(), {"past"}, set()),
+    ],
+)
+def test_a_loss_scale_multiplies_what_is_in_units_of_the_gradient(spec, scaled, left):
+    compressor, (state, _) = trained(spec)
+    before = copy.deepcopy(state)
+    assert state.keys() == scaled | left
+    rescale(state, compressor, 0.25)
+    for name in scaled:
+        np.testing.assert_array_equal(state[name], before[name] * np.float32(0.25))
+    for name in left:
+        np.testing.assert_array_equal(state[name], before[name])
+
+
+def test_parts_and_shards_are_rescaled_as_well():
+    compressor = parse("int8 | ef21")
+    state = {"step": 3, "worker": np.ones(4), "stage2.1": {"sum": np.ones(2), "known": 2.0}}
+    rescale(state, compressor, 2.0)
+    assert state["step"] == 3
+    assert state["worker"].tolist() == [2.0] * 4
+    assert state["stage2.1"]["sum"].tolist() == [2.0, 2.0]
+    assert state["stage2.1"]["known"] == 4.0
+
+
+@pytest.mark.parametrize(
+    "compressor", [parse("int8") | Silent(), parse("topk") | Silent()], ids=str
+)
+def test_the_kit_finds_what_is_not_named(compressor):
+    check = Named(check_gradient_units)
+    with pytest.raises(CheckFailed, match=r"\['past'\] were multiplied|of \['past'\]"):
+        check_compressor(compressor, [check])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "topk(ratio=0.1) | ef", "fp16 | ef", "powersgd | ef", "acpsgd | ef", "int8 | ef21",
+        "topk(ratio=0.1) | momentum_correction", "int4 | hadamard | ef",
+    ],
+)  # fmt: skip
+def test_the_kit_agrees_with_what_is_named(spec):
+    check_compressor(spec, [Named(check_gradient_units)])
+    check_compressor(parse("int8") | Heavy(), [Named(check_gradient_units)])
+
+
+def test_factors_go_on_where_the_rank_changes():
+    before, (state, _) = trained("powersgd(rank=8) | ef")
+    factor = state["right"].copy()
+    assert carry_over(state, before, parse("powersgd(rank=2) | ef"), 2, True) == []
+    np.testing.assert_array_equal(state["right"], factor)
+    assert carry_over(state, before, parse("acpsgd | ef"), 2, True) == ["right"]
+    assert state.keys() == {"residual"}
+
+
+def test_what_does_not_fit_is_told():
+    _, (state, _) = trained("powersgd(rank=8) | ef")
+    state["step"] = 3
+    told = fit(state, "powersgd(rank=8) | ef", parse("powersgd(rank=2) | ef"), N, 2)
+    assert told == ["keeps 2 of the 8 rows of its 'right'"]
+    told = fit(state, "powersgd(rank=8) | ef", parse("topk | ef"), N + 1, 2)
+    assert told == [
+        "was saved by 'powersgd(rank=8) | ef'; 'topk | ef' forgets its ['right']",
+        "has 2001 elements; its 'residual', float32[2000], is forgotten",
+    ]
+    assert state == {"step": 3}
+    state = {"step": 1, "past": np.ones(3)}
+    told = fit(state, "someone.elses:Plugin", parse("topk | ef"), N, 2)
+    assert told == ["was saved by 'someone.elses:Plugin'; 'topk | ef' forgets its ['past']"]
+    assert state == {"step": 1}
+
+
+def test_what_fits_is_told_nobody():
+    compressor, (state, _) = trained("topk(ratio=0.1) | ef")
+    kept = copy.deepcopy(state)
+    assert fit(state, str(compressor), compressor, N, 2) == []
+    assert fit(state, None, compressor, N, 2) == []
+    assert fit(state, "topk(ratio=0.5) | ef", compressor, N, 2) == []
+    np.testing.assert_equal(state, kept)
+
+
+@pytest.mark.parametrize("spec", ["topk(ratio=0.1) | ef", "fp16 | ef"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_what_is_held_back_of_a_mean_is_the_same_among_other_ranks(spec, size):
+    compressor, states = trained(spec, size=3)
+    new = merged(states, spec, compressor, size)
+    # A compressor that divides first holds back shares of the mean, which add up to it.
+    divided = compressor.traits().predivide
+    before = sum(s["residual"].astype(float) for s in states) / (1 if divided else 3)
+    after = new["residual"] * (size if divided else 1)
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-9)
+
+
+def test_momenta_and_estimates_go_on_among_other_ranks():
+    spec = "topk(ratio=0.1) | momentum_correction"
+    compressor, states = trained(spec, size=3)
+    new = merged(states, spec, compressor, 2)
+    for name in ("u", "v"):
+        np.testing.assert_allclose(new[name], sum(s[name] for s in states) / 3, atol=1e-6)
+    compressor, states = trained("int8 | ef21", size=3)
+    states[0]["server"] += 1  # as if sums in shards were behind
+    new = merged(states, "int8 | ef21", compressor, 2)
+    np.testing.assert_array_equal(new["worker"], new["server"])
+    np.testing.assert_allclose(new["worker"], sum(s["worker"] for s in states) / 3, atol=1e-6)
+    assert merged(states, "int8 | ef21", parse("int8 | ef"), 2) == {}
+    assert merged(states, "someone.elses:Plugin", compressor, 2) == {}
