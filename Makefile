@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test stress test-gpu lint types check clean
+.PHONY: demo test stress test-bounds test-gpu lint types check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -16,6 +16,12 @@ test: $(VENV)/.test
 
 stress: $(VENV)/.test
 	$(BIN)/python tests/stress.py
+
+# The CPU kernels' tests, with every index that a kernel uses checked (Numba does not otherwise).
+KERNEL_TESTS := $(addprefix tests/compressors/test_,$(addsuffix .py, \
+	blocktopk feedback fp8 lossless modifiers natural_terngrad remembered rounds sign sparse wire))
+test-bounds: $(VENV)/.test
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest $(KERNEL_TESTS) tests/fusion/test_dtypes.py
 
 test-gpu:
 	@sh tests/run_gpu.sh
