@@ -7,7 +7,6 @@ arXiv:2411.19870.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from ringlet.compressors.bucketed import (
 )
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Part, Payload, Traits, storage
+from ringlet.compressors.cosines import cosines
 from ringlet.compressors.errors import OptionError
 from ringlet.compressors.options import option
 from ringlet.compressors.packing import pack_bits, packed_size, unpack_bits
@@ -275,16 +275,6 @@ class BlockTopK(Bucketed):
     @property
     def _scales(self) -> int:
         return {8: 1, 2: 2}.get(self.bits, 0)
-
-
-@lru_cache(maxsize=8)
-def cosines(n: int) -> tuple[Array, Array]:
-    """Return the orthonormal DCT-II matrix (float32, a coefficient a row), and its transpose."""
-    frequency, place = np.arange(n)[:, None], np.arange(n)[None, :]
-    matrix = np.cos(np.pi * (2 * place + 1) * frequency / (2 * n)) * np.sqrt(2 / n)
-    matrix[0] = np.sqrt(1 / n)
-    rows = matrix.astype(np.float32)
-    return rows, np.ascontiguousarray(rows.T)
 
 
 def _weighted_sum(weights: Array, basis: Array, xp: Any) -> Array:
