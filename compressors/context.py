@@ -116,9 +116,16 @@ class Context:
             key = _mix(key ^ _mix(self.rank + 1))
         return key | 1
 
-    def rng(self, shared: bool = False) -> np.random.Generator:
-        """Return a counter-based generator keyed by ``key``; it knows nothing of ``offset``."""
-        return np.random.Generator(np.random.Philox(key=self.key(shared)))
+    def rng(self, shared: bool = False, stream: int = 0) -> np.random.Generator:
+        """Return a counter-based generator keyed by ``key``; it knows nothing of ``offset``.
+
+        Generators of one ``stream`` give the same numbers, so that ``decompress`` draws again what
+        ``compress`` drew. What is to be independent of them takes another stream: 1, 2, ...
+        """
+        key = self.key(shared)
+        if stream:
+            key = _mix(_mix(key) ^ _mix(stream)) | 1  # once more, or a stream would be a rank's
+        return np.random.Generator(np.random.Philox(key=key))
 
     def child(self, name: str, numel: int) -> Context:
         """Return the context for a compressor applied to a part of this one's payload."""

@@ -29,9 +29,9 @@ def device_for(ctx: Context) -> Device | None:
     return device_of(ctx.xp)
 
 
-def draw(rows: Array, ctx: Context) -> None:
-    """Fill ``rows`` with Gaussian numbers, the same on all ranks."""
-    rng = ctx.rng(shared=True)
+def draw(rows: Array, ctx: Context, stream: int = 0) -> None:
+    """Fill ``rows`` with Gaussian numbers, the same on all ranks, others in another stream."""
+    rng = ctx.rng(shared=True, stream=stream)
     if ctx.xp is np:
         rng.standard_normal(dtype=np.float32, out=rows)
     else:

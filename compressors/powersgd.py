@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,7 +166,9 @@ class ACPSGD(LowRank):
             other = (yield Round(sending)).reshape(r, n)
             remember_rows(fixed, start, ctx)
             with held(r * n) as second:
-                old = remembered_rows(sent, second.reshape(r, n), draw, ctx)
+                # Numbers of their own: the same as in the other factor would be no guess at all.
+                other_draw = partial(draw, stream=1)
+                old = remembered_rows(sent, second.reshape(r, n), other_draw, ctx)
                 keep(other, None, remember_rows(sent, old, ctx), ctx)
             poison = poison_of(other, ctx)
             if even:
