@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ringlet.compressors.kernels.cuda.bucketed import Codec
 
 
+_TINY = 64  # exponents below this are of buckets that have the lowest powers
+_RAISED = 104  # the exponent of their scale: 2**-23 times the smallest normal number is 2**-149
+
+
 @register("natural")
 class Natural(Packed):
     """Send each value as one of its two neighbouring powers of two, at random, without bias.
@@ -27,8 +31,9 @@ class Natural(Packed):
     Horvath et al., MSML 2022. The variance is at most an eighth of the signal, whatever the
     distribution. 8 bits: a sign and 127 powers, of which the highest suits the largest value of
     the bucket (a power of two per bucket says which). Smaller than the lowest, 2**-126 of the
-    largest or of one, is rounded to it or to zero, still without bias. Only what exceeds 2**127
-    is rounded down for certain. A bucket with a NaN or Inf decodes to NaN.
+    largest or of one, is rounded to it or to zero, still without bias; a bucket whose largest is
+    below 2**-64 has the powers down to 2**-149, the smallest float32. Only what exceeds 2**127 is
+    rounded down for certain. A bucket with a NaN or Inf decodes to NaN.
     """
 
     bits: int = fixed(8)
@@ -44,7 +49,8 @@ class Natural(Packed):
         top = (rows.view("uint32") & 0x7FFFFFFF).max(axis=1)
         finite = top < 0x7F800000
         highest = ((top + 0x7FFFFF) >> 23).astype("int32")
-        shift = xp.clip(highest, 127, 254)
+        # The smallest of a tiny bucket would be no numbers of full precision: they are raised.
+        shift = xp.where((highest > 0) & (highest < _TINY), _RAISED, xp.clip(highest, 127, 254))
         scale = (xp.where(finite, shift, 127).astype("uint32") << 23).view("float32")
         with np.errstate(all="ignore"):
             bits = (rows * (np.float32(1) / scale)[:, None]).view("uint32")

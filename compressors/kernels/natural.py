@@ -12,6 +12,7 @@ from ringlet.compressors.kernels.random import squares
 from ringlet.compressors.kernels.target import largest_bits, target_at
 
 _NAN = 0x7FC0
+_TINY, _RAISED = 64, 104  # as in compressors/natural.py
 
 
 @njit(inline="always")
@@ -64,6 +65,8 @@ def encoder(feedback: bool) -> Any:
             # The highest power that rounding up may need gets code 127; a shift is a power of two.
             highest = types.int32((top + types.uint32(0x7FFFFF)) >> types.uint32(23))
             shift = max(min(highest, types.int32(254)) - types.int32(127), types.int32(0))
+            if types.int32(0) < highest < types.int32(_TINY):
+                shift = types.int32(_RAISED - 127)
             scale = bits_f32(types.uint32(shift + types.int32(127)) << types.uint32(23))
             inverse = types.float32(1.0) / scale
             scales[b] = types.uint16(f32_bits(scale) >> types.uint32(16))

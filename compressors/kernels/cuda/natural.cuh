@@ -13,7 +13,9 @@ template <class Values> INLINE Scale find_scale(const Values& values, int, int) 
     if (top >= 0x7F800000u) return {0x7FC0, float_of(0x7FC00000u)};
     // The highest power that rounding up may need gets code 127; a shift is a power of two.
     const int highest = (int)((top + 0x7FFFFFu) >> 23);
-    const int shift = larger(smaller(highest, 254) - 127, 0);
+    // Tiny buckets have the lowest powers (see compressors/natural.py).
+    const bool tiny = highest > 0 && highest < 64;
+    const int shift = tiny ? 104 - 127 : larger(smaller(highest, 254) - 127, 0);
     const u32 raw = (u32)(shift + 127) << 23;
     return {(u16)(raw >> 16), float_of(raw)};
 }
