@@ -101,7 +101,8 @@ class SignSGD(Signs):
     Bernstein et al., ICML 2018. Votes are cast with the sign bit of x, zero counting as positive;
     a tie, possible for an even number of ranks, is positive. Magnitudes are lost, so the learning
     rate has to be chosen for steps of +-scale, and a loss scale must not divide them afterwards.
-    Behind ``ef`` each rank keeps x minus its own vote. For a mean use ``onebit | ef``.
+    Error feedback cannot stand behind it, for votes do not grow with what is held back. For a mean
+    use ``onebit | ef``.
     """
 
     scale: float = option(1.0, gt=0, doc="magnitude of the result, a power of two")
@@ -118,6 +119,13 @@ class SignSGD(Signs):
     def traits(self) -> Traits:
         """Cut at buckets; magnitudes are lost."""
         return Traits(fixed_size=True, granularity=self.bucket, scales=False)
+
+    def divergence(self) -> str | None:
+        """A vote is of one size, however much is held back."""
+        return (
+            f"a vote is +-{self.scale:g} however large a gradient is, so that residuals of larger "
+            "ones grow without bound; write 'onebit | ef'"
+        )
 
     def cuda(self) -> Codec:
         """The kernels that use a given scale."""

@@ -133,6 +133,8 @@ def test_array_code_keeps_the_same_residual(spec):
         ("qsgd(bits=4)", r"omega is 3.28.* write 'qsgd\(bits=4\) \| scaled'"),
         ("topk | qsgd(bits=3)", "omega is"),
         ("minmax(bits=1)", "write 'onebit'"),
+        ("signsgd(scale=0.25)", r"a vote is \+-0.25 .* write 'onebit \| ef'"),
+        ("topk | signsgd", "a vote is"),
         ("qsgd | warmup(steps=9, ramp='bits', start=4)", "omega is 3.28"),
     ],
 )
@@ -175,6 +177,16 @@ def test_what_is_not_refused_stays_bounded_over_hundreds_of_steps(spec):
     norms = residual_norms(parse(f"{spec} | ef"), 600)
     assert max(norms[300:]) < 1.25 * max(norms[:300])
     assert max(norms) < 60
+
+
+def test_votes_do_not_grow_with_what_is_held_back():
+    inner, residual = parse("signsgd"), np.zeros(64, np.float32)
+    for step in range(100):
+        x = np.full(64, 3.0, np.float32)
+        payload = empty_payload(inner, 64, context(x))
+        inner.feedback_into(x, residual, 1.0, payload, context(x, step=step))
+    assert inner.divergence()
+    assert (residual == 200).all()
 
 
 @pytest.mark.parametrize("spec", ["qsgd(bits=4)", "randomk(ratio=0.05)", "qsgd(bits=2)"])

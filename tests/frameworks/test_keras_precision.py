@@ -22,7 +22,7 @@ L = keras.layers
 ODD = DynamicScale(512.0, growth=4.0, backoff=0.25, interval=2, least=64.0, most=1024.0)
 # One compressor of each kind: sums and payloads, with and without a memory of each sort.
 SPECS = (
-    "none", "fp16", "int8", "int8 | ef", "topk(ratio=0.1) | ef", "signsgd | ef", "powersgd | ef",
+    "none", "fp16", "int8", "int8 | ef", "topk(ratio=0.1) | ef", "signsgd", "powersgd | ef",
     "topk(ratio=0.1) | ef21", "topk(ratio=0.1) | momentum_correction", "int8 | server_ef",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ SPECS = {
     "minmax(bits=3)": "float32", "minmax(bits=3) | ef": "float16", "qsgd": "uint16",
     "qsgd(bits=4) | scaled": "float16", "qsgd(bits=4) | scaled | ef": "float32",
     "natural": "float16", "natural | ef": "uint16", "natural | server_ef": "float32",
-    "onebit": "float32", "onebit | ef": "float16", "signsgd": "float32", "signsgd | ef": "uint16",
+    "onebit": "float32", "onebit | ef": "float16", "signsgd": "uint16",
     "terngrad": "float32", "terngrad | ef": "float32", "fp8": "uint16", "fp8 | ef": "float32",
     "block_topk(block=64)": "float32", "block_topk(block=64) | ef": "uint16",
     "block_topk(block=64, bits=2, dct=True, ratio=0.1) | server_ef": "float16",
