@@ -7,6 +7,7 @@ Hand the choice to ``optimizer.set_compression``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,7 @@ from ringlet.compressors.errors import OptionError
 from ringlet.compressors.spec import resolve
 
 Spec = str | Compressor
+_WARM = 4  # steps after which a warm start has found its subspace
 
 
 @dataclass
@@ -58,8 +60,9 @@ def assign(
     Alimohammadi et al., "L-GreCo: layerwise-adaptive gradient compression", MLSys 2024: minimise
     the sum of payload sizes subject to the sum of squared errors not exceeding what ``reference``
     on all layers would give (to one part in ``resolution`` per layer), by dynamic programming.
-    ``gradients`` are flat float32 arrays by name, the same on every rank; ``reference`` is always
-    among the candidates, so there is a solution. The result is a mapping for ``compression=``.
+    ``gradients`` are float32 arrays by name, the same on every rank, in the tensors' shapes, by
+    which low-rank compressors go; ``reference`` is always among the candidates, so there is a
+    solution. The result is a mapping for ``compression=``.
     """
     if resolution < 1:
         raise OptionError(f"assign: resolution must be at least 1, got {resolution}")
@@ -77,13 +80,30 @@ def assign(
 
 
 def _measure(compressor: Compressor, name: str, gradient: Array) -> tuple[int, float]:
-    """Return the payload's bytes and the squared error of compressing ``gradient`` once."""
-    ctx = Context(name=name, shape=gradient.shape, numel=gradient.size)
-    payload = compressor.compress(gradient, ctx)
-    out = np.empty_like(gradient)
-    compressor.decompress(payload, out, ctx)
-    lost = out.astype(np.float64) - gradient
-    return sum(array.nbytes for array in payload.values()), float(lost @ lost)
+    """Return the bytes that a rank sends, and the squared error of compressing ``gradient``.
+
+    In the last of a few steps where exchanges in rounds begin with what the one before left.
+    """
+    x = np.ascontiguousarray(gradient, np.float32).reshape(-1)
+    ctx = Context(name=name, shape=gradient.shape, numel=x.size)
+    out, sent = np.empty_like(x), 0
+    traits = compressor.traits()
+    if traits.combine != "rounds":
+        payload = compressor.compress(x, ctx)
+        compressor.decompress(payload, out, ctx)
+        sent = sum(array.nbytes for array in payload.values())
+    for step in range(_WARM if traits.combine == "rounds" else 0):
+        ctx.step, sent = step, 0
+        rounds = compressor.exchange(x, out, ctx)
+        with suppress(StopIteration):
+            asked = next(rounds)
+            while True:
+                sent += asked.values.nbytes
+                asked = rounds.send(asked.values)
+        for held in traits.gradient_units:  # it is this gradient's error that counts
+            ctx.state.pop(held, None)
+    lost = out.astype(np.float64) - x
+    return sent, float(lost @ lost)
 
 
 def _cheapest(sizes: Array, errors: Array, budget: float, resolution: int) -> list[int]:

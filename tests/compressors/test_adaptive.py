@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.compressors import Int4, Int8, OptionError, parse
-from ringlet.compressors.adaptive import Accordion, _cheapest, assign
+from ringlet.compressors.adaptive import Accordion, _cheapest, _measure, assign
 
 
 def test_accordion_compresses_little_in_critical_regimes():
@@ -54,14 +54,42 @@ def test_assign_spends_bits_where_they_matter():
         return sum(error(plan[name], gradients[name]) for name in gradients)
 
     def error(compressor, x):
-        from ringlet.compressors.adaptive import _measure
-
         return np.array(_measure(compressor, "x", x))
 
     size, spent = lost(chosen)
     size_of_reference, budget = lost(dict.fromkeys(gradients, Int4()))
     assert spent <= budget * (1 + 3 / 1000)
     assert size < size_of_reference
+
+
+@pytest.mark.parametrize("name", ["powersgd", "acpsgd"])
+@pytest.mark.parametrize("feedback", ["", " | ef"])
+def test_assign_chooses_among_ranks(name, feedback):
+    """L-GreCo's own use: where little is lost by a low rank, another layer gets more of them."""
+    rng = np.random.default_rng(1)
+    turned = [np.linalg.qr(rng.standard_normal((n, 64)))[0] for n in (128, 256)]
+    gradients = {
+        "steep": (turned[0] * 0.1 ** np.arange(64) @ turned[1].T).astype(np.float32),
+        "flat": rng.standard_normal((32, 48)).astype(np.float32) / 40,
+        "bias": rng.standard_normal(64).astype(np.float32),
+    }
+    specs = [f"{name}(rank={rank}){feedback}" for rank in (1, 2, 4, 8)]
+    reference = parse(f"{name}(rank=3){feedback}")
+    chosen = assign(gradients, specs, reference)
+    assert chosen["steep"] in (parse(specs[0]), parse(specs[1]))
+    assert chosen["flat"] in (parse(specs[2]), parse(specs[3]))
+
+    def totals(plan):
+        return np.sum([_measure(plan[layer], layer, x) for layer, x in gradients.items()], axis=0)
+
+    sent, lost = totals(chosen)
+    usual, budget = totals(dict.fromkeys(gradients, reference))
+    assert lost <= budget * (1 + 3 / 1000)
+    assert sent < usual
+    # 4 bytes for each element of both factors, of which ACP-SGD sends one in a step.
+    matrix, bias = _measure(parse("powersgd(rank=2)"), "flat", gradients["flat"]), 4 * 64
+    assert matrix[0] == 4 * 2 * (32 + 48)
+    assert _measure(parse("powersgd(rank=2)"), "bias", gradients["bias"]) == (bias, 0.0)
 
 
 def test_assign_of_nothing_is_nothing():
