@@ -15,6 +15,7 @@ import numpy as np
 from ringlet.compressors.bucketed import lane_sums
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Payload, Traits
+from ringlet.compressors.lengths import check_countable
 from ringlet.compressors.multitensor import Varying, keeps
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
@@ -52,6 +53,7 @@ class Estimated(Selection):
 
     def count(self, n: int) -> int:
         """Return how many of ``n`` entries should travel, k = ceil(ratio * n)."""
+        check_countable(self.label(), n)
         return min(n, math.ceil(n * self.ratio * (1 - 1e-12)))
 
     def traits(self) -> Traits:

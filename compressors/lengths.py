@@ -8,6 +8,8 @@ from ringlet.compressors.context import Array
 from ringlet.compressors.errors import CompressorError, PayloadError
 from ringlet.compressors.traits import Part, Payload, storage
 
+MOST_COUNTED = 2**31 - 1  # elements of a tensor that is selected from
+
 
 def check_lengths(what: str, n: int, **arrays: Array | None) -> None:
     """Raise CompressorError unless each of ``arrays`` holds ``n`` elements. None stands for none.
@@ -17,6 +19,15 @@ def check_lengths(what: str, n: int, **arrays: Array | None) -> None:
     for name, array in arrays.items():
         if array is not None and array.size != n:
             raise CompressorError(f"{what}: {name!r} holds {array.size} elements, not {n}")
+
+
+def check_countable(what: str, n: int) -> None:
+    """Raise CompressorError for a tensor whose entries kernels cannot count in 31 bits."""
+    if n > MOST_COUNTED:
+        raise CompressorError(
+            f"{what} counts and numbers entries in 31 bits, which {n} elements exceed; use "
+            "'block_topk', which counts inside blocks, a quantiser, or split the tensor"
+        )
 
 
 def check_shapes(what: str, **arrays: tuple[Array, tuple[int, ...]]) -> None:

@@ -14,7 +14,7 @@ from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
 from ringlet.compressors.errors import PayloadError
 from ringlet.compressors.exponents import BLOCK, LANES, WIDTHS, begins
-from ringlet.compressors.lengths import check_parts
+from ringlet.compressors.lengths import check_countable, check_parts
 from ringlet.compressors.multitensor import Varying, keeps
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
@@ -44,6 +44,7 @@ class Lossless(Compressor):
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Code the exponents: with kernels, whose sizes and results are those of array code."""
+        check_countable(self.label(), x.size)
         if ctx.xp is not np:
             found = self._encode_on_device(x, ctx)
             return exponents.encode(x, self.dtype == "fp32", ctx) if found is None else found
@@ -153,6 +154,7 @@ class Lossless(Compressor):
 
     def _check_sizes(self, payload: Payload, n: int) -> None:
         """Raise PayloadError where arrays are other than ``n`` elements have."""
+        check_countable(self.label(), n)
         blocks = -(-n // BLOCK)
         layout = [
             Part("tops", "uint8", blocks),

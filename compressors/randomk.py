@@ -14,7 +14,7 @@ import numpy as np
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Part, Payload, Traits, exercise
 from ringlet.compressors.feedback import advance, on_device
-from ringlet.compressors.lengths import check_lengths, check_parts
+from ringlet.compressors.lengths import check_countable, check_lengths, check_parts
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
 from ringlet.compressors.random import squares
@@ -40,6 +40,7 @@ class RandomK(Compressor):
 
     def count(self, n: int) -> int:
         """Return how many of ``n`` entries travel."""
+        check_countable(self.label(), n)
         return min(n, math.ceil(n * self.ratio * (1 - 1e-12)))
 
     def traits(self) -> Traits:

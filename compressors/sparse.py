@@ -16,7 +16,7 @@ from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Payload, Traits, exercise
 from ringlet.compressors.errors import CompressorError, PayloadError
 from ringlet.compressors.feedback import advance, on_device
-from ringlet.compressors.lengths import check_entries, check_lengths
+from ringlet.compressors.lengths import check_countable, check_entries, check_lengths
 from ringlet.compressors.multitensor import Varying, keeps
 from ringlet.compressors.options import option
 from ringlet.compressors.pool import run_ranges
@@ -136,17 +136,19 @@ class Threshold(Selection):
 
     def limit(self, n: int) -> int:
         """Return how many of ``n`` entries travel at most."""
+        check_countable(self.label(), n)
         return min(n, max(1, int(n * self.cap * (1 + 1e-12))))
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Select in one pass."""
+        limit = self.limit(x.size)
         if ctx.xp is not np:
             found = self.compress_on_device(x, None, 1.0, ctx)
             return self.reference(x, ctx) if found is None else found
         indices = reaching(x, magnitude_bits(self.value), ctx)
-        if indices.size <= self.limit(x.size):
+        if indices.size <= limit:
             return {"indices": indices, "values": x[indices]}
-        return largest(x, self.limit(x.size), ctx)
+        return largest(x, limit, ctx)
 
     def compress_on_device(
         self, x: Array, residual: Array | None, decay: float, ctx: Context

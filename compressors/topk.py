@@ -10,6 +10,7 @@ import numpy as np
 
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.lengths import check_countable
 from ringlet.compressors.multitensor import MultiTensor, keeps
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
@@ -29,6 +30,7 @@ class TopK(Selection):
 
     def count(self, n: int) -> int:
         """Return how many of ``n`` entries travel."""
+        check_countable(self.label(), n)
         # The smallest nudge, so that 0.29 * 100 is 29 in spite of binary fractions.
         return min(n, max(1, int(n * self.ratio * (1 + 1e-12))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import errors, types
 from numba.extending import intrinsic
 
 WIDTH = 16
@@ -62,6 +62,8 @@ def advance(typingctx: Any, values: Any, held: Any, decay: Any, at: Any) -> Any:
 
 
 def _place(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    if kind.layout != "C":  # the elements would be others, or nobody's
+        raise errors.TypingError("these kernels take contiguous arrays")
     data = context.make_array(kind)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [at]), _FLOATS.as_pointer())
 
