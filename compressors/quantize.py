@@ -30,12 +30,14 @@ class BucketQuantizer(Packed):
 
     Scales are rounded up, so that no value falls outside the levels. A bucket with a NaN or Inf
     decodes to NaN, so that overflow stays visible. A bucket that is tinier than 1.5e-36 is sent
-    as zeros; error feedback keeps what it held.
+    as zeros; error feedback keeps what it held. Random rounding draws 16 bits, as many as float32
+    adds to a code without rounding: what lies less than 2**-16 of a level above one (with 4 bits
+    2e-6 of the largest value) is always rounded down, and error feedback alone sends it.
     """
 
     bits: int = option(4, ge=2, le=8, doc="bits of a code")
     bucket: int = option(512, ge=32, le=65536, doc="elements that share a scale, a multiple of 8")
-    stochastic: bool = option(False, doc="round up or down at random, without bias")
+    stochastic: bool = option(False, doc="round at random, without bias above 2**-16 of a level")
 
     @property
     def levels(self) -> int:

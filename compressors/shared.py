@@ -38,7 +38,7 @@ class SharedInt(Compressor):
 
     bits: int = option(8, choices=(8, 16, 32), doc="bits of an integer on the wire")
     bucket: int = option(512, ge=32, le=65536, doc="elements that share a scale")
-    stochastic: bool = option(False, doc="round up or down at random, without bias")
+    stochastic: bool = option(False, doc="round at random, without bias above 2**-16 of a level")
     levels: int = option(0, ge=0, le=_MOST, doc="levels of a sign; 0: as many as cannot overflow")
 
     def traits(self) -> Traits:

@@ -8,6 +8,7 @@ from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import Context, InputError, TopK, parse
 from ringlet.compressors.contract import storage
+from ringlet.compressors.testing.simulate import decode, encode
 
 SPECS = [
     "none",
@@ -262,3 +263,30 @@ def test_other_inputs_are_refused_with_a_way_out(spec, x, what):
         parse(spec).compress(x, Context())
     assert what in str(caught.value)
     assert "ascontiguousarray" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec", ["int8(stochastic=True)", "int4(stochastic=True)", "qsgd", "minmax(stochastic=True)"]
+)
+def test_random_rounding_is_fair_down_to_the_last_of_its_16_bits(spec):
+    """What the documentation says: values less than 2**-16 of a level above one stay there."""
+    compressor, n = parse(spec), 1 << 18
+    bucket, drawn = compressor.bucket, {}
+    for share in (2.0**-4, 2.0**-13, 2.0**-17):
+        x = np.zeros(n, np.float32)
+        x[::bucket] = 127.0 if spec.startswith("minmax") else 1.0
+        level = _level(compressor, x)
+        x[x == 0] = share * level
+        x[1::bucket] = 0
+        out = decode(compressor, encode(compressor, x, context(x)), n, context(x))
+        drawn[share] = out[(x > 0) & (x < level)] > 0.5 * level
+    for share in (2.0**-4, 2.0**-13):
+        count = drawn[share].size
+        assert abs(drawn[share].mean() - share) < 6 * np.sqrt(share / count) + 2.0**-16
+    assert not drawn[2.0**-17].any()
+
+
+def _level(compressor, x):
+    """Return the distance of two neighbouring levels of a bucket."""
+    bits = encode(compressor, x, context(x))["scales"][0]
+    return (np.uint32(bits) << 16).view(np.float32)
