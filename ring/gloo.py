@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import json
 import os
 import resource
@@ -59,6 +60,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
         # Runs at exit too, when nobody closed.
         self._finalizer = weakref.finalize(self, self._groups.clear)
         self._connections = Connections()
+        _alive.add(self)
         if size > 1:
             self._connect()
             here = json.dumps([socket.gethostname(), self._connections.ends()])
@@ -147,6 +149,19 @@ class GlooCommunicator(ProcessGroupCommunicator):
             remedy = "Name a network interface in GLOO_SOCKET_IFNAME."
             raise unavailable("gloo", str(error).split("\n")[0], remedy) from error
         return options
+
+
+_alive: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
+
+
+def _keep_groups() -> None:
+    # Their destructors wait for threads that a forked child does not have: it must not destroy any.
+    for comm in list(_alive):
+        for group in comm._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
 
 
 def _make_room() -> None:

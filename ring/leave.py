@@ -27,8 +27,10 @@ def leave_on_exception(always: bool) -> None:
     At exit mpi4py calls MPI_Finalize, which waits for ranks that wait for this one in a collective:
     the job would hang, and its launcher never learn of the failure; so leave ``always`` before it.
     A rank that only failed because it lost another one leaves with code LOST_PEER, and tells the
-    launcher, if it can, which one that was.
+    launcher, if it can, which one that was. A forked child that ends well leaves in the same way:
+    it must not finalize its parent's MPI.
     """
+    rank = os.getpid()
     show = sys.excepthook
     failed: list[BaseException] = []
     asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0
@@ -42,11 +44,14 @@ def leave_on_exception(always: bool) -> None:
     def leave() -> None:
         if always and asked and not failed:
             failed.append(SystemExit(asked[-1]))
-        if failed and (always or isinstance(failed[0], PeerLost)):
+        child = always and os.getpid() != rank
+        if child or (failed and (always or isinstance(failed[0], PeerLost))):
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
             codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER, SystemExit: (*asked, 1)[0]}
+            if not failed:
+                os._exit(0)
             os._exit(next((c for kind, c in codes.items() if isinstance(failed[0], kind)), 1))
 
     def exit_with(status: Any = None, /) -> NoReturn:
