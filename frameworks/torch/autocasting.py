@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -20,22 +24,34 @@ def disable(module: torch.nn.Module) -> None:
 
 
 def _around(module: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = next((p.device.type for p in module.parameters()), "cpu")
-        context: Any = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
-        context.__enter__()
-        module.__dict__.setdefault("_ringlet_autocast", []).append(context)
-        if dtype is not None:
-            return None
-        return cast(args, torch.float32), cast(kwargs, torch.float32)
+    # Hooks that a module can be saved with: functions of modules, not of functions.
+    module.register_forward_pre_hook(partial(_enter, dtype), with_kwargs=True)
+    module.register_forward_hook(_leave, always_call=True)
 
-    def leave(module: Any, _: Any, output: Any) -> Any:
-        module._ringlet_autocast.pop().__exit__(None, None, None)
-        return cast(output, torch.float32)
 
+def _disabled(hook: Hook) -> Hook:
     untraced: Any = torch.compiler.disable  # it knows contexts of with statements alone
-    module.register_forward_pre_hook(untraced(enter), with_kwargs=True)
-    module.register_forward_hook(untraced(leave), always_call=True)
+    disabled: Hook = untraced(hook)
+    return disabled
+
+
+@_disabled
+def _enter(
+    dtype: torch.dtype | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    context: Any = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+    context.__enter__()
+    module.__dict__.setdefault("_ringlet_autocast", []).append(context)
+    if dtype is not None:
+        return None
+    return cast(args, torch.float32), cast(kwargs, torch.float32)
+
+
+@_disabled
+def _leave(module: Any, _: Any, output: Any) -> Any:
+    module._ringlet_autocast.pop().__exit__(None, None, None)
+    return cast(output, torch.float32)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

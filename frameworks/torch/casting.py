@@ -5,6 +5,7 @@ Micikevicius et al., "Mixed precision training", ICLR 2018.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,14 +103,19 @@ def _names(prefix: str, layer: torch.nn.Module) -> list[str]:
 
 
 def _cast_around(module: torch.nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-    def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return cast(args, inside), cast(kwargs, inside)
+    # Hooks that a module can be saved with: functions of modules, not of functions.
+    module.register_forward_pre_hook(partial(_cast_input, inside), with_kwargs=True)
+    module.register_forward_hook(partial(_cast_output, outside))
 
-    def after(_: torch.nn.Module, __: Any, output: Any) -> Any:
-        return cast(output, outside)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+def _cast_input(
+    dtype: torch.dtype, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return cast(args, dtype), cast(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, _: torch.nn.Module, __: Any, output: Any) -> Any:
+    return cast(output, dtype)
 
 
 def _copy_narrow(
