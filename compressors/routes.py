@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from ringlet.compressors.contract import Compressor
@@ -30,12 +30,23 @@ class Router:
         else:
             self._routes = [("*", resolve(spec))]
 
-    def __call__(self, name: str) -> Compressor:
-        """Return the compressor for the parameter ``name``."""
+    def __call__(self, *names: str) -> Compressor:
+        """Return the compressor for a parameter, under whichever of its ``names``."""
         for pattern, compressor in self._routes:
-            if fnmatchcase(name, pattern):
+            if any(fnmatchcase(name, pattern) for name in names):
                 return compressor
         return resolve("none")
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Return the patterns that none of ``names`` matches, "*" excepted."""
+        listed = list(names)
+        patterns = [pattern for pattern, _ in self._routes if pattern != "*"]
+        return [p for p in patterns if not any(fnmatchcase(name, p) for name in listed)]
+
+    @property
+    def by_name(self) -> bool:
+        """Whether what a parameter gets depends on its name."""
+        return any(pattern != "*" for pattern, _ in self._routes)
 
     @property
     def compressors(self) -> list[Compressor]:

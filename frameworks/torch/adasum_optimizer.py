@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from ringlet.compressors import BF16, FP16, NoCompression
 from ringlet.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
-from ringlet.torch.compression import as_compressor
+from ringlet.torch.compression import as_router
 from ringlet.torch.reductions import grouped_allreduce_
 
 
@@ -39,11 +40,16 @@ class AdasumMixin:
         """Return the attributes of an instance; ValueError for arguments that Adasum cannot use."""
         if passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
-        if isinstance(compression, dict):
-            raise ValueError("op=Adasum takes one compression for all: 'none', 'fp16' or 'bf16'")
+        router = as_router(compression)
+        compressor = router("")
+        if router.by_name or not isinstance(compressor, NoCompression | FP16 | BF16):
+            raise ValueError(
+                "op=Adasum combines whole steps, and takes one compression for all: 'none', "
+                f"'fp16' or 'bf16', not {str(router)!r}; other compressors go with op=Average"
+            )
         return {
             "_ringlet_named": named,
-            "_ringlet_compression": as_compressor(compression),
+            "_ringlet_compression": compressor,
             "_ringlet_process_set": process_set,
             "_ringlet_label": current().unnamed("AdasumOptimizer"),
         }

@@ -7,19 +7,20 @@ ringlet.torch.compress_fsdp(model, "int8")
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.context import State
 from ringlet.process_sets import InvalidArgument
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_compressor
-from ringlet.torch.fsdp_scatter import CompressedReduceScatter
-from ringlet.torch.fsdp_ways import Ways
+from ringlet.torch.fsdp_ways import Ways, sharded_modules
+
+if TYPE_CHECKING:
+    from ringlet.torch.fsdp_scatter import CompressedReduceScatter
 
 
 class FsdpState:
@@ -73,13 +74,13 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
     """Compress the gradients of every FSDP2 module inside ``module``; return what does it.
 
     ``compression`` is a spec or compressor of fixed size. Raises InvalidArgument where there is no
-    FSDP module, or for a compressor whose payloads cannot be scattered: sparsifiers of variable
-    size, low rank, shared scales.
+    FSDP module, torch is too old (before 2.9), or for a compressor whose payloads cannot be
+    scattered: sparsifiers of variable size, low rank, shared scales.
     """
     compressor = as_compressor(compression)
-    modules = [(n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule)]
-    if not modules:
-        raise InvalidArgument("there is no FSDP2 module here; call fully_shard(model) first")
+    modules = sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
+    from ringlet.torch.fsdp_scatter import CompressedReduceScatter  # what older torch lacks
+
     traits = compressor.traits()
     ways = Ways()
     if isinstance(compressor, NoCompression):

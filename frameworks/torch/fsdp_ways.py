@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ringlet.fusion.place import Place
+from ringlet.process_sets import InvalidArgument
 from ringlet.ring.connections import connections
 from ringlet.runtime import agreed_places
+
+
+def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tuple[str, Any]]:
+    """Return the FSDP2 modules inside ``module`` by name; each has a method ``hook``.
+
+    Raises InvalidArgument where there is none, or torch is too old to have that.
+    """
+    kind: Any = getattr(importlib.import_module("torch.distributed.fsdp"), "FSDPModule", None)
+    if not hasattr(kind, hook):
+        raise InvalidArgument(
+            f"{caller} needs an FSDP2 with {hook}(), which torch {torch.__version__} lacks; "
+            "install a newer torch"
+        )
+    modules = [(n, m) for n, m in module.named_modules() if isinstance(m, kind)]
+    if not modules:
+        raise InvalidArgument("there is no FSDP2 module here; call fully_shard(model) first")
+    return modules
 
 
 class Way:

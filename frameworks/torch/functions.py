@@ -15,11 +15,11 @@ from ringlet.ring.errors import Mismatch, RingError
 from ringlet.runtime import current
 from ringlet.torch.handles import Handle
 from ringlet.torch.movements import broadcast_async_
+from ringlet.torch.residuals import STATE_KEY
 from ringlet.torch.tensors import check
 from ringlet.torch.trees import assembled, dissected, is_tree, rooms
 
 _STEPS = "ringlet_steps"
-STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
 
 
 def broadcast_parameters(

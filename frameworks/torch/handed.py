@@ -24,9 +24,8 @@ class Handed:
         self.results: Mapping[str, torch.Tensor] = {}
         self.last: frozenset[str] = frozenset()  # what the last step reduced
         self._op = op
-        self.touched: str | None = None  # a gradient that was changed before its result came
-        self._grads: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, int] = {}
+        self._taken: set[str] = set()
+        self._noted: dict[str, tuple[torch.Tensor, int]] = {}  # with torch's counts of changes
         self._sparse: dict[str, int] = {}  # sparse dimensions of gradients that had some
         self._after: list[Callable[[], object]] = []  # what puts results where they belong
 
@@ -41,24 +40,24 @@ class Handed:
             grad = p.grad = torch.zeros_like(p)
         view = self._view(name, p, grad)
         self.note(name, grad)
+        self._taken.add(name)
         result = self.results.get(name)
         return view, None if result is None else flat_at(result, HOST)
 
     def note(self, name: str, grad: torch.Tensor) -> None:
-        """Remember what ``grad`` is now, for ``look``."""
-        self._grads[name], self._versions[name] = grad, grad._version
+        """Remember what ``grad`` is now, for ``changed``."""
+        self._noted[name] = grad, grad._version
 
-    def look(self) -> None:
-        """See if a gradient was ``touched`` since it was noted."""
-        changed = (n for n, grad in self._grads.items() if grad._version != self._versions[n])
-        self.touched = next(changed, None)
+    def changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
+        """Return a gradient that was written to, or replaced, since it was noted, if any was."""
+        for name, (grad, version) in self._noted.items():
+            if grad._version != version or parameters[name].grad is not grad:
+                return name
+        return None
 
-    def put(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Put results where gradients were, whatever was put there meanwhile."""
-        self.last = frozenset(self._grads)
-        self.look()
-        for name, grad in self._grads.items():
-            parameters[name].grad = grad
+    def put(self) -> None:
+        """Put results where gradients were."""
+        self.last = frozenset(self._taken)
         with torch.no_grad():
             for put in self._after:
                 put()
@@ -71,7 +70,7 @@ class Handed:
 
     def clear(self) -> None:
         """Begin a new step."""
-        self._after, self._grads, self._versions = [], {}, {}
+        self._after, self._taken, self._noted = [], set(), {}
 
     def _view(self, name: str, p: torch.Tensor, grad: torch.Tensor) -> Array:
         if grad.dtype is not p.dtype:

@@ -11,20 +11,24 @@ import _thread
 import atexit
 import os
 import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+import torch.distributed as dist
 
 from ringlet.compressors import Compressor
+from ringlet.compressors.context import State
 from ringlet.fusion import Engine, Request
 from ringlet.process_sets import InvalidArgument
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.connections import connections
 from ringlet.ring.control_open import open_control
 from ringlet.runtime import agreed_places, limits_from
+from ringlet.torch import residuals
 from ringlet.torch.compression import as_compressor
-from ringlet.torch.device import flat_at, packed, place_of
+from ringlet.torch.device import HOST, flat_at, packed, place_of
+from ringlet.torch.fsdp_ways import sharded_modules
 from ringlet.torch.tensors import check, dtype_of, unstage
 
 
@@ -32,38 +36,84 @@ class ReplicaAverage:
     """Averages one FSDP module's shard of the gradient over the replicas, in place."""
 
     def __init__(self, engine: Engine, compressor: Compressor, name: str) -> None:
-        self._engine, self._compressor, self._name = engine, compressor, name
+        self.name, self.place = name, HOST
+        self.compressor = compressor
+        self._engine = engine
 
     def __call__(self, shard: torch.Tensor) -> None:
         """Take the output of a reduce-scatter. What fails on one rank raises on all of them."""
-        check(shard, self._name)
-        dtype, spec = dtype_of(shard), str(self._compressor)
+        check(shard, self.name)
+        dtype, spec = dtype_of(shard), str(self.compressor)
         op, place = ReduceOp.AVERAGE, place_of(shard, engine=self._engine)
-        shape = tuple(shard.shape)
-        request = Request(self._name, "allreduce", dtype, shape, op, spec, place=place)
+        shape, self.place = tuple(shard.shape), place
+        request = Request(self.name, "allreduce", dtype, shape, op, spec, place=place)
         staged = packed(shard, place)
-        self._engine.submit(request, flat_at(staged, place), None, self._compressor).wait()
+        self._engine.submit(request, flat_at(staged, place), None, self.compressor).wait()
         unstage(staged, shard)
 
 
-def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> list[ReplicaAverage]:
+class HsdpState:
+    """The averages over replicas of a model, by FSDP module, and what they remember."""
+
+    def __init__(self, made: list[ReplicaAverage], engine: Engine) -> None:
+        self._made, self._engine = made, engine
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __iter__(self) -> Iterator[ReplicaAverage]:
+        return iter(self._made)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
+        with self._engine.at_work():
+            where = dist.get_rank(), dist.get_world_size()
+            return residuals.saved(self._states(), *where, compressors=self._compressors())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what this rank saved. Warns, and starts anew, if it is another rank's.
+
+        So it does when the number of ranks has changed: shards are others then.
+        """
+        for each in self._made:
+            if each.name in state["states"]:
+                self._engine.states.setdefault(each.name, {})
+        states = self._states()
+        tensors = {name: (c, None) for name, c in self._compressors().items()}
+        residuals.restore(states, state, dist.get_rank(), dist.get_world_size(), tensors)
+        for each in self._made:
+            if each.name in states:
+                self._engine.bring(states[each.name], each.place)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        with self._engine.at_work():
+            return residuals.norm(self._states())
+
+    def _compressors(self) -> dict[str, Compressor]:
+        return {each.name: each.compressor for each in self._made}
+
+    def _states(self) -> dict[str, State]:
+        known = self._engine.states
+        return {each.name: known[each.name] for each in self._made if each.name in known}
+
+
+def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> HsdpState:
     """Average gradients over ``replicas``, compressed, after FSDP2's reduce-scatter. Collective.
 
     ``module`` is sharded by ``fully_shard`` over a mesh of one dimension, the ranks of one replica,
     and begins with the same parameters in all of them. ``replicas`` is the process group of the
     ranks that hold the same shard; payloads travel over connections of our own between them, from
     GPU to GPU where that group uses NCCL and CuPy is installed. Any compressor
-    serves. Its residuals are of shards, live as long as the process, and are in no checkpoint:
-    training that goes on from one begins with empty ones.
+    serves. Its residuals are of shards: ``state_dict`` and ``load_state_dict`` of what is returned
+    carry them, for a job with as many ranks.
 
     Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already.
     """
     compressor = as_compressor(compression)
-    modules = [(n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule)]
-    if not modules:
-        raise InvalidArgument("there is no FSDP2 module here; call fully_shard(model) first")
+    modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")
     for name, each in modules:
-        if any(p.device_mesh.ndim > 1 for p in each.parameters(recurse=True)):  # type: ignore[attr-defined]
+        if any(p.device_mesh.ndim > 1 for p in each.parameters(recurse=True)):
             raise InvalidArgument(
                 f"{name or 'the module'} is sharded and replicated by torch, which averages over "
                 "the replicas itself; shard it over the mesh of one replica: "
@@ -84,4 +134,4 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> l
     for name, each in modules:
         made.append(ReplicaAverage(engine, compressor, name or "root"))
         each.set_all_reduce_hook(made[-1])
-    return made
+    return HsdpState(made, engine)

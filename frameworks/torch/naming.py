@@ -9,7 +9,12 @@ from itertools import pairwise
 
 import torch
 
+from ringlet.compressors import Compressor, Router
+
 Named = Iterable[tuple[str, torch.nn.Parameter]]
+
+# What torch.compile, FSDP1 and activation checkpointing put into names.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def name_parameters(
@@ -65,6 +70,33 @@ def name_parameters(
     _refuse("the optimizer holds parameters that named_parameters does not name", unnamed)
     wanted = {id(p) for p in trainable}
     return {name: p for name, p in named if id(p) in wanted}
+
+
+def routed(router: Router, name: str) -> Compressor:
+    """Return what ``router`` has for a parameter, whose ``name`` may hold names of wrappers."""
+    return router(*_aliases(name))
+
+
+def warn_of_unmatched(router: Router, names: Iterable[str], stacklevel: int) -> None:
+    """Warn of patterns in a mapping that match no parameter: they are likely misspelt."""
+    listed = list(names)
+    lost = router.unmatched(alias for name in listed for alias in _aliases(name))
+    if lost and listed:
+        each = "matches" if len(lost) == 1 else "match"
+        warnings.warn(
+            f"compression: {', '.join(map(repr, lost))} {each} no parameter, and compresses "
+            f"nothing. Names are such as {', '.join(map(repr, listed[:3]))}",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _aliases(name: str) -> tuple[str, ...]:
+    """Return ``name``, and what it is without the names that wrappers of modules add."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":  # of DistributedDataParallel
+        del parts[0]
+    plain = ".".join(parts)
+    return (name,) if plain == name else (name, plain)
 
 
 def _repeated(items: Iterable[object]) -> list[object]:

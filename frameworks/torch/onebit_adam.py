@@ -6,15 +6,17 @@ speed", ICML 2021.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ringlet.compressors.routes import Routes, Spec
 from ringlet.ring.communicator import ReduceOp
+from ringlet.runtime import current
 from ringlet.torch.naming import Named
 from ringlet.torch.reducer import Reducer
+from ringlet.torch.residuals import STATE_KEY, shards_of
 
 
 class OneBitAdam(torch.optim.Optimizer):
@@ -45,10 +47,13 @@ class OneBitAdam(torch.optim.Optimizer):
         super().__init__(list(named.values()), {"lr": lr, "betas": betas, "eps": eps})
         self.warmup, self.steps = warmup, 0
         self._names = {p: name for name, p in named.items()}
-        self._compression = compression
+        self._compression: Spec | Routes = compression
+        self._compressing = False
+        self._loaded: Callable[[], None] | None = None  # brings residuals, once they are in use
         # What is reduced travels as the gradient of a stand-in: a gradient first, momentum later.
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
         self._reducer = Reducer(self._carriers, "none", 1, ReduceOp.AVERAGE, 1.0)
+        self._reducer.compared = named
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; with a ``closure``, evaluate it once before."""
@@ -56,10 +61,9 @@ class OneBitAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.steps == self.warmup:
-            self._reducer.set_compression(self._compression)
+        self._switch()
         self.steps += 1
-        frozen = self.steps > self.warmup
+        frozen = self._compressing
         with torch.no_grad():
             for group, p in self._each():
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
@@ -72,6 +76,53 @@ class OneBitAdam(torch.optim.Optimizer):
                 self._update(group, p, self._carriers[self._names[p]].grad, frozen)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return Adam's state with its step, and this rank's residuals under one more key.
+
+        Save it on every rank, as DistributedOptimizer's.
+        """
+        state = super().state_dict()
+        kept = self._reducer.saved()
+        if kept is not None:
+            state[STATE_KEY] = kept
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with what this rank saved. Warns, and starts without residuals, if it did not."""
+        self._load_inner(state_dict)
+        self._loaded = lambda: self._reducer.load(state_dict.get(STATE_KEY))
+
+    def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
+        """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
+        own, shards = shards_of(state_dicts, current().rank)
+        self._load_inner(own)
+        self._loaded = lambda: self._reducer.load_shards(shards) if shards else None
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        return self._reducer.residual_norm()
+
+    @property
+    def _ringlet(self) -> Reducer:
+        return self._reducer
+
+    def _load_inner(self, state_dict: Mapping[str, Any]) -> None:
+        """Load all but residuals."""
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
+        self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
+
+    def _switch(self) -> None:
+        """Compress, or stop it, as the number of steps says, which a checkpoint may have changed.
+
+        Here, where all ranks come by, and not where one of them may load on its own.
+        """
+        if self._compressing != (self.steps >= self.warmup):
+            self._compressing = not self._compressing
+            self._reducer.set_compression(self._compression if self._compressing else "none")
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded()
+
     def _each(self) -> list[tuple[dict[str, Any], torch.nn.Parameter]]:
         return [(group, p) for group in self.param_groups for p in group["params"]]
 
@@ -82,6 +133,7 @@ class OneBitAdam(torch.optim.Optimizer):
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["step"] = self.steps
         if frozen:
             state["exp_avg"].copy_(reduced)
         else:

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from ringlet import plain
 from ringlet.compressors.routes import Routes, Spec
 from ringlet.fusion.unscaling import Unscaling
 from ringlet.observe import step_skipped
 from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.errors import Mismatch
 from ringlet.runtime import current
-from ringlet.torch import residuals
 from ringlet.torch.adasum_optimizer import AdasumMixin
 from ringlet.torch.compression import as_router
 from ringlet.torch.fitting import acts, check_policy, check_wire
-from ringlet.torch.functions import STATE_KEY
 from ringlet.torch.mixed import PRECISION_KEY, Masters, scale_in
 from ringlet.torch.naming import Named, grouped_names, name_parameters
 from ringlet.torch.reducer import Reducer
+from ringlet.torch.residuals import STATE_KEY, shards_of
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+
+# Of the optimizers that were wrapped, the last one each: whoever wraps again takes over from it.
+_reducers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Reducer]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Distributed:
@@ -50,7 +59,7 @@ class _Distributed:
         """
         masters = self._ringlet_masters
         involved = self._ringlet.in_flight or masters is not None
-        if involved and "grad_scaler" in sys._getframe(1).f_globals["__name__"]:
+        if involved and _of_scaler(sys._getframe(1)):
             if masters is not None:
                 raise RuntimeError(
                     "this optimizer's precision has masters or a loss scale of its own: call "
@@ -216,12 +225,9 @@ class _Distributed:
         """Return the wrapped optimizer's state, and this rank's residuals under one more key."""
         inner: Any = super()
         state: dict[str, Any] = inner.state_dict()
-        reducer, runtime = self._ringlet, current()
-        if any(state_of.keys() - {"step"} for state_of in reducer.states.values()):
-            with runtime.engine.at_work():
-                state[STATE_KEY] = residuals.saved(
-                    reducer.states, runtime.rank, runtime.size, reducer.step, reducer.compressors
-                )
+        kept = self._ringlet.saved()
+        if kept is not None:
+            state[STATE_KEY] = kept
         if self._ringlet_masters is not None:
             state[PRECISION_KEY] = self._ringlet_masters.state_dict()
         return state
@@ -237,10 +243,8 @@ class _Distributed:
         kept: Mapping[str, Any] | None = given.pop(STATE_KEY, None)
         before = scale_in(given)
         self._load_inner(given)
-        runtime, reducer = current(), self._ringlet
-        where = reducer.states, kept, runtime.rank, runtime.size
-        reducer.restored(residuals.restore(*where, reducer.tensors, reducer.averages))
-        reducer.rescale(self._scale_now() / before)
+        self._ringlet.load(kept)
+        self._ringlet.rescale(self._scale_now() / before)
 
     def load_sharded(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, of however many.
@@ -249,15 +253,13 @@ class _Distributed:
         on bit for bit; with another number, averages carry over of what is in units of the
         gradient, such as residuals and momenta; the rest of what compressors remembered does not.
         """
-        shards = [state[STATE_KEY] for state in state_dicts if STATE_KEY in state]
-        runtime, reducer = current(), self._ringlet
+        own, shards = shards_of(state_dicts, current().rank)
         if not shards:
             raise ValueError("none of these states holds residuals; use load_state_dict")
-        rank = min(runtime.rank, len(state_dicts) - 1)
-        self._load_inner({k: v for k, v in state_dicts[rank].items() if k != STATE_KEY})
-        where = reducer.states, shards, runtime.rank, runtime.size
-        reducer.restored(residuals.reshard(*where, reducer.tensors, reducer.averages))
-        reducer.rescale(self._scale_now() / scale_in(state_dicts[rank]))
+        before = scale_in(own)
+        self._load_inner(own)
+        self._ringlet.load_shards(shards)
+        self._ringlet.rescale(self._scale_now() / before)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes add up before gradients are reduced."""
@@ -317,7 +319,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Return ``optimizer`` with gradients reduced over all ranks before every step. Collective.
 
     The result is an instance of a subclass of the optimizer's class that shares its parameter
-    groups and state; use it instead of the original. Wrapping the original again replaces it.
+    groups and state; use it instead of the original. Wrapping the original again, for example when
+    parameters were added or unfrozen, replaces it and keeps residuals.
 
     - ``named_parameters``: ``model.named_parameters()``.
     - ``compression``: a spec such as ``"topk(ratio=0.01) | ef"``, a Compressor, or a mapping from
@@ -333,7 +336,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
       model: float32 masters, a loss scale (see ``scale``), in what sums accumulate, and its wire if
       ``compression`` is None.
 
-    Raises Mismatch, the same on every rank, when ranks hold different parameters or arguments;
+    Raises Mismatch, the same on every rank, when ranks hold different parameters, arguments or
+    classes of optimizers;
     ValueError for names that do not fit the parameters; SpecError for a bad ``compression``.
     """
     if isinstance(optimizer, _Distributed | AdasumMixin):
@@ -349,6 +353,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         compression = policy.compression
     check_policy(policy, named, ReduceOp(op))
     check_wire(policy, as_router(compression).compressors)
+    _agree_on_class(type(optimizer), process_set)
     mixin: type = _Distributed
     extra: dict[str, Any]
     if ReduceOp(op) is ReduceOp.ADASUM:
@@ -367,7 +372,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             sparse_as_dense,
             policy.reduction,
             unscaling,
+            _reducer_of(optimizer),
         )
+        _reducers[optimizer] = weakref.ref(reducer)
         masters = None
         if acts(policy):
             masters = Masters(optimizer, named, policy, unscaling)
@@ -388,3 +395,30 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     distributed._ringlet_skip = False
     result: Opt = distributed
     return result
+
+
+def _reducer_of(optimizer: torch.optim.Optimizer) -> Reducer | None:
+    """Return what has reduced the gradients of ``optimizer`` so far, if it still does."""
+    found = _reducers.get(optimizer)
+    return None if found is None else found()
+
+
+def _of_scaler(frame: FrameType) -> bool:
+    """Whether a GradScaler, or a subclass of it, runs in ``frame``."""
+    if "grad_scaler" in frame.f_globals["__name__"]:
+        return True
+    return isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)
+
+
+def _agree_on_class(base: type, process_set: ProcessSet) -> None:
+    """Raise Mismatch, on every rank, unless all wrap optimizers of one class."""
+    if not process_set.included() or process_set.size() == 1:
+        return
+    label = current().unnamed("DistributedOptimizer class", process_set.process_set_id or 0)
+    digest = hashlib.blake2b(base.__name__.encode(), digest_size=8).digest()
+    if plain.alike(digest, label, process_set):
+        return
+    names = plain.gather(base.__name__, label, process_set, "a name", lambda n: isinstance(n, str))
+    ranks = process_set.ranks or range(len(names))
+    listed = "; ".join(f"rank {r}: {name}" for r, name in zip(ranks, names, strict=False))
+    raise Mismatch(f"DistributedOptimizer: ranks wrap optimizers of different classes: {listed}")

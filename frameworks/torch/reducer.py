@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import hashlib
 import math
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +23,7 @@ from ringlet.fusion.unscaling import Unscaling
 from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.errors import RingError
 from ringlet.runtime import current, is_initialized
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_router
@@ -26,10 +31,18 @@ from ringlet.torch.device import HOST, place_of
 from ringlet.torch.gradhooks import GradHooks
 from ringlet.torch.handed import Handed
 from ringlet.torch.handles import SparseHandle
+from ringlet.torch.naming import routed, warn_of_unmatched
 from ringlet.torch.reductions import allreduce
+from ringlet.torch.replicas import Comparison
 from ringlet.torch.rows import Rows
 from ringlet.torch.tensors import check, dtype_of
 from ringlet.torch.undo import Undo
+
+_CLIP = (
+    "clip it between optimizer.synchronize() and optimizer.step(), the latter inside "
+    "optimizer.skip_synchronize(). Where a library clips, such as a Trainer with max_grad_norm, "
+    "let DistributedDataParallel reduce, with hvd.ddp_hook"
+)
 
 
 class Reducer:
@@ -37,7 +50,8 @@ class Reducer:
 
     Parameters belong to the newest reducer that names them: an older one gives all of its hooks
     up, and its ``synchronize`` raises RuntimeError. A reducer that nobody holds is gone.
-    ``reduction`` is a policy's. With ``unscaling``, a policy's too, a step can be taken back.
+    ``reduction`` is a policy's. With ``unscaling``, a policy's too, a step can be taken back. What
+    compressors remember, and steps, are those of the reducer ``before``, if any.
     """
 
     def __init__(
@@ -52,6 +66,7 @@ class Reducer:
         sparse_as_dense: bool = False,
         reduction: str = "wire",
         unscaling: Unscaling | None = None,
+        before: Reducer | None = None,
     ) -> None:
         check_passes(passes)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -61,10 +76,13 @@ class Reducer:
         if not (predivide > 0 and math.isfinite(predivide)):
             raise ValueError(f"gradient_predivide_factor must be above 0, got {predivide}")
         self.parameters = named
+        self.compared: Mapping[str, torch.Tensor] | None = named  # from the first step on
+        self._comparison: Comparison | None = None
         self.states: dict[str, State] = {name: {} for name in named}
         self.in_flight = False
         self.renewed = False  # whether backward has run since the last ``synchronize``
         self.passes = passes
+        self.cure = ""  # for gradients that were changed too early, also where one rank trains
         self._op, self._predivide = op, predivide
         self._process_set = process_set
         self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
@@ -77,9 +95,11 @@ class Reducer:
         self._undo = None if unscaling is None else Undo()
         self._group: Group | None = None
         self._finalizer: Any = None
+        self._alone = False  # whether it is known that nobody else reduces
         self._included = process_set.included()
         self._router = as_router(compression)
-        self._declare()
+        warn_of_unmatched(self._router, named, stacklevel=4)
+        self._declare(0 if before is None else self._inherit(before))
         self._take_over()
 
     @property
@@ -96,10 +116,11 @@ class Reducer:
         if self.in_flight:
             raise RuntimeError("set_compression between backward() and step()")
         before, self._router = self._router, as_router(compression)
+        warn_of_unmatched(self._router, self.parameters, stacklevel=4)
         with _at_work():
             for name, state in self.states.items():
-                average = self._op is ReduceOp.AVERAGE
-                carry_over(state, before(name), self._router(name), self._size(), average)
+                compressors = routed(before, name), routed(self._router, name)
+                carry_over(state, *compressors, self._size(), self.averages)
         self._declare(self.step)
 
     def set_passes(self, passes: int) -> None:
@@ -127,20 +148,42 @@ class Reducer:
     @property
     def compressors(self) -> dict[str, Compressor]:
         """What compresses each parameter's gradient, as it was declared."""
-        return {name: self._router(name) for name in self.parameters}
+        return {name: routed(self._router, name) for name in self.parameters}
 
     @property
     def tensors(self) -> dict[str, residuals.Tensor]:
         """The same, with how many elements each has."""
-        return {name: (self._router(name), p.numel()) for name, p in self.parameters.items()}
+        return {
+            name: (routed(self._router, name), p.numel()) for name, p in self.parameters.items()
+        }
 
     @property
     def averages(self) -> bool:
         """Whether gradients are averaged, and not added up."""
         return self._op is ReduceOp.AVERAGE
 
-    def restored(self, step: int) -> None:
-        """Go on at ``step`` with states from a checkpoint, which lie where gradients do then."""
+    def saved(self) -> dict[str, Any] | None:
+        """Return what this rank's compressors remember, for a checkpoint; None if it is nothing."""
+        if not any(state.keys() - {"step"} for state in self.states.values()):
+            return None
+        runtime = current()
+        with runtime.engine.at_work():
+            where = runtime.rank, runtime.size, self.step
+            return residuals.saved(self.states, *where, self.compressors)
+
+    def load(self, kept: Mapping[str, Any] | None) -> None:
+        """Go on with what this rank ``saved``. Warns, and starts anew, if it is another's."""
+        runtime = current()
+        where = self.states, kept, runtime.rank, runtime.size
+        self._restored(residuals.restore(*where, self.tensors, self.averages))
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what all ranks of an earlier job ``saved``: see ``residuals.reshard``."""
+        runtime = current()
+        where = self.states, shards, runtime.rank, runtime.size
+        self._restored(residuals.reshard(*where, self.tensors, self.averages))
+
+    def _restored(self, step: int) -> None:
         for name, place in self._handed.places.items():
             current().engine.bring(self.states[name], place)
         self.restart(step)
@@ -170,16 +213,6 @@ class Reducer:
         """Return where the last result was delivered to; None if it is in the gradient."""
         return self._handed.result(name)
 
-    def disown(self) -> None:
-        """Note that the last results are not used: what a caller wrote to them is no damage."""
-        if self._group is not None:
-            self._group.disown()
-
-    @property
-    def touched(self) -> str | None:
-        """A gradient that was written to between backward and the end of the last step, if any."""
-        return self._handed.touched
-
     def unscaled(self, name: str) -> bool:
         """Whether the last result is divided by the loss scale, and was looked at, already."""
         fused = name in self._handed.last and self._handed.places[name] == HOST
@@ -195,17 +228,25 @@ class Reducer:
 
         Raises RuntimeError if another reducer has the parameters now, or if ``param_groups`` holds
         one with a gradient that was never this reducer's: each rank would update it on its own.
+        So where a gradient was changed since backward: then the step is given up on all ranks, or
+        the next one, where all have reduced this one already.
         """
         if self._hooks.retired:
             raise RuntimeError(
                 "another DistributedOptimizer was made for the same parameters; use that one"
             )
         self._refuse_strays(param_groups)
+        changed = self._handed.changed(self.parameters)
         if self._group is None:
-            self._handed.look()
             self._handed.clear()
             self.renewed = False
+            if changed is not None and self.cure:
+                raise RuntimeError(self._too_early(changed))
             return
+        if changed is not None:
+            why = self._too_early(changed)
+            self._give_up(why)
+            raise RuntimeError(why)
         try:
             for name in [*self._group.missing(), *self._rows.missing()]:
                 self._submit(name, self.parameters[name])
@@ -215,12 +256,19 @@ class Reducer:
         try:
             self._group.wait()
             self._rows.collect()
-            self._handed.put(self.parameters)
+            self._handed.put()
         finally:
             for handle in self._reset():
                 handle.forget()
         if self._rows.agree():
             self._declare(self.step)
+        # Not waited for: ranks may wait for several optimizers, and in any order.
+        if self.compared is not None:
+            self._compare(self.compared, param_groups)
+            self.compared = None
+        elif self._comparison is not None and self._comparison.done():
+            self._tell(self._comparison.difference())
+            self._comparison = None
 
     def abandon(self, why: str) -> None:
         """Give up the step at hand on all ranks: see ``Group.abandon``."""
@@ -256,7 +304,7 @@ class Reducer:
             return
         with _at_work():
             for name, state in self.states.items():
-                rescale(state, self._router(name), factor)
+                rescale(state, routed(self._router, name), factor)
 
     def undo(self) -> None:
         """Let compressors forget the last step, which is skipped."""
@@ -313,11 +361,84 @@ class Reducer:
         self._group = group if self.parameters else None
         self._finalizer = weakref.finalize(self, engine.release, group)
 
+    def _inherit(self, before: Reducer) -> int:
+        """Go on with what ``before`` remembers of the same parameters; return the step."""
+        if before._process_set is not self._process_set or before._op is not self._op:
+            return before.step
+        if before.in_flight:  # such as a step that was refused because parameters were added
+            before._end()
+        scales = [1.0 if r._unscaling is None else r._unscaling.scale for r in (self, before)]
+        old_names = {id(p): name for name, p in before.parameters.items()}
+        with _at_work():
+            for name, p in self.parameters.items():
+                if (old := old_names.get(id(p))) is None:
+                    continue
+                state = self.states[name] = before.states[old]
+                then, now = routed(before._router, old), routed(self._router, name)
+                if then != now:
+                    carry_over(state, then, now, self._size(), self.averages)
+                if scales[0] != scales[1]:
+                    rescale(state, now, scales[0] / scales[1])
+        return before.step
+
     def _carried(self, name: str) -> tuple[Compressor, str]:
         p, number = self.parameters[name], self._process_set.number()
         dtype = dtype_of(p)
         exact = current().engine.sums_in_float32(dtype, number)
-        return carrier(self._router(name), dtype, p.numel(), self._reduction, exact)
+        return carrier(routed(self._router, name), dtype, p.numel(), self._reduction, exact)
+
+    def _compare(
+        self, parameters: Mapping[str, torch.Tensor], groups: list[dict[str, Any]]
+    ) -> None:
+        """Begin to compare what has to be alike on all ranks before the first step."""
+        digest = hashlib.blake2b(_settings(groups).encode(), digest_size=7).digest()
+        settings = torch.tensor([int.from_bytes(digest, "big")])
+        compared = {**parameters, _SETTINGS: settings}
+        self._comparison = Comparison(compared, f"{self._label}.alike", self._process_set)
+
+    def _tell(self, odd: str | None) -> None:
+        """Warn, on one rank, of what was ``odd`` at the first step."""
+        if odd is None or current().rank != min(self._process_set.ranks or [0]):
+            return
+        what = (
+            "the optimizer's settings, such as lr, differ"
+            if odd == _SETTINGS
+            else (f"parameter {odd!r} differs")
+        )
+        call = "optimizer_state(optimizer" if odd == _SETTINGS else "parameters(model.state_dict()"
+        warnings.warn(
+            f"{what} between ranks since the first step, so that their models drift apart: call "
+            f"hvd.broadcast_{call}, root_rank=0) on all ranks before training",
+            stacklevel=5,
+        )
+
+    def _too_early(self, name: str) -> str:
+        return (
+            f"the gradient of {name!r} was changed between backward() and synchronize() or step(), "
+            f"when it is being reduced: {self.cure or _CLIP}"
+        )
+
+    def _give_up(self, why: str) -> None:
+        """Give up the step at hand on all ranks, or the next one if this one was reduced."""
+        assert self._group is not None
+        if not self._end(why):
+            self._group.disown()  # what somebody wrote into the results is no damage
+            self._group.acknowledge()
+            with contextlib.suppress(RingError):
+                self._group.abandon(why)
+
+    def _end(self, why: str = "the optimizer was wrapped again") -> bool:
+        """End the step at hand, whose results are not used; False if all ranks had reduced it."""
+        assert self._group is not None
+        try:
+            self.abandon(why)
+        except RuntimeError:
+            with contextlib.suppress(RingError):
+                self._group.wait()
+            for handle in self._reset():
+                handle.forget()
+            return False
+        return True
 
     def _begin(self) -> None:
         if not self.in_flight and self._undo is not None:
@@ -332,7 +453,7 @@ class Reducer:
                     raise RuntimeError(
                         f"parameter {j} of group {i}, shape {list(p.shape)}, was added or unfrozen "
                         "after DistributedOptimizer was made, so its gradient is not reduced; "
-                        "wrap the original optimizer again"
+                        "wrap the original optimizer again, on all ranks; residuals stay"
                     )
 
     def _take_over(self) -> None:
@@ -346,6 +467,9 @@ class Reducer:
 
     def _ready(self, name: str, p: torch.Tensor) -> None:
         self.renewed = True
+        if not self._alone:
+            _refuse_ddp(self._hooks)
+            self._alone = True
         left = self._left[name] = self._left[name] - 1
         if left < 0:
             raise RuntimeError(
@@ -360,6 +484,8 @@ class Reducer:
         if name in self._rows:
             self._begin()
             self._rows.gather(name)
+            if p.grad is not None:
+                self._handed.note(name, p.grad)
             return
         assert self._group is not None
         if p.grad is not None and p.grad.is_sparse:
@@ -374,6 +500,29 @@ class Reducer:
         self._left = dict.fromkeys(self.parameters, self.passes)
         self._handed.clear()
         return self._rows.release()
+
+
+_SETTINGS = ""  # no parameter's name
+
+
+def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the plain settings of parameter groups, as text."""
+    kinds = (float, int, str, tuple)
+    return repr([sorted((k, v) for k, v in g.items() if isinstance(v, kinds)) for g in groups])
+
+
+def _refuse_ddp(hooks: GradHooks) -> None:
+    """Raise RuntimeError where DistributedDataParallel reduces the same gradients."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    for found in gc.get_objects():  # DDP keeps no list of what it wraps
+        if issubclass(type(found), wrapper) and any(p in hooks for p in found.parameters()):
+            raise RuntimeError(
+                "DistributedDataParallel reduces the gradients of this optimizer's parameters "
+                "too: use DistributedOptimizer with the bare model, or DistributedDataParallel "
+                "with hvd.ddp_hook and the bare optimizer"
+            )
 
 
 def check_passes(passes: int) -> None:

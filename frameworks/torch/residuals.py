@@ -22,6 +22,7 @@ from ringlet.compressors.states import fit, merged
 Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is
 
 VERSION = 1
+STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
 _SHOWN = 8  # tensors that a warning names
 
 
@@ -29,10 +30,15 @@ def saved(
     states: Mapping[str, State],
     rank: int,
     size: int,
-    step: int,
+    step: int | None = None,
     compressors: Mapping[str, Compressor] | None = None,
 ) -> dict[str, Any]:
-    """Return a copy of ``states`` made of tensors, numbers and specs, for ``torch.save``."""
+    """Return a copy of ``states`` made of tensors, numbers and specs, for ``torch.save``.
+
+    ``step`` is by default that of the tensor which was compressed most often.
+    """
+    if step is None:
+        step = max((int(state.get("step", 0)) for state in states.values()), default=0)
     plain = {name: _to_tensors(state) for name, state in states.items() if state}
     specs = {name: str(c) for name, c in (compressors or {}).items() if name in plain}
     return {
@@ -56,7 +62,7 @@ def restore(
     which is forgotten.
     """
     own = given is not None and given["rank"] == rank and given["size"] == size
-    if not own and (given is not None or any(states.values())):
+    if not own and (given is not None or any(s.keys() - {"step"} for s in states.values())):
         whose = (
             "holds no residuals"
             if given is None
@@ -81,9 +87,9 @@ def restore(
     if strange and tensors is not None:
         _warn_of(strange)
     step = 0 if given is None else int(given["step"])
-    for state in states.values():
-        if given is not None and not own:
-            state["step"] = step
+    for name, state in states.items():
+        if given is not None and not own:  # shared random numbers depend on the count
+            state["step"] = int(given["states"].get(name, {}).get("step", step))
     return step
 
 
@@ -126,10 +132,20 @@ def reshard(
         found = merged(parts, specs.get(name), compressor, size, average)
         told = fit(found, None, compressor, numel, size, average)
         strange += [f"{name!r} {what}" for what in told]
-        _replace(state, found | {"step": step})
+        counts = [int(part["step"]) for part in parts if "step" in part]
+        _replace(state, found | {"step": max(counts, default=step)})
     if strange:
         _warn_of(strange)
     return step
+
+
+def shards_of(
+    state_dicts: Sequence[Mapping[str, Any]], rank: int
+) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    """Return the state for ``rank`` without residuals, and all residuals, of what a job saved."""
+    own = state_dicts[min(rank, len(state_dicts) - 1)]
+    shards = [state[STATE_KEY] for state in state_dicts if STATE_KEY in state]
+    return {key: value for key, value in own.items() if key != STATE_KEY}, shards
 
 
 def norm(states: Mapping[str, State]) -> float:

@@ -22,6 +22,7 @@ _NAMES = {
     torch.int64: "int64",
     torch.bool: "bool",
 }
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -40,6 +41,11 @@ def check(tensor: torch.Tensor, what: str = "tensor") -> None:
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} is sparse; call .to_dense() first")
+    if type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh"):
+        raise TypeError(
+            f"{what} is a DTensor, of which this rank holds a shard: where FSDP2 made it, use "
+            "hvd.compress_fsdp(model, spec) and the optimizer as it is; else pass to_local()"
+        )
     if tensor.device.type == "meta":
         raise TypeError(f"{what} is on the meta device and has no values; materialise it first")
     dtype_of(tensor)

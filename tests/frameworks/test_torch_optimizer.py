@@ -146,7 +146,8 @@ def case_too_many_backward_passes():
     objective(model, shard(0, hvd.rank())).backward()
     with pytest.raises(RuntimeError, match="more than backward_passes_per_step=1"):
         objective(model, shard(0, hvd.rank())).backward()
-    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="was changed between backward"):
+        optimizer.synchronize()  # what the second pass has added is not on all ranks
     optimizer.zero_grad()
     train(model, optimizer, 1)
     assert hvd.replicas_equal(model.state_dict())

@@ -197,6 +197,43 @@ def case_hsdp():
         hvd.compress_hsdp(model(), "int8", mesh["replicate"].get_group())
 
 
+def case_hsdp_continues_from_a_checkpoint_bit_for_bit():
+    started()
+    shape = (2, hvd.size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+    def sharded():
+        own = model()
+        for part in (own[0], own):
+            fully_shard(part, mesh=mesh["shard"])
+        made = hvd.compress_hsdp(
+            own, "randomk(ratio=0.3) | scaled | ef", mesh["replicate"].get_group()
+        )
+        return own, made
+
+    def after(own, given):
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        for x in given:
+            optimizer.zero_grad()
+            own(x).square().mean().backward()
+            optimizer.step()
+        return [p.to_local().detach().clone() for p in own.parameters()]
+
+    own, made = sharded()
+    kept = after(own, batches(6)[:3]), made.state_dict()
+    assert made.residual_norm() > 0
+    straight = after(own, batches(6)[3:])
+    again, resumed = sharded()
+    with torch.no_grad():
+        for p, value in zip(again.parameters(), kept[0], strict=True):
+            p.to_local().copy_(value)
+    resumed.load_state_dict(kept[1])
+    assert all(map(torch.equal, after(again, batches(6)[3:]), straight))
+    with pytest.warns(UserWarning, match="this is rank"):
+        resumed.load_state_dict(kept[1] | {"rank": kept[1]["rank"] + 1})
+    assert resumed.residual_norm() == 0
+
+
 def claim_gpus(patch, lacking=()):
     """Let groups claim to move GPUs' memory with NCCL, for which gloo stands in.
 

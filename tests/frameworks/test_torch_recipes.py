@@ -1,5 +1,8 @@
 """Optimizer recipes on top of compressors, on in-process ranks."""
 
+import io
+import warnings
+
 import pytest
 import torch
 
@@ -131,6 +134,123 @@ def test_demo_is_a_spec_and_a_sign():
         return final(model, loss)
 
     assert outcome(train) < 0.05
+
+
+def made(kind, model):
+    if kind == "onebit":
+        return hvd.OneBitAdam(model.named_parameters(), lr=0.01, warmup=4)
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    return hvd.DiLoCo(inner, model.named_parameters(), every=3, compression="topk(ratio=0.1) | ef")
+
+
+def train(model, optimizer, loss, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def stored(state):
+    """Return ``state`` as it comes back from a file, read without executing anything."""
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+@pytest.mark.parametrize("way", ["own", "sharded", "broadcast"])
+@pytest.mark.parametrize("before", [2, 7])
+@pytest.mark.parametrize("kind", ["onebit", "diloco"])
+def test_a_checkpoint_continues_bit_for_bit(kind, before, way):
+    def work():
+        hvd.init()
+        model, loss = problem()
+        optimizer = made(kind, model)
+        train(model, optimizer, loss, before)
+        kept = stored({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        shards = hvd.allgather_object(kept["optimizer"])
+
+        again, loss_again = problem()
+        resumed = made(kind, again)
+        for _ in range(before):
+            loss_again()  # as many numbers drawn
+        train(model, optimizer, loss, 5)
+        again.load_state_dict(kept["model"])
+        if way == "sharded":
+            resumed.load_sharded(shards)
+        else:
+            resumed.load_state_dict(kept["optimizer"])
+        if way == "broadcast" and kind == "onebit":
+            hvd.broadcast_optimizer_state(resumed, 0)
+        train(again, resumed, loss_again, 5)
+        assert torch.equal(model.weight, again.weight)
+
+    ringlet.run(work, np=2, transport="local")
+
+
+@pytest.mark.parametrize("kind", ["onebit", "diloco"])
+def test_rank_0_alone_may_load_and_broadcast(kind):
+    def work():
+        hvd.init()
+        model, loss = problem()
+        optimizer = made(kind, model)
+        train(model, optimizer, loss, 6)
+        kept = stored({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        again, _ = problem()
+        resumed = made(kind, again)
+        if hvd.rank() == 0:
+            again.load_state_dict(kept["model"])
+            resumed.load_state_dict(kept["optimizer"])
+        hvd.broadcast_parameters(again.state_dict(), 0)
+        hvd.broadcast_optimizer_state(resumed, 0)
+        assert resumed.steps == 6
+        train(again, resumed, loss, 6)
+        assert hvd.replicas_equal(again.state_dict())
+
+    ringlet.run(work, np=2, transport="local")
+
+
+def test_another_number_of_ranks_loads_what_all_have_saved():
+    def saved(kind):
+        hvd.init()
+        model, loss = problem()
+        optimizer = made(kind, model)
+        train(model, optimizer, loss, 6)
+        return stored(optimizer.state_dict())
+
+    def resumed(kind, states):
+        hvd.init()
+        model, loss = problem()
+        optimizer = made(kind, model)
+        optimizer.load_sharded(states)
+        train(model, optimizer, loss, 6)
+        assert optimizer.steps == 12
+        return hvd.replicas_equal(model.state_dict())
+
+    for kind in ("onebit", "diloco"):
+        states = ringlet.run(saved, (kind,), np=3, transport="local")
+        assert all(ringlet.run(resumed, (kind, states), np=2, transport="local"))
+
+
+def test_schedulers_take_diloco():
+    def work():
+        hvd.init()
+        model, loss = problem()
+        optimizer = made("diloco", model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(3):
+            assert optimizer.inner.param_groups[0]["lr"] == 0.01 * 0.5**step
+            train(model, optimizer, loss, 1)
+            scheduler.step()
+        assert float(optimizer.step(loss).detach()) > 0  # a closure's loss, as with any optimizer
+        with pytest.raises(RuntimeError, match="make a new one"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        with pytest.raises(ValueError, match="not saved by a DiLoCo"):
+            optimizer.load_state_dict(optimizer.inner.state_dict())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ringlet.run(work, np=2, transport="local")
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"outer_lr": 0}, {"outer_momentum": 1}])

@@ -345,13 +345,16 @@ def case_all_ranks_give_up_the_same_step():
     assert hvd.replicas_equal(own.state_dict())
 
 
-def case_a_replaced_gradient_does_not_part_the_replicas():
+def case_a_replaced_gradient_is_refused():
     own = model()
     optimizer = wrapped(own, "none", base=torch.optim.SGD)
     own(torch.full((2, 48), 1.0 + hvd.rank())).sum().backward()
     for p in own.parameters():
         p.grad = p.grad * 0.5
-    optimizer.step()
+    with pytest.raises(RuntimeError, match="was changed between backward"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(own, optimizer, 1)
     assert hvd.replicas_equal(own.state_dict())
 
 

@@ -1,0 +1,221 @@
+"""``ddp_hook`` with parameters and gradients of every kind, and what users get wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ringlet.torch as hvd
+from ringlet.compressors import Compressor, register
+from ringlet.fusion import CompressionFailed
+
+
+def started():
+    """Join torch's default process group, once a job."""
+    if not dist.is_initialized():
+        place = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
+        where = f"file://{Path(place) / 'store'}"
+        dist.init_process_group("gloo", where, rank=hvd.rank(), world_size=hvd.size())
+
+
+class Waves(torch.nn.Module):
+    """A complex layer between real ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(8, 60)
+        self.turn = torch.nn.Parameter(torch.randn(60, 60, dtype=torch.complex64) / 8)
+        self.shift = torch.nn.Parameter(torch.randn(60, dtype=torch.complex64))
+        self.last = torch.nn.Linear(60, 4)
+
+    def forward(self, x):
+        wave = torch.polar(torch.ones(()), self.first(x)) @ self.turn + self.shift
+        return self.last(wave.abs())
+
+
+class Words(torch.nn.Module):
+    """An embedding with sparse gradients before a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding(50, 40, sparse=True)
+        self.dense = torch.nn.Linear(40, 40)
+
+    def forward(self, x):
+        return self.dense(self.table(x))
+
+
+def layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 8))
+
+
+def train(own, spec, inputs, steps=4, lr=0.05, **options):
+    """Return the parameters after some steps with a hook, or DDP's own reduction."""
+    wrapped = DistributedDataParallel(own, **options)
+    if spec is not None:
+        wrapped.register_comm_hook(*hvd.ddp_hook(spec))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr)
+    for step in range(steps):
+        optimizer.zero_grad()
+        wrapped(inputs(step)).square().mean().backward()
+        optimizer.step()
+    assert hvd.replicas_equal(own.state_dict()), spec
+    flat = [torch.view_as_real(p) if p.is_complex() else p for p in own.parameters()]
+    return torch.cat([p.detach().flatten() for p in flat])
+
+
+def numbers(step):
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+
+
+def words(step):
+    draw = torch.Generator().manual_seed(10 * step + hvd.rank())
+    return torch.randint(0, 50, (5 + hvd.rank(),), generator=draw)
+
+
+def case_complex_parameters():
+    started()
+    for view in (False, True):
+        wanted = train(Waves(), None, numbers, gradient_as_bucket_view=view)
+        before = train(Waves(), None, numbers, steps=0)
+        for spec, allowed in (("none", 1e-5), ("int8 | ef", 0.1)):
+            ours = train(Waves(), spec, numbers, gradient_as_bucket_view=view)
+            assert (ours - wanted).norm() <= allowed * (wanted - before).norm(), (spec, view)
+
+
+def case_sparse_gradients():
+    started()
+    wanted = train(Words(), None, words)
+    for spec in ("none", "int8 | ef"):
+        ours = train(Words(), spec, words)
+        assert torch.allclose(ours, wanted, atol=1e-6 if spec == "none" else 1e-3), spec
+
+
+def case_a_failure_is_of_our_class_and_training_goes_on():
+    started()
+
+    @register("fragile_hook")
+    class Fragile(Compressor):
+        """Fail where a NaN says so."""
+
+        def compress(self, x, ctx):
+            if ctx.xp.isnan(x).any():
+                raise ArithmeticError(f"a NaN on rank {ctx.rank}")
+            return {"all": x.copy()}
+
+        def decompress(self, payload, out, ctx):
+            out[:] = payload["all"]
+
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    wrapped.register_comm_hook(*hvd.ddp_hook("fragile_hook"))
+    for step in range(4):
+        bad = float("nan") if step % 2 and hvd.rank() == hvd.size() - 1 else 1.0
+        loss = wrapped(numbers(step)).square().mean() * bad
+        if step % 2 == 0:
+            loss.backward()
+        else:
+            with pytest.raises(CompressionFailed, match="ArithmeticError: a NaN") as told:
+                loss.backward()
+            digest = hashlib.blake2b(str(told.value).encode(), digest_size=8).digest()
+            rows = hvd.allgather(torch.tensor([list(digest)]))
+            assert bool((rows == rows[0]).all())
+        grads = {n: p.grad for n, p in own.named_parameters()}
+        assert step % 2 or hvd.replicas_equal(grads)
+        wrapped.zero_grad()
+
+
+def case_a_mapping_needs_names_that_it_matches():
+    started()
+    own = layers()
+    with pytest.raises(ValueError, match="needs named_parameters"):
+        hvd.ddp_hook({"0.*": "int8", "*": "none"})
+    hvd.ddp_hook({"*": "int8"})  # needs no names
+    with pytest.warns(UserWarning, match=r"'wieght' matches no parameter.*'0\.weight'"):
+        hvd.ddp_hook({"wieght": "int8"}, own.named_parameters())
+    wrapped = DistributedDataParallel(own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, hook = hvd.ddp_hook({"0.*": "int8", "*": "none"}, wrapped.named_parameters())
+    wrapped.register_comm_hook(state, hook)
+    wrapped(numbers(0)).sum().backward()
+    used = {request.name.partition("module.")[2]: str(c) for request, c in state._requests.values()}
+    assert used == {"0.weight": "int8", "0.bias": "int8", "2.weight": "none", "2.bias": "none"}
+
+
+def case_shards_of_all_ranks_continue_bit_for_bit():
+    started()
+    finals = []
+    kept = []
+    for resumed in (False, True):
+        own = layers()
+        wrapped = DistributedDataParallel(own)
+        state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters())
+        wrapped.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.05)
+        if resumed:
+            own.load_state_dict(kept[0])
+            state.load_sharded(kept[1])
+        for step in range(3 if resumed else 0, 6):
+            if step == 3 and not resumed:
+                weights = {name: value.clone() for name, value in own.state_dict().items()}
+                kept += [weights, hvd.allgather_object(state.state_dict())]
+            optimizer.zero_grad()
+            wrapped(numbers(step)).square().mean().backward()
+            optimizer.step()
+        finals.append(torch.cat([p.detach().flatten() for p in own.parameters()]))
+    assert torch.equal(*finals)
+    with pytest.raises(ValueError, match="state of every rank once"):
+        state.load_sharded(kept[1][:1])
+
+
+def case_ranks_count_alike_after_loading_rank_0s_file():
+    """Shared random numbers depend on the count: ranks that differ would add up other entries."""
+    started()
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    state, hook = hvd.ddp_hook("randomk(ratio=0.3) | scaled | ef", own.named_parameters())
+    wrapped.register_comm_hook(state, hook)
+    for step in range(3):
+        wrapped(numbers(step)).square().mean().backward()
+    kept = hvd.broadcast_object(state.state_dict(), 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state.load_state_dict(kept)
+    steps = [each["step"] for name, each in state._states().items() if "weight" in name]
+    assert steps == [3, 3]
+
+
+def case_two_who_reduce_the_same_gradients_are_refused():
+    started()
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    inner = torch.optim.SGD(own.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, own.named_parameters())
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel reduces.*hvd\.ddp_hook"):
+        wrapped(numbers(0)).sum().backward()
+    del optimizer, wrapped
+    sharded = layers()
+    fully_shard(sharded)
+    inner = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"DTensor.*hvd\.compress_fsdp"):
+        hvd.DistributedOptimizer(inner, sharded.named_parameters())
+
+
+CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
+def test_ddp(run_case, case):
+    run_case(case, "gloo", 2)

@@ -1,0 +1,291 @@
+"""What would let replicas drift apart, or does nothing, is said at once; on in-process ranks."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ringlet
+import ringlet.torch as hvd
+from ringlet.ring.errors import Mismatch
+
+
+def network(seed=0):
+    made = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 4))
+    draw = torch.Generator().manual_seed(seed)  # ranks are threads, and share torch's own
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw) / 8)
+    return made
+
+
+def wrap(model, make=torch.optim.SGD, **options):
+    return hvd.DistributedOptimizer(
+        make(model.parameters(), lr=0.1), model.named_parameters(), **options
+    )
+
+
+def backward(model, step=0):
+    draw = torch.Generator().manual_seed(10 * step + hvd.rank())
+    model(torch.randn(4, 8, generator=draw)).square().mean().backward()
+
+
+def ranks(work, np=2):
+    def main():
+        hvd.init()
+        return work()
+
+    return ringlet.run(main, np=np, transport="local")
+
+
+def test_clipping_before_synchronize_is_refused_with_the_cure():
+    def work():
+        model = network()
+        optimizer = wrap(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            backward(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with pytest.raises(RuntimeError, match=r"clip.*optimizer\.synchronize\(\)"):
+                optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        backward(model)
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert hvd.replicas_equal(model.state_dict())
+
+    ranks(work)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_gradient_that_one_rank_has_changed_is_told_to_all(replaced):
+    def work():
+        model = network()
+        optimizer = wrap(model)
+        backward(model)
+        if hvd.rank() == 1:
+            if replaced:
+                model[0].weight.grad = model[0].weight.grad * 2
+            else:
+                model[0].weight.grad *= 2
+            with pytest.raises(RuntimeError, match=r"'0\.weight' was changed"):
+                optimizer.step()
+            optimizer.zero_grad()
+            return
+        words = r"rank 1: abandoned: the gradient of '0\.weight' was changed"
+
+        def go_on():
+            for _ in range(2):  # rank 1 may find out when all have reduced the first step
+                optimizer.step()
+                optimizer.zero_grad()
+                backward(model)
+
+        with pytest.raises(hvd.StepAbandoned, match=words):
+            go_on()
+
+    ranks(work)
+
+
+def told_by(work, np=2):
+    """Return the warnings of a job."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ranks(work, np)
+    return [str(each.message) for each in caught]
+
+
+def steps(model, optimizer, count=3):
+    for step in range(count):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, "OneBitAdam", "DiLoCo"])
+def test_parameters_that_differ_at_the_first_step_are_told_of_once(base):
+    def work():
+        for seed in (0, hvd.rank()):
+            model = network(seed)
+            if base == "OneBitAdam":
+                optimizer = hvd.OneBitAdam(model.named_parameters())
+            elif base == "DiLoCo":
+                inner = torch.optim.SGD(model.parameters(), lr=0.1)
+                optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=1)
+            else:
+                optimizer = wrap(model, base)
+            steps(model, optimizer)
+
+    told = told_by(work)
+    assert len(told) == 1, told
+    assert "'0.weight' differs between ranks" in told[0]
+    assert "hvd.broadcast_parameters" in told[0]
+
+
+def test_settings_of_the_optimizer_that_differ_are_told_of_once():
+    def work():
+        model = network()
+        optimizer = wrap(model)
+        optimizer.param_groups[0]["lr"] = 0.1 * (hvd.rank() + 1)
+        steps(model, optimizer)
+
+    told = told_by(work)
+    assert len(told) == 1, told
+    assert "hvd.broadcast_optimizer_state" in told[0]
+
+
+def test_a_broadcast_behind_diloco_counts():
+    def work():
+        model = network(hvd.rank())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=2)
+        hvd.broadcast_parameters(model.state_dict())
+        steps(model, optimizer, 4)
+        assert hvd.replicas_equal(model.state_dict())
+
+    assert told_by(work) == []
+
+
+def test_optimizers_of_different_classes_are_refused():
+    def work():
+        model = network()
+        make = torch.optim.Adam if hvd.rank() else torch.optim.SGD
+        for op in (hvd.Average, hvd.Adasum):
+            with pytest.raises(Mismatch, match="rank 0: SGD; rank 1: Adam"):
+                wrap(model, make, op=op)
+        steps(model, wrap(model))
+
+    ranks(work)
+
+
+def test_adasum_refuses_what_it_cannot_compress_at_once():
+    def work():
+        for spec in ("int8", "topk(ratio=0.5) | ef", {"0.*": "fp16"}):
+            with pytest.raises(ValueError, match="op=Adasum"):
+                wrap(network(), op=hvd.Adasum, compression=spec)
+        for spec in (None, "none", "fp16"):
+            model = network()
+            steps(model, wrap(model, op=hvd.Adasum, compression=spec))
+            assert hvd.replicas_equal(model.state_dict())
+
+    ranks(work)
+
+
+def test_a_pattern_without_a_parameter_is_named_and_wrappers_are_looked_through():
+    def work():
+        model = network()
+        compiled = [(f"_orig_mod.{n}", p) for n, p in model.named_parameters()]
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        hvd.DistributedOptimizer(inner, compiled, {"2.wieght": "none", "*": "fp16"})
+        optimizer = hvd.DistributedOptimizer(inner, compiled, {"0.weight": "fp16"})
+        assert str(optimizer._ringlet._carried("_orig_mod.0.weight")[0]) == "fp16"
+        assert str(optimizer._ringlet._carried("_orig_mod.2.weight")[0]) == "none"
+        optimizer.set_compression({"bais": "fp16", "weigth*": "fp16"})
+
+    told = told_by(work, 1)
+    assert len(told) == 2, told
+    assert "'2.wieght' matches no parameter" in told[0]
+    assert "'_orig_mod.0.weight'" in told[0]
+    assert "'bais', 'weigth*' match no parameter" in told[1]
+
+
+class Scaler(torch.amp.GradScaler):
+    """One of the many that clip, or log, in a method of their own."""
+
+    def unscale_(self, optimizer):
+        factor = 1.0 / self.get_scale()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad *= factor
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
+            torch.device("cpu"): torch.zeros(1)
+        }
+
+
+def test_a_grad_scaler_of_ones_own_waits_for_gradients():
+    def work():
+        model = network()
+        optimizer, scaler = wrap(model), Scaler("cpu", init_scale=4.0)
+        twin = network()
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+        draw = torch.Generator().manual_seed(hvd.rank())
+        x = torch.randn(4, 8, generator=draw)
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        optimizer.step()
+        twin(x).square().mean().backward()
+        for name, p in twin.named_parameters():
+            p.grad = hvd.allreduce(p.grad, name=f"twin.{name}")
+        plain.step()
+        assert hvd.replicas_equal(model.state_dict())
+        assert torch.allclose(model[0].weight, twin[0].weight, atol=1e-6)
+
+    ranks(work)
+
+
+@pytest.mark.parametrize("spec", ["topk(ratio=0.1) | ef", "int8 | momentum_correction"])
+def test_parameters_that_are_added_or_unfrozen_leave_residuals_alone(spec):
+    def work():
+        model = network()
+        model[0].weight.requires_grad_(False)
+        head = nn.Linear(4, 300)
+        hvd.broadcast_parameters(head.state_dict(), 0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"compression": {"2.*": spec, "*": "none"}} if "topk" in spec else {}
+        options = options or {"compression": spec}
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+        big = {"2.weight": optimizer._ringlet.states["2.weight"]}
+        steps(model, optimizer)
+        before, step = dict(big["2.weight"]), optimizer._ringlet.step
+        model[0].weight.requires_grad_(True)
+        inner.add_param_group({"params": list(head.parameters()), "lr": 0.01})
+        backward(model)
+        with pytest.raises(RuntimeError, match=r"wrap the original optimizer again.*residuals"):
+            optimizer.step()
+        everything = [*model.named_parameters(), *head.named_parameters(prefix="head")]
+        optimizer = hvd.DistributedOptimizer(inner, everything, **options)
+        after = optimizer._ringlet.states["2.weight"]
+        assert after.keys() == before.keys()
+        assert optimizer._ringlet.step >= step
+        steps(nn.Sequential(model, head), optimizer)
+        assert hvd.replicas_equal(model.state_dict())
+        assert hvd.replicas_equal(head.state_dict())
+
+    ranks(work)
+
+
+def test_a_shard_of_fsdp2_is_refused_with_what_to_do():
+    class Shard(torch.Tensor):
+        """What a DTensor looks like."""
+
+        device_mesh = "a mesh"
+
+    p = nn.Parameter(torch.ones(3)).as_subclass(Shard)
+
+    def work():
+        for call in (
+            lambda: hvd.allreduce(p),
+            lambda: hvd.broadcast_parameters({"p": p}),
+        ):
+            with pytest.raises(TypeError, match=r"DTensor.*compress_fsdp"):
+                call()
+
+    ranks(work, 1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "amp_bf16", "bf16(keep=['*.bias'])"])
+def test_a_model_with_a_precision_can_be_saved_whole(precision):
+    model = hvd.apply_precision(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), precision)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    again = torch.load(stream, weights_only=False)
+    x = torch.ones(2, 8)
+    assert torch.equal(again(x), model(x))
+    assert again(x).dtype is torch.float32
