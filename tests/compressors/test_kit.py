@@ -508,14 +508,28 @@ def test_every_broken_plugin_is_caught_and_told_why(broken, says):
 
 def test_a_failure_shows_a_shrunk_example():
     with pytest.raises(CheckFailed) as caught:
-        check_compressor(FailsOnEmptyTensors())
-    assert "Smallest example: array([], dtype=float32)" in str(caught.value)
+        check_compressor(ReturnsAView())
+    assert "Smallest example: array([0.], dtype=float32)" in str(caught.value)
 
 
 def test_every_check_says_why_it_matters():
     for check in all_checks():
         assert len(check.why) > 40, check.name
+        assert len(check.cure) > 30, check.name
     assert len({check.name for check in all_checks()}) == len(all_checks())
+
+
+def test_a_check_comes_behind_those_that_it_needs():
+    before = set()
+    for check in all_checks():
+        assert before.issuperset(check.needs), check.name
+        before.add(check.name)
+
+
+def test_one_cause_is_told_once():
+    with pytest.raises(CheckFailed) as caught:
+        check_compressor(FailsOnEmptyTensors())
+    assert str(caught.value).count("Why it matters: ") == 1
 
 
 def test_specs_of_registered_plugins_work(monkeypatch):

@@ -4,7 +4,6 @@ import numpy as np
 
 from broken.right import CELL, Cells, Folded, Largest, Signs, Whole, rows_of
 from ringlet.compressors import Compressor, Part, Traits
-from ringlet.compressors.random import uniform
 
 
 class OmegaOfGaussians(Whole):
@@ -17,7 +16,7 @@ class OmegaOfGaussians(Whole):
         xp = ctx.xp
         step = xp.abs(x).max(initial=0, keepdims=True) / np.float32(7)
         with np.errstate(all="ignore"):
-            codes = xp.floor(x / step + uniform(ctx, x.size))
+            codes = xp.floor(x / step + ctx.uniform(x.size))
         usable = xp.isfinite(step) & (step > 0)
         return {"codes": xp.where(usable, codes, 0).astype("int8"), "step": step}
 
@@ -62,7 +61,7 @@ class TruncatesNegatives(Cells):
         return Traits(fixed_size=True, granularity=CELL, omega=0.01)
 
     def rounded(self, places, ctx):
-        return ctx.xp.trunc(places + uniform(ctx, places.size))
+        return ctx.xp.trunc(places + ctx.uniform(places.size))
 
 
 class EpsilonInScale(Whole):
@@ -111,14 +110,14 @@ class HalfScale(Whole):
             out[:] = payload["codes"] * payload["step"].astype("float32")
 
 
-class SquaresOverflow(Signs):
-    """Scales by the root of the mean square, whose squares overflow float32 from 2**64 on."""
+class CubesOverflow(Signs):
+    """Scales by the third norm, whose cubes leave float32 at 2**40."""
 
     def compress(self, x, ctx):
         xp = ctx.xp
         with np.errstate(all="ignore"):
-            mean = (x * x).sum(keepdims=True) / np.float32(max(x.size, 1))
-        return {"bits": xp.packbits(x >= 0), "scale": xp.sqrt(mean)}
+            mean = (xp.abs(x) ** 3).sum(keepdims=True) / np.float32(max(x.size, 1))
+            return {"bits": xp.packbits(x >= 0), "scale": xp.cbrt(mean)}
 
 
 class ClipsAtOne(Cells):
@@ -211,7 +210,7 @@ class HidesDivergence(Compressor):
         return None
 
     def compress(self, x, ctx):
-        keep = uniform(ctx, x.size) < np.float32(1 / 16)
+        keep = ctx.uniform(x.size) < np.float32(1 / 16)
         places = ctx.xp.flatnonzero(keep | ~ctx.xp.isfinite(x)).astype("uint32")
         with np.errstate(over="ignore"):
             return {"indices": places, "values": x[places] * np.float32(16)}
@@ -329,4 +328,4 @@ class OmegaBelowHalfSteps(Cells):
         return Traits(fixed_size=True, granularity=CELL, omega=0.0004)
 
     def rounded(self, places, ctx):
-        return ctx.xp.floor(places + uniform(ctx, places.size))
+        return ctx.xp.floor(places + ctx.uniform(places.size))

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from broken.right import CELL, Cells, Momentum, Part, Traits, Whole
-from ringlet.compressors.random import uniform
+from broken.right import CELL, Cells, Compressor, Momentum, Part, Traits, Whole
 
 
 class UnbiasedAttribute(Whole):
@@ -30,7 +29,7 @@ class OmegaOption(Cells):
     omega: float = 0.01
 
     def rounded(self, places, ctx):
-        return ctx.xp.floor(places + uniform(ctx, places.size))
+        return ctx.xp.floor(places + ctx.uniform(places.size))
 
 
 class CombineAttribute(Whole):
@@ -65,14 +64,11 @@ class MisspeltFeedback(Whole):
         super().feedback_into(x, residual, decay, payload, ctx)
 
 
-class MisspeltTraits(Cells):
+class MisspeltTraits(Whole):
     """Defines `trait`, so that nothing is declared."""
 
     def trait(self):
-        return Traits(fixed_size=True, granularity=CELL)
-
-    def traits(self):
-        return Traits()
+        return Traits(delta=0.9)
 
 
 class Rounding(enum.Enum):
@@ -128,13 +124,14 @@ class LooksEqual(Whole):
         return 1
 
 
-class NoDecoder(Whole):
-    """Misspells `decompress`."""
+class MisspeltDecoder(Compressor):
+    """Defines `decompres`."""
 
-    decompress = None
+    def compress(self, x, ctx):
+        return {"values": x.copy()}
 
     def decompres(self, payload, out, ctx):
-        super().decompress(payload, out, ctx)
+        out[:] = payload["values"]
 
 
 class FixedWithoutLayout(Whole):

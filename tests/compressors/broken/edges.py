@@ -3,7 +3,7 @@
 import numpy as np
 
 from broken.right import CELL, Cells, Largest, Signs, Whole
-from ringlet.compressors import Compressor, Part, Traits
+from ringlet.compressors import Compressor
 
 
 class EmptyInput(Whole):
@@ -155,7 +155,7 @@ class RangeOfOneRank(Cells):
     def compress(self, x, ctx):
         if ctx.stage == 1:
             return super().compress(x, ctx)
-        rms = np.sqrt(np.mean(x.astype("float64") ** 2, initial=0)) if x.size else 0
+        rms = np.sqrt(np.mean(x.astype("float64") ** 2)) if x.size else 0
         bound = np.float32(rms / ctx.size)
         with np.errstate(invalid="ignore"):
             return super().compress(ctx.xp.clip(x, -bound, bound), ctx)
@@ -238,20 +238,3 @@ class FinishByRank(Whole):
     def finish(self, out, ctx):
         if ctx.rank == 0:
             out *= np.float32(0.5)
-
-
-class HalfSums(Compressor):
-    """Float16 values that add up on the wire, where the sum of a few ranks overflows."""
-
-    def traits(self):
-        return Traits("sum", fixed_size=True)
-
-    def layout(self, n):
-        return (Part("signs", "int8", n),)
-
-    def compress(self, x, ctx):
-        signs = ctx.xp.sign(ctx.xp.nan_to_num(x)) * np.float32(100)
-        return {"signs": signs.astype("int8")}
-
-    def decompress(self, payload, out, ctx):
-        out[:] = payload["signs"]

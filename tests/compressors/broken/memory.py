@@ -290,7 +290,7 @@ class CachesByStep(Cells):
     kept: ClassVar[dict[object, object]] = {}
 
     def compress(self, x, ctx):
-        key = (ctx.name, ctx.rank, ctx.step, ctx.seed, x.size, float(x[:1].sum()))
+        key = (ctx.name, ctx.rank, ctx.step, x.size)
         if key not in self.kept:
             self.kept.clear()
             self.kept[key] = super().compress(x, ctx)

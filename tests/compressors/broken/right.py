@@ -75,6 +75,19 @@ class Largest(Compressor):
         out[payload["indices"]] = payload["values"]
 
 
+class Masked(Compressor):
+    """Sends values at places that a bit mask tells; whoever chains behind it is told why not."""
+
+    def compress(self, x, ctx):
+        keep = ~(ctx.xp.abs(x) < ctx.xp.abs(x).mean(dtype="float32") if x.size else x < 0)
+        return {"mask": ctx.xp.packbits(keep), "values": x[keep]}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        keep = ctx.xp.unpackbits(payload["mask"], count=out.size).astype(bool)
+        out[keep] = payload["values"]
+
+
 class Signs(Compressor):
     """A bit per element and the mean magnitude."""
 
@@ -159,6 +172,3 @@ class SharedScale(Compressor):
             if local is not None:
                 local[:] = codes.astype("float32") * step
             out[:] = total.astype("float32") * (step / np.float32(ctx.size))
-
-
-RIGHT = [Whole, Cells, Largest, Signs, Folded, Momentum, SharedScale]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from broken.right import CELL, Cells, Largest, Signs, Whole
+from broken.right import CELL, Cells, Largest, Masked, Signs, Whole
 from ringlet.compressors import Compressor, Part, Traits
 
 
@@ -115,10 +115,10 @@ class Complex(Compressor):
     """Sends a Fourier transform as complex numbers."""
 
     def compress(self, x, ctx):
-        return {"spectrum": np.fft.rfft(np.concatenate([x, x[:1] * 0])).astype("complex64")}
+        return {"spectrum": np.fft.rfft(np.append(x, [0, 0])).astype("complex64")}
 
     def decompress(self, payload, out, ctx):
-        out[:] = np.fft.irfft(payload["spectrum"], out.size + 1)[: out.size]
+        out[:] = np.fft.irfft(payload["spectrum"], out.size + 2)[: out.size]
 
 
 class Tuple(Whole):
@@ -193,20 +193,7 @@ class WrongChainedPart(Whole):
         return "coefficients"
 
 
-class UncountedValues(Compressor):
-    """Sends values at places that a bit mask tells: nobody can know how many values there are."""
-
-    def compress(self, x, ctx):
-        keep = ~(ctx.xp.abs(x) < ctx.xp.abs(x).mean(dtype="float32") if x.size else x < 0)
-        return {"mask": ctx.xp.packbits(keep), "values": x[keep]}
-
-    def decompress(self, payload, out, ctx):
-        out[:] = 0
-        keep = ctx.xp.unpackbits(payload["mask"], count=out.size).astype(bool)
-        out[keep] = payload["values"]
-
-
-class WrongChainedCount(UncountedValues):
+class WrongChainedCount(Masked):
     """Counts all elements, not those that the mask lets through."""
 
     def chained_count(self, payload, n):
