@@ -63,5 +63,6 @@ def test_numbers_are_arrays_of_the_contexts_module():
         assert np.array_equal(there, here)
     assert isinstance(ctx.uniform(50), Elsewhere)
     assert isinstance(ctx.rng().random(), float)
+    assert not np.array_equal(ctx.rng(stream=1).random(50), ctx.rng().random(50))
     rng = ctx.rng()
     assert not np.array_equal(rng.random(50), rng.random(50))
