@@ -157,6 +157,10 @@ def check_every_length(compressor: Compressor) -> None:
                 check_payload(compressor.label(), payload)
                 if compressor.traits().fixed_size:
                     check_fits_layout(compressor, payload, n)
+                outs = np.zeros(n, np.float32), np.ones(n, np.float32)
+                for out in outs:
+                    compressor.decompress(payload, out, context(x))
+                check_overwritten(*outs)
             (out,) = simulate(compressor, [x])
             assert out.shape == (n,), f"{n} elements became {out.shape}"
             assert np.isfinite(out).all(), f"{n} finite elements decode to {out}"

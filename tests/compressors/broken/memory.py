@@ -13,7 +13,7 @@ class KeepsInput(Compressor):
     """Sends the change since the last step, and remembers that step's gradient itself."""
 
     def traits(self):
-        return Traits(stateful=True)
+        return Traits(stateful=True, gradient_units=("last",))
 
     def compress(self, x, ctx):
         last = ctx.state.get("last")
@@ -255,7 +255,9 @@ class ResidualOfPiece(Compressor):
     """Declares memory and cutting, and remembers as many elements as its first piece has."""
 
     def traits(self):
-        return Traits(fixed_size=True, granularity=CELL, stateful=True)
+        return Traits(
+            fixed_size=True, granularity=CELL, stateful=True, gradient_units=("residual",)
+        )
 
     def layout(self, n):
         return (Part("values", "uint16", n),)

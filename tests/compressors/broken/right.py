@@ -136,7 +136,7 @@ class Momentum(Compressor):
     """Sends an average over steps, which it remembers, as 16-bit floats times a power of two."""
 
     def traits(self):
-        return Traits(stateful=True)
+        return Traits(stateful=True, gradient_units=("average",))
 
     def compress(self, x, ctx):
         xp = ctx.xp
