@@ -30,7 +30,7 @@ from ringlet.ring.local import LocalCommunicator, this_thread
 from ringlet.ring.log import level_from, show
 from ringlet.ring.wire.keys import agreed_key
 
-ONE_HOST = 16  # of so many spans of large sums one is compared where no wire is between ranks
+ONE_HOST = 32  # of so many spans of large sums one is compared where no wire is between ranks
 
 
 class NotInitialized(RingError, ValueError):

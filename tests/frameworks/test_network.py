@@ -55,7 +55,7 @@ def test_sums_are_compared_in_turn_where_no_wire_is_between_ranks(monkeypatch, h
         return runtime.engine.limits.verify_sums
 
     hosts("aa")
-    assert with_runtimes(2, body) == [16, 16]
+    assert with_runtimes(2, body) == [32, 32]
     hosts("ab")
     assert with_runtimes(2, body) == [1, 1]
     monkeypatch.setenv("RINGLET_VERIFY_SUMS", "3")
