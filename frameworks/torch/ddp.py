@@ -266,7 +266,7 @@ def _slices(bucket: Any, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch
         doubled = p.is_complex() and not buffer.is_complex()
         shape = (*p.shape, 2) if doubled else tuple(p.shape)
         numel = math.prod(shape)
-        found.append((p, buffer[start : start + numel].view(shape)))
+        found.append((p, shape, slice(start, start + numel)))
         start += numel
     if start != buffer.numel():
         raise RuntimeError(
@@ -274,7 +274,7 @@ def _slices(bucket: Any, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch
             f"{start}: this version of torch, {torch.__version__}, lays gradients out in a way "
             "that ddp_hook does not know"
         )
-    return found
+    return [(p, buffer[place].view(shape)) for p, shape, place in found]
 
 
 def _sparse_mean(state: DdpState, bucket: Any) -> torch.Tensor:

@@ -96,6 +96,12 @@ class DiLoCo(torch.optim.Optimizer):
             self._agree()
         return outer if closure is None else loss
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "DiLoCo cannot be copied or pickled: it is tied to this process's parameters and "
+            "peers. Copy or save optimizer.state_dict()"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, and beside it what outer steps need.
 

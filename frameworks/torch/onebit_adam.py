@@ -7,7 +7,7 @@ speed", ICML 2021.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -76,6 +76,12 @@ class OneBitAdam(torch.optim.Optimizer):
                 self._update(group, p, self._carriers[self._names[p]].grad, frozen)
         return loss
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "OneBitAdam cannot be copied or pickled: it is tied to this process's parameters and "
+            "peers. Copy or save optimizer.state_dict()"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return Adam's state with its step, and this rank's residuals under one more key.
 
@@ -107,7 +113,13 @@ class OneBitAdam(torch.optim.Optimizer):
         return self._reducer
 
     def _load_inner(self, state_dict: Mapping[str, Any]) -> None:
-        """Load all but residuals."""
+        """Load all but residuals. Raises ValueError, and loads nothing, without Adam's steps."""
+        moments = state_dict["state"].values()
+        if not all("step" in state for state in moments):
+            raise ValueError(
+                "this checkpoint of OneBitAdam does not say after how many steps it was saved (it "
+                "is of an older release): set state['step'] of every parameter in it, and load it"
+            )
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
 

@@ -98,7 +98,7 @@ class Reducer:
         self._alone = False  # whether it is known that nobody else reduces
         self._included = process_set.included()
         self._router = as_router(compression)
-        warn_of_unmatched(self._router, named, stacklevel=4)
+        warn_of_unmatched(self._router, named, stacklevel=3)
         self._declare(0 if before is None else self._inherit(before))
         self._take_over()
 
@@ -116,7 +116,7 @@ class Reducer:
         if self.in_flight:
             raise RuntimeError("set_compression between backward() and step()")
         before, self._router = self._router, as_router(compression)
-        warn_of_unmatched(self._router, self.parameters, stacklevel=4)
+        warn_of_unmatched(self._router, self.parameters, stacklevel=3)
         with _at_work():
             for name, state in self.states.items():
                 compressors = routed(before, name), routed(self._router, name)
@@ -515,14 +515,23 @@ def _refuse_ddp(hooks: GradHooks) -> None:
     """Raise RuntimeError where DistributedDataParallel reduces the same gradients."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    for found in gc.get_objects():  # DDP keeps no list of what it wraps
-        if issubclass(type(found), wrapper) and any(p in hooks for p in found.parameters()):
+    if _is_in_ddp(hooks):
+        gc.collect()  # one that was dropped lives on in its circles
+        if _is_in_ddp(hooks):
             raise RuntimeError(
                 "DistributedDataParallel reduces the gradients of this optimizer's parameters "
                 "too: use DistributedOptimizer with the bare model, or DistributedDataParallel "
                 "with hvd.ddp_hook and the bare optimizer"
             )
+
+
+def _is_in_ddp(hooks: GradHooks) -> bool:
+    """Whether a DistributedDataParallel that is still there wraps a parameter of ``hooks``."""
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    return any(  # DDP keeps no list of what it wraps
+        issubclass(type(found), wrapper) and any(p in hooks for p in found.parameters())
+        for found in gc.get_objects()
+    )
 
 
 def check_passes(passes: int) -> None:

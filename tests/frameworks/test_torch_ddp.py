@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import tempfile
 import warnings
@@ -206,6 +207,17 @@ def case_two_who_reduce_the_same_gradients_are_refused():
     with pytest.raises(RuntimeError, match=r"DistributedDataParallel reduces.*hvd\.ddp_hook"):
         wrapped(numbers(0)).sum().backward()
     del optimizer, wrapped
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    gc.disable()
+    try:
+        del wrapped  # its circles keep it until the collector runs
+        inner = torch.optim.SGD(own.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, own.named_parameters())
+        own(numbers(0)).sum().backward()
+        optimizer.step()
+    finally:
+        gc.enable()
     sharded = layers()
     fully_shard(sharded)
     inner = torch.optim.SGD(sharded.parameters(), lr=0.1)

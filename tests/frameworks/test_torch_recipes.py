@@ -1,5 +1,6 @@
 """Optimizer recipes on top of compressors, on in-process ranks."""
 
+import copy
 import io
 import warnings
 
@@ -266,3 +267,39 @@ def test_onebit_adam_refuses_settings_out_of_range(options):
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=next(iter(options))):
         hvd.OneBitAdam(model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "onebit_adam"])
+def test_neither_can_be_copied_or_saved_whole(kind):
+    def train():
+        hvd.init()
+        model, _ = problem()
+        named = list(model.named_parameters())
+        if kind == "diloco":
+            made = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), named)
+        else:
+            made = hvd.OneBitAdam(named)
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copy.deepcopy(made)
+
+    ringlet.run(train, np=1, transport="local")
+
+
+def test_a_checkpoint_of_onebit_adam_without_steps_is_refused_whole():
+    def train():
+        hvd.init()
+        model, loss = problem()
+        made = hvd.OneBitAdam(model.named_parameters())
+        loss().backward()
+        made.step()
+        old = copy.deepcopy(made.state_dict())
+        before = made.steps, made.state[model.weight]["exp_avg"].clone()
+        for state in old["state"].values():
+            del state["step"]
+            state["exp_avg"] = state["exp_avg"] + 1
+        with pytest.raises(ValueError, match="does not say after how many steps"):
+            made.load_state_dict(old)
+        assert made.steps == before[0]
+        assert made.state[model.weight]["exp_avg"].equal(before[1])
+
+    ringlet.run(train, np=1, transport="local")
