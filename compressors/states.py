@@ -75,7 +75,9 @@ def fit(
         if array is None or numel is None or getattr(array, "shape", None) == (numel,):
             continue
         told.append(f"has {numel} elements; its {name!r}, {described(array)}, is forgotten")
-        del state[name]
+        # What is left is of that other tensor too: factors, a server's sums, parts of shards.
+        for key in state.keys() - {"step"}:
+            del state[key]
     ranks = [
         c.rank
         for c in (before and _innermost(before), _innermost(compressor))

@@ -129,6 +129,15 @@ def test_what_does_not_fit_is_told():
     assert state == {"step": 1}
 
 
+@pytest.mark.parametrize("spec", ["int8 | ef21", "powersgd | ef"])
+def test_nothing_is_left_of_a_tensor_of_another_size(spec):
+    compressor, (state, _) = trained(spec)
+    state |= {"step": 3, "stage2.0": {"sum": np.ones(1000), "known": np.ones(1000)}}
+    (told,) = fit(state, spec, compressor, N + 1, 2)
+    assert "is forgotten" in told
+    assert state == {"step": 3}
+
+
 def test_what_fits_is_told_nobody():
     compressor, (state, _) = trained("topk(ratio=0.1) | ef")
     kept = copy.deepcopy(state)
