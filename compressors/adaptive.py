@@ -79,31 +79,32 @@ def assign(
     return {name: chosen[pick] for name, pick in zip(gradients, picks, strict=True)}
 
 
-def _measure(compressor: Compressor, name: str, gradient: Array) -> tuple[int, float]:
+def _measure(compressor: Compressor, name: str, gradient: Array) -> tuple[float, float]:
     """Return the bytes that a rank sends, and the squared error of compressing ``gradient``.
 
-    In the last of a few steps where exchanges in rounds begin with what the one before left.
+    In the last of a few steps where exchanges in rounds begin with what the one before left; bytes
+    are the mean of the last two, for ACP-SGD sends one factor and the other in turn.
     """
     x = np.ascontiguousarray(gradient, np.float32).reshape(-1)
     ctx = Context(name=name, shape=gradient.shape, numel=x.size)
-    out, sent = np.empty_like(x), 0
+    out, sent = np.empty_like(x), [0, 0]  # of the step before, and of this one
     traits = compressor.traits()
     if traits.combine != "rounds":
         payload = compressor.compress(x, ctx)
         compressor.decompress(payload, out, ctx)
-        sent = sum(array.nbytes for array in payload.values())
+        sent = [sum(array.nbytes for array in payload.values())] * 2
     for step in range(_WARM if traits.combine == "rounds" else 0):
-        ctx.step, sent = step, 0
+        ctx.step, sent = step, [sent[1], 0]
         rounds = compressor.exchange(x, out, ctx)
         with suppress(StopIteration):
             asked = next(rounds)
             while True:
-                sent += asked.values.nbytes
+                sent[1] += asked.values.nbytes
                 asked = rounds.send(asked.values)
         for held in traits.gradient_units:  # it is this gradient's error that counts
             ctx.state.pop(held, None)
     lost = out.astype(np.float64) - x
-    return sent, float(lost @ lost)
+    return sum(sent) / 2, float(lost @ lost)
 
 
 def _cheapest(sizes: Array, errors: Array, budget: float, resolution: int) -> list[int]:

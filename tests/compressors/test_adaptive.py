@@ -92,6 +92,13 @@ def test_assign_chooses_among_ranks(name, feedback):
     assert _measure(parse("powersgd(rank=2)"), "bias", gradients["bias"]) == (bias, 0.0)
 
 
+@pytest.mark.parametrize("shape", [(2000, 50), (50, 2000)])
+def test_factors_that_are_sent_in_turn_both_count(shape):
+    gradient = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    sent, _ = _measure(parse("acpsgd(rank=4)"), "w", gradient)
+    assert sent == 4 * 4 * (2000 + 50) / 2
+
+
 def test_assign_of_nothing_is_nothing():
     assert assign({}, ["int8"], "int4") == {}
     with pytest.raises(OptionError, match="resolution"):
