@@ -60,7 +60,7 @@ def fit(
     nobody knows them. Arrays are NumPy's.
     """
     told: list[str] = []
-    before = compressor if spec is None else _parsed(spec)
+    before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     if spec is not None and spec != str(compressor):
         if before is None:
             forgotten = sorted(state.keys() - {"step"})
@@ -99,7 +99,7 @@ def merged(
     ``states`` are those that ``spec`` left, in the order of ranks, the same on every rank. What is
     in units of the gradient is consolidated, the rest forgotten.
     """
-    before = compressor if spec is None else _parsed(spec)
+    before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     if before is None:
         return {}
     found = before.consolidate(states)

@@ -159,6 +159,15 @@ def test_what_is_held_back_of_a_mean_is_the_same_among_other_ranks(spec, size):
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-9)
 
 
+def test_what_no_spec_can_write_goes_on_among_other_ranks():
+    class Local(Heavy):
+        """Nothing else, where no import finds it."""
+
+    compressor, states = trained(parse("int8") | Local(), size=3)
+    new = merged(states, str(compressor), compressor, 2)
+    np.testing.assert_allclose(new["past"], sum(s["past"] for s in states) / 3, atol=1e-6)
+
+
 def test_momenta_and_estimates_go_on_among_other_ranks():
     spec = "topk(ratio=0.1) | momentum_correction"
     compressor, states = trained(spec, size=3)
