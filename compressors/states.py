@@ -69,7 +69,7 @@ def fit(
         else:
             forgotten = carry_over(state, before, compressor, size, average)
         if forgotten:
-            told.append(f"was saved by {spec!r}; {str(compressor)!r} forgets its {forgotten}")
+            told.append(_of_another(spec, compressor, forgotten))
     for name in compressor.traits().gradient_units:
         array = state.get(name)
         if array is None or numel is None or getattr(array, "shape", None) == (numel,):
@@ -93,22 +93,32 @@ def fit(
 def merged(
     states: Sequence[State], spec: str | None, compressor: Compressor, size: int,
     average: bool = True,
-) -> State:  # fmt: skip
+) -> tuple[State, list[str]]:  # fmt: skip
     """Return what every one of ``size`` ranks goes on with, where ``states`` are of others.
 
     ``states`` are those that ``spec`` left, in the order of ranks, the same on every rank. What is
-    in units of the gradient is consolidated, the rest forgotten.
+    in units of the gradient is consolidated, the rest forgotten; what ``compressor`` would have
+    gone on with otherwise is told, as ``fit`` does.
     """
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
+    held = set[str]().union(*(state.keys() for state in states)) - {"step"}
     if before is None:
-        return {}
+        return {}, [_of_another(spec, compressor, sorted(held))] if held else []
     found = before.consolidate(states)
     unit = _share(compressor, size) / _share(before, len(states)) if average else 1.0
     for name, array in found.items():
         found[name] = array * np.float32(unit)
+    units = [name for name in before.traits().gradient_units if name in held - found.keys()]
+    told = [f"has another size on some ranks; its {units} are forgotten"] if units else []
     if before != compressor:
-        carry_over(found, before, compressor, size, average=False)
-    return found
+        forgotten = carry_over(found, before, compressor, size, average=False)
+        if forgotten:
+            told.append(_of_another(spec, compressor, forgotten))
+    return found, told
+
+
+def _of_another(spec: str | None, compressor: Compressor, forgotten: list[str]) -> str:
+    return f"was saved by {spec!r}; {str(compressor)!r} forgets its {forgotten}"
 
 
 def _parsed(spec: str) -> Compressor | None:

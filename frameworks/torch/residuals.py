@@ -125,12 +125,14 @@ def reshard(
     if len(shards) == size:
         return restore(states, in_order[rank], rank, size, tensors, average)
     step, strange = max(int(shard["step"]) for shard in shards), []
-    specs: Mapping[str, str] = in_order[0].get("specs", {})
+    specs: dict[str, str] = {}
+    for shard in reversed(in_order):  # a rank that remembered nothing names no spec
+        specs |= shard.get("specs", {})
     for name, state in states.items():
         compressor, numel = tensors[name]
         parts = [_to_arrays(shard["states"].get(name, {})) for shard in in_order]
-        found = merged(parts, specs.get(name), compressor, size, average)
-        told = fit(found, None, compressor, numel, size, average)
+        found, told = merged(parts, specs.get(name), compressor, size, average)
+        told += fit(found, None, compressor, numel, size, average)
         strange += [f"{name!r} {what}" for what in told]
         counts = [int(part["step"]) for part in parts if "step" in part]
         _replace(state, found | {"step": max(counts, default=step)})

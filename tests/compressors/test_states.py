@@ -151,7 +151,7 @@ def test_what_fits_is_told_nobody():
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_what_is_held_back_of_a_mean_is_the_same_among_other_ranks(spec, size):
     compressor, states = trained(spec, size=3)
-    new = merged(states, spec, compressor, size)
+    new, _ = merged(states, spec, compressor, size)
     # A compressor that divides first holds back shares of the mean, which add up to it.
     divided = compressor.traits().predivide
     before = sum(s["residual"].astype(float) for s in states) / (1 if divided else 3)
@@ -164,20 +164,24 @@ def test_what_no_spec_can_write_goes_on_among_other_ranks():
         """Nothing else, where no import finds it."""
 
     compressor, states = trained(parse("int8") | Local(), size=3)
-    new = merged(states, str(compressor), compressor, 2)
+    new, _ = merged(states, str(compressor), compressor, 2)
     np.testing.assert_allclose(new["past"], sum(s["past"] for s in states) / 3, atol=1e-6)
 
 
 def test_momenta_and_estimates_go_on_among_other_ranks():
     spec = "topk(ratio=0.1) | momentum_correction"
     compressor, states = trained(spec, size=3)
-    new = merged(states, spec, compressor, 2)
+    new, _ = merged(states, spec, compressor, 2)
     for name in ("u", "v"):
         np.testing.assert_allclose(new[name], sum(s[name] for s in states) / 3, atol=1e-6)
     compressor, states = trained("int8 | ef21", size=3)
     states[0]["server"] += 1  # as if sums in shards were behind
-    new = merged(states, "int8 | ef21", compressor, 2)
+    new, _ = merged(states, "int8 | ef21", compressor, 2)
     np.testing.assert_array_equal(new["worker"], new["server"])
     np.testing.assert_allclose(new["worker"], sum(s["worker"] for s in states) / 3, atol=1e-6)
-    assert merged(states, "int8 | ef21", parse("int8 | ef"), 2) == {}
-    assert merged(states, "someone.elses:Plugin", compressor, 2) == {}
+    for spec, after in (("int8 | ef21", parse("int8 | ef")), ("someone.elses:Plugin", compressor)):
+        told = f"was saved by {spec!r}; {str(after)!r} forgets its ['server', 'worker']"
+        assert merged(states, spec, after, 2) == ({}, [told])
+    states[1]["worker"] = states[1]["worker"][:-1]
+    _, told = merged(states, "int8 | ef21", compressor, 2)
+    assert told == ["has another size on some ranks; its ['worker'] are forgotten"]

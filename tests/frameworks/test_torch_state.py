@@ -390,3 +390,14 @@ def test_another_number_of_ranks_keeps_the_mean_of_residuals():
         mean = sum(s["w"]["residual"] for s in old) / 3
         again = sum(s["w"]["residual"] for s in new) / size
         assert abs(mean - again).max() < 1e-6
+
+
+def test_what_other_ranks_cannot_go_on_with_is_told():
+    held = {"w": {"step": 7, "u": torch.randn(9).numpy(), "v": torch.randn(9).numpy()}}
+    before = {"w": parse("topk | momentum_correction")}
+    # Rank 0 remembers nothing of "w", and says nothing of its spec.
+    shards = [residuals.saved({}, 0, 2, 7), residuals.saved(held, 1, 2, 7, before)]
+    states, tensors = {"w": {}}, {"w": (parse("topk | ef"), 9)}
+    with pytest.warns(UserWarning, match=r"'w' was saved by 'topk \| momentum.*\['u', 'v'\]"):
+        assert residuals.reshard(states, shards, 0, 3, tensors) == 7
+    assert states == {"w": {"step": 7}}
