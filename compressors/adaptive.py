@@ -15,7 +15,9 @@ import numpy as np
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.contract import Compressor
 from ringlet.compressors.errors import OptionError
+from ringlet.compressors.powersgd import LowRank
 from ringlet.compressors.spec import resolve
+from ringlet.compressors.states import innermost
 
 Spec = str | Compressor
 _WARM = 4  # steps after which a warm start has found its subspace
@@ -62,11 +64,18 @@ def assign(
     on all layers would give (to one part in ``resolution`` per layer), by dynamic programming.
     ``gradients`` are float32 arrays by name, the same on every rank, in the tensors' shapes, by
     which low-rank compressors go; ``reference`` is always among the candidates, so there is a
-    solution. The result is a mapping for ``compression=``.
+    solution. The result is a mapping for ``compression=``. Raises OptionError where low-rank
+    compressors are given vectors alone, of which they send everything.
     """
     if resolution < 1:
         raise OptionError(f"assign: resolution must be at least 1, got {resolution}")
     chosen = [resolve(spec) for spec in (*candidates, reference)]
+    low = next((str(each) for each in chosen if isinstance(innermost(each), LowRank)), None)
+    if low is not None and gradients and all(g.ndim < 2 for g in gradients.values()):
+        raise OptionError(
+            f"assign: {low!r} compresses matrices, and all gradients are flat; give them in their "
+            "tensors' shapes, such as p.grad.numpy() without reshape(-1)"
+        )
     sizes, errors = [], []
     for name, gradient in gradients.items():
         measured = [_measure(compressor, name, gradient) for compressor in chosen]
@@ -110,10 +119,13 @@ def _measure(compressor: Compressor, name: str, gradient: Array) -> tuple[float,
 def _cheapest(sizes: Array, errors: Array, budget: float, resolution: int) -> list[int]:
     """Return for each row the column such that sizes are least and errors within the budget."""
     layers, options = sizes.shape
-    step = budget / resolution if budget > 0 else 1.0
-    # Rounded up, so that a plan within the discretised budget is within the real one.
-    cost = np.ceil(errors / step - 1e-9).astype(np.int64)
-    cost[:, -1] = np.minimum(cost[:, -1], np.floor(errors[:, -1] / step).astype(np.int64))
+    if budget > 0:
+        step = budget / resolution
+        # Rounded up, so that a plan within the discretised budget is within the real one.
+        cost = np.ceil(errors / step - 1e-9).astype(np.int64)
+        cost[:, -1] = np.minimum(cost[:, -1], np.floor(errors[:, -1] / step).astype(np.int64))
+    else:
+        cost = np.where(errors == 0, 0, resolution + 1)
     least = np.full(resolution + 1, np.inf)
     least[0] = 0.0
     pick = np.zeros((layers, resolution + 1), np.int64)

@@ -37,7 +37,7 @@ def carry_over(
     kept = {"step"}
     if _feeds_back(before) and _feeds_back(after):
         kept |= {"residual", "rows"}  # rows are the residual of a table whose gradient is sparse
-    first, last = _innermost(before), _innermost(after)
+    first, last = innermost(before), innermost(after)
     if isinstance(first, LowRank) and type(first) is type(last):
         kept |= {"left", "right"}
     forgotten = sorted(state.keys() - kept)
@@ -80,7 +80,7 @@ def fit(
             del state[key]
     ranks = [
         c.rank
-        for c in (before and _innermost(before), _innermost(compressor))
+        for c in (before and innermost(before), innermost(compressor))
         if isinstance(c, LowRank)
     ]
     if len(set(ranks)) == 2:
@@ -158,7 +158,8 @@ def _feeds_back(compressor: Compressor | None) -> bool:
     return False
 
 
-def _innermost(compressor: Compressor) -> Compressor:
+def innermost(compressor: Compressor) -> Compressor:
+    """Return what the modifiers of ``compressor`` modify."""
     while isinstance(compressor, Modifier) and compressor.inner is not None:
         compressor = compressor.inner
     return compressor

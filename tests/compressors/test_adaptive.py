@@ -99,6 +99,20 @@ def test_factors_that_are_sent_in_turn_both_count(shape):
     assert sent == 4 * 4 * (2000 + 50) / 2
 
 
+@pytest.mark.parametrize("spec", ["powersgd(rank=2)", "acpsgd | ef"])
+def test_flat_gradients_tell_nothing_of_a_low_rank(spec):
+    flat = {"w": np.ones(4096, np.float32)}
+    for candidates, reference in (([spec], "int4"), (["int4"], spec)):
+        with pytest.raises(OptionError, match=r"all gradients are flat.*tensors' shapes"):
+            assign(flat, candidates, reference)
+    assign(flat | {"m": np.ones((64, 64), np.float32)}, [spec], "int4")
+
+
+def test_no_error_is_allowed_where_the_reference_makes_none():
+    gradient = np.random.default_rng(0).standard_normal(4096).astype(np.float32) * 1e-3
+    assert assign({"w": gradient}, ["int4"], "none") == {"w": parse("none")}
+
+
 def test_assign_of_nothing_is_nothing():
     assert assign({}, ["int8"], "int4") == {}
     with pytest.raises(OptionError, match="resolution"):
