@@ -72,7 +72,7 @@ def fit(
             told.append(_of_another(spec, compressor, forgotten))
     for name in compressor.traits().gradient_units:
         array = state.get(name)
-        if array is None or numel is None or getattr(array, "shape", None) == (numel,):
+        if numel is None or getattr(array, "shape", ()) in ((), (numel,)):  # or a number
             continue
         told.append(f"has {numel} elements; its {name!r}, {described(array)}, is forgotten")
         # What is left is of that other tensor too: factors, a server's sums, parts of shards.

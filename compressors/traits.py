@@ -77,9 +77,10 @@ class Traits:
     stateful
         Results depend on what earlier steps left in ``ctx.state``.
     gradient_units
-        Names in ``ctx.state`` of float32 arrays, or of numbers, that are in units of the gradient:
-        residuals, momenta, estimates. They are multiplied where a loss scale changes, and averaged
-        where the number of ranks does; what is not named is left alone, and forgotten.
+        Names in ``ctx.state`` of what is in units of the gradient: residuals, momenta, estimates.
+        They are flat float32 arrays of as many elements as the tensor, or numbers. They are
+        multiplied where a loss scale changes, and averaged where the number of ranks does; what is
+        not named is left alone, and forgotten.
     predivide
         Averages divide before compressing, so that sums on the wire stay in range.
     scales

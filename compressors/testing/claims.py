@@ -240,6 +240,13 @@ def check_gradient_units(compressor: Compressor) -> None:
         for step in range(3):
             gradients = [gaussian(2000, 2 * step), gaussian(2000, 2 * step + 1)]
             simulate(compressor, gradients, states, step=step, **given)
+        for name in states[0].keys() & set(units):
+            lengths = np.shape(states[0][name])
+            assert lengths in ((), (2000,)), (
+                f"of a tensor of 2000 elements ctx.state[{name!r}] is an array of shape "
+                f"{list(lengths)}: what gradient_units names is a flat array of as many elements "
+                "as the tensor, or a number, for a checkpoint's is forgotten where it is not"
+            )
         scaled = copy.deepcopy(states)
         for state in scaled:
             rescale(state, compressor, _SCALE)

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from ringlet.compressors import Compressor, Modifier, Traits, parse
+from ringlet.compressors import Compressor, Modifier, Traits, option, parse
 from ringlet.compressors.states import carry_over, fit, merged, rescale
 from ringlet.compressors.testing import CheckFailed, check_compressor
 from ringlet.compressors.testing.claims import check_gradient_units
@@ -101,6 +101,28 @@ def test_the_kit_finds_what_is_not_named(compressor):
 def test_the_kit_agrees_with_what_is_named(spec):
     check_compressor(spec, [Named(check_gradient_units)])
     check_compressor(parse("int8") | Heavy(), [Named(check_gradient_units)])
+
+
+class Levelled(Heavy):
+    """Remembers a number, or one for each of a few buckets: not what a tensor's array is."""
+
+    buckets: int = option(0, ge=0, doc="how many")
+
+    def compress(self, x, ctx):
+        largest = [float(abs(piece).max()) for piece in np.array_split(x, self.buckets or 1)]
+        ctx.state["past"] = np.array(largest, np.float32) if self.buckets else largest[0]
+        return self.wrapped_compressor.compress(x, ctx)
+
+
+def test_numbers_fit_and_the_kit_finds_arrays_of_other_shapes():
+    compressor, (state, _) = trained(parse("int8") | Levelled())
+    kept = dict(state)
+    assert kept.keys() == {"past"}
+    assert fit(state, str(compressor), compressor, N, 2) == []
+    assert state == kept
+    check_compressor(compressor, [Named(check_gradient_units)])
+    with pytest.raises(CheckFailed, match=r"\['past'\] is an array of shape \[4\]"):
+        check_compressor(parse("int8") | Levelled(buckets=4), [Named(check_gradient_units)])
 
 
 def test_factors_go_on_where_the_rank_changes():
