@@ -124,7 +124,7 @@ class SignSGD(Signs):
         """A vote is of one size, however much is held back."""
         return (
             f"a vote is +-{self.scale:g} however large a gradient is, so that residuals of larger "
-            "ones grow without bound; write 'onebit | ef'"
+            "ones grow without bound; use 'onebit' instead of 'signsgd'"
         )
 
     def cuda(self) -> Codec:
