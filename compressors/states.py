@@ -86,7 +86,8 @@ def fit(
     if len(set(ranks)) == 2:
         for side in [side for side in ("left", "right") if side in state]:
             rows = len(state[side])
-            told.append(f"keeps {min(rows, ranks[1])} of the {rows} rows of its {side!r}")
+            if rows > ranks[1]:
+                told.append(f"keeps {ranks[1]} of the {rows} rows of its {side!r}")
     return told
 
 

@@ -160,6 +160,14 @@ def test_nothing_is_left_of_a_tensor_of_another_size(spec):
     assert state == {"step": 3}
 
 
+def test_rows_that_are_all_kept_are_told_nobody():
+    spec = "powersgd(rank=2) | ef"
+    _, (state, _) = trained(spec)
+    kept = copy.deepcopy(state)
+    assert fit(state, spec, parse("powersgd(rank=8) | ef"), N, 2) == []
+    np.testing.assert_equal(state, kept)
+
+
 def test_what_fits_is_told_nobody():
     compressor, (state, _) = trained("topk(ratio=0.1) | ef")
     kept = copy.deepcopy(state)

@@ -103,8 +103,10 @@ def case_a_checkpoint_of_another_rank_goes_on_with_rows_that_fit():
         train(own, optimizer, 3)
         saved, norm = stored(optimizer.state_dict()), optimizer.residual_norm()
         optimizer = wrapped(own, f"{after} | ef", base=torch.optim.SGD)
-        told = r"'0.weight' keeps 2 of the \d rows of its 'right'"
-        with pytest.warns(UserWarning, match=told):
+        lost = after == "powersgd(rank=2)"
+        told = r"'0.weight' keeps 2 of the 8 rows of its 'right'"
+        with pytest.warns(UserWarning, match=told) if lost else warnings.catch_warnings():
+            warnings.simplefilter("always" if lost else "error", UserWarning)
             optimizer.load_state_dict(saved)
         assert optimizer.residual_norm() == norm
         train(own, optimizer, 20, start=3)
