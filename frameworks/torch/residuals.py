@@ -58,8 +58,9 @@ def restore(
     """Overwrite ``states`` with what this rank saved; return the step.
 
     Warns, and resets residuals, where ``given`` is missing or another rank's: a checkpoint that
-    rank 0 wrote alone holds rank 0's residuals only. Warns, too, of what does not fit ``tensors``,
-    which is forgotten.
+    rank 0 wrote alone holds rank 0's residuals only. It must not be loaded where compressors
+    remember what is common to all ranks (PowerSGD, ACP-SGD, EF21): rank 0 alone would go on with
+    it. Warns, too, of what does not fit ``tensors``, which is forgotten.
     """
     own = given is not None and given["rank"] == rank and given["size"] == size
     if not own and (given is not None or any(s.keys() - {"step"} for s in states.values())):
