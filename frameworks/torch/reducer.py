@@ -175,13 +175,15 @@ class Reducer:
         """Go on with what this rank ``saved``. Warns, and starts anew, if it is another's."""
         runtime = current()
         where = self.states, kept, runtime.rank, runtime.size
-        self._restored(residuals.restore(*where, self.tensors, self.averages))
+        given = self.tensors, self.averages, self._size()
+        self._restored(residuals.restore(*where, *given))
 
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
         """Go on with what all ranks of an earlier job ``saved``: see ``residuals.reshard``."""
         runtime = current()
         where = self.states, shards, runtime.rank, runtime.size
-        self._restored(residuals.reshard(*where, self.tensors, self.averages))
+        given = self.tensors, self.averages, self._size()
+        self._restored(residuals.reshard(*where, *given))
 
     def _restored(self, step: int) -> None:
         for name, place in self._handed.places.items():

@@ -54,13 +54,15 @@ def restore(
     size: int,
     tensors: Mapping[str, Tensor] | None = None,
     average: bool = True,
+    among: int | None = None,
 ) -> int:
     """Overwrite ``states`` with what this rank saved; return the step.
 
     Warns, and resets residuals, where ``given`` is missing or another rank's: a checkpoint that
     rank 0 wrote alone holds rank 0's residuals only. It must not be loaded where compressors
     remember what is common to all ranks (PowerSGD, ACP-SGD, EF21): rank 0 alone would go on with
-    it. Warns, too, of what does not fit ``tensors``, which is forgotten.
+    it. Warns, too, of what does not fit ``tensors``, which is forgotten. Gradients are reduced
+    ``among`` so many of the ``size`` ranks, by default all.
     """
     own = given is not None and given["rank"] == rank and given["size"] == size
     if not own and (given is not None or any(s.keys() - {"step"} for s in states.values())):
@@ -82,7 +84,7 @@ def restore(
         found = _to_arrays(saved_states.get(name, {}))
         if tensors is not None and name in tensors:
             compressor, numel = tensors[name]
-            told = fit(found, specs.get(name), compressor, numel, size, average)
+            told = fit(found, specs.get(name), compressor, numel, among or size, average)
             strange += [f"{name!r} {what}" for what in told]
         _replace(state, found)
     if strange and tensors is not None:
@@ -110,6 +112,7 @@ def reshard(
     size: int,
     tensors: Mapping[str, Tensor],
     average: bool = True,
+    among: int | None = None,
 ) -> int:
     """Overwrite ``states`` from what all ranks of an earlier job saved; return the step.
 
@@ -124,7 +127,7 @@ def reshard(
         raise ValueError(f"load_sharded needs the state of every rank once; got ranks {ranks}")
     in_order = sorted(shards, key=lambda shard: int(shard["rank"]))
     if len(shards) == size:
-        return restore(states, in_order[rank], rank, size, tensors, average)
+        return restore(states, in_order[rank], rank, size, tensors, average, among)
     step, strange = max(int(shard["step"]) for shard in shards), []
     specs: dict[str, str] = {}
     for shard in reversed(in_order):  # a rank that remembered nothing names no spec

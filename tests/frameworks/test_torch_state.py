@@ -403,3 +403,16 @@ def test_what_other_ranks_cannot_go_on_with_is_told():
     with pytest.warns(UserWarning, match=r"'w' was saved by 'topk \| momentum.*\['u', 'v'\]"):
         assert residuals.reshard(states, shards, 0, 3, tensors) == 7
     assert states == {"w": {"step": 7}}
+
+
+def test_a_spec_that_divides_first_divides_by_the_ranks_that_reduce():
+    held = {"w": {"step": 7, "residual": torch.ones(9).numpy()}}
+    shards = [residuals.saved(held, rank, 4, 7, {"w": parse("topk | ef")}) for rank in range(4)]
+    tensors = {"w": (parse("fp16 | ef"), 9)}
+    for among, share in ((2, 1 / 2), (None, 1 / 4)):
+        states = {"w": {}}
+        residuals.restore(states, shards[1], 1, 4, tensors, among=among)
+        assert states["w"]["residual"].tolist() == [share] * 9
+        states = {"w": {}}
+        residuals.reshard(states, shards, 1, 4, tensors, among=among)
+        assert states["w"]["residual"].tolist() == [share] * 9
