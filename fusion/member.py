@@ -109,7 +109,7 @@ class Member:
     progress: Progress | None = None
     clock: State | None = None  # where steps are counted, if not in ``state``
     contributors: int = 0  # ranks whose own values this step's mean is to be of; 0 for all
-    _contexts: dict[tuple[int, int], Context] = field(default_factory=dict)
+    _contexts: dict[tuple[int, int, int], Context] = field(default_factory=dict)
     _finishes: bool | None = None
     foreign: bool = field(init=False)  # a plugin's, in host memory: it is looked after
 
@@ -261,7 +261,7 @@ class Member:
         Stage 1 compresses this rank's gradient; stage 2 compresses again the sum of a shard, and
         remembers its own residual, for that shard alone.
         """
-        key = (part, stage)
+        key = (part, parts, stage)
         ctx = self._contexts.get(key)
         if ctx is None:
             start, stop = self.shard(part, parts)
