@@ -12,6 +12,7 @@ from ringlet.compressors import CompressorError, NoCompression, parse
 from ringlet.fusion import Engine, Limits, Request
 from ringlet.fusion.limits import Link
 from ringlet.fusion.strategy import DECODE, ENCODE, choose, effective
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
@@ -118,3 +119,28 @@ def test_the_user_settles_the_choice_where_there_is_one(wanted):
     assert choose(parse("fp16"), 4, "auto", 1 << 20, link) == "sum"
     assert choose(parse("powersgd"), 4, "auto", 1 << 20, link) == "rounds"
     assert choose(parse("int8"), 4, "scatter_reduce", 1 << 20, link) == "scatter_reduce"
+
+
+@pytest.mark.parametrize("spec", ["int8 | ef21", "int8 | momentum_correction", "onebit | ef"])
+def test_what_is_remembered_of_a_tensor_is_not_taken_for_a_shard_of_it(spec):
+    """The first shard has the number of the whole tensor, whose end of a step is another matter."""
+    n = 4608
+
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits(collective="scatter_reduce"))
+        try:
+            request = Request("w", shape=(n,), op=ReduceOp.SUM, spec=spec)
+            group = engine.declare("model", [request], [parse(spec)], [{}])
+            x = np.linspace(-1, 1, n, dtype=np.float32)
+            for _ in range(3):
+                out = x.copy()
+                group.submit("w", out)
+                group.wait(60)
+            return out
+        finally:
+            engine.shutdown()
+
+    first, *others = run_local(rank_main, 4)
+    assert all(np.array_equal(first, other) for other in others)
+    assert np.isfinite(first).all()
+    assert np.corrcoef(first, np.linspace(-1, 1, n))[0, 1] > 0.5
