@@ -230,17 +230,18 @@ class Group:
         with self._lock:
             self._told = False
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str) -> bool:
         """Give up the step at hand on all ranks: elsewhere ``wait`` raises, telling ``why``.
 
-        That is the step that was begun, or the next one if none was; but nothing where ``wait`` has
-        just told that the step failed, on this rank too. Afterwards the next step may begin. Raises
-        RuntimeError if all ranks have reduced the step already, which ``wait`` then collects.
+        That is the step that was begun, or the next one if none was; but nothing, and False, where
+        ``wait`` has just told that the step failed, on this rank too. Afterwards the next step may
+        begin. Raises RuntimeError if all ranks have reduced the step already, which ``wait`` then
+        collects.
         """
         with self._ended:
             if self._told:
                 self._told = False
-                return
+                return False
             turn = self.turn
             if self._error is None and self._unfinished:
                 self._abandoned(self, why)
@@ -254,6 +255,7 @@ class Group:
             error, marks = self._collect(turn)
             self._told = False
         _settle(marks, self._broken and error)
+        return True
 
     # -- called by the engine's thread ----------------------------------------------------------
 

@@ -277,7 +277,8 @@ class Reducer:
         if self._group is None:
             return
         if not self.in_flight:
-            self._group.abandon(why)
+            if self._group.abandon(why):
+                self._gather_nothing()
             return
         for name in self._rows.missing():
             self._rows.gather(name)
@@ -428,6 +429,14 @@ class Reducer:
             self._group.acknowledge()
             with contextlib.suppress(RingError):
                 self._group.abandon(why)
+                self._gather_nothing()
+
+    def _gather_nothing(self) -> None:
+        """Take part in gathering the rows of a step that was given up before it began here."""
+        for name in self._rows.missing():
+            self._rows.gather(name, nothing=True)
+        for handle in self._rows.release():
+            handle.forget()
 
     def _end(self, why: str = "the optimizer was wrapped again") -> bool:
         """End the step at hand, whose results are not used; False if all ranks had reduced it."""

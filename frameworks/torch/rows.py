@@ -48,10 +48,10 @@ class Rows:
         """Return what is still to be gathered in this step."""
         return [name for name in self._dims if name not in self._gathering]
 
-    def gather(self, name: str) -> None:
-        """Hand in a gradient: no rows where nothing of it was used on this rank."""
+    def gather(self, name: str, nothing: bool = False) -> None:
+        """Hand in a gradient: no rows where ``nothing`` of it was used on this rank."""
         p = self._parameters[name]
-        grad = p.grad
+        grad = None if nothing else p.grad
         if grad is None or not grad.is_sparse:
             dense = torch.zeros_like(p) if grad is None else grad
             grad = dense.to_sparse(self._dims[name])

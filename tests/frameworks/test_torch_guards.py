@@ -305,3 +305,29 @@ def test_a_sum_of_bits_is_of_the_values_however_they_lie(dtype, shape):
     changed = x.clone()
     changed.view(-1)[-1] = ~changed.view(-1)[-1] if dtype is torch.bool else 17.0
     assert own != sum_of_bits(changed)
+
+
+def test_rows_of_a_step_that_a_rank_gives_up_before_it_begins_are_no_later_steps():
+    def work():
+        table = nn.Embedding(4096, 32, sparse=True)
+        nn.init.zeros_(table.weight)
+        model = nn.Sequential(table, nn.Linear(32, 1, bias=False))
+        nn.init.ones_(model[1].weight)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+        told = []
+        for step in range(7):
+            optimizer.zero_grad()
+            if step == 4 and hvd.rank() == 1:
+                optimizer.abandon_step("this rank has no data")
+                continue
+            model(torch.tensor([step])).sum().backward()
+            try:
+                optimizer.step()
+            except hvd.StepAbandoned:
+                told.append(step)
+        used = table.weight.detach()[:7].abs().sum(1) > 0
+        return told, used.tolist(), hvd.replicas_equal(model.state_dict())
+
+    used = [True] * 4 + [False] + [True] * 2
+    assert ranks(work) == [([4], used, True), ([], used, True)]
