@@ -1,12 +1,11 @@
 """The registry: compressors by name, built in, registered at run time, or from other packages.
 
 Other packages announce a compressor in the entry-point group ``ringlet.compressors``; it is
-imported when its name is first used. A class that nobody announced is found by ``MODULE:NAME``.
+imported when its name is first used.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from importlib import metadata
 from typing import TypeVar
@@ -48,11 +47,8 @@ def register(name: str) -> Callable[[type[C]], type[C]]:
 def lookup(name: str) -> type[Compressor]:
     """Return the class registered as ``name``, importing its plugin if need be.
 
-    ``MODULE:NAME`` is a class that need not be registered. Raises UnknownCompressor with the
-    closest known name, and CompressorError where a module does not import or has no such class.
+    Raises UnknownCompressor with the closest known name.
     """
-    if ":" in name:
-        return _imported(*name.split(":", 1))
     if name in _registered:
         return _registered[name]
     found = [entry for entry in _plugins() if entry.name == name]
@@ -69,23 +65,6 @@ def lookup(name: str) -> type[Compressor]:
 def names() -> list[str]:
     """Return every known name, plugins included, sorted."""
     return sorted({*_registered, *(entry.name for entry in _plugins())})
-
-
-def _imported(module: str, name: str) -> type[Compressor]:
-    try:
-        found: object = importlib.import_module(module)
-    except Exception as error:
-        raise CompressorError(
-            f"{module} does not import: {type(error).__name__}: {error}"
-        ) from error
-    for attribute in name.split("."):
-        found = getattr(found, attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Compressor)):
-        raise CompressorError(
-            f"{module} has no compressor {name!r}: that is {found!r}, not a class derived from "
-            "ringlet.compressors.Compressor"
-        )
-    return found
 
 
 def _load(entry: metadata.EntryPoint) -> type[Compressor]:

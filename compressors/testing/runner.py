@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.spec import resolve
 
 Check = Callable[[Any], None]
-_OURS = Path(__file__).parents[1]
 
 
 class CheckFailed(AssertionError):
@@ -24,9 +21,7 @@ class CheckFailed(AssertionError):
 class Named:
     """A check with its name and its reason; calling it runs it.
 
-    ``resolve`` makes the object to be checked of a spec, ``label`` is what messages call it. The
-    first paragraph of the check's docstring is its reason, the second says what to do. ``needs``
-    names the checks without which this one says nothing new: see ``needs``.
+    ``resolve`` makes the object to be checked of a spec, ``label`` is what messages call it.
     """
 
     def __init__(
@@ -37,9 +32,7 @@ class Named:
     ) -> None:
         self._resolve, self._label = resolve, label
         self.name = check.__name__.removeprefix("check_")
-        why, _, cure = (check.__doc__ or "").partition("\n\n")
-        self.why, self.cure = " ".join(why.split()), " ".join(cure.split())
-        self.needs: tuple[str, ...] = getattr(check, "needs", ())
+        self.why = " ".join((check.__doc__ or "").split())
         self._check = check
 
     def __call__(self, plugin: Any) -> None:
@@ -54,56 +47,18 @@ class Named:
                 f"{self._label(target)} fails {self.name!r}: {reason.strip()}\n"
                 + (f"{notes}\n" if notes else "")
                 + f"Why it matters: {self.why}"
-                + (f"\nWhat to do: {self.cure}" if self.cure else "")
             ) from error
 
     def __repr__(self) -> str:
         return self.name
 
 
-def needs(*names: str) -> Callable[[Check], Check]:
-    """Mark a check that would only repeat what the checks ``names`` have found already.
-
-    Where one of them fails, it is not run, so that one cause is told once.
-    """
-
-    def mark(check: Check) -> Check:
-        check.needs = names  # type: ignore[attr-defined]
-        return check
-
-    return mark
-
-
 def all_checks() -> list[Named]:
-    """Return every check of the kit, each behind those that it needs."""
-    from ringlet.compressors.testing import (
-        basics,
-        buffers,
-        claims,
-        declared,
-        overrides,
-        processes,
-        ranks,
-        sizes,
-        stages,
-        training,
-    )
+    """Return every check of the kit."""
+    from ringlet.compressors.testing import basics, buffers, claims, ranks, training
 
-    modules = (
-        declared, basics, buffers, overrides, processes, claims, sizes, stages, training, ranks,
-    )  # fmt: skip
-    return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
-
-
-def _behind_needs(checks: list[Named]) -> list[Named]:
-    ordered: dict[str, Named] = {}
-    waiting = checks
-    while waiting:
-        ready = [c for c in waiting if all(n in ordered for n in c.needs)]
-        assert ready, f"needed in a circle, or missing: {waiting}"
-        ordered[ready[0].name] = ready[0]
-        waiting = [c for c in waiting if c is not ready[0]]
-    return list(ordered.values())
+    modules = (basics, buffers, training, ranks, claims)
+    return [Named(c) for module in modules for c in module.CHECKS]
 
 
 def check_compressor(compressor: Compressor | str, checks: Iterable[Named] | None = None) -> None:
@@ -114,65 +69,33 @@ def check_compressor(compressor: Compressor | str, checks: Iterable[Named] | Non
 
 
 def failures_of(
-    plugin: Any,
-    checks: Iterable[Named],
-    told: Callable[[str, bool | None], None] = lambda *_: None,
+    plugin: Any, checks: Iterable[Named], told: Callable[[str, bool], None] = lambda *_: None
 ) -> list[str]:
-    """Run ``checks``; return what failed. ``told(name, ok)`` is called after each.
-
-    A check that needs another one which failed, or was not run, is not run: ``ok`` is None.
-    """
+    """Run ``checks``; return what failed. ``told(name, ok)`` is called after each."""
     failures: list[str] = []
-    without: set[str] = set()
     for check in checks:
-        ok: bool | None = None
-        if without.isdisjoint(check.needs):
-            try:
-                check(plugin)
-                ok = True
-            except CheckFailed as failure:
-                failures.append(str(failure))
-                ok = False
-        if not ok:
-            without.add(check.name)
-        told(check.name, ok)
+        before = len(failures)
+        try:
+            check(plugin)
+        except CheckFailed as failure:
+            failures.append(str(failure))
+        told(check.name, len(failures) == before)
     return failures
 
 
 def parametrize_with_checks(compressors: Iterable[Compressor | str]) -> Any:
     """Return a pytest decorator that runs a test for each compressor and check.
 
-    The test takes ``compressor`` and ``check`` and calls ``check(compressor)``. It is skipped where
-    a check has failed before that it needs.
+    The test takes ``compressor`` and ``check`` and calls ``check(compressor)``.
     """
     import pytest
 
-    cases = []
-    for compressor in map(resolve, compressors):
-        without: set[str] = set()
-        cases += [
-            pytest.param(compressor, _InTurn(check, without), id=f"{compressor}-{check.name}")
-            for check in all_checks()
-        ]
+    cases = [
+        pytest.param(resolve(c), check, id=f"{resolve(c)}-{check.name}")
+        for c in compressors
+        for check in all_checks()
+    ]
     return pytest.mark.parametrize(("compressor", "check"), cases)
-
-
-class _InTurn:
-    """A check in pytest, which knows those of the same compressor that failed before it."""
-
-    def __init__(self, check: Named, without: set[str]) -> None:
-        self._check, self._without = check, without
-
-    def __call__(self, plugin: Any) -> None:
-        import pytest
-
-        before = self._without.intersection(self._check.needs)
-        if before:
-            self._without.add(self._check.name)
-            pytest.skip(f"needs {', '.join(sorted(before))}")
-        self._without.add(self._check.name)
-        self._check(plugin)
-        self._without.discard(self._check.name)
 
 
 def for_all(strategy: Any, body: Callable[[Any], None], examples: int = 40) -> None:
@@ -209,13 +132,7 @@ def for_all(strategy: Any, body: Callable[[Any], None], examples: int = 40) -> N
 
 
 def _told(error: Exception) -> str:
-    """Return an error with its place in the plugin, where it was raised there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not Path(f.filename).is_relative_to(_OURS) and f.line]
-    own = [f for f in own if "site-packages" not in f.filename]
-    last = own[-1] if own and frames[-1].line else None
-    place = f" ({Path(last.filename).name}, line {last.lineno}: {last.line})" if last else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _shown(example: Any) -> str:

@@ -28,23 +28,6 @@ def spiky(n: int, seed: int) -> Array:
     return (rng.standard_normal(n) * (rng.random(n) < 0.01)).astype(np.float32)
 
 
-def halves(seed: int) -> Array:
-    """Return multiples of a half up to 127, which lie between the levels of most quantisers."""
-    drawn = np.random.default_rng(seed).integers(-254, 255, 600).astype(np.float32)
-    drawn[::25] = 254
-    return drawn / np.float32(2)
-
-
-def spiked(n: int, period: int, below: int) -> Array:
-    """Return values of which every ``period``-th is 1, the others 2**-below of alternating sign.
-
-    The worst for what rounds to levels of a scale: all but a few lie between zero and a level.
-    """
-    x = np.where(np.arange(n) % 2 == 0, 1, -1).astype(np.float32) * np.float32(2.0**-below)
-    x[::period] = 1
-    return x
-
-
 def vectors(longest: int = 5000) -> Any:
     """Return a Hypothesis strategy of finite float32 vectors of many kinds and lengths."""
     from hypothesis import strategies as st

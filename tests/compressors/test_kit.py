@@ -350,7 +350,7 @@ class OverflowsItsSum(Compressor):
         return Traits("rounds")
 
     def exchange(self, x, out, ctx: Context):
-        top = (yield Round(np.abs(x).max(initial=1e-30, keepdims=True), "max")).copy()
+        top = yield Round(np.abs(x).max(initial=1e-30, keepdims=True), "max")
         codes = yield Round(np.rint(x / top * 127).astype(np.int8), "sum")
         out[:] = codes * top / np.float32(127 * ctx.size)
 
@@ -422,13 +422,11 @@ class DividesByRanksWhileDecoding(Halved):
 
 class DrawsTheSameOnAllRanks(Compressor):
     def traits(self):
-        return Traits(omega=0.5)
+        return Traits(omega=0.1)
 
     def compress(self, x, ctx):
-        step = np.abs(x).max(initial=0) / np.float32(64)
-        with np.errstate(all="ignore"):
-            codes = np.floor(x / step + ctx.uniform(x.size, shared=True))
-        return {"values": codes * step if np.isfinite(step) and step else x * 0}
+        noise = ctx.rng(shared=True).random(x.size, dtype=np.float32)
+        return {"values": np.floor(x * 8 + noise) / np.float32(8)}
 
     def decompress(self, payload, out, ctx):
         out[:] = payload["values"]
@@ -510,28 +508,14 @@ def test_every_broken_plugin_is_caught_and_told_why(broken, says):
 
 def test_a_failure_shows_a_shrunk_example():
     with pytest.raises(CheckFailed) as caught:
-        check_compressor(ReturnsAView())
-    assert "Smallest example: array([0.], dtype=float32)" in str(caught.value)
+        check_compressor(FailsOnEmptyTensors())
+    assert "Smallest example: array([], dtype=float32)" in str(caught.value)
 
 
 def test_every_check_says_why_it_matters():
     for check in all_checks():
         assert len(check.why) > 40, check.name
-        assert len(check.cure) > 30, check.name
     assert len({check.name for check in all_checks()}) == len(all_checks())
-
-
-def test_a_check_comes_behind_those_that_it_needs():
-    before = set()
-    for check in all_checks():
-        assert before.issuperset(check.needs), check.name
-        before.add(check.name)
-
-
-def test_one_cause_is_told_once():
-    with pytest.raises(CheckFailed) as caught:
-        check_compressor(FailsOnEmptyTensors())
-    assert str(caught.value).count("Why it matters: ") == 1
 
 
 def test_specs_of_registered_plugins_work(monkeypatch):
