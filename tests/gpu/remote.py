@@ -98,6 +98,7 @@ def refuse_masks(key):
 def module(name):
     """Return an array module of ``Remote`` arrays."""
     made = types.ModuleType(name)
+    made.ndarray = Remote
 
     def attribute(wanted):
         found = getattr(np, wanted)
