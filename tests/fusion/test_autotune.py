@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from engines import with_engines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,17 +20,6 @@ from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
 SIZES = [700, 3000, 5000, 1200, 2500, 900]
-
-
-def with_engines(size, body, **limits):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def declare(engine, spec="int8 | ef"):

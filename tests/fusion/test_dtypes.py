@@ -6,27 +6,15 @@ from pathlib import Path
 import cloudpickle
 import numpy as np
 import pytest
+from engines import with_engines
 
 import ringlet
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, Limits, Request
+from ringlet.fusion import Request
 from ringlet.ring import Mismatch, ReduceOp
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
 
 sys.path.insert(0, str(Path(__file__).parent))
 import table_dtypes
-
-
-def with_engines(size, body):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits())
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def test_the_table_on_in_process_ranks():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from engines import with_engines
 
 from ringlet.compressors import (
     FP16,
@@ -16,10 +17,8 @@ from ringlet.compressors import (
     register,
     registry,
 )
-from ringlet.fusion import CompressionFailed, Engine, Limits, Request
+from ringlet.fusion import CompressionFailed, Request
 from ringlet.ring import ReduceOp
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
 
 fault: dict = {}
 
@@ -68,17 +67,6 @@ def _plugins(monkeypatch):
         def finish(self, out, ctx):
             super().finish(out, ctx)
             np.negative(out, out=out)
-
-
-def with_engines(size, body, **limits):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def data(rank, name, n):

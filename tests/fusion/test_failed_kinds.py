@@ -2,24 +2,12 @@
 
 import numpy as np
 import pytest
+from engines import with_engines
 
 from ringlet.compressors import parse
-from ringlet.fusion import CompressionFailed, Engine, Limits, Request, StepAbandoned
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.fusion import CompressionFailed, Request, StepAbandoned
 
 WHY = ["no memory in step five", "no memory in step 3", "x: abandoned: no memory in step 1, left"]
-
-
-def with_engines(size, body):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits())
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def ones(n):

@@ -6,28 +6,17 @@ import time
 
 import numpy as np
 import pytest
+from engines import with_engines
 
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, Limits, Request, StepAbandoned
+from ringlet.fusion import Request, StepAbandoned
 from ringlet.fusion.observe.metrics import Metrics
 from ringlet.fusion.observe.probe import measure
 from ringlet.fusion.observe.sinks import Callback, Dispatcher, JsonLines
-from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
 N = 4000
 SPECS = {"a": "topk(ratio=0.05) | ef", "b": "int8", "c": "none", "d": "fp16 | ef"}
-
-
-def with_engines(size, body, **limits):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def declare(engine, specs=SPECS):

@@ -11,6 +11,7 @@ import weakref
 
 import numpy as np
 import pytest
+from engines import with_engines
 
 from ringlet.compressors import CompressorError, parse
 from ringlet.fusion import DuplicateName, Engine, EngineClosed, Limits, Request, StepAbandoned
@@ -20,17 +21,6 @@ from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
 
 WAIT = 20  # seconds after which something hangs
-
-
-def with_engines(size, body, **limits):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def ones(n, value=1.0):

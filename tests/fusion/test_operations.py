@@ -4,25 +4,13 @@ import threading
 
 import numpy as np
 import pytest
+from engines import with_engines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, Limits, Request, StepAbandoned
+from ringlet.fusion import Request, StepAbandoned
 from ringlet.ring import Mismatch, PeerLost, ReduceOp
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
-
-
-def with_engines(size, body, **limits):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def ones(n, value=1.0):

@@ -11,25 +11,14 @@ import time
 
 import numpy as np
 import pytest
+from engines import with_engines
 
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, Limits, Request
+from ringlet.fusion import Request
 from ringlet.fusion.observe import clocks
 from ringlet.fusion.observe.merge import CLOCK, merge, rank_file, rank_files
 from ringlet.fusion.observe.tracefile import TraceFile
-from ringlet.ring.control_open import open_control
 from ringlet.ring.local import run_local
-
-
-def with_engines(size, body, **limits):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def train(engine, steps=3, spec="int8 | ef", name="model", tensors=4):

@@ -1,0 +1,18 @@
+"""Engines on in-process ranks."""
+
+from ringlet.fusion import Engine, Limits
+from ringlet.ring.control_open import open_control
+from ringlet.ring.local import run_local
+
+
+def with_engines(size, body, **limits):
+    """Return what ``body(engine)`` returns on each of ``size`` ranks, with these ``limits``."""
+
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits(**limits))
+        try:
+            return body(engine)
+        finally:
+            engine.shutdown()
+
+    return run_local(rank_main, size)
