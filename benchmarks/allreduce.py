@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from ringlet.ring import ReduceOp
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.local import run_local
 
 RESULTS = Path(__file__).parent / "results"
 KIB, MIB = 1 << 10, 1 << 20
@@ -59,8 +59,8 @@ def worker(out, store, most, rounds):
     import torch
     import torch.distributed as dist
 
-    from ringlet.ring.gloo import GlooCommunicator
-    from ringlet.ring.mpi import MpiCommunicator
+    from ringlet.ring.transports.gloo import GlooCommunicator
+    from ringlet.ring.transports.mpi import MpiCommunicator
 
     mpi = MpiCommunicator()
     from mpi4py import MPI

@@ -22,13 +22,13 @@ import numpy as np
 from engine import resnet_sizes
 
 from ringlet.fusion import Engine, Limits, Request
-from ringlet.fusion.tune.choice import names, settled
-from ringlet.fusion.tune.search import BayesianSearch, RandomSearch
-from ringlet.fusion.tune.space import from_unit, to_unit
+from ringlet.fusion.autotune.choice import names, settled
+from ringlet.fusion.autotune.search import BayesianSearch, RandomSearch
+from ringlet.fusion.autotune.space import from_unit, to_unit
 from ringlet.ring.communicator import ReduceOp, Topology
-from ringlet.ring.connect import connect
-from ringlet.ring.control_open import open_control
-from ringlet.ring.hierarchical import two_levels
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.rendezvous.connect import connect
+from ringlet.ring.transports.hierarchical import two_levels
 
 SETTLING = 3
 NUMBERS = ["fusion_threshold", "cycle_time"]  # of the grid
@@ -100,7 +100,7 @@ class Workload:
         """Return bytes per second by median; only rank 0's ``setting`` counts."""
         if self.engine.rank == 0:
             self.engine.tuning.announce(setting)
-            self.engine.hooks.settle()
+            self.engine.extensions.settle()
         for _ in range(SETTLING):
             self.step()
         return self.nbytes / statistics.median(self.step() for _ in range(steps))

@@ -21,8 +21,10 @@ from ringlet.compressors.testing import simulate
 DOCS = Path(__file__).parents[1] / "docs" / "compressors.md"
 BEGIN, END = "<!-- table begins -->", "<!-- table ends -->"
 SPECS = [
-    "fp16", "bf16", "fp8", "lossless", "int8", "int4", "int4(stochastic=True)", "maxnorm(bits=2)",
-    "minmax", "minmax(bits=2)", "qsgd", "qsgd(bits=4)", "natural", "terngrad", "onebit", "signsgd",
+    "fp16", "bf16", "fp8", "lossless", "int8", "int4", "int4(stochastic=True)", "mxfp8",
+    "mxfp8(format='e5m2')", "mxfp6", "mxfp6(format='e3m2')", "mxfp4", "mxfp4(stochastic=True)",
+    "nvfp4", "maxnorm(bits=2)", "minmax", "minmax(bits=2)", "qsgd",
+    "qsgd(bits=4)", "natural", "terngrad", "onebit", "signsgd",
     "shared_int", "topk", "topk | int8", "topk_sampled", "sidco", "block_topk",
     "block_topk(bits=2)", "randomk", "threshold(value=2.5)", "powersgd", "acpsgd",
     "int4 | hadamard", "qsgd(bits=4) | scaled", "topk | ef", "topk | ef21",
@@ -33,6 +35,10 @@ PAPERS = {
     "fp16": "Micikevicius, ICLR 2018",
     "bf16": "Kalamkar, arXiv:1905.12322",
     "fp8": "Rouhani, arXiv:2310.10537",
+    "mxfp8": "Rouhani, arXiv:2310.10537",
+    "mxfp6": "Rouhani, arXiv:2310.10537",
+    "mxfp4": "Rouhani, arXiv:2310.10537",
+    "nvfp4": "NVIDIA, arXiv:2509.25149",
     "lossless": "Hao, arXiv:2410.20650",
     "int8": "Alistarh, NeurIPS 2017",
     "int4": "Alistarh, NeurIPS 2017",

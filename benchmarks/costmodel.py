@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from ringlet.ring import ReduceOp
-from ringlet.ring.compressed import allgather_reduce, encode, scatter_reduce
-from ringlet.ring.halves import even_counts, kernels
-from ringlet.ring.simulate import Job, Measurement, fit, project
+from ringlet.ring.collectives.compressed import allgather_reduce, encode, scatter_reduce
+from ringlet.ring.cost.cost_model import Job, Measurement, fit, project
+from ringlet.ring.float16 import even_counts, kernels
 
 MIB = 1 << 20
 FITTED = {2: (1 / 256, 4, 16), 4: (1 / 256, 4, 16)}  # MiB by ranks
@@ -89,7 +89,7 @@ def worker(rank, size, store, rounds, wanted):
     """One rank: print the median times as JSON on rank 0."""
     from torch.distributed import FileStore
 
-    from ringlet.ring.gloo import GlooCommunicator
+    from ringlet.ring.transports.gloo import GlooCommunicator
 
     comm = GlooCommunicator(FileStore(store, size), rank, size)
     found = []

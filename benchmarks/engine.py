@@ -52,8 +52,8 @@ class Traffic:
 
     def __init__(self, engine) -> None:
         self.sent = self.heard = self.woken = 0
-        control, hearing = engine._control, engine._loop._hearing
-        send, listen, following = control.send, hearing.listen, hearing.next
+        control, announcements = engine._control, engine._loop._announcements
+        send, listen, following = control.send, announcements.listen, announcements.next
 
         def counted_send(message):
             self.sent += len(message)
@@ -68,7 +68,11 @@ class Traffic:
             self.heard += len(message or b"")
             return message
 
-        control.send, hearing.listen, hearing.next = counted_send, counted_listen, counted_next
+        control.send, announcements.listen, announcements.next = (
+            counted_send,
+            counted_listen,
+            counted_next,
+        )
 
     def now(self) -> np.ndarray:
         """Return what was counted so far."""

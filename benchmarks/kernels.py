@@ -26,6 +26,7 @@ from ringlet.compressors.contract import empty_payload
 
 DEFAULT = [
     "fp16", "bf16", "fp8", "int8", "int8(stochastic=True)", "int4", "int4(stochastic=True)",
+    "mxfp8", "mxfp6", "mxfp4", "mxfp4(stochastic=True)", "nvfp4",
     "minmax", "qsgd", "natural", "terngrad", "onebit", "topk", "block_topk",
     "block_topk(ratio=0.25, block=64)", "block_topk(ratio=0.25, block=64, dct=True)",
 ]  # fmt: skip

@@ -23,6 +23,7 @@ from engine import resnet_sizes
 
 DEFAULT = [
     "fp16", "bf16", "fp8", "int8", "int8(stochastic=True)", "int4", "int4(stochastic=True)",
+    "mxfp8", "mxfp6", "mxfp4", "mxfp4(stochastic=True)", "nvfp4",
     "maxnorm", "minmax", "qsgd", "natural", "terngrad", "onebit", "signsgd", "topk", "block_topk",
     "block_topk(ratio=0.25, block=64)", "block_topk(ratio=0.25, block=64, dct=True)",
     "threshold(value=2.5)", "topk_sampled", "sidco", "lossless", "randomk", "shared_int",

@@ -19,8 +19,8 @@ import numpy as np
 from ringlet.compressors import NoCompression
 from ringlet.fusion import Engine, Limits, Request
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.connect import connect
-from ringlet.ring.control_open import open_control
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.rendezvous.connect import connect
 
 
 def resnet() -> list[tuple[int, str]]:

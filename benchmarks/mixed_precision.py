@@ -27,8 +27,8 @@ from ringlet.compressors import NoCompression
 from ringlet.fusion import Engine, Limits, Request
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.connect import connect
-from ringlet.ring.control_open import open_control
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.rendezvous.connect import connect
 from ringlet.torch.tensors import flat
 
 TWO, BROKEN, DDP = "two streams", "broken at every change", "DDP"

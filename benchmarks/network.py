@@ -30,14 +30,14 @@ import numpy as np
 from ringlet import runtime
 from ringlet.compressors import parse
 from ringlet.fusion import Engine
-from ringlet.fusion.request import Request
+from ringlet.fusion.requests.request import Request
 from ringlet.ring import ReduceOp, Topology
-from ringlet.ring.connect import connect
-from ringlet.ring.control_open import open_control
-from ringlet.ring.doctor import examine, versions
-from ringlet.ring.hierarchical import HierarchicalCommunicator
-from ringlet.ring.links import measure_links
-from ringlet.ring.process_group import WINDOW
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.cost.link_probe import measure_links
+from ringlet.ring.launch.machine import examine, versions
+from ringlet.ring.rendezvous.connect import connect
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+from ringlet.ring.transports.process_group import WINDOW
 
 RESULTS = Path(__file__).parent / "results"
 SPECS = ["none", "fp16", "int8", "int4", "topk(ratio=0.01)", "powersgd(rank=4)"]
@@ -94,7 +94,7 @@ class Raw:
         import torch
         import torch.distributed as dist
 
-        from ringlet.ring.store import client, torch_store
+        from ringlet.ring.wire.kv_client import client, torch_store
 
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()

@@ -26,11 +26,13 @@ from ringlet.compressors.estimate import SIDCo, TopKSampled
 from ringlet.compressors.fp8 import FP8
 from ringlet.compressors.hadamard import Hadamard
 from ringlet.compressors.lossless import Lossless
+from ringlet.compressors.microscaling import MXFP4, MXFP6, MXFP8
 from ringlet.compressors.minsize import MinSize
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.momentum import MomentumCorrection
 from ringlet.compressors.natural import Natural
 from ringlet.compressors.none import NoCompression
+from ringlet.compressors.nvfp4 import NVFP4
 from ringlet.compressors.onebit import OneBit, SignSGD
 from ringlet.compressors.options import option
 from ringlet.compressors.powersgd import ACPSGD, PowerSGD
@@ -52,6 +54,10 @@ __all__ = [
     "EF21",
     "FP8",
     "FP16",
+    "MXFP4",
+    "MXFP6",
+    "MXFP8",
+    "NVFP4",
     "QSGD",
     "BlockTopK",
     "Chain",

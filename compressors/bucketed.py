@@ -48,7 +48,10 @@ class Bucketed(Compressor):
         raise TypeError(f"{type(self).__name__} does not say how many elements a bucket has")
 
     def strides(self) -> dict[str, int]:
-        """Return how many elements of each array of the payload belong to a whole bucket."""
+        """Return how many elements of each array of the payload belong to a whole bucket.
+
+        0: the array is what all buckets share, which ``measure`` fills in.
+        """
         raise TypeError(f"{type(self).__name__} does not say what a bucket becomes")
 
     def encoder(self, feedback: bool, ctx: Context) -> Kernel:
@@ -62,6 +65,11 @@ class Bucketed(Compressor):
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """Return ``decode(*arrays, out)``; ``add`` accumulates. False: the arrays make no sense."""
         raise TypeError(f"{type(self).__name__} has no decoding kernel")
+
+    def measure(
+        self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
+    ) -> None:
+        """Fill in what all buckets share, of x + decay * residual, on the CPU: there is nothing."""
 
     def cuda(self) -> Codec | None:
         """Return the CUDA kernels for these options; None: there are none."""
@@ -107,6 +115,7 @@ class Bucketed(Compressor):
             return
         # Not x: a kernel may be written to change what it is given, and x may be read-only.
         self._check(x.size, [payload])
+        self.measure(x, None, 1.0, payload, ctx)
         self._encode(x, _NOTHING, 1.0, payload, ctx, self.encoder(feedback=False, ctx=ctx))
         return
 
@@ -119,6 +128,7 @@ class Bucketed(Compressor):
                 super().feedback_into(x, residual, decay, payload, ctx)
             return
         self._check(x.size, [payload], residual)
+        self.measure(x, residual, decay, payload, ctx)
         self._encode(x, residual, decay, payload, ctx, self.encoder(feedback=True, ctx=ctx))
         return
 
@@ -227,7 +237,10 @@ class Bucketed(Compressor):
 
 def _cut(payload: Payload, strides: dict[str, int], first: int, last: int) -> list[Array]:
     """Return what of every array belongs to the buckets from ``first`` to ``last``."""
-    return [payload[name][first * each : last * each] for name, each in strides.items()]
+    return [
+        payload[name][first * each : last * each] if each else payload[name]
+        for name, each in strides.items()
+    ]
 
 
 class Packed(Bucketed):

@@ -9,9 +9,18 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 
 from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor, Part, Payload, Traits, encoded, exercise
+from ringlet.compressors.contract import (
+    Compressor,
+    Exchange,
+    Part,
+    Payload,
+    Round,
+    Traits,
+    encoded,
+    exercise,
+)  # fmt: skip
 from ringlet.compressors.errors import CompressorError
-from ringlet.compressors.feedback import settle, target_into
+from ringlet.compressors.feedback import scale, settle, target_into
 from ringlet.compressors.none import NoCompression
 from ringlet.compressors.options import wrapped
 from ringlet.compressors.sparse import Selection
@@ -22,6 +31,8 @@ class Chain(Compressor):
 
     ``"topk(ratio=0.01) | int8"`` sends indices as they are and values in 8 bits. Which array
     holds the values, first's ``chained_part`` says; second's arrays travel as ``values.codes``.
+    Where both exchange in rounds, as in ``"powersgd | shared_int"``, second takes the place of
+    every round in which first adds float32 values up, or averages them.
     """
 
     first: Compressor = wrapped()
@@ -32,9 +43,21 @@ class Chain(Compressor):
         for side in (self.first, self.second):
             if not side.is_bound():
                 raise CompressorError(f"{side.label()!r} modifies what stands to its left: {self}")
-        for side in (self.first, self.second):
-            if side.traits().combine == "rounds":
-                raise CompressorError(f"{side} exchanges in rounds, which cannot be chained")
+        rounds = [side.traits().combine == "rounds" for side in (self.first, self.second)]
+        if all(rounds):
+            self._validate_rounds()
+            return
+        if rounds[1]:
+            raise CompressorError(
+                f"{self.second} exchanges in rounds, which cannot be chained behind the payloads "
+                f"of {self.first}, of which every rank's own travels. Use one of the two"
+            )
+        if rounds[0]:
+            raise CompressorError(
+                f"{self.first} exchanges in rounds, in which values are added up; {self.second} "
+                f"would have to be decoded first. Behind it goes what exchanges in rounds too: "
+                f"'{self.first} | shared_int'"
+            )
         if self.first.traits().stateful:
             raise CompressorError(
                 f"{self.first} remembers what its payloads decode to, which {self.second} behind "
@@ -52,6 +75,19 @@ class Chain(Compressor):
                 f"'topk | {self.second}'"
             )
 
+    def _validate_rounds(self) -> None:
+        if self.second.traits().stateful:
+            raise CompressorError(
+                f"{self.second} remembers values, and those of {self.first} stand for something "
+                "else in every step; write the modifier last: "
+                f"'... | ef'"
+            )
+        if self.first.chained_part() is None:
+            raise CompressorError(
+                f"nothing can be chained behind {self.first}: what it adds up are integers. Use "
+                "one of the two"
+            )
+
     def is_bound(self) -> bool:
         """Whether both sides can compress."""
         return self.first.is_bound() and self.second.is_bound()
@@ -63,8 +99,9 @@ class Chain(Compressor):
     def traits(self) -> Traits:
         """Return what is left of both sides' promises."""
         first, second = self.first.traits(), self.second.traits()
+        rounds = first.combine == "rounds"
         return dataclasses.replace(
-            Traits(),
+            Traits("rounds", in_place=first.in_place) if rounds else Traits(),
             fixed_size=first.fixed_size and second.fixed_size,
             stateful=first.stateful or second.stateful,
             gradient_units=first.gradient_units + second.gradient_units,
@@ -83,6 +120,33 @@ class Chain(Compressor):
         """Return second's part, where it has one."""
         inner = self.second.chained_part()
         return None if inner is None else f"{self.part}.{inner}"
+
+    def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
+        """Exchange first's rounds, where they add float32 values up, as second does."""
+        rounds, held = self.first.exchange(x, out, ctx, local), ctx.workspace.held
+        try:
+            asked, place = _next(rounds, None), 0
+            while asked is not None:
+                (values, op), share = asked, asked.share
+                if op == "max" or values.dtype != np.float32:
+                    asked = _next(rounds, (yield asked))
+                    continue
+                inner, n = ctx.child(f"round{place}", values.size), values.size
+                with held(n) as combined, held(0 if share is None else n) as own:
+                    kept = None if share is None else own
+                    yield from self.second.exchange(values, combined, inner, kept)
+                    if op == "sum":
+                        scale(combined, ctx.size, ctx)
+                    if share is not None:
+                        share[...] = own
+                    asked = _next(rounds, combined)
+                place += 1
+        finally:
+            rounds.close()
+
+    def units_size(self, name: str, n: int) -> int:
+        """Return first's: what second remembers it keeps apart."""
+        return self.first.units_size(name, n)
 
     def chained_count(self, payload: Payload, n: int) -> int:
         """Return second's count."""
@@ -198,3 +262,11 @@ class Chain(Compressor):
 
     def __repr__(self) -> str:
         return f"{self.first!r} | {self.second!r}"
+
+
+def _next(rounds: Exchange, received: Array | None) -> Round | None:
+    """Return the next round; None at the end."""
+    try:
+        return next(rounds) if received is None else rounds.send(received)
+    except StopIteration:
+        return None

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringlet.compressors.random import Drawn, uniform
+
 Array = npt.NDArray[Any]
 State = dict[str, Any]
 
@@ -117,15 +119,26 @@ class Context:
         return key | 1
 
     def rng(self, shared: bool = False, stream: int = 0) -> np.random.Generator:
-        """Return a counter-based generator keyed by ``key``; it knows nothing of ``offset``.
+        """Return NumPy's generator, keyed by ``key``, which gives arrays of ``xp``.
 
-        Generators of one ``stream`` give the same numbers, so that ``decompress`` draws again what
-        ``compress`` drew. What is to be independent of them takes another stream: 1, 2, ...
+        It knows nothing of ``offset``: where a piece must draw what the whole tensor draws there,
+        use ``uniform``. Generators of one ``stream`` give the same numbers, so that ``decompress``
+        draws again what ``compress`` drew. What is to be independent of them takes another stream:
+        1, 2, ...
         """
         key = self.key(shared)
         if stream:
             key = _mix(_mix(key) ^ _mix(stream)) | 1  # once more, or a stream would be a rank's
-        return np.random.Generator(np.random.Philox(key=key))
+        generator = np.random.Generator(np.random.Philox(key=key))
+        return generator if self.xp is np else Drawn(generator, self.xp)  # type: ignore[return-value]
+
+    def uniform(self, n: int, shared: bool = False) -> Array:
+        """Return n float32 in [0, 1) of ``xp``, one for each element from ``offset`` on.
+
+        A function of ``key`` and the element's index alone: pieces draw what the whole tensor
+        draws there. The same with every call.
+        """
+        return uniform(self.xp, self.key(shared), self.offset, n)
 
     def child(self, name: str, numel: int) -> Context:
         """Return the context for a compressor applied to a part of this one's payload."""

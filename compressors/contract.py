@@ -124,6 +124,13 @@ class Compressor:
                 found[name] = (np.sum(parts, axis=0) / len(states)).astype(np.float32)
         return found
 
+    def units_size(self, name: str, n: int) -> int:
+        """Return how many elements ``ctx.state[name]`` has for a tensor of ``n``.
+
+        For names in ``gradient_units``: as many as the tensor, unless, say, a sketch is remembered.
+        """
+        return n
+
     def at(self, step: int) -> Compressor:
         """Return what to use at ``step`` (0, 1, ...): itself, unless it follows a schedule.
 
@@ -135,7 +142,7 @@ class Compressor:
         """Return which payload array (float32) a compressor chained behind this one compresses.
 
         None: there is no such array, so nothing can be chained. "values" by default, where a
-        fixed-size payload has it.
+        fixed-size payload has it. In rounds it is what float32 means and sums carry.
         """
         if not self.traits().fixed_size:
             return "values"
@@ -181,7 +188,10 @@ class Compressor:
         out += decoded
 
     def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
-        """Overwrite ``out`` (flat float32) with the sum of what ``payloads`` encode, in order."""
+        """Overwrite ``out`` (flat float32) with the sum of what ``payloads`` encode, in order.
+
+        An override may round elsewhere, such as once at the end.
+        """
         self.decompress(payloads[0], out, ctx)
         for payload in payloads[1:]:
             self.accumulate(payload, out, ctx)

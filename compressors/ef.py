@@ -3,12 +3,16 @@
 Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error
 feedback fixes SignSGD", ICML 2019; of both stages of a reduction in Tang et al., "DoubleSqueeze:
 parallel stochastic gradient descent with double-pass error-compensated compression", ICML 2019.
+Residuals of few bits that begin anew: Xie et al., "LoCo: low-bit communication adaptor for
+large-scale model training", arXiv:2407.04480.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import ClassVar, NamedTuple
 
 from ringlet.compressors.context import Array, Context
@@ -27,6 +31,7 @@ from ringlet.compressors.multitensor import (
 from ringlet.compressors.options import option
 from ringlet.compressors.registry import register
 from ringlet.compressors.remembered import remembered
+from ringlet.compressors.residuals import STORES, Store, widen
 
 
 @register("ef")
@@ -38,9 +43,15 @@ class ErrorFeedback(Modifier):
     new residual would not be finite keep the old one, so that one overflow cannot poison a run.
     In a scatter-reduce the owner of a shard keeps a second residual, of the sum that it compresses
     again (DoubleSqueeze); for that one alone there is ``server_ef``.
+
+    ``dtype`` keeps residuals in 16 bits, or in 8 with a bfloat16 scale per 128 elements (1.02 bytes
+    an element), rounded to nearest even: what that loses is lost. ``reset`` forgets them in every
+    so many steps, as LoCo does, so that no error grows old.
     """
 
     decay: float = option(1.0, gt=0, le=1, doc="how much of the residual is carried over")
+    dtype: str = option("fp32", choices=("fp32", "bf16", "int8"), doc="what residuals are kept in")
+    reset: int = option(0, ge=0, doc="steps after which residuals begin anew; 0: never")
 
     def validate(self) -> None:
         """Refuse what keeps its own memory of what was not sent, and what would diverge."""
@@ -55,9 +66,11 @@ class ErrorFeedback(Modifier):
 
     def traits(self) -> Traits:
         """Return the wrapped traits; feedback makes them stateful and breaks unbiasedness."""
-        inner = self.wrapped_compressor.traits()
+        inner, store = self.wrapped_compressor.traits(), self.store
+        cut = inner.granularity
         return dataclasses.replace(
             inner,
+            granularity=cut if cut is None or store is None else math.lcm(cut, store.granule),
             stateful=True,
             gradient_units=(*inner.gradient_units, "residual"),
             omega=None,
@@ -69,34 +82,83 @@ class ErrorFeedback(Modifier):
         """Whether what is lost in this stage is fed back."""
         return True
 
-    def residual(self, n: int, ctx: Context) -> Array:
-        """Return the residual of a piece of ``n`` elements, creating zeros at the first step."""
-        return remembered("residual", n, ctx)
+    @property
+    def store(self) -> Store | None:
+        """What residuals are kept in; None: float32 arrays."""
+        return STORES.get(self.dtype)
 
-    def with_residuals(self, tensors: Sequence[Encoding]) -> Sequence[Encoding]:
-        """Return ``tensors``, all of one stage, with the residuals that they have in it."""
+    def forgets(self, step: int) -> bool:
+        """Whether residuals begin anew at ``step``."""
+        return self.reset > 0 and step > 0 and step % self.reset == 0
+
+    @contextmanager
+    def residuals(self, pieces: Sequence[tuple[int, Context]]) -> Iterator[list[Array]]:
+        """Lend the residuals, as float32 to be overwritten, of pieces (elements, context).
+
+        They are of one stage. Zeros at the first step, and where they begin anew. What is kept in
+        fewer bits is rounded when the with-block ends, unless by an error.
+        """
+        store = self.store
+        if store is None:
+            yield [self.residual(n, ctx) for n, ctx in pieces]
+            return
+        with ExitStack() as held:
+            kept = [store.arrays(n, ctx) for n, ctx in pieces]
+            lent = [held.enter_context(ctx.workspace.held(n)) for n, ctx in pieces]
+            kernels = store.multi_tensor(pieces[0][1])
+            given = list(zip(lent, kept, pieces, strict=True))
+            if kernels is not None:
+                kernels.decode([Decoding(wide, arrays, ctx) for wide, arrays, (_, ctx) in given])
+            for wide, arrays, (_, ctx) in given:
+                if kernels is None:
+                    store.decompress(arrays, wide, ctx)
+                if self.forgets(ctx.step):
+                    wide[...] = 0
+            yield lent
+            if kernels is not None:
+                kernels.encode([Encoding(w, n, arrays, ctx) for w, arrays, (n, ctx) in given])
+                return
+            for wide, arrays, (_, ctx) in given:
+                store.encode_into(wide, arrays, ctx)
+
+    def residual(self, n: int, ctx: Context) -> Array:
+        """Return the float32 residual of a piece of ``n`` elements, kept as it is."""
+        if "residual" not in ctx.state:
+            widen(ctx.state)  # it may be from a checkpoint where it took less memory
+        held = remembered("residual", n, ctx)
+        if self.forgets(ctx.step):
+            held[...] = 0
+        return held
+
+    @contextmanager
+    def with_residuals(self, tensors: Sequence[Encoding]) -> Iterator[Sequence[Encoding]]:
+        """Lend ``tensors``, all of one stage, with the residuals that they have in it."""
         if not self.remembers(tensors[0].ctx):
-            return tensors
-        return [t._replace(residual=self.residual(t.n, t.ctx)) for t in tensors]
+            yield tensors
+            return
+        with self.residuals([(t.n, t.ctx) for t in tensors]) as lent:
+            yield [t._replace(residual=r) for t, r in zip(tensors, lent, strict=True)]
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Compress x plus the residual; keep what was lost."""
         inner = self.wrapped_compressor
         if not self.remembers(ctx):
             return encoded(inner, x, ctx)
-        return inner.compress_feedback(x, self.residual(x.size, ctx), self.decay, ctx)
+        with self.residuals([(x.size, ctx)]) as (held,):
+            return inner.compress_feedback(x, held, self.decay, ctx)
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Do the same in the wrapped compressor's fused kernel, if it has one."""
         inner = self.wrapped_compressor
-        if self.remembers(ctx):
-            inner.feedback_into(x, self.residual(x.size, ctx), self.decay, payload, ctx)
-        else:
+        if not self.remembers(ctx):
             inner.encode_into(x, payload, ctx)
+            return
+        with self.residuals([(x.size, ctx)]) as (held,):
+            inner.feedback_into(x, held, self.decay, payload, ctx)
 
     def multi_tensor(self, ctx: Context) -> MultiTensor | None:
         """The wrapped compressor's kernels, which read and write residuals in the same pass."""
-        own = keeps(self, ErrorFeedback, "encode_into", "residual") and keeps(
+        own = keeps(self, ErrorFeedback, "encode_into", "residual", "residuals") and keeps(
             self, Modifier, "decompress", "sum_into"
         )
         inner = self.wrapped_compressor.multi_tensor(ctx) if own else None
@@ -104,7 +166,7 @@ class ErrorFeedback(Modifier):
 
     def multi_varying(self, ctx: Context) -> Varying | None:
         """The same for payloads of variable size."""
-        own = keeps(self, ErrorFeedback, "compress", "residual") and keeps(
+        own = keeps(self, ErrorFeedback, "compress", "residual", "residuals") and keeps(
             self, Modifier, "decompress", "sum_into"
         )
         inner = self.wrapped_compressor.multi_varying(ctx) if own else None
@@ -112,8 +174,9 @@ class ErrorFeedback(Modifier):
 
     def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Exchange x plus the residual; keep what this rank's share of the result lacks of it."""
-        residual, inner = self.residual(x.size, ctx), self.wrapped_compressor
-        yield from inner.exchange_feedback(x, out, residual, self.decay, ctx, local)
+        with self.residuals([(x.size, ctx)]) as (held,):
+            inner = self.wrapped_compressor
+            yield from inner.exchange_feedback(x, out, held, self.decay, ctx, local)
 
 
 @register("server_ef")
@@ -158,8 +221,8 @@ class _Feeding(NamedTuple):
         weight: float = 1.0,
     ) -> None:
         """Encode with feedback, in stages that have it."""
-        given = self.owner.with_residuals(tensors)
-        self.inner.encode(given, spaced, scale, self.owner.decay, weight)
+        with self.owner.with_residuals(tensors) as given:
+            self.inner.encode(given, spaced, scale, self.owner.decay, weight)
 
     def decode(
         self,
@@ -184,7 +247,8 @@ class _Remembering:
         self, tensors: Sequence[Encoding], scale: float = 1.0, decay: float = 1.0
     ) -> list[Payload]:
         """Compress with feedback."""
-        return self.inner.compress(self.owner.with_residuals(tensors), scale, self.owner.decay)
+        with self.owner.with_residuals(tensors) as given:
+            return self.inner.compress(given, scale, self.owner.decay)
 
     def decode(self, sums: Sequence[Sum], scale: float = 1.0) -> None:
         """Decode as the wrapped compressor does."""

@@ -111,6 +111,11 @@ class Modifier(Compressor):
         """Consolidate as the wrapped compressor does, and what is remembered here."""
         return super().consolidate(states) | self.wrapped_compressor.consolidate(states)
 
+    def units_size(self, name: str, n: int) -> int:
+        """Return the wrapped compressor's, of what that one remembers."""
+        inner = self.wrapped_compressor
+        return inner.units_size(name, n) if name in inner.traits().gradient_units else n
+
     def at(self, step: int) -> Compressor:
         """Wrap what the wrapped compressor's schedule says."""
         now = self.wrapped_compressor.at(step)

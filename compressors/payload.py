@@ -43,9 +43,21 @@ def check_payload(label: str, payload: object) -> None:
         if not isinstance(name, str) or not 0 < len(name.encode()) < 256:
             raise PayloadError(f"{label}.compress: {name!r} is no name for an array")
         if not hasattr(array, "dtype") or array.ndim != 1:
-            raise PayloadError(f"{label}.compress: {name!r} must be a flat array")
+            shape = list(array.shape) if hasattr(array, "shape") else type(array).__name__
+            raise PayloadError(
+                f"{label}.compress: {name!r} must be a flat array, not {shape}; write "
+                "values.reshape(-1), and for a single number x.max(keepdims=True)"
+            )
         if array.dtype.name not in _DTYPES:
-            raise PayloadError(f"{label}.compress: {name!r} of {array.dtype} cannot travel")
+            raise PayloadError(
+                f"{label}.compress: {name!r} of {array.dtype} cannot travel; send one of "
+                f"{', '.join(_DTYPES)}, or a view of such"
+            )
+        if not array.dtype.isnative:
+            raise PayloadError(
+                f"{label}.compress: {name!r} of {array.dtype.str} cannot travel: bytes carry no "
+                "byte order; leave arrays in the machine's own"
+            )
 
 
 def serialise(payload: Payload, out: Array) -> int:

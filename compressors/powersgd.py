@@ -54,7 +54,7 @@ class LowRank(Compressor):
         if matrix is None:
             if local is not None:
                 local[...] = x
-            out[...] = yield Round(x, "mean")
+            out[...] = yield Round(x, "mean", local)
             return
 
         def finish(both: Factors, own: Factors, poison: Any) -> None:
@@ -139,7 +139,7 @@ class PowerSGD(LowRank):
             poison = poison_of(left, ctx)
             orthonormal(left, basis, ctx)
             source.times_columns(basis, own)
-            right = (yield Round(columns)).reshape(r, m)
+            right = (yield Round(columns, "mean", columns)).reshape(r, m)
             if self.warm_start:
                 keep(right, poison, remember_rows("right", start, ctx), ctx)
             finish((basis, right), (basis, own), poison)
@@ -163,7 +163,7 @@ class ACPSGD(LowRank):
             start = remembered_rows(fixed, first.reshape(r, m), draw, ctx)
             orthonormal(start, basis, ctx)
             (source.times_rows if even else source.times_columns)(basis, own)
-            other = (yield Round(sending)).reshape(r, n)
+            other = (yield Round(sending, "mean", sending)).reshape(r, n)
             remember_rows(fixed, start, ctx)
             with held(r * n) as second:
                 # Numbers of their own: the same as in the other factor would be no guess at all.

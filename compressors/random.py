@@ -9,18 +9,33 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ringlet.compressors.context import Array, Context
+Array = npt.NDArray[Any]
 
 
-def uniform(ctx: Context, n: int, shared: bool = False) -> Array:
-    """Return n float32 in [0, 1), one for each element from ``ctx.offset`` on.
-
-    They depend on seed, step, tensor, stage and element, and on the rank unless ``shared``.
-    """
-    bits = squares(ctx.xp, ctx.key(shared), ctx.offset, n)
-    drawn: Array = (bits >> 8).astype("float32") * ctx.xp.float32(2.0**-24)
+def uniform(xp: Any, key: int, start: int, n: int) -> Array:
+    """Return n float32 in [0, 1), for the counters start .. start + n - 1."""
+    drawn: Array = (squares(xp, key, start, n) >> 8).astype("float32") * xp.float32(2.0**-24)
     return drawn
+
+
+class Drawn:
+    """A NumPy generator whose arrays are arrays of ``xp``: drawn on the host, then copied."""
+
+    def __init__(self, generator: np.random.Generator, xp: Any) -> None:
+        self._generator, self._xp = generator, xp
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._generator, name)
+        if not callable(found):
+            return found
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            drawn = found(*args, **kwargs)
+            return self._xp.asarray(drawn) if isinstance(drawn, np.ndarray) else drawn
+
+        return draw
 
 
 def squares(xp: Any, key: int, start: int, n: int) -> Array:

@@ -1,11 +1,12 @@
 """The registry: compressors by name, built in, registered at run time, or from other packages.
 
 Other packages announce a compressor in the entry-point group ``ringlet.compressors``; it is
-imported when its name is first used.
+imported when its name is first used. A class that nobody announced is found by ``MODULE:NAME``.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from importlib import metadata
 from typing import TypeVar
@@ -18,6 +19,7 @@ GROUP = "ringlet.compressors"
 C = TypeVar("C", bound=Compressor)
 
 _registered: dict[str, type[Compressor]] = {}
+_revision = 0
 
 
 def register(name: str) -> Callable[[type[C]], type[C]]:
@@ -39,6 +41,8 @@ def register(name: str) -> Callable[[type[C]], type[C]]:
             )
         cls.spec_name = name
         _registered[name] = cls
+        global _revision
+        _revision += 1
         return cls
 
     return add
@@ -47,8 +51,11 @@ def register(name: str) -> Callable[[type[C]], type[C]]:
 def lookup(name: str) -> type[Compressor]:
     """Return the class registered as ``name``, importing its plugin if need be.
 
-    Raises UnknownCompressor with the closest known name.
+    ``MODULE:NAME`` is a class that need not be registered. Raises UnknownCompressor with the
+    closest known name, and CompressorError where a module does not import or has no such class.
     """
+    if ":" in name:
+        return _imported(*name.split(":", 1))
     if name in _registered:
         return _registered[name]
     found = [entry for entry in _plugins() if entry.name == name]
@@ -62,9 +69,31 @@ def lookup(name: str) -> type[Compressor]:
     raise UnknownCompressor(f"unknown compressor {name!r}{hint} Known: {', '.join(known)}")
 
 
+def revision() -> int:
+    """Return a number that grows whenever a class is registered."""
+    return _revision
+
+
 def names() -> list[str]:
     """Return every known name, plugins included, sorted."""
     return sorted({*_registered, *(entry.name for entry in _plugins())})
+
+
+def _imported(module: str, name: str) -> type[Compressor]:
+    try:
+        found: object = importlib.import_module(module)
+    except Exception as error:
+        raise CompressorError(
+            f"{module} does not import: {type(error).__name__}: {error}"
+        ) from error
+    for attribute in name.split("."):
+        found = getattr(found, attribute, None)
+    if not (isinstance(found, type) and issubclass(found, Compressor)):
+        raise CompressorError(
+            f"{module} has no compressor {name!r}: that is {found!r}, not a class derived from "
+            "ringlet.compressors.Compressor"
+        )
+    return found
 
 
 def _load(entry: metadata.EntryPoint) -> type[Compressor]:

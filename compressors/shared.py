@@ -45,6 +45,10 @@ class SharedInt(Compressor):
         """Two rounds; the error is relative to the largest rank's values, so nothing is claimed."""
         return Traits("rounds")
 
+    def chained_part(self) -> str | None:
+        """None: what travels are integers already."""
+        return None
+
     def steps(self, size: int) -> int:
         """Return the levels per sign among ``size`` ranks; CompressorError where none is left."""
         fitting = min(((1 << (self.bits - 1)) - 1) // size, _MOST)

@@ -1,34 +1,41 @@
 """Spec strings: ``"topk(ratio=0.01) | int8 | ef"`` as a safe subset of Python expressions.
 
-Names, calls with literal arguments, and ``|``. Nothing is evaluated.
+Names, calls with literal arguments, and ``|``. Nothing is evaluated. ``MODULE:NAME`` in place of a
+name is a class that nobody registered: that module is imported.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import threading
 from typing import Any
 
 from ringlet.compressors.contract import Compressor
-from ringlet.compressors.errors import CompressorError, OptionError, SpecError, UnknownCompressor
-from ringlet.compressors.registry import lookup
+from ringlet.compressors.errors import CompressorError, OptionError, SpecError
+from ringlet.compressors.registry import lookup, revision
 from ringlet.compressors.specerrors import HELP, diagnose
 
 _parsing = threading.Lock()  # CPython 3.11 counts the parser's depth wrongly across threads
 _SPACES = str.maketrans("\r\n\t\f", "    ")  # a spec may go over several lines
+_PLACE = re.compile(r"""'[^']*'|"[^"]*"|([^\W\d]\w*(?:\.\w+)*:[^\W\d]\w*(?:\.\w+)*)""")
+# Letters that stand for the signs of MODULE:NAME while Python reads it as one name.
+_AS_NAME = str.maketrans(".:", "\ua78f\u02d0")
+_AS_PLACE = str.maketrans("\ua78f\u02d0", ".:")
 
 
 def parse(spec: str | Compressor) -> Compressor:
     """Return the compressor that ``spec`` describes; a compressor is returned as it is.
 
-    ``parse(str(c)) == c`` for every compressor made of registered ones. Raises SpecError (with a
-    caret at the place), UnknownCompressor or OptionError.
+    ``parse(str(c)) == c``, with ``MODULE:NAME`` for classes that nobody registered. Raises
+    SpecError (with a caret at the place), UnknownCompressor or OptionError.
     """
     if isinstance(spec, Compressor):
         return spec
     if not isinstance(spec, str):
         raise SpecError(f"a compressor spec is a string, not {type(spec).__name__}: {spec!r}")
-    text = spec.translate(_SPACES).strip()
+    text = _PLACE.sub(_one_name, spec.translate(_SPACES).strip())
     if not text:
         raise SpecError("an empty compressor spec; write 'none' for no compression")
     try:
@@ -42,8 +49,23 @@ def parse(spec: str | Compressor) -> Compressor:
 
 
 def resolve(spec: str | Compressor | None) -> Compressor:
-    """Return a compressor that can compress: like ``parse``, but refuse a lone modifier."""
-    compressor = parse("none" if spec is None else spec)
+    """Return a compressor that can compress: like ``parse``, but refuse a lone modifier.
+
+    One text gives one compressor until another class is registered, but for ``MODULE:NAME``.
+    """
+    if spec is None:
+        spec = "none"
+    if type(spec) is str and ":" not in spec:
+        return _resolved(spec, revision())
+    return _bound(parse(spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolved(text: str, revision: int) -> Compressor:
+    return _bound(parse(text))
+
+
+def _bound(compressor: Compressor) -> Compressor:
     if not compressor.is_bound():
         name = compressor.label()
         raise SpecError(
@@ -51,6 +73,10 @@ def resolve(spec: str | Compressor | None) -> Compressor:
             f"write for example 'int8 | {name}'"
         )
     return compressor
+
+
+def _one_name(match: re.Match[str]) -> str:
+    return match[0].translate(_AS_NAME) if match[1] else match[0]
 
 
 def _build(node: ast.expr, text: str) -> Compressor:
@@ -84,9 +110,9 @@ def _build(node: ast.expr, text: str) -> Compressor:
 
 def _make(name: ast.Name, args: list[Any], options: dict[str, Any], text: str) -> Compressor:
     try:
-        cls = lookup(name.id)
-    except UnknownCompressor as error:
-        raise UnknownCompressor(_pointed(text, _column(name, text), str(error))) from None
+        cls = lookup(name.id.translate(_AS_PLACE))
+    except CompressorError as error:
+        raise type(error)(_pointed(text, _column(name, text), str(error))) from error
     try:
         return cls(*args, **options)
     except OptionError as error:
@@ -113,4 +139,4 @@ def _at(text: str, column: int, reason: str) -> SpecError:
 
 
 def _pointed(text: str, column: int, message: str) -> str:
-    return f"{message}\n    {text}\n    {' ' * column}^"
+    return f"{message}\n    {text}\n    {' ' * column}^".translate(_AS_PLACE)

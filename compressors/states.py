@@ -16,6 +16,8 @@ from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.modifier import Modifier
 from ringlet.compressors.powersgd import LowRank
 from ringlet.compressors.remembered import described
+from ringlet.compressors.residuals import broken, forget, plain, widen
+from ringlet.compressors.residuals import rescale as rescale_narrow
 from ringlet.compressors.spec import parse
 
 
@@ -34,6 +36,7 @@ def carry_over(
     gradient, or its share of the mean (``average``) among ``size`` ranks where a compressor divides
     first.
     """
+    widen(state)  # a residual in fewer bits may be kept in others from now on
     kept = {"step"}
     if _feeds_back(before) and _feeds_back(after):
         kept |= {"residual", "rows"}  # rows are the residual of a table whose gradient is sparse
@@ -60,6 +63,10 @@ def fit(
     nobody knows them. Arrays are NumPy's.
     """
     told: list[str] = []
+    wrong = broken(state)
+    if wrong is not None:
+        told.append(f"holds {wrong}; its residual is forgotten")
+        forget(state)
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     if spec is not None and spec != str(compressor):
         if before is None:
@@ -72,7 +79,14 @@ def fit(
             told.append(_of_another(spec, compressor, forgotten))
     for name in compressor.traits().gradient_units:
         array = state.get(name)
-        if numel is None or getattr(array, "shape", ()) in ((), (numel,)):  # or a number
+        if name == "residual" and array is None:
+            array = next(
+                (state[key] for key in ("residual_bf16", "residual_int8") if key in state), None
+            )
+        if numel is None:
+            continue
+        size = compressor.units_size(name, numel)
+        if getattr(array, "shape", ()) in ((), (size,)):  # or a number
             continue
         told.append(f"has {numel} elements; its {name!r}, {described(array)}, is forgotten")
         # What is left is of that other tensor too: factors, a server's sums, parts of shards.
@@ -102,15 +116,17 @@ def merged(
     gone on with otherwise is told, as ``fit`` does.
     """
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
+    told = [f"holds {wrong}; its residual is forgotten" for s in states if (wrong := broken(s))]
+    states = [plain(state) for state in states]
     held = set[str]().union(*(state.keys() for state in states)) - {"step"}
     if before is None:
-        return {}, [_of_another(spec, compressor, sorted(held))] if held else []
+        return {}, told + ([_of_another(spec, compressor, sorted(held))] if held else [])
     found = before.consolidate(states)
     unit = _share(compressor, size) / _share(before, len(states)) if average else 1.0
     for name, array in found.items():
         found[name] = array * np.float32(unit)
     units = [name for name in before.traits().gradient_units if name in held - found.keys()]
-    told = [f"has another size on some ranks; its {units} are forgotten"] if units else []
+    told += [f"has another size on some ranks; its {units} are forgotten"] if units else []
     if before != compressor:
         forgotten = carry_over(found, before, compressor, size, average=False)
         if forgotten:
@@ -131,6 +147,8 @@ def _parsed(spec: str) -> Compressor | None:
 
 
 def _rescale(state: State, names: frozenset[str], factor: float) -> None:
+    if "residual" in names:
+        rescale_narrow(state, factor)
     for key, value in state.items():
         if isinstance(value, dict):
             _rescale(value, names, factor)

@@ -30,13 +30,20 @@ class _Round(NamedTuple):
 class Round(_Round):
     """One combination over all ranks: flat ``values`` (float32 or a signed integer), and how.
 
-    ``op`` is "mean" (of floats alone), "sum" or "max". Raises CompressorError for any other, and
-    for the mean of integers, which no integer holds.
+    ``op`` is "mean" (of floats alone), "sum" or "max". ``share`` is an array as long that holds
+    the same values, or ``values`` itself: a compressor chained behind leaves there what became of
+    them. None: nobody looks at them again. Raises CompressorError for any other ``op``, and for the
+    mean of integers, which no integer holds.
     """
 
-    __slots__ = ()
+    share: Array | None
 
-    def __new__(cls, values: Array, op: Literal["mean", "sum", "max"] = "mean") -> Self:
+    def __new__(
+        cls,
+        values: Array,
+        op: Literal["mean", "sum", "max"] = "mean",
+        share: Array | None = None,
+    ) -> Self:
         """Check that ``values`` can be combined so."""
         if op not in ("mean", "sum", "max"):
             raise CompressorError(f"Round: op must be 'mean', 'sum' or 'max', not {op!r}")
@@ -46,7 +53,9 @@ class Round(_Round):
                 f"Round: the mean of {dtype} values would be rounded; yield Round(values, 'sum') "
                 "and divide what you receive by ctx.size in float32"
             )
-        return super().__new__(cls, values, op)
+        made = super().__new__(cls, values, op)
+        made.share = share
+        return made
 
 
 Exchange = Generator[Round, Array, None]
@@ -78,9 +87,9 @@ class Traits:
         Results depend on what earlier steps left in ``ctx.state``.
     gradient_units
         Names in ``ctx.state`` of what is in units of the gradient: residuals, momenta, estimates.
-        They are flat float32 arrays of as many elements as the tensor, or numbers. They are
-        multiplied where a loss scale changes, and averaged where the number of ranks does; what is
-        not named is left alone, and forgotten.
+        They are flat float32 arrays of as many elements as the tensor, or as ``units_size`` says,
+        or numbers. They are multiplied where a loss scale changes, and averaged where the number
+        of ranks does; what is not named is left alone, and forgotten.
     predivide
         Averages divide before compressing, so that sums on the wire stay in range.
     scales

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ringlet.insides import HorovodBasics
+from ringlet.ring.launch import api
 
 # What Horovod calls a module, and where Ringlet keeps the same names.
 ALIASES = {
@@ -60,6 +61,7 @@ ALIASES = {
 }
 # Here Horovod keeps the operations, and an object that programs reach for.
 _OPERATIONS = ".mpi_ops"
+_WITH_KERAS = ("horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras")
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 
@@ -93,6 +95,8 @@ class _Aliases(MetaPathFinder, Loader):
             setattr(sys.modules[parent], child, target)
         if name + _OPERATIONS in ALIASES:
             importlib.import_module(name + _OPERATIONS)
+        if name in _WITH_KERAS:
+            importlib.import_module("ringlet.keras.keras2").install()
 
 
 def _tell_place(env: MutableMapping[str, str]) -> None:
@@ -115,6 +119,7 @@ def install_as_horovod() -> None:
         raise ImportError("horovod is imported already; call install_as_horovod() before that")
     sys.meta_path.insert(0, _Aliases())
     _tell_place(os.environ)
+    api.runner[:] = ["-m", "ringlet.as_horovod"]  # ranks of horovod.run() import it as well
 
 
 def main(arguments: list[str]) -> None:

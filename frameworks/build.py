@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from ringlet.ring.nccl_library import lacking, load
+from ringlet.ring.transports.nccl_library import lacking, load
 from ringlet.runtime import current, wishes_from
 
 

@@ -59,7 +59,8 @@ def as_compressor(compression: Any) -> RingletCompressor:
 
     Raises SpecError (a ValueError), and TypeError for any other class.
     """
-    return resolve(_translated(compression))
+    plain = compression is None or type(compression) is str
+    return resolve(compression if plain else _translated(compression))
 
 
 def as_router(compression: Spec | Routes | Any) -> Router:

@@ -18,14 +18,14 @@ from ringlet.build import gpu_path
 from ringlet.compressors import Compressor, Context, Workspace, parse
 from ringlet.compressors.contract import storage
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.connect import connect
-from ringlet.ring.doctor import Finding, examine, versions
-from ringlet.ring.environment import check_transport, detect
+from ringlet.ring.cost.link_probe import Link, measure_links
 from ringlet.ring.errors import RingError
+from ringlet.ring.hosts.hosts import chosen_hosts
 from ringlet.ring.launch.cli import UsageError, add_hosts, reach_of, size_of
-from ringlet.ring.launch.hosts import chosen_hosts
 from ringlet.ring.launch.job import launch
-from ringlet.ring.links import Link, measure_links
+from ringlet.ring.launch.machine import Finding, examine, versions
+from ringlet.ring.rendezvous.connect import connect
+from ringlet.ring.rendezvous.environment import check_transport, detect
 
 SPECS = ("fp16", "int8", "int4", "topk(ratio=0.01)", "powersgd(rank=4)")
 SIDE = 2048  # the tensor on which codecs are timed is SIDE x SIDE float32
@@ -116,7 +116,8 @@ def _as_rank(ranks_only: bool) -> int:
     ]
     hosts = [host for host, _ in told]
     links = measure_links(comm, hosts)
-    codecs = [_slowest(comm, _codec(parse(spec))) for spec in SPECS]
+    compared = bool(links) and not any(link.error for link in links)  # or there is no verdict
+    codecs = [_slowest(comm, _codec(parse(spec))) for spec in SPECS] if compared else []
     reduced = _allreduce_rate(comm)
     if comm.rank == 0:
         print(f"\n{comm.size} ranks over {comm.name}:")

@@ -9,8 +9,8 @@ from typing import Any
 
 from ringlet import build, lifecycle, runtime, timeline, topology
 from ringlet.process_sets import process_set_ranks
-from ringlet.ring.environment import detect
 from ringlet.ring.errors import RingError as HorovodInternalError
+from ringlet.ring.rendezvous.environment import detect
 
 __all__ = [
     "HorovodBasics",

@@ -17,7 +17,7 @@ from ringlet.process_sets import (
     global_process_set,
 )
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.environment import detect
+from ringlet.ring.rendezvous.environment import detect
 from ringlet.runtime import Runtime, is_initialized
 from ringlet.runtime import init as start
 
@@ -88,7 +88,7 @@ def _communicator(comm: Any, transport: str | None) -> Communicator | None:
     if isinstance(comm, Communicator):
         return comm
     if isinstance(comm, getattr(sys.modules.get("torch.distributed"), "ProcessGroup", ())):
-        from ringlet.ring.connections import connections
+        from ringlet.ring.transports.torch_subgroups import connections
 
         return connections(comm)
     if isinstance(comm, list | tuple | range) and all(isinstance(rank, int) for rank in comm):
@@ -104,7 +104,7 @@ def _communicator(comm: Any, transport: str | None) -> Communicator | None:
 
         comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(sorted(comm)))
     if hasattr(comm, "Get_group"):
-        from ringlet.ring.mpi import MpiCommunicator
+        from ringlet.ring.transports.mpi import MpiCommunicator
 
         return MpiCommunicator(comm)
     raise TypeError(

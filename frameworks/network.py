@@ -18,9 +18,9 @@ import numpy as np
 
 from ringlet.fusion.limits import UNKNOWN, Link
 from ringlet.ring.communicator import Communicator, Topology
+from ringlet.ring.cost.link_probe import measure_links
 from ringlet.ring.errors import RingError
-from ringlet.ring.hierarchical import by_host, two_levels
-from ringlet.ring.links import measure_links
+from ringlet.ring.transports.hierarchical import by_host, two_levels
 
 log = logging.getLogger("ringlet")
 

@@ -9,27 +9,40 @@ import atexit
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ringlet.fusion import Engine, Limits
+from ringlet.fusion.autotune.choice import ALL, names
+from ringlet.fusion.devices.host import Place
 from ringlet.fusion.limits import DIVISORS, UNKNOWN
-from ringlet.fusion.place import Place
-from ringlet.fusion.tune.choice import ALL, names
 from ringlet.network import MEASURE, hierarchical, measured_link, parse_link
 from ringlet.ring.communicator import Communicator, Topology
-from ringlet.ring.connect import connect
-from ringlet.ring.control_open import open_control
+from ringlet.ring.control.opening import open_control
 from ringlet.ring.errors import LaunchError, RingError
-from ringlet.ring.gpu import GpuCommunicator
-from ringlet.ring.local import LocalCommunicator, this_thread
 from ringlet.ring.log import level_from, show
+from ringlet.ring.rendezvous.connect import connect
+from ringlet.ring.transports.gpu import GpuCommunicator
+from ringlet.ring.transports.local import LocalCommunicator, this_thread
+from ringlet.ring.variables import (
+    OFF,
+    ON,
+    check,
+    given,
+    read_flag,
+    read_number,
+    read_whole,
+    unknown,
+)
 from ringlet.ring.wire.keys import agreed_key
 
+log = logging.getLogger("ringlet")
+T = TypeVar("T")
 ONE_HOST = 32  # of so many spans of large sums one is compared where no wire is between ranks
 
 
@@ -81,6 +94,15 @@ class Runtime:
         since = f"join{self._joins}." if self._joins else ""
         return f"{operation}.noname.{since}{next(counter)}"
 
+    def title(self, name: str, label: str) -> str:
+        """Return what timelines and reports call ``label``: a ``name``, numbered where it is taken.
+
+        Ranks need not agree on it, and nothing that is saved depends on it.
+        """
+        titles: dict[str, str] = self.extras.setdefault("titles", {})
+        numbered = (name if i == 1 else f"{name} {i}" for i in itertools.count(1))
+        return next(title for title in numbered if titles.setdefault(title, label) == label)
+
     def join(self) -> int:
         """Take part with zeros until all ranks have joined; return who did so last."""
         last = self.engine.join()
@@ -104,7 +126,7 @@ def places_of(comm: Communicator) -> list[Place]:
         return []
     import cupy
 
-    from ringlet.fusion.cuda_place import CudaPlace
+    from ringlet.fusion.devices.cuda import CudaPlace
 
     return [CudaPlace(cupy, comm.device)]
 
@@ -114,8 +136,6 @@ def agreed_places(comm: Communicator) -> list[Place]:
     staged = comm.broadcast_bytes(b"staged" if "staged" in wishes_from(os.environ) else b"")
     return [] if staged else places_of(comm.base)
 
-
-_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 _process: Runtime | None = None
 _thread = threading.local()
@@ -135,27 +155,28 @@ def limits_from(env: Mapping[str, str]) -> Limits:
     autotune = _tuned(env)
     if autotune and importlib.util.find_spec("bayes_opt") is None:
         raise ImportError("autotuning needs more: pip install 'ringlet[tune]'")
-    warning = _number(env, "STALL_CHECK_TIME_SECONDS", default.stall_warning)
+    streams = _read(env, "NUM_NCCL_STREAMS", read_whole, default.streams)
+    warning = _read(env, "STALL_CHECK_TIME_SECONDS", read_number, default.stall_warning)
+    shutdown = _read(env, "STALL_SHUTDOWN_TIME_SECONDS", read_number, default.stall_shutdown)
+    samples = default.autotune_samples
     return Limits(
-        fusion_threshold=int(_number(env, "FUSION_THRESHOLD", default.fusion_threshold)),
-        cycle_time=_number(env, "CYCLE_TIME", default.cycle_time * 1e3) / 1e3,
-        seed=int(_number(env, "SEED", default.seed)),
-        cache_capacity=int(_number(env, "CACHE_CAPACITY", default.cache_capacity)),
-        streams=int(_number(env, "STREAMS", _number(env, "NUM_NCCL_STREAMS", default.streams))),
-        stall_warning=0.0 if _flag(env, "STALL_CHECK_DISABLE") else warning,
-        stall_shutdown=_number(env, "STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown),
-        verify_sums=_verified(env),
+        fusion_threshold=_read(env, "FUSION_THRESHOLD", read_whole, default.fusion_threshold),
+        cycle_time=_read(env, "CYCLE_TIME", read_number, default.cycle_time * 1e3) / 1e3,
+        seed=_read(env, "SEED", read_whole, default.seed),
+        cache_capacity=_read(env, "CACHE_CAPACITY", read_whole, default.cache_capacity),
+        streams=_read(env, "STREAMS", read_whole, streams),
+        stall_warning=0.0 if _read(env, "STALL_CHECK_DISABLE", read_flag, False) else warning,
+        stall_shutdown=shutdown,
+        verify_sums=_read(env, "VERIFY_SUMS", read_whole, None),
         latency=link.latency,
         bandwidth=link.bandwidth,
         collective=_collective(env),
         join_divisor=_divisor(env),
         autotune=autotune,
-        autotune_log=_given(env, "AUTOTUNE_LOG") or default.autotune_log,
-        autotune_warmup=int(_number(env, "AUTOTUNE_WARMUP_SAMPLES", default.autotune_warmup)),
-        autotune_steps=int(_number(env, "AUTOTUNE_STEPS_PER_SAMPLE", default.autotune_steps)),
-        autotune_samples=int(
-            _number(env, "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", default.autotune_samples)
-        ),
+        autotune_log=_read(env, "AUTOTUNE_LOG", _text, default.autotune_log),
+        autotune_warmup=_read(env, "AUTOTUNE_WARMUP_SAMPLES", read_whole, default.autotune_warmup),
+        autotune_steps=_read(env, "AUTOTUNE_STEPS_PER_SAMPLE", read_whole, default.autotune_steps),
+        autotune_samples=_read(env, "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", read_whole, samples),
     )
 
 
@@ -169,15 +190,18 @@ _FIXED_BY = {  # what is set stays, unless autotuning names it
 
 def _tuned(env: Mapping[str, str]) -> str:
     """Return what is to be tuned, by the names of ``Limits``: nothing, all, or a list."""
-    text = (_given(env, "AUTOTUNE") or "").strip()
-    if text.lower() in ("", *_OFF):
+    text = _read(env, "AUTOTUNE", _text, "").strip()
+    if text.lower() in ("", *OFF):
         return ""
-    asked = [ALL] if text.lower() in _ON else [name.strip() for name in text.split(",")]
+    asked = [ALL] if text.lower() in ON else [name.strip() for name in text.split(",")]
     if ALL in asked:
-        fixed = (n for n, variables in _FIXED_BY.items() if any(_given(env, v) for v in variables))
+        fixed = (n for n, variables in _FIXED_BY.items() if any(given(env, v) for v in variables))
         asked += [f"-{name}" for name in fixed if name not in asked]
     chosen = ",".join(asked)
-    names(chosen)  # a misspelt one is an error on every rank, before they connect
+    try:
+        names(chosen)  # a misspelt one is an error on every rank, before they connect
+    except ValueError as error:
+        raise ValueError(f"RINGLET_AUTOTUNE={text!r}: {error}, nor yes or no") from None
     return chosen
 
 
@@ -200,39 +224,20 @@ def wishes_from(env: Mapping[str, str]) -> set[str]:
     """Read what a ``Runtime`` shall do besides: "measure" the link, be "hierarchical", "staged"."""
     asked = {
         "measure": env.get("RINGLET_LINK") == MEASURE,
-        "hierarchical": _flag(env, "HIERARCHICAL_ALLREDUCE"),
-        "staged": env.get("RINGLET_STAGED", "").strip().lower() in _ON,
+        "hierarchical": _read(env, "HIERARCHICAL_ALLREDUCE", read_flag, False),
+        "staged": read_flag("RINGLET_STAGED", env.get("RINGLET_STAGED", "")),
     }
     return {wish for wish, is_asked in asked.items() if is_asked}
 
 
-def _verified(env: Mapping[str, str]) -> int | None:
-    name = "RINGLET_VERIFY_SUMS"
-    return int(_number(env, "VERIFY_SUMS", 1)) if name in env else None
+def _read(env: Mapping[str, str], name: str, reader: Callable[[str, str], T], default: T) -> T:
+    """Read RINGLET_``name``, or else HOROVOD_``name``, if there is one."""
+    found = given(env, name)
+    return default if found is None else reader(*found)
 
 
-def _flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
-    for variable in (f"RINGLET_{name}", f"HOROVOD_{name}"):
-        if variable in env:
-            return env[variable].strip().lower() in _ON
-    return default
-
-
-def _given(env: Mapping[str, str], name: str) -> str | None:
-    return env.get(f"RINGLET_{name}", env.get(f"HOROVOD_{name}"))
-
-
-def _number(env: Mapping[str, str], name: str, default: float) -> float:
-    for variable in (f"RINGLET_{name}", f"HOROVOD_{name}"):
-        if variable in env:
-            try:
-                value = float(env[variable])
-            except ValueError:
-                value = -1.0
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{variable}={env[variable]!r} is not a number of at least 0")
-            return value
-    return default
+def _text(variable: str, text: str) -> str:
+    return text
 
 
 def init(
@@ -250,7 +255,7 @@ def init(
     sets the level of logger "ringlet". Raises LaunchError when launcher and transport disagree on
     the size, or in a process that was forked from one that had called this; TransportUnavailable
     when something is not installed; ValueError when this was called before with another transport,
-    or what was asked for cannot be.
+    what was asked for cannot be, or variables of the environment are misspelt or wrong.
     """
     global _process
     existing = _current()
@@ -268,12 +273,15 @@ def init(
             "itself. Start worker processes with the 'spawn' method, or before init()"
         )
     options = {"RINGLET_AUTOTUNE": autotune, "RINGLET_JOIN_DIVISOR": join_divisor}
-    given = {name: str(value) for name, value in options.items() if value is not None}
-    limits, wishes = limits_from({**os.environ, **given}), wishes_from(os.environ)
+    asked = {name: str(value) for name, value in options.items() if value is not None}
+    check(os.environ)
+    limits, wishes = limits_from({**os.environ, **asked}), wishes_from(os.environ)
     level = level_from(os.environ)
     comm = connect(transport) if comm is None else comm
     threads = isinstance(comm, LocalCommunicator) and comm is this_thread()
     show(level, None if threads else comm.rank)
+    if comm.rank == 0 and (strangers := unknown(os.environ)):
+        log.warning("%s: no variable of Ringlet's, and not read", ", ".join(strangers))
     runtime = Runtime(comm, limits, wishes)
     if isinstance(comm, LocalCommunicator) and threads:
         _thread.runtime = runtime

@@ -3,6 +3,7 @@
 if __name__ != "ringlet.fusion":
     raise ImportError("import this package as ringlet.fusion, not as fusion")
 
+from ringlet.fusion.buckets.group import Group
 from ringlet.fusion.engine import Engine
 from ringlet.fusion.errors import (
     CompressionFailed,
@@ -11,11 +12,10 @@ from ringlet.fusion.errors import (
     OutOfMemory,
     StepAbandoned,
 )
-from ringlet.fusion.group import Group
 from ringlet.fusion.limits import Limits
-from ringlet.fusion.request import Request
-from ringlet.fusion.stats import Stats
-from ringlet.fusion.work import Handle
+from ringlet.fusion.recording.stats import Stats
+from ringlet.fusion.requests.handle import Handle
+from ringlet.fusion.requests.request import Request
 
 __all__ = [
     "CompressionFailed",

@@ -15,29 +15,29 @@ from typing import Any
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.context import State
-from ringlet.fusion import messages as m
+from ringlet.fusion.autotune.choice import settled
+from ringlet.fusion.autotune.limits_control import LimitsControl
+from ringlet.fusion.background_loop import Loop
+from ringlet.fusion.buckets.group import Group
+from ringlet.fusion.devices.host import Place
 from ringlet.fusion.errors import DuplicateName, in_words
-from ringlet.fusion.group import Group
-from ringlet.fusion.hooks import ENGINE_THREAD, Hooks
-from ringlet.fusion.inquiries import Inquiries
-from ringlet.fusion.legality import check_request, check_values
+from ringlet.fusion.extensions import ENGINE_THREAD, Extensions
 from ringlet.fusion.lifetime import Lifetime
 from ringlet.fusion.limits import Limits
-from ringlet.fusion.loop import Loop
-from ringlet.fusion.negotiation import Coordinator
-from ringlet.fusion.observe.control import MetricsControl
-from ringlet.fusion.observe.timelines import Timelines
-from ringlet.fusion.participant import Participant
-from ringlet.fusion.peers import levels_of
-from ringlet.fusion.place import Place
-from ringlet.fusion.request import Request, dumps
-from ringlet.fusion.stall import StallInspector
-from ringlet.fusion.stats import Stats
-from ringlet.fusion.tune.choice import settled
-from ringlet.fusion.tune.control import LimitsControl
-from ringlet.fusion.work import Expected, Handle, Output, Work
+from ringlet.fusion.negotiation import messages as m
+from ringlet.fusion.negotiation.coordinator import Coordinator
+from ringlet.fusion.negotiation.stall_inspector import StallInspector
+from ringlet.fusion.observe.metrics_control import MetricsControl
+from ringlet.fusion.observe.timeline_control import Timelines
+from ringlet.fusion.process_set import levels_of
+from ringlet.fusion.queue.requester import Requester
+from ringlet.fusion.recording.stats import Stats
+from ringlet.fusion.requests.handle import Expected, Handle, Output, Work
+from ringlet.fusion.requests.legality import check_request, check_values
+from ringlet.fusion.requests.request import Request, dumps
+from ringlet.fusion.worker import Worker
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.control import ControlPlane, Handler
+from ringlet.ring.control.plane import ControlPlane, Handler
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import PeerLost, RingError
 
@@ -67,19 +67,17 @@ class Engine:
         check_every = shortest / 4 if leads and self.size > 1 and shortest else None
         self._control = open_control(comm, coordinator)
         self._life = Lifetime()
-        self._inquiries = Inquiries(self._control, limits)
-        self._submissions, self._signal = self._inquiries.submissions, self._inquiries.signal
-        self._participant = Participant(
-            comm, self._control, limits, self._submissions, self._signal, places
-        )
+        self._requester = Requester(self._control, limits)
+        self._tensor_queue, self._signal = self._requester.tensor_queue, self._requester.signal
+        self._worker = Worker(comm, self._control, limits, self._tensor_queue, self._signal, places)
         life = self._life
-        self.hooks = Hooks(comm, self._control, self._participant, self._expected, life.note)
-        self.timelines, self.metrics = Timelines(self.hooks), MetricsControl(self.hooks)
-        self.tuning = LimitsControl(self.hooks, self._participant, self._use)
+        self.extensions = Extensions(comm, self._control, self._worker, self._expected, life.note)
+        self.timelines, self.metrics = Timelines(self.extensions), MetricsControl(self.extensions)
+        self.tuning = LimitsControl(self.extensions, self._worker, self._use)
         if leads and limits.autotune:
             self.tuning.start(limits)
         self._loop = Loop(
-            self._control, self._participant, self._inquiries, self.hooks, life, check_every
+            self._control, self._worker, self._requester, self.extensions, life, check_every
         )
         self._thread = threading.Thread(
             target=self._loop.run, name=f"{ENGINE_THREAD}{self.rank}", daemon=True
@@ -91,36 +89,36 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """What was counted since the start, or ``reset_stats``."""
-        return self._participant.meter.stats
+        return self._worker.recorder.stats
 
     @property
     def states(self) -> dict[Hashable, State]:
         """What compressors remember of tensors that are submitted one by one, by request key."""
-        return self._participant.requests.states
+        return self._worker.requests.states
 
     def place(self, name: str) -> Place | None:
         """Return a place where tensors can lie; None if there is none of that name."""
-        return self._participant.places.get(name)
+        return self._worker.places.get(name)
 
     def at_work(self) -> AbstractContextManager[None]:
         """Return a context in which the caller may use what compressors remember, on a GPU too.
 
         What is done to arrays in it is in order with the engine's work. Not while that goes on.
         """
-        return self._participant.at_work()
+        return self._worker.at_work()
 
     def bring(self, state: State, place: str) -> None:
         """Let what a compressor remembers, and somebody has replaced, lie at ``place``."""
-        self._participant.bring(state, self._participant.places[place])
+        self._worker.bring(state, self._worker.places[place])
 
     def sums_in_float32(self, dtype: str, process_set: int = 0) -> bool:
         """Whether sums of ``dtype``, a 16-bit float, are rounded once where it travels as it is."""
-        comm = self._participant.sets[process_set].comm
+        comm = self._worker.sets[process_set].comm
         return levels_of(comm) is None and comm.sums_in_float32(dtype)
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._participant.meter.stats = Stats()
+        self._worker.recorder.stats = Stats()
 
     def declare(
         self,
@@ -136,7 +134,7 @@ class Engine:
         ``step`` is where schedules begin. Raises Mismatch when ranks declare different tensors, or
         one of them cannot declare its own, the same on every rank; on that rank, what went wrong:
         DuplicateName for a name that stands there twice, what a compressor raised, TypeError or
-        ValueError for what is not defined (``ringlet.fusion.legality``).
+        ValueError for what is not defined (``ringlet.fusion.requests.legality``).
         """
         size = self._size_of(process_set)
         key = process_set, name
@@ -146,7 +144,7 @@ class Engine:
                 if request.kind != "allreduce":
                     raise ValueError(f"{request.name!r} in {name!r}: only allreduces are declared")
                 check_request(request, size)
-            handle.detail = self._participant.rehearse(
+            handle.detail = self._worker.rehearse(
                 name, requests, compressors, states, step, process_set, self._bucket_ready
             )
         except Exception as error:
@@ -184,20 +182,20 @@ class Engine:
         as it is given; it is called on the engine's thread, with the tensors' place at work. After
         an error the output may hold the result, or not, on each rank for itself. Raises
         DuplicateName while the name is in flight, and TypeError or ValueError, on this rank alone,
-        for what is not defined (``ringlet.fusion.legality``).
+        for what is not defined (``ringlet.fusion.requests.legality``).
         """
         chosen = _PLAIN if compressor is None else compressor
-        if not self._submissions.was_checked(request, chosen):
-            self._submissions.check(request, chosen, self._size_of(request.process_set))
+        if not self._tensor_queue.was_checked(request, chosen):
+            self._tensor_queue.check(request, chosen, self._size_of(request.process_set))
         if (values.shape, values.dtype) != request.fit:
             check_values(request, values)
         work = Work(request, self._signal, values, values if output is None else output, chosen)
         if request.place != "host":
-            work.ready = self._participant.place_of(request).ready()
+            work.ready = self._worker.place_of(request).ready()
         if not self._life.direct:
             self._attend([work])
-        if self._submissions.add_one(work):
-            self._inquiries.wake()
+        if self._tensor_queue.add_one(work):
+            self._requester.wake()
         return work
 
     def submit_all(
@@ -207,17 +205,17 @@ class Engine:
         works: list[Work] = []
         for request, values, output, given in items:
             compressor = _PLAIN if given is None else given
-            self._submissions.check(request, compressor, self._size_of(request.process_set))
+            self._tensor_queue.check(request, compressor, self._size_of(request.process_set))
             if (values.shape, values.dtype) != request.fit:
                 check_values(request, values)
             target = values if output is None else output
             works.append(Work(request, self._signal, values, target, compressor))
             if request.place != "host":
-                works[-1].ready = self._participant.place_of(request).ready()
+                works[-1].ready = self._worker.place_of(request).ready()
         if not self._life.direct:
             self._attend(works)
-        if self._submissions.add(works):
-            self._inquiries.wake()
+        if self._tensor_queue.add(works):
+            self._requester.wake()
         return list(works)
 
     def join(self, process_set: int = 0) -> int:
@@ -226,11 +224,11 @@ class Engine:
         Until all ranks of the process set have called this, the rank contributes zeros.
         """
         self._size_of(process_set)
-        under_way = self._participant.under_way(process_set)
+        under_way = self._worker.under_way(process_set)
         if under_way:
             raise RuntimeError(f"a step of {under_way!r} is under way; finish it before join()")
         handle = self._expected(("join", process_set))
-        self._inquiries.join(process_set)
+        self._requester.join(process_set)
         return int(handle.wait())
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
@@ -247,7 +245,7 @@ class Engine:
     def shutdown(self) -> None:
         """End the thread and close the control plane; idempotent. What is in flight fails."""
         if self._life.running:
-            self.hooks.last_calls()
+            self.extensions.last_calls()
         if self._life.close() and not self._life.forked:
             self._control.wake()
             self._thread.join()
@@ -265,29 +263,29 @@ class Engine:
         handle = Expected(str(key), self._signal)
         with self._life.lock:
             self._life.check_open()
-            if not self._participant.expect(key, handle):
+            if not self._worker.expect(key, handle):
                 raise DuplicateName(f"another thread waits for the same already: {key}")
         return handle
 
     def _attend(self, works: Sequence[Work]) -> None:
         """Check whether ``works`` can be submitted, and note when they were."""
         self._life.check_open()
-        meter = self._participant.meter
-        if meter.observers:
+        recorder = self._worker.recorder
+        if recorder.observers:
             now = time.perf_counter()
-            meter.submitted.update({work.request.key: now for work in works})
+            recorder.submitted.update({work.request.key: now for work in works})
 
     def _use(self, setting: dict[str, Any]) -> None:
-        self.limits = self._inquiries.limits = replace(self.limits, **setting)
+        self.limits = self._requester.limits = replace(self.limits, **setting)
 
     def _size_of(self, process_set: int) -> int:
-        peers = self._participant.sets.get(process_set)
+        peers = self._worker.sets.get(process_set)
         if peers is None:
             raise ValueError(f"rank {self.rank} does not belong to process set {process_set}")
         return peers.size
 
     def _bucket_ready(self, group: Group, index: int, epoch: int) -> None:
-        self._participant.complete.append((group, index, epoch))
+        self._worker.complete.append((group, index, epoch))
         self._control.wake()
 
 

@@ -39,8 +39,8 @@ class Limits:
     None stands for ``fusion_threshold``, and 0 ends a bucket wherever the type changes.
 
     ``latency`` (seconds) and ``bandwidth`` (bytes/s) are those of the link between hosts, by which
-    collectives are chosen (``ringlet.fusion.strategy``); a bandwidth of 0 is an unknown link.
-    ``collective`` settles the choice: "allgather" or "scatter_reduce", where either is possible.
+    collectives are chosen (``ringlet.fusion.planning.strategy``); a bandwidth of 0 is an unknown
+    link. ``collective`` settles the choice: "allgather" or "scatter_reduce", where either can be.
 
     ``streams`` is how many exchanges are under way at once, at least 1, where the transport can
     wait for several. Without ``cache`` single submissions are asked for by name each time, though

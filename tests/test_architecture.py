@@ -1,6 +1,7 @@
 """The shape of the code: dependencies point one way, and the type checker sees every module."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,14 @@ MAY_IMPORT = {
     "compressors": {"compressors"},
     "ring": {"ring"},
     "fusion": {"fusion", "compressors", "ring"},
+}
+# Rooms (folders, or files of their own) from the ground up: each imports from those before it.
+FLOORS = {
+    "ring": """errors log variables dtypes arguments communicator float16 interrupt addresses
+        safe_files wire transports pipeline control collectives cost rendezvous hosts processes
+        launch""",
+    "fusion": """errors limits devices requests planning codecs recording process_set buckets
+        negotiation queue worker extensions observe autotune lifetime background_loop engine""",
 }
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "mxnet", "pyspark", "ray"}
 
@@ -35,6 +44,71 @@ def test_dependencies_point_one_way(folder):
                 assert parts[0] not in FRAMEWORKS, f"{path.relative_to(ROOT)} imports {name}"
 
 
+def modules(folder):
+    """Return the modules of a package by their dotted names within it, with what they import."""
+    every = {
+        path.relative_to(ROOT / folder).with_suffix("").parts: path
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    for parts, path in every.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):  # late and TYPE_CHECKING ones too
+            if isinstance(node, ast.ImportFrom):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        inside = [name.split(".")[2:] for name in found if name.startswith(f"ringlet.{folder}.")]
+        known = {tuple(name[:n]) for name in inside for n in range(1, len(name) + 1)}
+        yield parts, sorted(known & every.keys())
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_no_room_imports_from_one_above_it(folder):
+    floors = {room: floor for floor, room in enumerate(FLOORS[folder].split())}
+    for parts, imported in modules(folder):
+        own = floors[parts[0]]  # a KeyError names what stands in no room
+        for other in imported:
+            back = f"{folder}/{'/'.join(parts)}.py imports {'.'.join(other)}, which is above it"
+            assert floors[other[0]] <= own, back
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_no_circle_of_modules(folder):
+    graph = dict(modules(folder))
+    done, path = set(), []
+
+    def visit(name):
+        assert name not in path, f"a circle: {' -> '.join(map('.'.join, [*path, name]))}"
+        if name in done:
+            return
+        path.append(name)
+        for other in graph[name]:
+            visit(other)
+        done.add(path.pop())
+
+    for name in graph:
+        visit(name)
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_a_room_is_a_sentence_and_not_a_hall(folder):
+    for init in (ROOT / folder).rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(init.read_text())), f"{init}: what is in this room?"
+        files = [path for path in init.parent.glob("*.py") if path != init]
+        assert len(files) <= 19, f"{init.parent} has {len(files)} files"
+
+
+def test_one_stem_has_one_meaning():
+    stems = {}
+    for folder in FLOORS:
+        for parts, _ in modules(folder):
+            stems.setdefault(parts[-1], []).append("/".join((folder, *parts)))
+    several = {stem: paths for stem, paths in stems.items() if len(paths) > 1}
+    # Every package has its errors; dense and compressed sums over two levels are one idea.
+    assert set(several) == {"errors", "two_level"}, several
+
+
 def test_the_tree_for_type_checkers_is_complete():
     tree = ROOT / "tree" / "ringlet"
     expected = {p.name for p in (ROOT / "frameworks").iterdir() if p.name != "__pycache__"}
@@ -52,3 +126,23 @@ def test_every_package_is_listed_for_the_wheel():
         for init in (ROOT / folder).rglob("__init__.py"):
             relative = init.parent.relative_to(ROOT).as_posix()
             assert f'"{relative}"' in listed or relative == folder, relative
+
+
+def test_the_design_lists_every_room_from_the_ground_up():
+    expected = []
+    for folder in sorted(FLOORS):  # fusion, and then ring
+        for room in FLOORS[folder].split():
+            path = ROOT / folder / room
+            name = f"{room}/" if path.is_dir() else f"{room}.py"
+            source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            said = ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]
+            expected.append(f"| `{folder}/{name}` | {said} |")
+    design = (ROOT / "docs" / "design.md").read_text().splitlines()
+    assert [line for line in design if line.startswith(("| `fusion/", "| `ring/"))] == expected
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/design.md", "README.md"])
+def test_files_that_documents_name_are_there(document):
+    named = re.findall(r"`((?:fusion|ring|compressors|frameworks|tests|benchmarks)/[\w/]+\.\w+)`",
+                       (ROOT / document).read_text())  # fmt: skip
+    assert not [path for path in named if not (ROOT / path).exists()]

@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+from ringlet.ring.variables import VARIABLES
+
 ROOT = Path(__file__).parents[1]
-_READ = re.compile(r'RINGLET_[A-Z_]*[A-Z]|_(?:number|flag|given)\(env, "([A-Z_]+)"')
+_READ = re.compile(r'RINGLET_[A-Z_]*[A-Z]|(?:_read|given)\(env, "([A-Z_]+)"')
 _INTERNAL = {"RINGLET_LAUNCHER_SECRET"}  # between a launcher and its wrappers
 
 
@@ -21,3 +23,6 @@ def test_every_environment_variable_is_documented():
                 read.add("RINGLET_" + match[1] if match[1] else match[0])
     assert "RINGLET_FUSION_THRESHOLD" in read
     assert read - _INTERNAL - told == set()
+    # What init compares names with, lest it take one that is read for a slip.
+    assert read - VARIABLES.keys() == set()
+    assert VARIABLES.keys() - _INTERNAL - told == set()

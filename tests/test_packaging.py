@@ -1,5 +1,7 @@
 """What is installed: every module, nothing else, and cheap to import."""
 
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from ringlet.ring.launch import start
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"frameworks": "ringlet", "compressors": "ringlet/compressors"}
@@ -85,3 +89,29 @@ def test_importing_ringlet_is_cheap_and_loads_no_framework():
     assert not heavy & set(loaded)
     code = "import sys, ringlet.compressors, ringlet.ring, ringlet.fusion; print(*sys.modules)"
     assert not heavy & set(python("-c", code).stdout.split())
+
+
+def brought_by(extra, extras):
+    """Return the distributions that ``ringlet[extra]`` asks for, through extras of ours too."""
+    found = set()
+    for asked in extras[extra]:
+        name, _, inner = asked.partition("[")
+        if name == "ringlet":
+            for other in inner.partition("]")[0].split(","):
+                found |= brought_by(other, extras)
+        else:
+            found.add(re.split(r"[<>=; ]", name)[0])
+    return found
+
+
+@pytest.mark.parametrize("extra", ["torch", "tensorflow", "mpi", "interop", "test"])
+def test_what_a_framework_needs_brings_a_transport(extra, monkeypatch):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    brought = brought_by(extra, extras["optional-dependencies"])
+    installed = {"mpi4py": "mpi4py", "torch": "torch"}  # by module
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: installed.get(name) in brought or None
+    )
+    monkeypatch.setattr(start, "mpiexec", lambda: "mpiexec" if "mpich" in brought else None)
+    transport, _ = start.choose_transport(None)
+    assert transport == ("mpi" if "mpi4py" in brought else "gloo")

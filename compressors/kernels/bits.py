@@ -24,6 +24,15 @@ def pack(codes: Any, bits: int, out: Any) -> None:
             out[j] = (
                 low | (codes[4 * j + 2] << types.uint8(4)) | (codes[4 * j + 3] << types.uint8(6))
             )
+    elif bits == 6:
+        for j in range(full * 2):
+            b, c = codes[4 * j + 1], codes[4 * j + 2]
+            out[3 * j] = codes[4 * j] | (b << types.uint8(6))
+            out[3 * j + 1] = (b >> types.uint8(2)) | (c << types.uint8(4))
+            out[3 * j + 2] = (c >> types.uint8(4)) | (codes[4 * j + 3] << types.uint8(2))
+    elif bits == 8:
+        for j in range(full * 8):
+            out[j] = codes[j]
     else:
         _pack_groups(codes, bits, full, out)
     word = types.uint64(0)
@@ -59,6 +68,17 @@ def unpack(packed: Any, bits: int, out: Any) -> None:
             out[4 * j + 1] = (packed[j] >> types.uint8(2)) & types.uint8(3)
             out[4 * j + 2] = (packed[j] >> types.uint8(4)) & types.uint8(3)
             out[4 * j + 3] = packed[j] >> types.uint8(6)
+    elif bits == 6:
+        low = types.uint8(63)
+        for j in range(full * 2):
+            a, b, c = packed[3 * j], packed[3 * j + 1], packed[3 * j + 2]
+            out[4 * j] = a & low
+            out[4 * j + 1] = ((a >> types.uint8(6)) | (b << types.uint8(2))) & low
+            out[4 * j + 2] = ((b >> types.uint8(4)) | (c << types.uint8(4))) & low
+            out[4 * j + 3] = c >> types.uint8(2)
+    elif bits == 8:
+        for j in range(full * 8):
+            out[j] = packed[j]
     else:
         _unpack_groups(packed, bits, full, out)
     word = types.uint64(0)

@@ -1,4 +1,4 @@
-"""Conversions that Numba lacks on the CPU: float16 by hardware, bfloat16 and bit casts.
+"""What Numba lacks on the CPU: float16 by hardware, bfloat16, bit casts, a maximum by vectors.
 
 Half-precision values are handled as uint16, because Numba cannot read float16 arrays on the CPU.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 
@@ -52,6 +53,35 @@ def bits_f32(typingctx: Any, bits: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.uint32), codegen
+
+
+def _largest_of(lanes: int) -> Any:
+    @intrinsic
+    def largest(typingctx: Any, values: Any, first: Any) -> Any:
+        """Return the largest magnitude bits (uint32) of so many float32 from ``first`` on.
+
+        Loops over so few values are unrolled by the compiler, and then read by gathers.
+        """
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            array = context.make_array(signature.args[0])(context, builder, args[0])
+            vector = ir.VectorType(ir.IntType(32), lanes)
+            place = builder.gep(array.data, [args[1]])
+            bits = builder.load(builder.bitcast(place, vector.as_pointer()))
+            bits.align = 4
+            rest = builder.and_(bits, ir.Constant(vector, [0x7FFFFFFF] * lanes))
+            kind = ir.FunctionType(ir.IntType(32), [vector])
+            name = f"llvm.vector.reduce.umax.v{lanes}i32"
+            reduce = cgutils.get_or_insert_function(builder.module, kind, name)
+            return builder.call(reduce, [rest])
+
+        return types.uint32(values, types.uint64), codegen
+
+    return largest
+
+
+largest_of_16 = _largest_of(16)
+largest_of_32 = _largest_of(32)
 
 
 @njit(inline="always")

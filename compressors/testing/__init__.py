@@ -7,8 +7,8 @@
         check(compressor)
 
 ``check_compressor("mine")`` runs the same outside pytest, ``ringlet check mine`` on the command
-line. Every check is property based; a failure shows a shrunk example, and says in a sentence why
-it matters to whoever trains with the compressor. Needs ``pip install hypothesis``.
+line. Every check is a property, tried on the same examples in every run; a failure shows a small
+one, and says in a sentence why it matters to whoever trains with the compressor, and what to do.
 """
 
 from ringlet.compressors.testing.runner import (

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from ringlet.compressors.contract import Compressor
-from ringlet.compressors.errors import CompressorError
 from ringlet.compressors.spec import resolve
+from ringlet.compressors.testing.examples import told
 
 Check = Callable[[Any], None]
 
@@ -21,7 +19,9 @@ class CheckFailed(AssertionError):
 class Named:
     """A check with its name and its reason; calling it runs it.
 
-    ``resolve`` makes the object to be checked of a spec, ``label`` is what messages call it.
+    ``resolve`` makes the object to be checked of a spec, ``label`` is what messages call it. The
+    first paragraph of the check's docstring is its reason, the second says what to do. ``needs``
+    names the checks without which this one says nothing new: see ``needs``.
     """
 
     def __init__(
@@ -32,7 +32,9 @@ class Named:
     ) -> None:
         self._resolve, self._label = resolve, label
         self.name = check.__name__.removeprefix("check_")
-        self.why = " ".join((check.__doc__ or "").split())
+        why, _, cure = (check.__doc__ or "").partition("\n\n")
+        self.why, self.cure = " ".join(why.split()), " ".join(cure.split())
+        self.needs: tuple[str, ...] = getattr(check, "needs", ())
         self._check = check
 
     def __call__(self, plugin: Any) -> None:
@@ -41,24 +43,64 @@ class Named:
         try:
             self._check(target)
         except Exception as error:
-            reason = str(error) if isinstance(error, AssertionError) else _told(error)
+            reason = str(error) if isinstance(error, AssertionError) else told(error)
             notes = "\n".join(getattr(error, "__notes__", []))
             raise CheckFailed(
                 f"{self._label(target)} fails {self.name!r}: {reason.strip()}\n"
                 + (f"{notes}\n" if notes else "")
                 + f"Why it matters: {self.why}"
+                + (f"\nWhat to do: {self.cure}" if self.cure else "")
             ) from error
 
     def __repr__(self) -> str:
         return self.name
 
 
-def all_checks() -> list[Named]:
-    """Return every check of the kit."""
-    from ringlet.compressors.testing import basics, buffers, claims, ranks, training
+def needs(*names: str) -> Callable[[Check], Check]:
+    """Mark a check that would only repeat what the checks ``names`` have found already.
 
-    modules = (basics, buffers, training, ranks, claims)
-    return [Named(c) for module in modules for c in module.CHECKS]
+    Where one of them fails, it is not run, so that one cause is told once.
+    """
+
+    def mark(check: Check) -> Check:
+        check.needs = names  # type: ignore[attr-defined]
+        return check
+
+    return mark
+
+
+def all_checks() -> list[Named]:
+    """Return every check of the kit, each behind those that it needs."""
+    from ringlet.compressors.testing import (
+        basics,
+        buffers,
+        claims,
+        declared,
+        memory,
+        overrides,
+        processes,
+        ranks,
+        sizes,
+        stages,
+        training,
+    )
+
+    modules = (
+        declared, basics, buffers, overrides, processes, claims, sizes, stages, training, ranks,
+        memory,
+    )  # fmt: skip
+    return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
+
+
+def _behind_needs(checks: list[Named]) -> list[Named]:
+    ordered: dict[str, Named] = {}
+    waiting = checks
+    while waiting:
+        ready = [c for c in waiting if all(n in ordered for n in c.needs)]
+        assert ready, f"needed in a circle, or missing: {waiting}"
+        ordered[ready[0].name] = ready[0]
+        waiting = [c for c in waiting if c is not ready[0]]
+    return list(ordered.values())
 
 
 def check_compressor(compressor: Compressor | str, checks: Iterable[Named] | None = None) -> None:
@@ -69,72 +111,62 @@ def check_compressor(compressor: Compressor | str, checks: Iterable[Named] | Non
 
 
 def failures_of(
-    plugin: Any, checks: Iterable[Named], told: Callable[[str, bool], None] = lambda *_: None
+    plugin: Any,
+    checks: Iterable[Named],
+    told: Callable[[str, bool | None], None] = lambda *_: None,
 ) -> list[str]:
-    """Run ``checks``; return what failed. ``told(name, ok)`` is called after each."""
+    """Run ``checks``; return what failed. ``told(name, ok)`` is called after each.
+
+    A check that needs another one which failed, or was not run, is not run: ``ok`` is None.
+    """
     failures: list[str] = []
+    without: set[str] = set()
     for check in checks:
-        before = len(failures)
-        try:
-            check(plugin)
-        except CheckFailed as failure:
-            failures.append(str(failure))
-        told(check.name, len(failures) == before)
+        ok: bool | None = None
+        if without.isdisjoint(check.needs):
+            try:
+                check(plugin)
+                ok = True
+            except CheckFailed as failure:
+                failures.append(str(failure))
+                ok = False
+        if not ok:
+            without.add(check.name)
+        told(check.name, ok)
     return failures
 
 
 def parametrize_with_checks(compressors: Iterable[Compressor | str]) -> Any:
     """Return a pytest decorator that runs a test for each compressor and check.
 
-    The test takes ``compressor`` and ``check`` and calls ``check(compressor)``.
+    The test takes ``compressor`` and ``check`` and calls ``check(compressor)``. It is skipped where
+    a check has failed before that it needs.
     """
     import pytest
 
-    cases = [
-        pytest.param(resolve(c), check, id=f"{resolve(c)}-{check.name}")
-        for c in compressors
-        for check in all_checks()
-    ]
+    cases = []
+    for compressor in map(resolve, compressors):
+        without: set[str] = set()
+        cases += [
+            pytest.param(compressor, _InTurn(check, without), id=f"{compressor}-{check.name}")
+            for check in all_checks()
+        ]
     return pytest.mark.parametrize(("compressor", "check"), cases)
 
 
-def for_all(strategy: Any, body: Callable[[Any], None], examples: int = 40) -> None:
-    """Run ``body`` on examples of a Hypothesis strategy; a failure shows the smallest one."""
-    try:
-        from hypothesis import HealthCheck, Phase, given, settings
-    except ModuleNotFoundError as error:
-        raise CompressorError("the conformance kit needs: pip install hypothesis") from error
-    failing: list[Any] = []
+class _InTurn:
+    """A check in pytest, which knows those of the same compressor that failed before it."""
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=True,  # a verdict about a compressor should not depend on luck
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
-        report_multiple_bugs=False,
-    )
-    @given(strategy)
-    def run(example: Any) -> None:
-        try:
-            body(example)
-        except Exception:
-            failing[:] = [example]
-            raise
+    def __init__(self, check: Named, without: set[str]) -> None:
+        self._check, self._without = check, without
 
-    try:
-        run()
-    except Exception as error:
-        smallest = _shown(failing[0]) if failing else "?"
-        message = str(error) if isinstance(error, AssertionError) else _told(error)
-        raise AssertionError(f"{message.strip()}\nSmallest example: {smallest}") from error
+    def __call__(self, plugin: Any) -> None:
+        import pytest
 
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _shown(example: Any) -> str:
-    with np.printoptions(threshold=20, edgeitems=5):
-        return repr(example)
+        before = self._without.intersection(self._check.needs)
+        if before:
+            self._without.add(self._check.name)
+            pytest.skip(f"needs {', '.join(sorted(before))}")
+        self._without.add(self._check.name)
+        self._check(plugin)
+        self._without.discard(self._check.name)

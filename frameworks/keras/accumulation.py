@@ -8,7 +8,7 @@ import numpy as np
 
 from ringlet.keras.arrays import numpy_dtype
 from ringlet.keras.gradients import Slot
-from ringlet.keras.rows import summed
+from ringlet.keras.sparse_rows import summed
 from ringlet.ring.dtypes import Array
 
 

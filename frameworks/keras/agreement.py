@@ -12,20 +12,29 @@ from ringlet.process_sets import ProcessSet
 from ringlet.ring.errors import Mismatch
 
 Items = Sequence[tuple[str, str]]
-_REMEDY = (
+SAME_MODEL = (
     "every rank needs the same model: build it in the same way on every rank, with layers in one "
     "order and under the same names, or load one file on every rank"
 )
 
+UNUSED = "no gradient"
+_USE = (
+    "on rank(s) {ranks} the loss does not depend on it: compute the same loss on every rank, or add"
+    " a term that is zero there, such as 0.0 * keras.ops.sum(variable)"
+)
 
-def agree(what: str, label: str, items: Items, process_set: ProcessSet) -> None:
+
+def agree(
+    what: str, label: str, items: Items, process_set: ProcessSet, remedy: str = SAME_MODEL
+) -> None:
     """Raise Mismatch, the same on every rank, unless all ranks list the same ``items``.
 
     Each is a name and what else must be equal, in words. Collective; ``label`` names the exchange.
+    ``remedy`` says what to do about a difference.
     """
     lists = _lists(label, items, process_set)
     if lists is not None:
-        raise _difference(what, lists, process_set)
+        raise _difference(what, lists, process_set, remedy)
 
 
 def common_names(what: str, label: str, items: Items, process_set: ProcessSet) -> list[str]:
@@ -40,7 +49,7 @@ def common_names(what: str, label: str, items: Items, process_set: ProcessSet) -
         return [name for name, _ in items]
     first = lists[0]
     if not all(_same_variables(first, other) for other in lists[1:]):
-        raise _difference(what, lists, process_set)
+        raise _difference(what, lists, process_set, SAME_MODEL)
     return [name for name, _ in first]
 
 
@@ -68,7 +77,9 @@ def _are_items(value: Any) -> bool:
     )
 
 
-def _difference(what: str, lists: Sequence[Items], process_set: ProcessSet) -> Mismatch:
+def _difference(
+    what: str, lists: Sequence[Items], process_set: ProcessSet, remedy: str
+) -> Mismatch:
     ranks = list(process_set.ranks or range(len(lists)))
     tables = [dict(one) for one in lists]
     for name in dict.fromkeys(name for one in tables for name in one):
@@ -76,13 +87,15 @@ def _difference(what: str, lists: Sequence[Items], process_set: ProcessSet) -> M
         if len(having) < len(ranks):
             return Mismatch(
                 f"{what}: {name!r} is there on rank(s) {_listed(having)} but not on rank(s) "
-                f"{_listed([rank for rank in ranks if rank not in having])}; {_REMEDY}"
+                f"{_listed([rank for rank in ranks if rank not in having])}; {remedy}"
             )
         told = {rank: table[name] for rank, table in zip(ranks, tables, strict=True)}
         if len(set(told.values())) > 1:
             shown = "; ".join(f"rank {rank}: {words}" for rank, words in told.items())
-            return Mismatch(f"{what}: {name!r} differs between ranks ({shown}); {_REMEDY}")
-    return Mismatch(f"{what}: ranks list the same tensors in different orders; {_REMEDY}")
+            without = [rank for rank, words in told.items() if words == UNUSED]
+            cure = remedy if not without else _USE.format(ranks=_listed(without))
+            return Mismatch(f"{what}: {name!r} differs between ranks ({shown}); {cure}")
+    return Mismatch(f"{what}: ranks list the same tensors in different orders; {remedy}")
 
 
 def _listed(ranks: Sequence[int]) -> str:

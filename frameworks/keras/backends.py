@@ -74,7 +74,8 @@ def _reduce_torch(
     given = accumulator.add(slots, arrays)
     if given is None:
         return False, list(gradients)
-    results = iter(reducer.reduce(slots, given)) if slots else iter(())
+    unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+    results = iter(reducer.reduce(slots, given, unused))
     done: list[Any] = []
     for gradient in gradients:
         if gradient is None:

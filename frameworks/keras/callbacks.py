@@ -50,6 +50,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = True
 
 
+_SAME_METRICS = (
+    "every rank has to report the same metrics: pass the same metrics= and loss= to compile(), and "
+    "validation_data= on all ranks or on none"
+)
+
+
 class MetricAverageCallback(keras.callbacks.Callback):
     """Average an epoch's metrics over all ranks; put it before callbacks that look at them.
 
@@ -61,10 +67,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Overwrite the numbers in ``logs``."""
-        if not logs:
-            return
+        logs = {} if logs is None else logs
         names = sorted(logs)
-        agree("metrics", "metrics", [(name, "") for name in names], global_process_set)
+        items = [(name, "") for name in names]
+        agree("metrics", "metrics", items, global_process_set, _SAME_METRICS)
+        if not names:
+            return
         means = averaged([float(logs[name]) for name in names], "metrics")
         logs.update(zip(names, means, strict=True))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ringlet.keras import residuals
 from ringlet.keras.gradients import Reducer
-from ringlet.ring.files import replacing
+from ringlet.ring.safe_files import replacing
 from ringlet.runtime import current
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Sequence
@@ -11,16 +12,19 @@ import numpy as np
 
 from ringlet.compressors import Router
 from ringlet.compressors.context import State
+from ringlet.compressors.residuals import energy
 from ringlet.fusion import Group, Request
-from ringlet.keras.agreement import common_names
+from ringlet.keras.agreement import UNUSED, common_names
 from ringlet.keras.arrays import all_finite, allocate, flat
-from ringlet.keras.rows import RowExchange, densified
+from ringlet.keras.sparse_rows import RowExchange, densified
 from ringlet.keras.variables import alike
 from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
 from ringlet.runtime import Runtime, current, is_initialized
+
+log = logging.getLogger("ringlet")
 
 LARGE = 1 << 16  # elements of a table from which its sparse gradients travel as rows
 
@@ -94,11 +98,12 @@ class Reducer:
     Outlives ``shutdown`` and ``init``: what is declared with an engine is declared again.
     """
 
-    def __init__(self, kind: str, settings: Settings) -> None:
+    def __init__(self, kind: str, settings: Settings, title: str = "") -> None:
         self.settings = settings
         self.states: dict[str, State] = {}
         self.step = 0
         self._kind, self._label = kind, ""
+        self.title = title or kind
         self._runtime: Runtime | None = None
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._lock = threading.RLock()
@@ -106,11 +111,15 @@ class Reducer:
     def enlist(self) -> None:
         """Count this reducer now, and not with its first gradients: ranks may begin with others."""
         with self._lock:
-            if is_initialized():
+            if is_initialized() and self.settings.process_set.included():
                 self._bind(current())
 
-    def reduce(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
+    def reduce(
+        self, slots: Sequence[Slot], arrays: Sequence[Array], unused: Sequence[str] = ()
+    ) -> list[Array]:
         """Return the reduced gradients; collective, and called with the same slots on all ranks.
+
+        ``unused`` are the names of variables that have no gradient on this rank.
 
         ``arrays`` are one for each slot, or values and indices where it is sparse. So are the
         results, but those of sparse gradients that are fused are dense: one array. Arrays given
@@ -125,7 +134,7 @@ class Reducer:
                 return self._overflowed(slots, arrays)
             step = self._steps.get(tuple(slots))
             if step is None:
-                step = self._declared(tuple(slots), runtime)
+                step = self._declared(tuple(slots), unused, runtime)
             results = step.run(arrays)
             self.step = step.number
             return results
@@ -154,16 +163,25 @@ class Reducer:
             for step in steps.values():
                 step.release(self._runtime)
 
-    def _declared(self, slots: tuple[Slot, ...], runtime: Runtime) -> _Step:
+    def _declared(self, slots: tuple[Slot, ...], unused: Sequence[str], runtime: Runtime) -> _Step:
         label = f"{self._label}.{len(self._steps)}"
         items = [(slot.name, slot.describe()) for slot in slots]
         kind, process_set = f"gradients of {self._kind}", self.settings.process_set
-        names = common_names(kind, label, items, process_set)
+        items += [(name, UNUSED) for name in unused]
+        names = common_names(kind, label, items, process_set)[: len(slots)]
         self._adopt(names)
+        if not self._steps and process_set.rank() == 0:
+            self._warn_of_unmatched(names)
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
         step = _Step(label, agreed, self.settings, self.states, runtime, self.step)
+        step.show(runtime.title(self._title(names), label))
         self._steps[slots] = step
         return step
+
+    def _title(self, names: Sequence[str]) -> str:
+        """Return what timelines and reports call this: the optimizer, and the model if known."""
+        models = {name.partition("/")[0] for name in names if name.count("/") > 1}
+        return f"{self.title} of {models.pop()}" if len(models) == 1 else self.title
 
     def _adopt(self, names: Sequence[str]) -> None:
         """See that there is a state for each name: new, or restored under a name that is alike."""
@@ -172,6 +190,16 @@ class Reducer:
             if name not in self.states:
                 left = [other for other in restored if other in self.states and alike(other, name)]
                 self.states[name] = self.states.pop(left[0]) if len(left) == 1 else {}
+
+    def _warn_of_unmatched(self, names: Sequence[str]) -> None:
+        if lost := self.settings.router.unmatched(names):
+            log.warning(
+                "compression: %s %s none of the variables that have gradients, and compresses "
+                "nothing; names are such as %s",
+                ", ".join(map(repr, lost)),
+                "matches" if len(lost) == 1 else "match",
+                ", ".join(map(repr, names[:3])),
+            )
 
     def _alone(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
         results, given = [], iter(arrays)
@@ -209,7 +237,9 @@ class Reducer:
 class Staying(Reducer):
     """Stands for a reducer where gradients stay on their rank, and are only added up."""
 
-    def reduce(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
+    def reduce(
+        self, slots: Sequence[Slot], arrays: Sequence[Array], unused: Sequence[str] = ()
+    ) -> list[Array]:
         """Return the gradients as they are."""
         return self._alone(slots, arrays)
 
@@ -260,6 +290,7 @@ class _Step:
                 states[slot.name],
                 op,
                 settings.process_set,
+                slot.name,
             )
             for slot in slots
             if not settings.dense(slot)
@@ -269,6 +300,11 @@ class _Step:
             kept = [states[slot.name] for slot in self._dense]
             engine, compressors = runtime.engine, [compressor for compressor, _ in carried]
             self._group = engine.declare(label, requests, compressors, kept, step, number)
+
+    def show(self, title: str) -> None:
+        """Be called ``title`` in timelines and reports."""
+        if self._group is not None:
+            self._group.title = title
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Submit everything, wait for everything, and return the results."""
@@ -321,11 +357,6 @@ class _Step:
 
 
 def _energy(state: State) -> float:
-    total = 0.0
-    for key, value in state.items():
-        if isinstance(value, dict):
-            total += _energy(value)
-        elif key in ("residual", "rows"):
-            wide = np.asarray(value, np.float64).reshape(-1)
-            total += float(wide @ wide)
-    return total
+    """Return the sum of squares of residuals, those of tables' rows among them."""
+    rows = np.asarray(state.get("rows", ()), np.float64).reshape(-1)
+    return energy(state) + float(rows @ rows)

@@ -115,7 +115,8 @@ class Distributed:
 
     def _ringlet_kept(self, results: list[Any], variables: list[Any], local: list[int]) -> None:
         """Scale the gradients of local variables, and add up those of several passes."""
-        size = self._ringlet.settings.process_set.size()
+        process_set = self._ringlet.settings.process_set
+        size = process_set.size() if process_set.included() else 1
         if self._ringlet_scale_local and size > 1:
             for i in local:
                 if results[i] is not None:
@@ -180,6 +181,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "this optimizer is a DistributedOptimizer already; wrap the original optimizer"
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
+        refuse_keras_2(optimizer)
         raise TypeError(f"optimizer is a keras.optimizers.Optimizer, not {optimizer!r}")
     if isinstance(getattr(optimizer, "inner_optimizer", None), Distributed):
         raise ValueError(
@@ -228,7 +230,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     distributed = cls.__new__(cls)
     distributed.__dict__.update(optimizer.__dict__)
     distributed.__dict__.update(
-        _ringlet=Reducer("DistributedOptimizer", settings),
+        _ringlet=Reducer("DistributedOptimizer", settings, name or optimizer.name),
         _ringlet_accumulator=Accumulator(backward_passes_per_step, average_aggregated_gradients),
         _ringlet_staying=(
             Staying("local variables", settings),
@@ -286,6 +288,15 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     for variable in local_variables(local_layers):
         distributed.register_local_var(variable)
     return distributed
+
+
+def refuse_keras_2(optimizer: Any) -> None:
+    """Raise TypeError for an optimizer of the package tf_keras, and say what to do."""
+    if type(optimizer).__module__.partition(".")[0] == "tf_keras":
+        raise TypeError(
+            f"{type(optimizer).__name__} is an optimizer of tf_keras, which is Keras 2; take one "
+            "of Keras 3: unset TF_USE_LEGACY_KERAS, or use keras.optimizers"
+        )
 
 
 def _when(ends: Any, apply: Callable[[], Any]) -> None:

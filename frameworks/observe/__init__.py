@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ringlet.fusion.observe.control import Recording
+from ringlet import __version__
+from ringlet.fusion.observe.metrics_control import Recording
 from ringlet.fusion.observe.sinks import Callback, JsonLines, Sink
 from ringlet.runtime import Runtime, current
 
@@ -44,7 +47,16 @@ def start_metrics(
 
 def step_skipped(step: int, why: str = "overflow") -> None:
     """Count a step that was reduced and then not taken on any rank."""
-    current().engine.hooks.skipped(step, why)
+    current().engine.extensions.skipped(step, why)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what this process has imported, by name."""
+    found = {"ringlet": __version__, "python": platform.python_version()}
+    for name in ("torch", "tensorflow", "keras"):
+        if version := getattr(sys.modules.get(name), "__version__", None):
+            found[name] = str(version)
+    return found
 
 
 def start(
@@ -71,5 +83,5 @@ def start(
     if not sinks:
         raise ValueError("say where metrics go: a path, callbacks, prometheus or tensorboard")
     hosts = list(dict.fromkeys(runtime.topology.hosts))
-    facts = {"hosts": hosts, "limits": asdict(runtime.engine.limits)}
+    facts = {"hosts": hosts, "limits": asdict(runtime.engine.limits), "versions": _versions()}
     return runtime.engine.metrics.start(sinks, sample_every, facts, network)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from ringlet.observe import start
+from ringlet.ring.variables import given, read_flag, read_whole
 from ringlet.runtime import Runtime
-
-_YES = ("1", "true", "yes", "on")
 
 
 def switch_on(runtime: Runtime, env: Mapping[str, str]) -> None:
@@ -16,20 +16,24 @@ def switch_on(runtime: Runtime, env: Mapping[str, str]) -> None:
     RINGLET_TIMELINE (or HOROVOD_TIMELINE) names a timeline's file, *_TIMELINE_MARK_CYCLES marks
     cycles; RINGLET_METRICS, RINGLET_METRICS_EVERY, RINGLET_PROMETHEUS and RINGLET_TENSORBOARD are
     the arguments of ``start_metrics``. Prometheus is for every rank, as are a RINGLET_METRICS with
-    "{rank}" in it and a RINGLET_TENSORBOARD. Raises ValueError naming the variable that is wrong.
+    "{rank}" in it and a RINGLET_TENSORBOARD. Raises ValueError and OSError that name
+    the variable.
     """
-    timeline = env.get("RINGLET_TIMELINE", env.get("HOROVOD_TIMELINE", ""))
+    variable, timeline = given(env, "TIMELINE") or ("", "")
     if timeline and timeline.upper() != "DYNAMIC" and runtime.rank == 0:
-        marks = "TIMELINE_MARK_CYCLES"
-        marked = env.get(f"RINGLET_{marks}", env.get(f"HOROVOD_{marks}", ""))
-        runtime.engine.timelines.start(timeline, marked.strip().lower() in _YES)
+        marks = given(env, "TIMELINE_MARK_CYCLES")
+        try:
+            runtime.engine.timelines.start(timeline, marks is not None and read_flag(*marks))
+        except OSError as error:
+            raise OSError(f"{variable}={timeline!r}: {error}") from error
     path = env.get("RINGLET_METRICS") or None
     if path is not None and runtime.rank != 0 and "{rank}" not in path:
         path = None
+    path = path and path.replace("{rank}", str(runtime.rank))
+    if path is not None and not (folder := Path(path).absolute().parent).is_dir():
+        raise FileNotFoundError(f"RINGLET_METRICS={path!r}: the directory {folder} does not exist")
     prometheus = env.get("RINGLET_PROMETHEUS") or None
     tensorboard = env.get("RINGLET_TENSORBOARD") or None
-    every = env.get("RINGLET_METRICS_EVERY") or "0"
-    if not every.isdecimal():
-        raise ValueError(f"RINGLET_METRICS_EVERY={every!r} is not a number of steps")
+    every = read_whole("RINGLET_METRICS_EVERY", env.get("RINGLET_METRICS_EVERY") or "0")
     if path or prometheus or tensorboard:
-        start(runtime, path, (), prometheus, tensorboard, int(every), network=True)
+        start(runtime, path, (), prometheus, tensorboard, every, network=True)

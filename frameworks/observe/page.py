@@ -31,7 +31,7 @@ h2 { font-size: 16px; margin: 0; } figure p { margin: 2px 0 8px; color: var(--so
 .tiles span { color: var(--soft); font-size: 13px; }
 .columns { display: grid; grid-template-columns: 1fr 1fr; gap: 12px; }
 figure { margin: 0; background: var(--panel); border-radius: 8px; padding: 14px 16px 10px; }
-figure.wide { margin-top: 12px; }
+figure.wide { margin-top: 12px; } body > h2 { margin: 18px 0 8px; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
 svg text.value { fill: var(--ink); }

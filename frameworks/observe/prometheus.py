@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ringlet.ring.variables import read_port
+
 Record = dict[str, Any]
 
 PHASES = ("compress", "communicate", "decompress")
@@ -88,11 +90,13 @@ def serve(where: str | int, rank: int, local_rank: int) -> Prometheus:
 
     Raises ValueError when ``where`` makes no sense, OSError when the port cannot be had.
     """
-    host, _, port = str(where).rpartition(":")
-    if not port.isdecimal() or not 0 <= int(port) <= 65535 - local_rank:
-        raise ValueError(f"prometheus={where!r} is not [host:]port")
+    host, port = read_port("prometheus", str(where))
+    number = port + local_rank if port else 0
+    if number > 65535:
+        raise ValueError(
+            f"prometheus={where!r}: there is no port {number} for local rank {local_rank}"
+        )
     sink = Prometheus(rank)
-    number = int(port) + local_rank if int(port) else 0
     try:
         sink.listen(host or "127.0.0.1", number)
     except OSError as error:

@@ -73,6 +73,12 @@ def _texts(value: Any) -> list[str]:
     return [_text(item) for item in value]
 
 
+def _versions(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is no object")
+    return {_text(name): _text(version) for name, version in value.items()}
+
+
 def _network(value: Any) -> Record:
     return _fields(value, {"bytes_per_s": _number, "latency_s": _number}, {})
 
@@ -93,10 +99,12 @@ _LAYER: tuple[dict[str, Check], dict[str, Check]] = (
 )
 _KINDS: dict[str, tuple[dict[str, Check], dict[str, Check]]] = {
     "run": ({}, {"size": _whole, "rank": _whole, "transport": _text, "hosts": _texts}
-            | {"network": _network}),
+            | {"network": _network, "versions": _versions}),
     "step": ({"group": _text, "step": _whole, "time": _time, "seconds": _number}
              | _BYTES | _SECONDS, {"uncompressed_s": _number}),
     "layers": ({"group": _text, "step": _whole, "layers": _layers}, {}),
     "abandoned": ({}, {"step": _whole}),
     "skipped": ({}, {"step": _whole}),
+    "loose": ({"time": _time} | _BYTES | _SECONDS, {"uncompressed_s": _number}),
+    "waiting": ({"text": _text}, {}),
 }  # fmt: skip

@@ -4,26 +4,46 @@ from __future__ import annotations
 
 import argparse
 import sys
-from datetime import datetime
 from html import escape
 from pathlib import Path
 
-from ringlet.observe import charts
+from ringlet.observe import charts, comparison
 from ringlet.observe.page import page
 from ringlet.observe.records import Record
-from ringlet.observe.summary import PHASES, NotARun, Run, amount, duration, read, verdict
-from ringlet.ring.files import create_text
+from ringlet.observe.summary import (
+    LOOSE,
+    PHASES,
+    Group,
+    NotARun,
+    Run,
+    amount,
+    duration,
+    facts_of,
+    percentile,
+    read,
+    verdict,
+)
+from ringlet.ring.safe_files import create_text
 
 _LAYERS = 12  # drawn; the table holds more
 _ROWS = 200
+_WARNINGS = 20
 _COMPARED = 5  # layers whose errors are drawn over time
 _SENT = (("sent", "wire"), ("saved", "saved"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what ``main`` needs to ``parser``."""
-    parser.description = "Draw what compression saved or cost in a run, as one HTML file."
-    parser.add_argument("metrics", type=Path, help="what RINGLET_METRICS=run.jsonl wrote")
+    parser.description = (
+        "Draw what compression saved or cost in a run, as one HTML file; or how runs compare."
+    )
+    parser.add_argument(
+        "metrics",
+        type=Path,
+        nargs="+",
+        metavar="run.jsonl",
+        help="what RINGLET_METRICS=run.jsonl wrote; others are compared with the first",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, help="where to write (default: beside it, as .html)"
     )
@@ -31,15 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Write the report; return the exit code."""
-    output = options.output or options.metrics.with_suffix(".html")
+    paths: list[Path] = options.metrics
+    stem = "-".join(path.stem for path in paths)
+    output = options.output or paths[-1].with_name(f"{stem}.html")
     try:
-        run = read(options.metrics)
+        runs = [read(path) for path in paths]
+        if len(runs) == 1:
+            sentence, text = verdict(runs[0])[1], render(runs[0], paths[0].name)
+        else:
+            named = list(zip([path.name for path in paths], runs, strict=True))
+            sentence, text = " ".join(comparison.sentences(named)), comparison.render(named)
         with create_text(output) as file:
-            file.write(render(run, options.metrics.name))
+            file.write(text)
     except (OSError, NotARun) as error:
         print(f"ringlet report: {error}", file=sys.stderr)
         return 2
-    print(verdict(run)[1])
+    print(sentence)
     print(output)
     return 0
 
@@ -47,59 +74,63 @@ def main(options: argparse.Namespace) -> int:
 def render(run: Run, name: str) -> str:
     """Return the report of ``run`` as HTML that needs nothing else."""
     kind, sentence = verdict(run)
-    sections = [_tiles(run), '<div class="columns">', _phases(run), _times(run), _bytes(run)]
-    sections += [_errors(run), "</div>", _layers(run)]
+    sections = [_tiles(run)]
+    for group in run.groups:
+        loose, count = group.name == LOOSE, len(group.steps)
+        head = f"{group.name}: {count} {'record' if loose else 'step'}{'s' if count != 1 else ''}"
+        sections += [f"<h2>{escape(head)}</h2>"] if run.others else []
+        sections += ['<div class="columns">', _phases(group), _times(group), _bytes(group)]
+        sections += ["" if loose else _errors(group), "</div>", _layers(group)]
+    sections.append(_waiting(run))
     return page(
         title=f"Ringlet: {name}",
         kind=kind,
         verdict=sentence,
         caveat=_caveat(run),
-        facts=_facts(run),
+        facts=facts_of(run, name),
         body="".join(sections),
     )
 
 
-def _facts(run: Run) -> str:
-    facts, steps = run.facts, run.steps
-    told = []
-    if "size" in facts:
-        hosts = len(facts.get("hosts", [])) or 1
-        told.append(f"{facts['size']} ranks on {hosts} host{'s' if hosts > 1 else ''}")
-        told += [f"transport {facts['transport']}"] if "transport" in facts else []
-        told += [f"seen from rank {facts['rank']}"] if "rank" in facts else []
-    network = facts.get("network")
-    if network and facts.get("size", 1) > 1:
-        rate = network["bytes_per_s"] * 8 / 1e9
-        told.append(f"network measured at {rate:.3g} Gbit/s, {duration(network['latency_s'])}")
-    told.append(f"{len(steps)} steps, {datetime.fromtimestamp(steps[0]['time']):%Y-%m-%d %H:%M}")
-    if run.torn:
-        told.append(f"{run.torn} unreadable lines left out")
-    return " · ".join(told)
-
-
 def _caveat(run: Run) -> str:
-    if run.uncompressed is None:
+    if run.without is None:
         return ""
     return (
         "The time without compression is an estimate: from an uncompressed allreduce that was "
         "measured on these ranks when the run began, for the same buckets. Exchanges overlap with "
         "the backward pass, so training gains or loses at most what is said here. Medians, without "
-        "the first steps."
+        "the first steps; bounds are those of ten stretches of the run. To be sure, record a run "
+        "without compression too, and compare: ringlet report none.jsonl this.jsonl."
     )
 
 
+def _waiting(run: Run) -> str:
+    """Return what was warned of while the run went on: ranks that others waited for."""
+    if not run.waiting:
+        return ""
+    told = list(dict.fromkeys(run.waiting))[-_WARNINGS:]
+    texts = "".join(f"<p>{escape(text)}</p>" for text in told)
+    return f'<figure class="wide"><h2>Ranks that others waited for</h2>{texts}</figure>'
+
+
 def _tiles(run: Run) -> str:
-    raw, wire = run.median("raw_bytes"), run.median("wire_bytes")
-    plain = run.uncompressed
+    raw, wire = (run.per_step(lambda g, n=n: g.median(n)) for n in ("raw_bytes", "wire_bytes"))  # type: ignore[misc]
+    plain, (took, low, high) = run.without, run.took
+    bounds = f", {duration(low)} to {duration(high)}"
+    slowest = duration(percentile(run.exchanges, 0.95))
     tiles = [
-        (f"{run.ratio:.1f}×", "fewer bytes sent"),
+        (f"{run.fewer:.1f}×", "fewer bytes sent"),
         (amount(wire), f"sent per step and rank, of {amount(raw)}"),
         (
-            duration(run.exchange),
-            "exchange per step" + (f", about {duration(plain)} uncompressed" if plain else ""),
+            duration(took),
+            f"exchange per step{bounds}; 95 % within {slowest}"
+            + (f"; about {duration(plain)} uncompressed" if plain else ""),
         ),
-        (duration(run.median("seconds")), "from first gradient to last result"),
     ]
+    if all("seconds" in step for step in run.steps):
+        late = duration(percentile([step["seconds"] for step in run.settled], 0.95))
+        text = f"from first gradient to last result; 95 % within {late}"
+        tiles.append((duration(run.median("seconds")), text))
     abandoned = sum(record["kind"] == "abandoned" for record in run.failed)
     skipped = len(run.failed) - abandoned
     tiles.append((f"{abandoned} + {skipped}", "steps abandoned + skipped"))
@@ -112,7 +143,7 @@ def _figure(title: str, text: str, legend: str, chart: str) -> str:
     return f"<figure><h2>{title}</h2><p>{text}</p>{legend}{chart}</figure>"
 
 
-def _phases(run: Run) -> str:
+def _phases(run: Group) -> str:
     medians = {name: run.time(name) for name in PHASES}
     # Medians of phases do not add up to the median of their sum: share that out.
     factor = run.exchange / (sum(medians.values()) or 1.0)
@@ -131,7 +162,7 @@ def _phases(run: Run) -> str:
     )
 
 
-def _times(run: Run) -> str:
+def _times(run: Group) -> str:
     steps = [step["step"] for step in run.steps]
     took = [sum(s[f"{p}_s"] for p in PHASES) for s in run.steps]
     series = [charts.Series("exchange", "communicate", took)]
@@ -146,7 +177,7 @@ def _times(run: Run) -> str:
     )
 
 
-def _bytes(run: Run) -> str:
+def _bytes(run: Group) -> str:
     series = [
         charts.Series("sent", "wire", [step["wire_bytes"] for step in run.steps]),
         charts.Series("uncompressed", "plain", [step["raw_bytes"] for step in run.steps]),
@@ -159,7 +190,7 @@ def _bytes(run: Run) -> str:
     )
 
 
-def _errors(run: Run) -> str:
+def _errors(run: Group) -> str:
     sampled = [r for r in run.layers if any("relative_error" in x for x in r["layers"])]
     names = [x["name"] for x in run.last_layers() if "relative_error" in x][:_COMPARED]
     if not names:
@@ -184,7 +215,7 @@ def _errors(run: Run) -> str:
     )
 
 
-def _layers(run: Run) -> str:
+def _layers(run: Group) -> str:
     found = run.last_layers()
     if not found:
         return ""

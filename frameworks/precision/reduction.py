@@ -9,7 +9,7 @@ transport forms sums in float32 itself, it travels as it is.
 from __future__ import annotations
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression
-from ringlet.fusion.strategy import effective
+from ringlet.fusion.planning.strategy import effective
 
 _CASTS: dict[str, Compressor] = {"float16": FP16(), "bfloat16": BF16()}
 

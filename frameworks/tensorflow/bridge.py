@@ -12,7 +12,7 @@ from ringlet.ring.dtypes import Array
 from ringlet.runtime import current
 from ringlet.tensorflow import plain_graphs
 from ringlet.tensorflow.errors import translated
-from ringlet.tensorflow.graph_errors import remembered
+from ringlet.tensorflow.graph_errors import Node
 from ringlet.tensorflow.tensors import to_array, to_tensor
 
 Function = Callable[[list[Array]], Sequence[Array]]
@@ -34,19 +34,17 @@ def run(function: Function, tensors: Sequence[Any], outputs: Sequence[Output]) -
         return [to_tensor(a, dtype) for a, (dtype, _) in zip(arrays, outputs, strict=True)]
     refuse_compilation()
 
-    @remembered
-    def call(*arrays: Array) -> list[Array]:
-        return list(function(list(arrays)))
-
+    node = Node(lambda *arrays: list(function(list(arrays))))
     kinds = [tf.as_dtype(dtype) for dtype, _ in outputs]
     made: Any
     if not in_plain_graph():
-        made = tf.numpy_function(call, list(tensors), kinds, stateful=True)
+        made = tf.numpy_function(node, list(tensors), kinds, stateful=True)
     elif outputs:
-        made = plain_graphs.call(call, tensors, kinds)
+        made = plain_graphs.call(node, tensors, kinds)
     else:
-        (made,) = plain_graphs.call(lambda *a: [*call(*a), np.array(True)], tensors, [tf.bool])
+        (made,) = plain_graphs.call(lambda *a: [*node(*a), np.array(True)], tensors, [tf.bool])
     results: list[Any] = list(made) if outputs else [made]
+    node.operation = results[0] if isinstance(results[0], tf.Operation) else results[0].op
     for tensor, (_, shape) in zip(results, outputs, strict=False):
         tensor.set_shape(shape)
     return results

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ringlet.fusion.cuda_place import CudaPlace
+from ringlet.fusion.devices.cuda import CudaPlace
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
 from ringlet.runtime import current

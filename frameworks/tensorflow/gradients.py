@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ def reduced(
     so. Between steps, while ``accumulator`` adds up, the gradients returned mean nothing.
     """
     slots: list[Slot] = []
+    told_later: dict[str, Any] = {}  # shapes that are known when the graph runs; here in part
     tensors: list[Any] = []
     outputs: list[Output] = [("bool", ())]
     if in_plain_graph():  # a session runs the nodes of several optimizers at once, in any order
@@ -39,19 +41,24 @@ def reduced(
     for variable, name, gradient, cohort in sources:
         if gradient is None:
             continue
-        slot, parts = _slot(variable, name, gradient, cohort)
+        slot, parts = _slot(variable, name, gradient, cohort, told_later)
         slots.append(slot)
         tensors += parts
         if slot.sparse and not reducer.settings.dense(slot):
             outputs += [(slot.dtype, (None, *slot.shape[1:])), ("int64", (None,))]
+        elif slot.name in told_later:
+            outputs.append((slot.dtype, told_later[slot.name]))
         else:
             outputs.append((slot.dtype, slot.shape))
 
+    unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+
     def exchange(arrays: list[Array]) -> list[Array]:
-        given = accumulator.add(slots, arrays) if accumulator and accumulates else arrays
+        shaped = _shaped(slots, arrays, told_later)
+        given = accumulator.add(shaped, arrays) if accumulator and accumulates else arrays
         if given is None:
             return [np.array(False), *_placeholders(outputs[1:])]
-        results = reducer.reduce(slots, given)
+        results = reducer.reduce(shaped, given, unused)
         kinds = [numpy_dtype(dtype) for dtype, _ in outputs[1:]]
         pairs = zip(results, kinds, strict=True)
         return [np.array(True), *[array.astype(kind, copy=False) for array, kind in pairs]]
@@ -72,7 +79,9 @@ def reduced(
     return ends if accumulates else tf.constant(True), results
 
 
-def _slot(variable: Any, name: str, gradient: Any, cohort: str) -> tuple[Slot, list[Any]]:
+def _slot(
+    variable: Any, name: str, gradient: Any, cohort: str, told_later: dict[str, Any]
+) -> tuple[Slot, list[Any]]:
     what = f"the gradient of {name!r}"
     sparse = isinstance(gradient, tf.IndexedSlices)
     values = dense(gradient.values if sparse else gradient, what)
@@ -80,13 +89,29 @@ def _slot(variable: Any, name: str, gradient: Any, cohort: str) -> tuple[Slot, l
     if not known.is_fully_defined():
         known = tf.TensorShape(None) if sparse else values.shape
     if not known.is_fully_defined():
-        raise ValueError(f"{what}: its variable has shape {variable.shape}, which must be known")
+        if sparse:
+            raise ValueError(f"{what}: the shape of its table, {variable.shape}, must be known")
+        told_later[name] = known
+        known = tf.TensorShape([])
     shape = tuple(known.as_list())
     slot = Slot(name, dtype_of(values, what), shape, sparse, cohort)
     if not sparse:
         return slot, [values]
     # Values may have been computed in another shape than the table's rows.
     return slot, [tf.reshape(values, (-1, *shape[1:])), tf.convert_to_tensor(gradient.indices)]
+
+
+def _shaped(
+    slots: list[Slot], arrays: Sequence[Array], told_later: Collection[str]
+) -> Sequence[Slot]:
+    """Return ``slots`` with the shapes that those called ``told_later`` have in this step."""
+    if not told_later:
+        return slots
+    given, shaped = iter(arrays), []
+    for slot in slots:
+        first, *_ = [next(given) for _ in range(slot.inputs)]
+        shaped.append(replace(slot, shape=first.shape) if slot.name in told_later else slot)
+    return shaped
 
 
 def _placeholders(outputs: Sequence[Output]) -> list[Array]:

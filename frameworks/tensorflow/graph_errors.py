@@ -4,44 +4,68 @@ TensorFlow carries a code and a text out of a graph, not an exception: whatever 
 comes out as ``tf.errors.UnknownError`` (or InvalidArgumentError, if it was a ValueError). So nodes
 put down what they raised, and the two methods by which TensorFlow runs a ``tf.function`` and a
 session's graph are wrapped: they look there for what failed. Errors of others pass unchanged.
+
+TensorFlow's text tells first, in some sixty lines, where the node was traced, and last what failed.
+Here what failed comes first, and then where, by those lines that are the program's own.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
+import keras
 import tensorflow as tf
 
+import ringlet
 from ringlet.ring.errors import RingError, again
 from ringlet.tensorflow.errors import TensorError, class_for
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 _lock = threading.Lock()
-_failed: deque[RingError] = deque(maxlen=32)  # a graph may be given up after several nodes failed
+# What nodes raised, and which did: a graph may be given up after several have failed.
+_failed: deque[tuple[Exception, Node]] = deque(maxlen=32)
+
+_HERE = [Path(str(module.__file__)).parent for module in (tf, keras, ringlet)]
+_INSIDE = ("<", *(f"{folder}{os.sep}" for folder in (*_HERE, Path(__file__).parents[1])))
+_MOST = 8  # lines of the program that are shown
 
 
-def remembered(node: Called) -> Called:
-    """Decorate a node's function, so that its RingErrors come out of the graph as what they are."""
-    _replace()
+class Node:
+    """A node's ``function``, whose errors come out of the graph as what they are.
 
-    @functools.wraps(node)
-    def call(*args: Any) -> Any:
+    ``operation`` is to be the graph's, once that is made.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        _replace()
+        self._function = function
+        self.operation: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
         try:
-            return node(*args)
-        except RingError as error:
+            return self._function(*args)
+        except Exception as error:
             with _lock:
-                _failed.append(_bare(error))
+                _failed.append((_bare(error), self))
             raise
 
-    return call  # type: ignore[return-value]
+    def traced(self) -> list[str]:
+        """Return the program's lines that led to the tracing of the node, the innermost last."""
+        if self.operation is None:
+            return []
+        frames = [f for f in self.operation.traceback if not f.filename.startswith(_INSIDE)]
+        return [f'  File "{f.filename}", line {f.lineno}, in {f.name}' for f in frames[-_MOST:]]
 
 
-def _bare(error: RingError) -> RingError:
+def _bare(error: Exception) -> Exception:
     """Return a copy of ``error`` without frames, which would keep the node's arrays alive."""
     copy = again(error).with_traceback(None)
     copy.__cause__ = copy.__context__ = None
@@ -51,22 +75,31 @@ def _bare(error: RingError) -> RingError:
 def own(error: Any) -> Any:
     """Return the node's error that TensorFlow's ``error`` tells of; ``error`` where there is none.
 
-    It is an ``error`` of TensorFlow's still, with the same text.
+    It is an ``error`` of TensorFlow's still, of the same class where the node's was no RingError.
     """
     if isinstance(error, TensorError) or not isinstance(error, tf.errors.OpError):
         return error
     with _lock:
-        for failed in _failed:
+        for failed, node in _failed:
             if str(failed) and str(failed) in error.message:
-                _failed.remove(failed)
+                _failed.remove((failed, node))
                 break
         else:
             return error
+    if not isinstance(failed, RingError):
+        message = _located(f"{type(failed).__name__}: {failed}", node)
+        return type(error)(error.node_def, error.op, message)
+    message = _located(str(failed), node)
     kind = class_for(failed, type(error))
-    made = kind.__new__(kind, error.message)
+    made = kind.__new__(kind, message)
     made.__dict__.update(vars(failed))
-    kind.__init__(made, error.node_def, error.op, error.message)
+    kind.__init__(made, error.node_def, error.op, message)
     return made
+
+
+def _located(cause: str, node: Node) -> str:
+    lines = node.traced()
+    return "\n".join([cause, "", "In a graph, traced at:", *lines] if lines else [cause])
 
 
 @functools.cache

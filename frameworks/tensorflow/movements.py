@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringlet.fusion import Request
-from ringlet.fusion.place import Place
+from ringlet.fusion.devices.host import Place
 from ringlet.keras.arrays import allocate, flat, shaped
 from ringlet.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp

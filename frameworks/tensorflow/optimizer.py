@@ -14,6 +14,7 @@ from ringlet.keras.agreement import unique
 from ringlet.keras.compression import as_router
 from ringlet.keras.gradients import Reducer, Settings
 from ringlet.keras.optimizer import DistributedOptimizer as KerasDistributedOptimizer
+from ringlet.keras.optimizer import refuse_keras_2
 from ringlet.keras.variables import cohorts, name_of
 from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
@@ -123,6 +124,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ValueError(
             "this optimizer is a DistributedOptimizer already; wrap the original optimizer"
         )
+    refuse_keras_2(optimizer)
     if not isinstance(optimizer, _V1):
         raise TypeError(
             "optimizer is a keras.optimizers.Optimizer or a tf.compat.v1.train.Optimizer, not "
@@ -146,7 +148,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     distributed = cls.__new__(cls)
     distributed.__dict__.update(optimizer.__dict__)
     distributed.__dict__.update(
-        _ringlet=Reducer("DistributedOptimizer", settings),
+        _ringlet=Reducer("DistributedOptimizer", settings, name or optimizer.get_name()),
         _ringlet_accumulator=Accumulator(backward_passes_per_step, average_aggregated_gradients),
         _ringlet_groups=num_groups if groups is None and num_groups else groups,
         _ringlet_ends=None,

@@ -14,7 +14,7 @@ import tensorflow as tf
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression
 from ringlet.compressors.routes import Spec
 from ringlet.fusion import Request
-from ringlet.fusion.place import Place
+from ringlet.fusion.devices.host import Place
 from ringlet.keras.arrays import allocate, flat
 from ringlet.keras.compression import as_compressor, legacy
 from ringlet.process_sets import InvalidArgument, ProcessSet, global_process_set

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from ringlet.compressors.context import State
 from ringlet.keras.compression import as_compressor, legacy
-from ringlet.keras.rows import RowExchange
+from ringlet.keras.sparse_rows import RowExchange
 from ringlet.process_sets import InvalidArgument, ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array

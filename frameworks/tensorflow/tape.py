@@ -67,7 +67,8 @@ class _Distributed:
         flat_gradients = tf.nest.flatten(gradients, expand_composites=False)
         shared = [i for i, s in enumerate(flat_sources) if identity(s) not in self._ringlet_local]
         results = list(flat_gradients)
-        size = self._ringlet_settings.process_set.size()
+        process_set = self._ringlet_settings.process_set
+        size = process_set.size() if process_set.included() else 1
         if self._ringlet_scale_local and size > 1:
             for i, gradient in enumerate(results):
                 if gradient is not None and i not in shared:
@@ -204,7 +205,9 @@ def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str])
         for old in [k for k, e in known.items() if e.is_stale()]:
             del known[old]
         references = [weakref.ref(v) for v, lasts in zip(held, lasting, strict=True) if lasts]
-        entry = known[key] = _Entry(Reducer("DistributedGradientTape", settings), references)
+        entry = known[key] = _Entry(
+            Reducer("DistributedGradientTape", settings, "GradientTape"), references
+        )
     return entry.reducer
 
 

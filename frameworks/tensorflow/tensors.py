@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringlet.fusion import Request
-from ringlet.fusion.legality import check_request
+from ringlet.fusion.requests.legality import check_request
 from ringlet.keras.arrays import ALIGNMENT, DTYPES, numpy_dtype
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array

@@ -1,4 +1,7 @@
-"""Running a module's forward with or without autocast."""
+"""Running a module's forward with or without autocast.
+
+To import this imports torch's compiler, which takes as long as all the rest of torch.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+from ringlet.torch.tensors import cast
 
-_CAST = (torch.float32, torch.float16, torch.bfloat16)
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def enable(module: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -52,16 +55,3 @@ def _enter(
 def _leave(module: Any, _: Any, output: Any) -> Any:
     module._ringlet_autocast.pop().__exit__(None, None, None)
     return cast(output, torch.float32)
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return 16-bit and float32 tensors, and those in tuples, lists and dicts, as ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype in _CAST else value
-    if type(value) in (tuple, list):
-        return type(value)(cast(item, dtype) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast(item, dtype) for item in value))
-    if type(value) is dict:
-        return {key: cast(item, dtype) for key, item in value.items()}
-    return value

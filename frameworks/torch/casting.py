@@ -12,8 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from ringlet.precision import Policy, parse_policy
-from ringlet.torch import autocasting
-from ringlet.torch.autocasting import cast
+from ringlet.torch.tensors import cast
 
 _NORMS = (_NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 _WHOLE = (torch.nn.RNNBase,)  # these hold their parameters in lists of their own
@@ -49,6 +48,8 @@ def give(module: torch.nn.Module, policy: Policy) -> None:
             )
     wide = {id(child) for name, child in module.named_modules() if _stays(name, child, policy)}
     if policy.autocasts:
+        from ringlet.torch import autocasting  # which takes a second to import
+
         for child in module.modules():
             if id(child) in wide:
                 autocasting.disable(child)

@@ -21,12 +21,12 @@ from ringlet.fusion import Request
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.connections import connections
+from ringlet.ring.transports.torch_subgroups import connections
 from ringlet.runtime import Runtime, current, init, is_initialized
 from ringlet.torch import residuals
+from ringlet.torch.checks import acts
 from ringlet.torch.compression import as_router
 from ringlet.torch.device import HOST, behind, flat_at, packed, place_of
-from ringlet.torch.fitting import acts
 from ringlet.torch.naming import routed, warn_of_unmatched
 from ringlet.torch.sparse import sparse_allreduce_async
 from ringlet.torch.tensors import check, dtype_of, unstage

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ringlet.fusion.cuda_place import CudaPlace
-from ringlet.fusion.place import Place
+from ringlet.fusion.devices.cuda import CudaPlace
+from ringlet.fusion.devices.host import Place
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
 from ringlet.runtime import current

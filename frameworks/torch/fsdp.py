@@ -17,7 +17,7 @@ from ringlet.compressors.context import State
 from ringlet.process_sets import InvalidArgument
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_compressor
-from ringlet.torch.fsdp_ways import Ways, sharded_modules
+from ringlet.torch.fsdp_transport import Ways, sharded_modules
 
 if TYPE_CHECKING:
     from ringlet.torch.fsdp_scatter import CompressedReduceScatter

@@ -15,13 +15,13 @@ from ringlet.compressors import Compressor, Context, NoCompression, Payload
 from ringlet.compressors.context import State
 from ringlet.compressors.contract import storage
 from ringlet.compressors.payload import padded
-from ringlet.fusion.place import Place
-from ringlet.fusion.strategy import effective
+from ringlet.fusion.devices.host import Place
+from ringlet.fusion.planning.strategy import effective
 from ringlet.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
 from ringlet.torch.device import HOST, flat_at, packed, place_of
-from ringlet.torch.fsdp_ways import Ways
+from ringlet.torch.fsdp_transport import Ways
 
 
 class _Piece(NamedTuple):

@@ -16,8 +16,8 @@ from ringlet.runtime import current
 from ringlet.torch.handles import Handle
 from ringlet.torch.movements import broadcast_async_
 from ringlet.torch.residuals import STATE_KEY
+from ringlet.torch.state_trees import assembled, dissected, is_tree, rooms
 from ringlet.torch.tensors import check
-from ringlet.torch.trees import assembled, dissected, is_tree, rooms
 
 _STEPS = "ringlet_steps"
 
@@ -67,7 +67,7 @@ def broadcast_optimizer_state(
 
     Compressors' residuals are not part of it: they belong to each rank. State travels as JSON and
     tensors, which are read without executing anything; RingError, the same on every rank, when it
-    holds something else (``ringlet.torch.trees``). As in Horovod, parameters of an
+    holds something else (``ringlet.torch.state_trees``). As in Horovod, parameters of an
     optimizer that has no state yet have gradients afterwards: zeros. ``model`` is accepted for
     Horovod's sake, and not needed.
     """

@@ -10,6 +10,7 @@ import torch
 
 from ringlet.fusion import Handle as EngineHandle
 from ringlet.ring.errors import RingError
+from ringlet.torch.tensors import note_written
 
 Tensors = Sequence[torch.Tensor]
 Result = Any  # a tensor, a list of them, or what an operation returns beside its tensor
@@ -55,7 +56,26 @@ class Handle:
                 errors.append(error)
         if errors:
             raise errors[0]
+        return self._outcome()
+
+    def _outcome(self) -> Result:
         return self._result(self._operations)
+
+
+class WrittenHandle(Handle):
+    """Operations under way whose results the engine writes to ``outputs`` itself.
+
+    It returns a list of those, or the ``single`` one.
+    """
+
+    def __init__(self, operations: Sequence[EngineHandle], outputs: Tensors, single: bool) -> None:
+        self._operations = list(operations)
+        self._outputs, self._single = outputs, single
+
+    def _outcome(self) -> Result:
+        for output in self._outputs:
+            note_written(output)
+        return self._outputs[0] if self._single else list(self._outputs)
 
 
 class SparseHandle:

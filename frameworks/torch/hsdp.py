@@ -22,13 +22,13 @@ from ringlet.compressors.context import State
 from ringlet.fusion import Engine, Request
 from ringlet.process_sets import InvalidArgument
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.connections import connections
-from ringlet.ring.control_open import open_control
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.torch_subgroups import connections
 from ringlet.runtime import agreed_places, limits_from
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_compressor
 from ringlet.torch.device import HOST, flat_at, packed, place_of
-from ringlet.torch.fsdp_ways import sharded_modules
+from ringlet.torch.fsdp_transport import sharded_modules
 from ringlet.torch.tensors import check, dtype_of, unstage
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ringlet.fusion.unscaling import Unscaling
+from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.precision import LossScale, Policy
 from ringlet.torch.reducer import Reducer
-from ringlet.torch.shown import Shown
+from ringlet.torch.visible_gradients import Shown
 
 PRECISION_KEY = "ringlet_precision"  # masters and loss scale in an optimizer's state_dict
 

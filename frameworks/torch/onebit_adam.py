@@ -52,7 +52,9 @@ class OneBitAdam(torch.optim.Optimizer):
         self._loaded: Callable[[], None] | None = None  # brings residuals, once they are in use
         # What is reduced travels as the gradient of a stand-in: a gradient first, momentum later.
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
-        self._reducer = Reducer(self._carriers, "none", 1, ReduceOp.AVERAGE, 1.0)
+        self._reducer = Reducer(
+            self._carriers, "none", 1, ReduceOp.AVERAGE, 1.0, title="OneBitAdam"
+        )
         self._reducer.compared = named
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

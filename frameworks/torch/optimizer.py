@@ -15,7 +15,7 @@ import torch
 
 from ringlet import plain
 from ringlet.compressors.routes import Routes, Spec
-from ringlet.fusion.unscaling import Unscaling
+from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.observe import step_skipped
 from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
@@ -23,8 +23,8 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import Mismatch
 from ringlet.runtime import current
 from ringlet.torch.adasum_optimizer import AdasumMixin
+from ringlet.torch.checks import acts, check_policy, check_wire
 from ringlet.torch.compression import as_router
-from ringlet.torch.fitting import acts, check_policy, check_wire
 from ringlet.torch.mixed import PRECISION_KEY, Masters, scale_in
 from ringlet.torch.naming import Named, grouped_names, name_parameters
 from ringlet.torch.reducer import Reducer
@@ -373,6 +373,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             policy.reduction,
             unscaling,
             _reducer_of(optimizer),
+            type(optimizer).__name__,
         )
         _reducers[optimizer] = weakref.ref(reducer)
         masters = None

@@ -19,7 +19,7 @@ from ringlet.compressors.context import State
 from ringlet.compressors.routes import Routes, Spec
 from ringlet.compressors.states import carry_over, rescale
 from ringlet.fusion import Group, Request
-from ringlet.fusion.unscaling import Unscaling
+from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
@@ -29,14 +29,14 @@ from ringlet.torch import residuals
 from ringlet.torch.compression import as_router
 from ringlet.torch.device import HOST, place_of
 from ringlet.torch.gradhooks import GradHooks
-from ringlet.torch.handed import Handed
 from ringlet.torch.handles import SparseHandle
+from ringlet.torch.in_flight import Handed
 from ringlet.torch.naming import routed, warn_of_unmatched
 from ringlet.torch.reductions import allreduce
 from ringlet.torch.replicas import Comparison
-from ringlet.torch.rows import Rows
+from ringlet.torch.rollback import Undo
+from ringlet.torch.sparse_rows import Rows
 from ringlet.torch.tensors import check, dtype_of
-from ringlet.torch.undo import Undo
 
 _CLIP = (
     "clip it between optimizer.synchronize() and optimizer.step(), the latter inside "
@@ -67,6 +67,7 @@ class Reducer:
         reduction: str = "wire",
         unscaling: Unscaling | None = None,
         before: Reducer | None = None,
+        title: str = "DistributedOptimizer",  # in timelines and reports
     ) -> None:
         check_passes(passes)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -88,6 +89,7 @@ class Reducer:
         self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
         self._left = dict.fromkeys(named, passes)
         self._label = current().unnamed("DistributedOptimizer", process_set.process_set_id or 0)
+        self._title = title
         self._rows = Rows(named, self._label, op, process_set, sparse_as_dense)
         self._handed = Handed(op)
         self._hooks = GradHooks(self, named)
@@ -357,6 +359,7 @@ class Reducer:
         # Declared even without parameters: a rank that has some has to hear of it.
         states, engine = [self.states[name] for name in names], runtime.engine
         group = engine.declare(self._label, requests, compressors, states, step, number)
+        group.title = runtime.title(self._title, self._label)
         if self._group is not None:
             self._finalizer.detach()
             engine.release(self._group)

@@ -7,7 +7,8 @@ Asynchronous forms return a handle for ``synchronize``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,13 +17,21 @@ from ringlet.compressors.routes import Spec
 from ringlet.fusion import Request
 from ringlet.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
+from ringlet.runtime import Runtime, current
 from ringlet.torch.compression import as_compressor, legacy
 from ringlet.torch.device import flat_at, packed, place_of
-from ringlet.torch.handles import Handle, Tensors, differentiable
-from ringlet.torch.tensors import check, dtype_of, unstage
+from ringlet.torch.handles import Handle, Tensors, WrittenHandle, differentiable
+from ringlet.torch.tensors import (
+    check,
+    dtype_of,
+    flat,
+    taken_as_it_is,
+    unstage,
+    without_graph,
+)
 
 _SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
+_PLAIN = as_compressor(None)
 
 
 def allreduce_async_(
@@ -36,9 +45,8 @@ def allreduce_async_(
     compression: Spec = None,
 ) -> Handle:
     """Combine ``tensor`` over all ranks, in place. See ``allreduce``."""
-    factors = prescale_factor, postscale_factor
-    chosen = reduce_op(average, op)
-    return _start([tensor], [tensor], name, chosen, factors, process_set, compression, single=True)
+    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
+    return _start_one(tensor, tensor, name, chosen, factors, process_set, compression)
 
 
 def allreduce_async(
@@ -52,9 +60,8 @@ def allreduce_async(
     compression: Spec = None,
 ) -> Handle:
     """Combine ``tensor`` over all ranks into a new tensor. See ``allreduce``."""
-    factors = prescale_factor, postscale_factor
-    chosen, outputs = reduce_op(average, op), _outputs([tensor])
-    return _start([tensor], outputs, name, chosen, factors, process_set, compression, single=True)
+    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
+    return _start_one(tensor, None, name, chosen, factors, process_set, compression)
 
 
 def allreduce(
@@ -83,13 +90,12 @@ def allreduce(
         return wide
 
     def start(tensors: Tensors) -> Handle:
-        outputs = _outputs(tensors)
-        return _start(tensors, outputs, name, chosen, factors, process_set, compression, True)
+        return _start_one(tensors[0], None, name, chosen, factors, process_set, compression)
 
     def backward(grads: Tensors, handle: Handle) -> Tensors:
         _refuse_gradient(chosen)
-        made, again = f"{handle.name}.grad", [g.contiguous() for g in grads]
-        handle = _start(again, _outputs(again), made, chosen, factors, process_set, None, True)
+        made, again = f"{handle.name}.grad", grads[0].contiguous()
+        handle = _start_one(again, None, made, chosen, factors, process_set, None)
         return [handle.wait()]
 
     result: torch.Tensor = differentiable([tensor], start, backward)
@@ -107,9 +113,8 @@ def allreduce_(
     compression: Spec = None,
 ) -> torch.Tensor:
     """Combine ``tensor`` over all ranks in place, and return it. See ``allreduce``."""
-    factors = prescale_factor, postscale_factor
-    chosen = reduce_op(average, op)
-    handle = _start([tensor], [tensor], name, chosen, factors, process_set, compression, True)
+    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
+    handle = _start_one(tensor, tensor, name, chosen, factors, process_set, compression)
     result: torch.Tensor = handle.wait()
     return result
 
@@ -141,8 +146,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Combine tensors over all ranks together, into new ones. See ``grouped_allreduce``."""
     factors = prescale_factor, postscale_factor
-    chosen, outputs = reduce_op(average, op), _outputs(tensors)
-    return _start(tensors, outputs, name, chosen, factors, process_set, compression)
+    return _start(tensors, None, name, reduce_op(average, op), factors, process_set, compression)
 
 
 def grouped_allreduce(
@@ -169,12 +173,12 @@ def grouped_allreduce(
         return [cast.decompress(tensor, context) for tensor, (_, context) in both]
 
     def start(given: Tensors) -> Handle:
-        return _start(given, _outputs(given), name, chosen, factors, process_set, compression)
+        return _start(given, None, name, chosen, factors, process_set, compression)
 
     def backward(grads: Tensors, handle: Handle) -> Tensors:
         _refuse_gradient(chosen)
         made, again = f"{handle.name}.grad", [g.contiguous() for g in grads]
-        started = _start(again, _outputs(again), made, chosen, factors, process_set, None)
+        started = _start(again, None, made, chosen, factors, process_set, None)
         reduced: Tensors = started.wait()
         return reduced
 
@@ -205,7 +209,7 @@ def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     if average is not None and op is not None:
         raise ValueError("pass op or average (which is deprecated), not both")
     if op is not None:
-        return ReduceOp(op)
+        return op if type(op) is ReduceOp else ReduceOp(op)
     return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
 
 
@@ -217,16 +221,57 @@ def refuse_mean(tensor: torch.Tensor, op: ReduceOp) -> None:
         )
 
 
-def _outputs(tensors: Tensors) -> list[torch.Tensor]:
-    for tensor in tensors:
-        check(tensor)
-    layout = torch.contiguous_format
-    return [torch.empty_like(tensor, memory_format=layout) for tensor in tensors]
+class _Asked(NamedTuple):
+    """What a call under a name asked for. The next one that asks for the same submits it again.
+
+    Of tensors in host memory that the engine takes as they are; ``single`` if it was no group.
+    """
+
+    compressor: Compressor
+    op: ReduceOp
+    factors: tuple[float, float]
+    single: bool
+    kinds: list[tuple[torch.dtype, torch.Size]]
+    requests: list[Request]
+    used: Compressor
+
+
+_ASKED = 1 << 13  # names whose calls are kept
+
+
+def _start_one(
+    tensor: torch.Tensor,
+    output: torch.Tensor | None,
+    name: str | None,
+    op: ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    compression: Any,
+) -> Handle:
+    """Submit the reduction of one tensor into ``output``, or a new tensor. See ``_start``."""
+    runtime = current()
+    number = 0 if process_set is global_process_set else process_set.number()
+    asked = _asked_of(runtime).get((number, name))
+    if (
+        asked is None
+        or asked.compressor is not (_PLAIN if compression is None else as_compressor(compression))
+        or not (asked.single and asked.op is op and asked.factors == factors)
+        or asked.kinds[0] != (tensor.dtype, tensor.shape)
+        or not taken_as_it_is(tensor)
+    ):
+        outputs = None if output is None else [output]
+        return _start([tensor], outputs, name, op, factors, process_set, compression, single=True)
+    if output is None:
+        output = torch.empty_like(tensor)
+    values = flat(tensor)
+    target = values if output is tensor else flat(output)
+    operation = runtime.engine.submit(asked.requests[0], values, target, asked.used)
+    return WrittenHandle([operation], [output], single=True)
 
 
 def _start(
     tensors: Tensors,
-    outputs: Tensors,
+    outputs: Tensors | None,
     name: str | None,
     op: ReduceOp,
     factors: tuple[float, float],
@@ -234,52 +279,62 @@ def _start(
     compression: Any,
     single: bool = False,
 ) -> Handle:
-    """Submit a reduction of every tensor; the handle returns the outputs, or the ``single`` one."""
-    tensors, outputs = list(tensors), list(outputs)
+    """Submit a reduction of every tensor into ``outputs``, or new tensors.
+
+    The handle returns all outputs, or the ``single`` one.
+    """
+    tensors = list(tensors)
     if not tensors:
         raise InvalidArgument("a grouped allreduce needs at least one tensor")
     for tensor in tensors:
         check(tensor)
         refuse_mean(tensor, op)
+    layout = torch.contiguous_format
+    if outputs is None:
+        outputs = [torch.empty_like(tensor, memory_format=layout) for tensor in tensors]
     runtime, number = current(), process_set.number()
     compressor = as_compressor(compression)
-    if name is None and compressor.traits().stateful:
-        raise ValueError(
-            f"compression={str(compressor)!r} remembers what it did to each tensor, so the tensor "
-            "needs a name: pass name=..."
-        )
-    kind = "allreduce" if single else "grouped_allreduce"
-    base = name or runtime.unnamed(kind, number)
-    count = len(tensors)
-    names = [base] if single else [f"{base}_{i}of{count}" for i in range(1, count + 1)]
+    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+    what, direct = (compressor, op, factors, single, kinds), all(map(taken_as_it_is, tensors))
+    known = _asked_of(runtime)
+    asked = known.get((number, name))
+    if asked is not None and asked[:5] == what and direct and all(map(taken_as_it_is, outputs)):
+        arrays = [flat(tensor) for tensor in tensors]
+        targets = [
+            array if output is tensor else flat(output)
+            for array, tensor, output in zip(arrays, tensors, outputs, strict=True)
+        ]
+        used = [asked.used] * len(tensors)
+        items = zip(asked.requests, arrays, targets, used, strict=True)
+        return WrittenHandle(runtime.engine.submit_all(list(items)), outputs, single)
+    base = name or _unnamed(runtime, number, compressor, single)
     places = [place_of(tensor, op) for tensor in tensors]
     sources = [_source(t, op, compressor, p) for t, p in zip(tensors, places, strict=True)]
+    plain = compressor if op in _SUMS else NoCompression()
+    requests = _requests(sources, places, base, op, plain, factors, number, single)
+    if direct and name is not None and all(map(is_, sources, tensors)):
+        if len(known) >= _ASKED:
+            known.clear()
+        known[number, name] = _Asked(*what, requests, plain)
+    return _submit(runtime, requests, sources, outputs, plain, single)
+
+
+def _submit(
+    runtime: Runtime,
+    requests: Sequence[Request],
+    sources: Tensors,
+    outputs: Tensors,
+    compressor: Compressor,
+    single: bool,
+) -> Handle:
+    """Submit ``sources``, and copy the results to ``outputs`` that the engine cannot write to."""
     targets = [
-        output.detach() if _can_hold(output, source) else source
+        without_graph(output) if _can_hold(output, source) else source
         for source, output in zip(sources, outputs, strict=True)
     ]
-    used = compressor if op in _SUMS else NoCompression()
     items = [
-        (
-            Request(
-                each,
-                "allreduce",
-                dtype_of(source),
-                tuple(source.shape),
-                op,
-                str(used),
-                prescale=factors[0],
-                postscale=factors[1],
-                process_set=number,
-                group="" if single else base,
-                group_size=0 if single else count,
-                place=place,
-            ),
-            flat_at(source, place),
-            flat_at(target, place),
-            used,
-        )
-        for each, source, target, place in zip(names, sources, targets, places, strict=True)
+        (request, flat_at(source, request.place), flat_at(target, request.place), compressor)
+        for request, source, target in zip(requests, sources, targets, strict=True)
     ]
     operations = runtime.engine.submit_all(items)
 
@@ -288,6 +343,52 @@ def _start(
         return done[0] if single else done
 
     return Handle(operations, result)
+
+
+def _asked_of(runtime: Runtime) -> dict[tuple[int, str | None], _Asked]:
+    """Return what calls of this runtime asked for, by process set and name."""
+    known: dict[tuple[int, str | None], _Asked] = runtime.extras.setdefault("allreduces", {})
+    return known
+
+
+def _requests(
+    sources: Tensors,
+    places: Sequence[str],
+    base: str,
+    op: ReduceOp,
+    used: Compressor,
+    factors: tuple[float, float],
+    number: int,
+    single: bool,
+) -> list[Request]:
+    count = len(sources)
+    names = [base] if single else [f"{base}_{i}of{count}" for i in range(1, count + 1)]
+    return [
+        Request(
+            name,
+            "allreduce",
+            dtype_of(source),
+            tuple(source.shape),
+            op,
+            str(used),
+            prescale=factors[0],
+            postscale=factors[1],
+            process_set=number,
+            group="" if single else base,
+            group_size=0 if single else count,
+            place=place,
+        )
+        for name, source, place in zip(names, sources, places, strict=True)
+    ]
+
+
+def _unnamed(runtime: Runtime, number: int, compressor: Compressor, single: bool) -> str:
+    if compressor.traits().stateful:
+        raise ValueError(
+            f"compression={str(compressor)!r} remembers what it did to each tensor, so the tensor "
+            "needs a name: pass name=..."
+        )
+    return runtime.unnamed("allreduce" if single else "grouped_allreduce", number)
 
 
 def _can_hold(output: torch.Tensor, source: torch.Tensor) -> bool:

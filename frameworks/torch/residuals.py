@@ -17,6 +17,7 @@ import torch
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
+from ringlet.compressors.residuals import energy
 from ringlet.compressors.states import fit, merged
 
 Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is
@@ -156,7 +157,7 @@ def shards_of(
 
 def norm(states: Mapping[str, State]) -> float:
     """Return the Euclidean norm of all residuals."""
-    return math.sqrt(sum(_energy(state) for state in states.values()))
+    return math.sqrt(sum(energy(state) for state in states.values()))
 
 
 def _replace(state: State, given: State) -> None:
@@ -171,17 +172,6 @@ def _replace(state: State, given: State) -> None:
             _replace(state.setdefault(key, {}), value)
         else:
             state[key] = value
-
-
-def _energy(state: State) -> float:
-    total = 0.0
-    for key, value in state.items():
-        if isinstance(value, dict):
-            total += _energy(value)
-        elif key == "residual":
-            wide = value.astype("float64")
-            total += float(wide @ wide)
-    return total
 
 
 def _to_tensors(value: Any) -> Any:

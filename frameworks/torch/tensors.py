@@ -5,6 +5,8 @@ The engine's arrays are in host memory: what is on another device is copied ther
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -23,6 +25,7 @@ _NAMES = {
     torch.bool: "bool",
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -51,23 +54,38 @@ def check(tensor: torch.Tensor, what: str = "tensor") -> None:
     dtype_of(tensor)
 
 
+def taken_as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether the engine can move a tensor of a dtype that can travel without a copy of it."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    )
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` detached: itself where it is, for to detach lets the engine's thread in."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` detached, contiguous and in host memory: itself, or a complete copy."""
-    plain = tensor.detach()
-    if plain.device.type == "cpu":
-        return plain.contiguous()
+    plain = without_graph(tensor)
+    if plain.is_cpu:
+        return plain if plain.is_contiguous() else plain.contiguous()
     staged = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=plain.is_cuda)
     return staged.copy_(plain)  # waits for the device
 
 
 def flat(tensor: torch.Tensor) -> Array:
     """Return a contiguous CPU tensor's memory as a flat array; bfloat16 as uint16."""
-    plain = tensor.detach()
-    if plain.dtype is torch.bfloat16:
-        array: Array = plain.view(torch.int16).numpy().view(np.uint16)
+    tensor = without_graph(tensor)
+    if tensor.dtype is torch.bfloat16:
+        array: Array = tensor.view(torch.int16).numpy().view(np.uint16)
     else:
-        array = plain.numpy()
-    return array.reshape(-1)
+        array = tensor.numpy()
+    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def as_tensor(array: Array, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -87,6 +105,25 @@ def unstage(staged: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if not shares_memory(staged, tensor) or staged.dtype is not tensor.dtype:
         with torch.no_grad():
             tensor.copy_(staged)
-    elif not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)  # torch has not seen who wrote there
+    else:
+        note_written(tensor)
     return tensor
+
+
+def note_written(tensor: torch.Tensor) -> None:
+    """Let autograd know that the engine has written to ``tensor``, which torch has not seen."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return 16-bit and float32 tensors, and those in tuples, lists and dicts, as ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in _CAST else value
+    if type(value) in (tuple, list):
+        return type(value)(cast(item, dtype) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(item, dtype) for item in value))
+    if type(value) is dict:
+        return {key: cast(item, dtype) for key, item in value.items()}
+    return value

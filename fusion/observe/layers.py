@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors import NoCompression, Workspace
-from ringlet.fusion.bucket import Bucket
-from ringlet.fusion.member import Member
-from ringlet.fusion.place import Place
+from ringlet.compressors.residuals import plain, wide
+from ringlet.fusion.devices.host import Place
+from ringlet.fusion.planning.member import Member
+from ringlet.fusion.recording.events import ObservedBucket
 
 log = logging.getLogger("ringlet")
 
 
-def sizes(bucket: Bucket, wire_bytes: float) -> list[dict[str, Any]]:
+def sizes(bucket: ObservedBucket, wire_bytes: float) -> list[dict[str, Any]]:
     """Return each member's facts, and its part of the bucket's ``wire_bytes``."""
     shares = bucket.shares()
     whole = sum(shares) or 1.0
@@ -37,7 +38,7 @@ def sizes(bucket: Bucket, wire_bytes: float) -> list[dict[str, Any]]:
     ]
 
 
-def losses(bucket: Bucket) -> dict[str, dict[str, float]]:
+def losses(bucket: ObservedBucket) -> dict[str, dict[str, float]]:
     """Return, by name, the gradient's norm and the relative error of its encoding on this rank.
 
     Compresses once more, on a copy of what the compressor remembers, so that nothing changes. The
@@ -80,7 +81,7 @@ def residual_norm(member: Member) -> float | None:
 
     For a piece that is what was held back of it before it was sent, not of its sums.
     """
-    state = _on_host(member.state, member.place)
+    state = plain(dict(_on_host(member.state, member.place)))
     if member.whole is not None and isinstance(held := state.get("residual"), np.ndarray):
         state = {"residual": held[member.start : member.start + member.numel]}
     energies = list(_energies(state))
@@ -93,7 +94,7 @@ def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) ->
         key: value[own]
         if isinstance(value, np.ndarray) and value.size == member.request.numel
         else value
-        for key, value in _on_host(member.state, member.place).items()
+        for key, value in plain(dict(_on_host(member.state, member.place))).items()
     }
     context = replace(
         member.context(0, 1),
@@ -107,9 +108,9 @@ def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) ->
     except Exception:
         log.debug("no relative error of %r", member.request.name, exc_info=True)
         return None
-    residual = context.state.get("residual")
+    residual = wide(context.state)
     lost = x - decoded
-    if isinstance(residual, np.ndarray) and residual.size == x.size:
+    if residual is not None and residual.size == x.size:
         lost = residual
     target = _norm(decoded + lost)
     return _norm(lost) / target if target > 0 else 0.0
@@ -117,7 +118,7 @@ def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) ->
 
 def _energies(state: Mapping[str, Any]) -> list[float]:
     found: list[float] = []
-    for key, value in state.items():
+    for key, value in plain(dict(state)).items():
         if isinstance(value, Mapping):
             found += _energies(value)
         elif key == "residual" and isinstance(value, np.ndarray):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringlet.ring.files import replacing
+from ringlet.ring.safe_files import replacing
 
 Event = dict[str, Any]
 

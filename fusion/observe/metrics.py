@@ -6,7 +6,8 @@ Records are plain dicts with a ``kind``:
 - ``step``: bytes and seconds of one step of one group; ``loose``: those of tensors submitted one by
   one, about once a second;
 - ``layers``: bytes by layer, and in sampled steps norms and relative errors;
-- ``abandoned`` and ``skipped``: steps that failed or were not taken.
+- ``abandoned`` and ``skipped``: steps that failed or were not taken;
+- ``waiting``: what was warned of, that others waited for a rank.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ringlet.fusion.bucket import Bucket
 from ringlet.fusion.observe import layers
-from ringlet.fusion.observe.events import PHASES, BucketDone, Quiet, StepDone
 from ringlet.fusion.observe.probe import Network
+from ringlet.fusion.recording.events import PHASES, BucketDone, ObservedBucket, Quiet, StepDone
 
 Record = dict[str, Any]
 
@@ -47,7 +47,7 @@ class Metrics(Quiet):
         self._described: set[str] = set()
         self._flushed = time.monotonic()
 
-    def encoding(self, owner: str, step: int, bucket: Bucket) -> None:
+    def encoding(self, owner: str, step: int, bucket: ObservedBucket) -> None:
         """Measure the layers of a sampled step before their gradients are overwritten."""
         if self._sampled(owner, step):
             self._losses.setdefault(owner, {}).update(layers.losses(bucket))
@@ -91,6 +91,10 @@ class Metrics(Quiet):
     def skipped(self, step: int, why: str) -> None:
         """Tell of a step that was not taken."""
         self._tell("skipped", {"step": step, "why": why})
+
+    def waited(self, text: str) -> None:
+        """Tell of ranks that others waited for."""
+        self._tell("waiting", {"text": text})
 
     def describe(self, facts: Record) -> None:
         """Tell what runs."""

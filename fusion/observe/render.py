@@ -2,7 +2,8 @@
 
 A rank is a process with two threads: the engine's, where compressing, moving and decompressing lie
 one behind the other, and the program's, with marks for tensors handed in. Every bucket has a track
-of its own from its first tensor to its result, in stages. Operations, their negotiation and cycles
+of its own from its first tensor to its result, in stages; operations that are not fused share one,
+which has as many rows as there are under way at a time. Operations, their negotiation and cycles
 have the names that Horovod gives them, for whoever searches its timelines by program.
 """
 
@@ -12,11 +13,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ringlet.fusion.observe.events import BucketDone, Span, StepDone
 from ringlet.fusion.observe.merge import CLOCK
+from ringlet.fusion.recording.events import BucketDone, Span, StepDone
 
 Event = dict[str, Any]
 _LANES = ("first", "second", "third")
+_SINGLES = "operations that are not fused"  # the track that they share
 ENGINE, PROGRAM, WIRE = 1, 2, 10  # threads of the trace; lanes count on from WIRE
 
 
@@ -62,6 +64,7 @@ class Renderer:
         self._ids = itertools.count()
         self._raw = self._wire = 0.0
         self._begun = False
+        self._rows: list[float] = []  # until when each is taken
 
     def __call__(self, item: Any) -> Iterator[Event]:
         """Yield the events of one item."""
@@ -151,14 +154,24 @@ class Renderer:
             extra = {"bytes": span.nbytes} if span.nbytes else {}
             yield self._span(span, detail | extra)
         if item.spans:
-            number, kind = f"{self._rank}.{next(self._ids)}", item.kind.upper()
-            name, go, end = f"{item.kind}.{item.name}", item.spans[0].start, item.spans[-1].end
+            kind, name = item.kind.upper(), f"{item.kind}.{item.name}"
+            go, end = item.spans[0].start, item.spans[-1].end
+            number = f"{self._rank}.single.{self._row(item.submitted, end)}"
+            yield self._async("b", _SINGLES, item.submitted, number)
             yield self._async("b", name, item.submitted, number, detail)
             yield self._async("b", f"NEGOTIATE_{kind}", item.submitted, number)
             yield self._async("e", f"NEGOTIATE_{kind}", go, number)
             yield self._async("b", kind, go, number)
             yield self._async("e", kind, end, number)
             yield self._async("e", name, end, number)
+            yield self._async("e", _SINGLES, end, number)
+
+    def _row(self, start: float, end: float) -> int:
+        """Return a row of the track of operations that are not fused: the first that is free."""
+        free = (row for row, until in enumerate(self._rows) if until <= start)
+        row = next(free, len(self._rows))
+        self._rows[row : row + 1] = [end]
+        return row
 
     # -- one event each -------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ringlet.ring.files import create_text
+from ringlet.ring.safe_files import create_text
 
 Record = dict[str, Any]
 log = logging.getLogger("ringlet")
@@ -32,7 +32,7 @@ class Sink(Protocol):
 class JsonLines:
     """Writes a record a line to ``path``; each line is whole on the disk before the next begins.
 
-    Raises OSError where ``path`` is a link (``ringlet.ring.files``).
+    Raises OSError where ``path`` is a link (``ringlet.ring.safe_files``).
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from ringlet.fusion.observe.clocks import estimate
-from ringlet.fusion.observe.events import BucketDone, Quiet, Span, StepDone
 from ringlet.fusion.observe.merge import merge, rank_file
 from ringlet.fusion.observe.render import Clock, Mark, Renderer, Single, Stretch
 from ringlet.fusion.observe.tracefile import TraceFile
+from ringlet.fusion.recording.events import BucketDone, Quiet, Span, StepDone
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.files import create
+from ringlet.ring.safe_files import create
 
 log = logging.getLogger("ringlet")
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ringlet.ring.files import create
+from ringlet.ring.safe_files import create
 
 log = logging.getLogger("ringlet")
 
@@ -34,7 +34,7 @@ class TraceFile:
 
     The file ends with its closing bracket after every write, which are small; the next write
     replaces it. A kill in the microseconds of a write may leave a torn last line. Raises OSError
-    where ``path`` is a link (``ringlet.ring.files``).
+    where ``path`` is a link (``ringlet.ring.safe_files``).
     """
 
     def __init__(self, path: Path, render: Render, limit: int = LIMIT) -> None:

@@ -19,8 +19,8 @@ import time
 from functools import partial
 from typing import Any
 
-from ringlet.ring.launch import processes
 from ringlet.ring.launch.start import WRAPPER, wrapper_environment
+from ringlet.ring.processes import processes
 
 LONGEST = 1 << 20  # bytes of the orders
 LEAVE = 3.0  # seconds that programs get to end by themselves once the launcher is gone

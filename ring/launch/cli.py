@@ -8,12 +8,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from ringlet.ring.environment import check_transport
 from ringlet.ring.errors import RingError
-from ringlet.ring.launch.hosts import Host, chosen_hosts
+from ringlet.ring.hosts.hosts import Host, chosen_hosts
+from ringlet.ring.hosts.remote import Reach
+from ringlet.ring.launch.flags import add_tunables
 from ringlet.ring.launch.job import launch
-from ringlet.ring.launch.remote import Reach
-from ringlet.ring.launch.tunables import add_tunables
+from ringlet.ring.rendezvous.environment import check_transport
 
 SUMMARY = "start a program on several ranks, here or on several hosts"
 DESCRIPTION = """\

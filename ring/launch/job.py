@@ -9,19 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringlet.ring.launch.crew import Crew
-from ringlet.ring.launch.door import Door
-from ringlet.ring.launch.ending import Ending
+from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.hosts.remote import Reach
+from ringlet.ring.launch.failure_report import Verdict
 from ringlet.ring.launch.helpers import Helpers
-from ringlet.ring.launch.hosts import Host
-from ringlet.ring.launch.output import HIGH, Printer
-from ringlet.ring.launch.parcel import parcel_key
 from ringlet.ring.launch.plan import Plan
-from ringlet.ring.launch.remote import Reach
-from ringlet.ring.launch.shelf import Shelf
-from ringlet.ring.launch.signals import Signals
-from ringlet.ring.launch.verdict import Verdict
-from ringlet.ring.launch.wire import store_key
+from ringlet.ring.launch.rank_table import RankTable
+from ringlet.ring.launch.signed_pickle import parcel_key
+from ringlet.ring.launch.termination import Termination
+from ringlet.ring.processes.output import HIGH, Printer
+from ringlet.ring.processes.signals import Signals
+from ringlet.ring.wire.kv_store import KvStore
+from ringlet.ring.wire.launch_link import store_key
+from ringlet.ring.wire.listener import Listener
 from ringlet.ring.wire.sealed import seal
 
 GRACE = 5.0  # seconds between asking the ranks to end and killing them
@@ -96,16 +96,16 @@ class Job:
     ) -> None:
         self._plan = Plan(command, np, transport, env or {}, hosts, reach or Reach())
         site = self._plan.site
-        self.shelf = Shelf()
+        self.kv_store = KvStore()
         self.printer = Printer(np, prefix, output)
         if self._plan.remark:
             self.printer.note(self._plan.remark)
         if verbose:
             self.printer.note(str(self._plan))
-        self._crew = Crew(site.ranks(), self.printer, self._task, self._plan.pmi)
-        self._verdict = Verdict(self._crew, self.shelf, site.several)
-        self._helpers = Helpers(site, self._crew)
-        self._ending = Ending(self._crew, self._verdict, self.printer, grace)
+        self._rank_table = RankTable(site.ranks(), self.printer, self._task, self._plan.pmi)
+        self._verdict = Verdict(self._rank_table, self.kv_store, site.several)
+        self._helpers = Helpers(site, self._rank_table)
+        self._ending = Termination(self._rank_table, self._verdict, self.printer, grace)
 
     def run(self, parcels: Mapping[str, bytes] | None = None) -> Outcome:
         """Start the ranks and serve them until none is left. Raises LaunchError.
@@ -117,18 +117,18 @@ class Job:
                 stream.flush()  # what was printed before comes before
         with contextlib.ExitStack() as stack:
             stack.callback(self.printer.close)
-            self._door = Door(self._plan.size, self._plan.site.address())
-            stack.enter_context(contextlib.closing(self._door))
-            self.key = parcel_key(store_key(self._door.secret))
+            self._listener = Listener(self._plan.size, self._plan.site.address())
+            stack.enter_context(contextlib.closing(self._listener))
+            self.key = parcel_key(store_key(self._listener.secret))
             for name, data in (parcels or {}).items():
-                self.shelf.put(name, seal(self.key, name, data))
+                self.kv_store.put(name, seal(self.key, name, data))
             self._signals = stack.enter_context(Signals())
             stack.callback(self._release)
             managed = self._plan.transport == "mpi" and self._plan.pmi is None
-            self._helpers.start(managed, self._door, self._plan.remote_env)
+            self._helpers.start(managed, self._listener, self._plan.remote_env)
             if managed:
                 self._verdict.manager = self._helpers.started[0]
-            while self.printer.pending or not self._crew.done or not self._ending.explained:
+            while self.printer.pending or not self._rank_table.done or not self._ending.explained:
                 self._step()
             if said := self.printer.losses.summary():
                 self.printer.note(said)
@@ -139,7 +139,7 @@ class Job:
         return Outcome(self._ending.code(), number, self._verdict.reason(), interrupted)
 
     def _task(self, rank: int) -> dict[str, Any]:
-        return self._plan.task(rank, self._door.address)
+        return self._plan.task(rank, self._listener.address)
 
     # One turn of the loop: wait, take what came, decide, print.
 
@@ -151,13 +151,13 @@ class Job:
         noise = self._helpers.noise
         if noise is not None and noise.fileno() in ready:
             self._helpers.listen()
-        for guest in self._door.admit(ready):
+        for guest in self._listener.admit(ready):
             if guest.visitor:
-                self.shelf.admit(guest)
-            elif self._crew.engage(guest):
+                self.kv_store.admit(guest)
+            elif self._rank_table.engage(guest):
                 self._ending.repeat()
-        self._crew.serve(ready)
-        self.shelf.serve(ready)
+        self._rank_table.serve(ready)
+        self.kv_store.serve(ready)
         self._ending.judge()
         self._helpers.check()
         try:
@@ -167,25 +167,25 @@ class Job:
 
     def _wait(self) -> set[int]:
         poll = select.poll()
-        for source in (self._signals.fileno(), *self._door.sources()):
+        for source in (self._signals.fileno(), *self._listener.sources()):
             poll.register(source, select.POLLIN)
         if self._helpers.noise is not None:
             poll.register(self._helpers.noise, select.POLLIN)
         # While too much waits to be printed, the ranks have to wait as well.
         reading = select.POLLIN if self.printer.pending < HIGH else 0
-        for channel in self._crew.channels():
+        for channel in self._rank_table.channels():
             poll.register(channel, reading | (select.POLLOUT if channel.pending else 0))
-        for channel in self.shelf.channels():
+        for channel in self.kv_store.channels():
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
         if (output := self.printer.wants) is not None:
             poll.register(output, select.POLLOUT)
-        times = (self._ending.patience(), 1000 * p if (p := self._door.patience()) else p)
+        times = (self._ending.patience(), 1000 * p if (p := self._listener.patience()) else p)
         timeout = min((time for time in times if time is not None), default=None)
         return {descriptor for descriptor, _ in poll.poll(timeout)}
 
     def _release(self) -> None:
         """Leave no process behind."""
-        self._door.close()
-        self._crew.release()
-        self.shelf.close()
+        self._listener.close()
+        self._rank_table.release()
+        self.kv_store.close()
         self._helpers.dismiss()

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.hosts.forwarding import forwarded
+from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch import start
-from ringlet.ring.launch.forward import forwarded
-from ringlet.ring.launch.hosts import Host
-from ringlet.ring.launch.pmi import Pmi
-from ringlet.ring.launch.remote import Reach
-from ringlet.ring.launch.site import Site
-from ringlet.ring.launch.torchrun import users_own
+from ringlet.ring.launch.allocation import Allocation
+from ringlet.ring.processes.pmi import Pmi
+from ringlet.ring.processes.torchrun import users_own
+from ringlet.ring.variables import check
 
 
 class Plan:
@@ -37,14 +38,18 @@ class Plan:
             raise LaunchError(f"a job needs at least one rank, not {np}")
         if not command:
             raise LaunchError("a job needs a command")
+        self._env = {**os.environ, **env}
+        try:
+            check(self._env)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
         self.size, self.command = np, list(command)
         self.transport, self.remark = start.choose_transport(transport)
-        self.site = Site(hosts, np, reach)
+        self.site = Allocation(hosts, np, reach)
         # Another MPI's ranks are started by its own mpiexec.
         asks_us = self.transport == "mpi" and start.is_mpich(reach.start_timeout)
         self.pmi = Pmi([count for _, count in self.site.counts()]) if asks_us else None
         asked = {*env, *reach.forward}
-        self._env = {**os.environ, **env}
         self.remote_env = forwarded(self._env, asked)
         self._users = users_own(self._env, asked)
 

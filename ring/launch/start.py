@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringlet.ring.environment import check_transport
 from ringlet.ring.errors import LaunchError, unavailable
-from ringlet.ring.launch import torchrun
-from ringlet.ring.launch.hosts import Seat
-from ringlet.ring.launch.wire import ADDRESS, SECRET
+from ringlet.ring.hosts.hosts import Seat
+from ringlet.ring.processes import torchrun
+from ringlet.ring.rendezvous.environment import check_transport
+from ringlet.ring.wire.launch_link import ADDRESS, SECRET
 
-WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.launch.worker"]
+WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.processes.rank_wrapper"]
 
 # An outer launcher's variables would be taken for this job's.
 _OUTER = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
@@ -94,7 +94,7 @@ def choose_transport(asked: str | None) -> tuple[str, str | None]:
 
 def _with_nccl(gloo: str | None) -> tuple[str, str | None]:
     """Return the transport "nccl", whose ranks meet over gloo."""
-    from ringlet.ring.nccl_library import lacking
+    from ringlet.ring.transports.nccl_library import lacking
 
     if gloo is not None:
         raise unavailable("nccl", f"{gloo}, over which ranks meet", "pip install 'ringlet[torch]'")

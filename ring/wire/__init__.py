@@ -1,1 +1,1 @@
-"""What travels on sockets of our own: keys, the proof that an end knows them, and frames."""
+"""What travels on sockets of our own: keys, proofs, frames, and the launcher's store."""

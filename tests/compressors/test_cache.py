@@ -31,14 +31,15 @@ for spec in {specs!r}:
         assert not late, f"a step of {{spec}} compiles what warm_up() did not: {{late}}"
 """
 SPECS = [
-    "fp16", "bf16", "fp8", "fp8(format='e5m2', block=64)", "int8", "int4(stochastic=True)",
+    "fp16", "bf16", "fp8", "fp8(format='e5m2', block=64)", "mxfp8",
+    "mxfp6(stochastic=True)", "mxfp4", "nvfp4(stochastic=True)", "int8", "int4(stochastic=True)",
     "minmax", "qsgd", "natural", "terngrad", "onebit", "signsgd", "topk", "block_topk",
     "block_topk(bits=2)",
     "block_topk(ratio=0.25, block=64, bits=8, dct=True)", "randomk", "threshold", "topk_sampled",
     "sidco", "lossless", "lossless(dtype='fp32')", "shared_int", "shared_int(stochastic=True)",
     "terngrad_shared", "powersgd", "acpsgd", "topk | int8 | ef", "int4 | hadamard | ef",
     "qsgd(bits=4) | scaled | ef", "int8 | server_ef", "int8 | ef21", "topk | momentum_correction",
-    "powersgd | ef",
+    "powersgd | ef", "int8 | ef(dtype='bf16')", "topk | ef(dtype='int8', reset=1)",
 ]  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Chains: one compressor behind another, however deep, and the errors of those that cannot be."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,15 +11,18 @@ from ringlet.compressors import (
     Chain,
     Compressor,
     CompressorError,
+    Context,
     Int8,
     NoCompression,
     Part,
+    Round,
+    SharedInt,
     TopK,
     Traits,
     parse,
 )
 from ringlet.compressors.testing import check_compressor, parametrize_with_checks
-from ringlet.compressors.testing.simulate import context, decode, encode
+from ringlet.compressors.testing.simulate import context, decode, encode, simulate
 
 SPECS = [
     "topk(ratio=0.3) | int8",
@@ -28,9 +33,15 @@ SPECS = [
     "block_topk(ratio=0.25, block=64) | topk(ratio=0.5) | fp8",
     "topk(ratio=0.5) | threshold(value=0.5) | int8",
 ]
+ROUNDS = [
+    "powersgd(rank=2) | shared_int",
+    "powersgd(warm_start=False) | shared_int(stochastic=True) | ef",
+    "powersgd | ef | shared_int(bits=16)",
+    "acpsgd | terngrad_shared | ef",
+]
 
 
-@parametrize_with_checks(SPECS)
+@parametrize_with_checks([*SPECS, *ROUNDS])
 def test_conformance(compressor, check):
     check(compressor)
 
@@ -69,7 +80,7 @@ def test_a_chain_is_dense_while_its_first_part_is():
 
 
 class Evens(Compressor):
-    """Send every second value under a name of its own."""
+    """Send every second value, by turns, under a name of its own."""
 
     def traits(self):
         return Traits(fixed_size=True)
@@ -81,7 +92,7 @@ class Evens(Compressor):
         return "evens"
 
     def compress(self, x, ctx):
-        values = x[::2].copy()
+        values = np.roll(x, -(ctx.step % 2))[::2].copy()
         if not np.isfinite(x).all():
             values[:] = np.nan
         return {"evens": values}
@@ -89,6 +100,7 @@ class Evens(Compressor):
     def decompress(self, payload, out, ctx):
         out[:] = 0
         out[::2] = payload["evens"]
+        out[:] = np.roll(out, ctx.step % 2)
 
 
 class Unnamed(Evens):
@@ -127,3 +139,71 @@ def test_a_plugin_of_variable_size_says_how_many_values_it_sends():
         chain.decompress(payload, x, context(x))
     with pytest.raises(CompressorError, match=r"sends \['evens'\] and no 'odds'"):
         (Mistaken() | Int8()).compress(x, context(x))
+
+
+class Rounds(Compressor):
+    """The mean of the values in one round, of half of them as a sum, and the largest of all."""
+
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx, local=None):
+        half, share = x.size // 2, x.copy()
+        out[:half] = (yield Round(x[:half].copy(), "sum", share[:half])) / np.float32(ctx.size)
+        out[half:] = yield Round(x[half:].copy(), "mean", share[half:])
+        ctx.state["largest"] = float((yield Round(np.abs(x).max(keepdims=True), "max"))[0])
+        if local is not None:
+            local[:] = share
+
+
+@given(n=st.integers(2, 700), size=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_what_stands_behind_rounds_takes_the_place_of_their_means_and_sums(n, size, seed):
+    rng = np.random.default_rng(seed)
+    gradients = [rng.standard_normal(n).astype(np.float32) for _ in range(size)]
+    states, shares = [{} for _ in gradients], []
+    behind = SharedInt(bits=16, bucket=32)
+    outs = simulate(Rounds() | behind, gradients, states, shares=shares)
+    mean = np.mean(np.asarray(gradients, np.float64), axis=0)
+    largest = float(np.abs(gradients).max())
+    level = largest / behind.steps(size)
+    assert np.abs(outs[0] - mean).max() <= 0.501 * level
+    assert n < 40 or np.abs(outs[0] - mean).max() > 0  # it did travel in 16 bits
+    np.testing.assert_allclose(np.mean(shares, axis=0, dtype=np.float64), outs[0], atol=1e-6)
+    for share, x in zip(shares, gradients, strict=True):
+        assert np.abs(share - x.astype(float)).max() <= 0.501 * level
+    for out, state in zip(outs, states, strict=True):
+        np.testing.assert_array_equal(out, outs[0])
+        assert state["largest"] == np.float32(largest)  # exactly: what is not added up stays
+
+
+def test_factors_travel_as_integers():
+    def sent(spec):
+        x = np.random.default_rng(0).standard_normal(6400).astype(np.float32)
+        ctx, out = Context(shape=(80, 80), numel=6400), np.empty(6400, np.float32)
+        exchange, nbytes = parse(spec).exchange(x, out, ctx), 0
+        with contextlib.suppress(StopIteration):
+            asked = next(exchange)
+            while True:
+                nbytes += asked.values.nbytes
+                asked = exchange.send(asked.values.copy())
+        return nbytes, out
+
+    (plain, exact), (quantised, near) = sent("powersgd"), sent("powersgd | shared_int")
+    assert plain == 2 * 4 * 80 * 4
+    assert quantised == plain / 4 + 2 * 4  # a scale for each factor
+    assert np.linalg.norm(near - exact) < 0.05 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("powersgd | int8", r"'powersgd \| shared_int'"),
+        ("topk | shared_int", "cannot be chained behind the payloads of topk"),
+        ("shared_int | shared_int(bits=16)", "nothing can be chained behind shared_int"),
+        ("powersgd | powersgd", "remembers values"),
+    ],
+)
+def test_rounds_are_chained_with_rounds_alone(spec, reason):
+    with pytest.raises(CompressorError, match=reason):
+        parse(spec)

@@ -1,35 +1,20 @@
 """Block-scaled 8-bit floats, against every value such a float can have."""
 
-import types
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
-from ringlet.compressors import FP8, Compressor, Context, OptionError, parse
-from ringlet.compressors.contract import storage
+from ringlet.compressors import FP8, Compressor, OptionError, parse
 
-# What is not NumPy itself takes the path of array code, as CuPy does.
-plain = types.ModuleType("plain")
-plain.__dict__.update(np.__dict__)
+sys.path.insert(0, str(Path(__file__).parent))
+
+from vectors import context, every_float, moderate, payload_for, plain, vectors
 
 SPECS = ["fp8", 'fp8(format="e5m2")', "fp8(block=8)", 'fp8(format="e5m2", block=128)']
-every_float = st.floats(width=32, allow_nan=True, allow_infinity=True)
-moderate = st.floats(-(2.0**40), 2.0**40, width=32)
-
-
-def vectors(elements):
-    return hnp.arrays(np.float32, st.integers(0, 200), elements=elements)
-
-
-def context(n, **fields):
-    return Context(shape=(n,), numel=n, **fields)
-
-
-def payload_for(compressor, n):
-    return {p.name: np.full(p.elements, 77, storage(p.dtype)) for p in compressor.layout(n)}
 
 
 def decoded(compressor, x):

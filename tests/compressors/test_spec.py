@@ -141,3 +141,45 @@ def test_routes_take_the_first_match():
     assert Router({"a": "fp16"})("b") == NoCompression()
     with pytest.raises(UnknownCompressor):
         Router({"*": "nope"})
+
+
+PLACE = "ringlet.compressors.testing.simulate"  # a module that registers nothing
+
+
+def test_a_class_that_nobody_registered_is_named_by_its_place(tmp_path, monkeypatch):
+    (tmp_path / "unregistered_plugin.py").write_text(
+        "from ringlet.compressors import Compressor\n"
+        "class Mine(Compressor):\n"
+        "    level: int = 3\n"
+        "    where: str = 'a:b.c'\n"
+        "    class Inner(Compressor):\n"
+        "        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = "unregistered_plugin:Mine(level=4, where='x:y') | ef"
+    found = parse(spec)
+    assert str(found) == spec
+    assert parse(str(found)) == found
+    assert (found.inner.level, found.inner.where) == (4, "x:y")
+    assert parse("unregistered_plugin:Mine") == type(found.inner)()
+    assert parse("topk | unregistered_plugin:Mine.Inner").second.label() == "Inner"
+    assert Router({"*.bias": "none", "*": spec})("w") == found
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("no_such_module_here:X | ef", "no_such_module_here does not import: ModuleNotFoundError"),
+        (f"{PLACE}:Nothing", f"{PLACE} has no compressor 'Nothing'"),
+        (f"int8 | {PLACE}:simulate", "not a class derived from"),
+        ("int8 json:X", "a '|' is missing before 'json:X'"),
+    ],
+)
+def test_a_place_without_a_compressor_is_pointed_at(spec, says):
+    with pytest.raises(CompressorError) as caught:
+        parse(spec)
+    message = str(caught.value)
+    assert says in message
+    text, caret = message.splitlines()[-2:]
+    assert text.strip() == spec
+    assert text[caret.index("^") :].startswith(spec.split(" ")[-1 if "int8" in spec else 0])

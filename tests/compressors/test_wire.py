@@ -13,7 +13,9 @@ from ringlet.compressors import Context, parse
 
 FIXTURES = Path(__file__).with_name("wire.json")
 SPECS = [
-    "fp16", "bf16", "fp8", "fp8(format='e5m2')", "int8(bucket=32)", "int4(bucket=32)",
+    "fp16", "bf16", "fp8", "fp8(format='e5m2')", "mxfp8", "mxfp8(format='e5m2')", "mxfp6",
+    "mxfp6(format='e3m2')", "mxfp4", "mxfp4(stochastic=True)", "nvfp4", "nvfp4(stochastic=True)",
+    "int8(bucket=32)", "int4(bucket=32)",
     "int4(bucket=32, stochastic=True)", "maxnorm(bits=3, bucket=32)", "minmax(bits=4, bucket=32)",
     "qsgd(bucket=32)", "natural", "terngrad", "onebit", "signsgd", "topk(ratio=0.1)",
     "topk(ratio=0.2) | int8(bucket=32)", "block_topk(ratio=0.1)", "randomk(ratio=0.1)",

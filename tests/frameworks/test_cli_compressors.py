@@ -36,6 +36,9 @@ def test_check_says_what_is_wrong_and_why(tmp_path):
     ran = ringlet("check", "mine:Mine", cwd=tmp_path)
     assert ran.returncode == 1
     assert "  FAILED  leaves_its_input_alone" in ran.stdout
+    assert "  -       deterministic" in ran.stdout
+    assert "wait for the ones that failed" in ran.stdout
+    assert "What to do: " in ran.stdout
     assert "shares memory with the input; copy it" in ran.stdout
     assert "Why it matters: " in ran.stdout
 
@@ -47,6 +50,7 @@ def test_check_says_what_is_wrong_and_why(tmp_path):
         ("ef", "write for example 'int8 | ef'"),
         ("no_such_module:X", "no_such_module does not import"),
         ("json:JSONDecoder", "json has no compressor 'JSONDecoder'"),
+        ("json:JSONDecoder | ef", "json has no compressor 'JSONDecoder'"),
     ],
 )
 def test_check_of_nothing_is_a_one_line_error(target, says):
@@ -54,6 +58,20 @@ def test_check_of_nothing_is_a_one_line_error(target, says):
     assert ran.returncode == 2
     assert says in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_check_takes_a_class_in_a_chain(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from ringlet.compressors import Compressor\n"
+        "class Mine(Compressor):\n"
+        "    def compress(self, x, ctx):\n"
+        "        return {'values': x.copy()}\n"
+        "    def decompress(self, payload, out, ctx):\n"
+        "        out[:] = payload['values']\n"
+    )
+    ran = ringlet("check", "mine:Mine | ef", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.startswith("checking mine:Mine | ef\n")
 
 
 def test_new_makes_a_package_that_conforms(tmp_path):

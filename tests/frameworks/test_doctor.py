@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 from ringlet import doctor
 from ringlet.build import gpu_path
 from ringlet.doctor import Codec, _compare, _crossing, _verdict
+from ringlet.ring.cost.link_probe import Link
 from ringlet.ring.launch import start
-from ringlet.ring.links import Link
+from ringlet.ring.transports.local import run_local, this_thread
 
 DOCTOR = [sys.executable, "-m", "ringlet", "doctor"]
 transports = [name for name, why in start.lacking().items() if why is None]
@@ -46,6 +48,9 @@ def test_alone() -> None:
     done = ran(*DOCTOR)
     assert done.returncode == 0, done.stdout
     assert "\n  numpy " in done.stdout
+    installed = {d.name: d.version for d in metadata.distributions()}
+    for name, distribution in (("tensorflow", "tensorflow-cpu"), ("keras", "keras")):
+        assert f"\n  {name:<16} {installed.get(distribution, '')}" in done.stdout
     assert f"\n  tensors on GPUs  {gpu_path()}" in done.stdout
     assert "ringlet doctor -np 4" in done.stdout
 
@@ -85,6 +90,30 @@ def test_what_is_wrong_is_said() -> None:
     ):
         done = ran(*DOCTOR, *wrong)
         assert (done.returncode, words in done.stderr) == (2, True)
+
+
+def test_a_misspelt_variable_is_said() -> None:
+    done = ran(*DOCTOR, env=os.environ | {"RINGLET_METRIC": "x", "RINGLET_API_TOKEN": "y"})
+    assert done.returncode == 1
+    assert "! environment      there is no variable RINGLET_METRIC; did you mean" in done.stdout
+    assert "  environment      RINGLET_API_TOKEN: no variable of Ringlet's" in done.stdout
+
+
+def test_codecs_that_no_verdict_needs_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = []
+    monkeypatch.setattr(doctor, "connect", this_thread)
+    monkeypatch.setattr(
+        doctor, "_codec", lambda c: timed.append(str(c)) or Codec("x", "sum", 1, 1, 1)
+    )
+    assert run_local(lambda _: doctor._as_rank(True), 2) == [0, 0]
+    assert "Inside one host compression saves no time" in capsys.readouterr().out
+    assert timed == []
+    link = Link("a", "b", 1e-4, 1e8)
+    monkeypatch.setattr(doctor, "measure_links", lambda comm, hosts: [link])
+    assert run_local(lambda _: doctor._as_rank(True), 2) == [0, 0]
+    assert len(timed) == 2 * len(doctor.SPECS)
 
 
 def test_ranks_that_differ(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,3 +133,34 @@ def test_what_has_no_counterpart_says_so():
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert "there is no script 'missing.py'" in done.stderr
+
+
+CALLING = """
+import sys
+import horovod
+from horovod.runner import run
+
+def main(epochs, lr):
+    import horovod.torch as hvd
+    import torch
+    hvd.init()
+    total = hvd.allreduce(torch.ones(3) * hvd.rank(), op=hvd.Sum)
+    return hvd.size(), hvd.__name__, sys.modules["horovod"].__name__, total.tolist(), epochs, lr
+
+if __name__ == "__main__":
+    print(horovod.run(main, (3,), {"lr": 0.1}, np=2, use_gloo=True, disable_cache=None))
+    print(run(func=main, args=(4,), kwargs={"lr": 0.2}, num_proc=1, use_mpi=False, verbose=0))
+"""
+
+
+def test_horovod_run_gives_its_ranks_horovod(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(CALLING)
+    done = subprocess.run(
+        [sys.executable, "-m", "ringlet.as_horovod", str(script)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rank = "(2, 'ringlet.torch', 'ringlet', [1.0, 1.0, 1.0], 3, 0.1)"
+    assert f"[{rank}, {rank}]" in done.stdout
+    assert "[(1, 'ringlet.torch', 'ringlet', [0.0, 0.0, 0.0], 4, 0.2)]" in done.stdout

@@ -150,10 +150,69 @@ def case_metrics_that_differ():
     callback.on_epoch_end(0, logs)
     assert logs == {"loss": 0.5, "acc": 1.0}
     odd = {"loss": 1.0} | ({"val_loss": 1.0} if hvd.rank() == 0 else {})
-    with pytest.raises(
-        hvd.HorovodInternalError, match=r"metrics: 'val_loss' is there on rank\(s\) 0"
-    ):
+    said = (
+        r"metrics: 'val_loss' is there on rank\(s\) 0.*; every rank has to report the same metrics"
+    )
+    with pytest.raises(hvd.HorovodInternalError, match=said):
         callback.on_epoch_end(1, odd)
+    with pytest.raises(hvd.HorovodInternalError, match=r"metrics: 'loss' is there on rank\(s\) 0"):
+        callback.on_epoch_end(2, {"loss": 1.0} if hvd.rank() == 0 else None)
+    callback.on_epoch_end(3, None)
+
+
+def case_a_gradient_that_one_rank_lacks():
+    """The model is the same, and not blamed."""
+    used = keras.Variable(np.ones(3, np.float32), name="used")
+    left = keras.Variable(np.ones(3, np.float32), name="left")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build([used, left])
+    gradient = keras.ops.ones(3)
+    said = (
+        r"'left' differs between ranks \(rank 0: float32\[3\]; rank 1: no gradient\); on "
+        r"rank\(s\) 1 the loss does not depend on it: compute the same loss on every rank, or add"
+    )
+    with pytest.raises(hvd.HorovodInternalError, match=said):
+        optimizer.apply([gradient, None if hvd.rank() else gradient])
+    optimizer.apply([gradient * (1 + hvd.rank()), None])
+    assert np.allclose(keras.ops.convert_to_numpy(used), 1 - 0.15)
+    assert np.allclose(keras.ops.convert_to_numpy(left), 1)
+
+
+def case_records_name_optimizer_and_model():
+    """Also where ranks have given it other names, which are their own affair."""
+    records = []
+    recording = hvd.start_metrics(callbacks=[records.append], network=False)
+    for rate in (0.1, 0.2):
+        keras.backend.clear_session()
+        model = made()
+        inner = keras.optimizers.SGD(rate, name=f"sgd_of_{hvd.rank()}")
+        model.compile(hvd.DistributedOptimizer(inner), "mse")
+        fit(model)
+    recording.stop()
+    groups = list(dict.fromkeys(r["group"] for r in records if r["kind"] == "step"))
+    own = f"sgd_of_{hvd.rank()} of sequential"
+    assert groups == [own, f"{own} 2"]
+
+
+def case_patterns_without_a_match():
+    """A route that compresses nothing is named, once, on the first rank."""
+    import logging
+
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("ringlet").addHandler(handler)
+    try:
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), compression={"embeding*": "fp16", "*": "none"}
+        )
+        model = made()
+        model.compile(optimizer, "mse")
+        fit(model, epochs=2)
+    finally:
+        logging.getLogger("ringlet").removeHandler(handler)
+    assert len(told) == (hvd.rank() == 0)
+    assert all("'embeding*' matches none of the variables" in text for text in told)
 
 
 def case_saved_models():
@@ -375,6 +434,23 @@ def case_horovods_names():
     assert found.elastic.run is states.run
     assert found.DistributedGradientTape
     assert found.util._executing_eagerly()
+    import tensorflow as tf
+
+    pair = [tf.Variable(1.0), tf.Variable(1.0)]
+    refs = found.util.vars_to_refs([pair[0], pair])
+    assert len({*refs[1], refs[0]}) == 2
+    assert found.util.refs_to_vars(refs)[1][1] is pair[1]
+    runs = []
+    once = found.util._cache(lambda *given, **named: runs.append(given))
+    assert [once([1, 2], a="b"), once((1, 2), a="b"), once([1], a="b")] == [None] * 3
+    assert runs == [([1, 2],), ([1],)]
+    assert found.util._make_subgraph(lambda x: x + 1)(1).numpy() == 2
+    older = type("SGD", (), {"__module__": "tf_keras.src.optimizers.sgd"})()
+    for module in (found, hvd):
+        with pytest.raises(
+            TypeError, match=r"SGD is an optimizer of tf_keras.*unset TF_USE_LEGACY"
+        ):
+            module.DistributedOptimizer(older)
     env = importlib.import_module("horovod.runner.common.util.env")
     assert env.get_env_rank_and_size() == (hvd.rank(), hvd.size())
     assert os.environ["HOROVOD_LOCAL_SIZE"] == str(hvd.size())

@@ -4,7 +4,7 @@ import pytest
 
 from ringlet.fusion import Limits
 from ringlet.lifecycle import init
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.local import run_local
 from ringlet.runtime import limits_from, shutdown
 
 

@@ -14,9 +14,9 @@ from ringlet.fusion import Limits, Request
 from ringlet.fusion.limits import UNKNOWN
 from ringlet.network import parse_link
 from ringlet.ring import ReduceOp, RingError
-from ringlet.ring import links as links_module
-from ringlet.ring.hierarchical import LEAST, HierarchicalCommunicator
-from ringlet.ring.local import run_local, this_thread
+from ringlet.ring.cost import link_probe as links_module
+from ringlet.ring.transports.hierarchical import LEAST, HierarchicalCommunicator
+from ringlet.ring.transports.local import run_local, this_thread
 from ringlet.runtime import limits_from, wishes_from
 
 
@@ -61,7 +61,7 @@ def test_sums_are_compared_in_turn_where_no_wire_is_between_ranks(monkeypatch, h
     monkeypatch.setenv("RINGLET_VERIFY_SUMS", "3")
     assert with_runtimes(2, body) == [3, 3]
     monkeypatch.setenv("RINGLET_VERIFY_SUMS", "sometimes")
-    with pytest.raises(ValueError, match="RINGLET_VERIFY_SUMS='sometimes' is not a number"):
+    with pytest.raises(ValueError, match="RINGLET_VERIFY_SUMS='sometimes' is not a whole number"):
         limits_from(os.environ)
 
 

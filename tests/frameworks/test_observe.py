@@ -17,8 +17,17 @@ from ringlet.fusion import Request
 from ringlet.observe import start_metrics, step_skipped
 from ringlet.observe.charts import scale
 from ringlet.observe.prometheus import Prometheus, serve
-from ringlet.observe.summary import NotARun, Run, amount, duration, read, verdict
-from ringlet.ring.local import run_local
+from ringlet.observe.summary import (
+    NotARun,
+    Run,
+    amount,
+    duration,
+    percentile,
+    read,
+    spread,
+    verdict,
+)
+from ringlet.ring.transports.local import run_local
 from ringlet.timeline import start_timeline, stop_timeline, timeline_span
 
 
@@ -63,9 +72,10 @@ def test_the_environment_switches_everything_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("RINGLET_METRICS_EVERY", "often", "RINGLET_METRICS_EVERY='often' is not a number"),
-        ("RINGLET_PROMETHEUS", "here", r"prometheus='here' is not \[host:\]port"),
-        ("RINGLET_TIMELINE", "/nowhere/at/all.json", "directory /nowhere/at does not exist"),
+        ("RINGLET_METRICS_EVERY", "often", "RINGLET_METRICS_EVERY='often' is not a whole number"),
+        ("RINGLET_PROMETHEUS", "here", r"RINGLET_PROMETHEUS='here' is not \[host:\]port"),
+        ("RINGLET_TIMELINE", "/nowhere/at/t.json", "RINGLET_TIMELINE.* /nowhere/at does not exist"),
+        ("RINGLET_METRICS", "/nowhere/{rank}", "RINGLET_METRICS='/nowhere/0'.* does not exist"),
     ],
 )
 def test_what_the_environment_gets_wrong_is_named(name, value, said, monkeypatch):
@@ -108,7 +118,7 @@ def test_prometheus_serves_what_was_counted():
         recording = start_metrics(prometheus="127.0.0.1:0", sample_every=1)
         (sink,) = recording._dispatcher._sinks
         train()
-        runtime_module.current().engine.hooks.settle()
+        runtime_module.current().engine.extensions.settle()
         while recording._dispatcher._queue:
             pass
         port = sink._server[0].server_port
@@ -169,8 +179,8 @@ class Parser(HTMLParser):
         assert self.open.pop() == tag
 
 
-def report(path, capsys):
-    code = main(["report", str(path)])
+def report(*paths, capsys):
+    code = main(["report", *map(str, paths)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -186,7 +196,7 @@ def test_a_report_is_one_sound_page(tmp_path, capsys):
     ranks(2, body)
     with path.open("a") as out:
         out.write('{"kind": "step", "torn')
-    code, out, _ = report(path, capsys)
+    code, out, _ = report(path, capsys=capsys)
     assert code == 0
     text = (tmp_path / "run.html").read_text()
     parser = Parser()
@@ -197,19 +207,125 @@ def test_a_report_is_one_sound_page(tmp_path, capsys):
     assert "http" not in text
     assert "layer0.weight" in text
     assert "1 unreadable lines left out" in text
-    assert out.startswith(("Compression paid", "Compression cost", "Compression made no"))
+    assert out.startswith(("Compression ", "Unclear whether compression paid"))
+    spec = str(parse("topk(ratio=0.01) | ef"))
+    assert f"run.jsonl · compression {spec} · ringlet 0.1.0 · python 3" in text
+    assert "95 % within" in text
+
+
+def test_a_report_shows_every_optimizer_and_what_is_sent_one_by_one(tmp_path, capsys):
+    """Two groups and grouped operations in one file; and a file of the latter alone."""
+    both, loose = tmp_path / "both.jsonl", tmp_path / "loose.jsonl"
+
+    def body(rank):
+        engine = runtime_module.current().engine
+        recording = start_metrics(both, network=False) if rank == 0 else None
+        for label, size in (("generator", 4000), ("critic", 2000)):
+            request = Request(f"{label}.w", shape=(size,), spec="int8")
+            group = engine.declare(label, [request], [parse("int8")], [{}])
+            for _ in range(3):
+                group.submit(f"{label}.w", np.ones(size, np.float32))
+                group.wait()
+        if recording:
+            engine.extensions.call_soon(
+                lambda: engine._worker.recorder.waited("the others wait for 1")
+            )
+            recording.stop()
+        recording = start_metrics(loose, network=False) if rank == 0 else None
+        request = Request("x", shape=(5000,))
+        engine.submit(request, np.ones(5000, np.float32)).wait()
+        if recording:
+            recording.stop()
+
+    ranks(2, body)
+    code, _, _ = report(both, capsys=capsys)
+    text = both.with_suffix(".html").read_text()
+    assert code == 0
+    assert text.index("generator: 3 steps") < text.index("critic: 3 steps")
+    assert "critic.w" in text
+    assert "the others wait for 1" in text
+    run = read(both)
+    assert run.per_step(lambda g: g.median("raw_bytes")) == 4 * (4000 + 2000)
+    assert run.fewer > 3
+    code, out, _ = report(loose, capsys=capsys)
+    assert code == 0, out
+    assert out.startswith("Nothing was compressed")
+
+
+def recorded(path, intervals, exchange=0.004, spec="none"):
+    """Write a run whose steps are so many seconds apart."""
+    phases = {f"{p}_s": exchange / 3 for p in ("compress", "communicate", "decompress")}
+    sizes = {"raw_bytes": 4000.0, "wire_bytes": 4000.0 if spec == "none" else 1000.0}
+    layer = {"name": "w", "compressor": spec, "collective": "ring", "elements": 1000} | sizes
+    ends = np.cumsum([1.7e9, *intervals]).tolist()
+    lines = [{"kind": "layers", "group": "g", "step": 0, "layers": [layer]}]
+    lines += [
+        {"kind": "step", "group": "g", "step": i, "time": end, "seconds": 0.01} | sizes | phases
+        for i, end in enumerate(ends)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        ([0.05] * 60, "int8.jsonl is 2.00 times as fast: steps took 50.0 ms"),
+        ([0.2] * 60, "int8.jsonl is 2.00 times as slow: steps took 200 ms"),
+        ([0.104] * 60, "int8.jsonl makes no difference: steps took 104 ms"),
+        ([0.08] * 30 + [0.12] * 30, "int8.jsonl cannot be told apart: steps took"),
+    ],
+)
+def test_two_recorded_runs_are_compared(tmp_path, capsys, ours, said):
+    none = recorded(tmp_path / "none.jsonl", [0.1] * 60)
+    int8 = recorded(tmp_path / "int8.jsonl", ours, spec="int8 | ef")
+    code, out, err = report(none, int8, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith(said)
+    text = (tmp_path / "none-int8.html").read_text()
+    parser = Parser()
+    parser.feed(text)
+    assert parser.open == []
+    for fact in ("none.jsonl · compression none", "int8.jsonl · compression int8 | ef"):
+        assert fact in text
+
+
+def test_equal_runs_get_verdicts_that_agree():
+    """Runs of the same noise: never one that compression paid, and one that it cost."""
+    for plain in (0.0088, 0.0100, 0.0112):
+        kinds = set()
+        for seed in range(40):
+            rng = np.random.default_rng(seed)
+            drift = np.repeat(rng.normal(1, 0.08, 6), 20)
+            run = made(4, 0.01, plain, 120)
+            run.steps = [
+                step | {f"{p}_s": 0.01 / 3 * d for p in ("compress", "communicate", "decompress")}
+                for step, d in zip(run.steps, drift, strict=True)
+            ]
+            kinds.add(verdict(run)[0])
+        assert not {"paid", "cost"} <= kinds
+        assert "unclear" in kinds
+
+
+def test_what_the_spread_holds():
+    assert spread([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    steady = [1.0] * 50 + [9.0] + [1.0] * 49
+    assert spread(steady) == (1.0, 1.0)
+    assert spread(list(range(100))) == (14.5, 84.5)
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.95) == 4.0
+    assert percentile(list(range(1, 101)), 0.95) == 95
 
 
 @pytest.mark.parametrize("content", ["", "not json\n", '{"kind":"run"}\n', "[1]\n"])
 def test_a_file_without_steps_is_refused(tmp_path, content, capsys):
     path = tmp_path / "run.jsonl"
     path.write_text(content)
-    code, _, err = report(path, capsys)
+    code, _, err = report(path, capsys=capsys)
     assert code == 2
     assert f"{path} holds no step of a training run" in err
     with pytest.raises(NotARun):
         read(path)
-    assert report(tmp_path / "none.jsonl", capsys)[0] == 2
+    assert report(tmp_path / "none.jsonl", capsys=capsys)[0] == 2
 
 
 def made(ratio, took, plain, steps=20):

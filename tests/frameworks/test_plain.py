@@ -16,7 +16,7 @@ from ringlet.fusion import Request
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring import Mismatch
 from ringlet.ring.errors import ProtocolError
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.local import run_local
 from ringlet.runtime import current
 from ringlet.runtime import init as start
 from ringlet.runtime import shutdown as stop
@@ -232,14 +232,14 @@ TREES = [
 
 @pytest.mark.parametrize("tree", TREES, ids=json.dumps)
 def test_trees_of_states_are_looked_at_before_they_are_used(tree):
-    from ringlet.torch.trees import is_tree
+    from ringlet.torch.state_trees import is_tree
 
     assert not is_tree(tree)
     assert not is_tree({"dict": [["state", tree]]})
 
 
 def test_a_state_survives_the_journey():
-    from ringlet.torch.trees import assembled, dissected, is_tree, rooms
+    from ringlet.torch.state_trees import assembled, dissected, is_tree, rooms
 
     torch = TORCH
     value = {

@@ -1,5 +1,6 @@
 """Adapters without their framework say in one sentence what to install."""
 
+import os
 import subprocess
 import sys
 
@@ -63,3 +64,11 @@ def test_what_is_installed_and_broken_says_so_itself(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, known)
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         need("torch", "ringlet.torch")
+
+
+def test_torchs_compiler_is_not_imported(tmp_path):
+    # It takes a second, in every rank, and makes a folder among the temporary files.
+    code = "import sys, ringlet.torch; sys.exit('torch._dynamo' in sys.modules)"
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=120).returncode == 0
+    assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ from standin.streams import Memory
 import ringlet.tensorflow as hvd
 from ringlet import runtime
 from ringlet.ring.dtypes import storage
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.local import run_local
 from ringlet.tensorflow import device
 
 

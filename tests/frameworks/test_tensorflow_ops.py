@@ -446,6 +446,14 @@ def case_errors_out_of_a_graph():
     def misused(x, splits):
         return hvd.alltoall(x, splits=splits)
 
+    with pytest.raises(hvd.HorovodInternalError) as traced:
+        tf.function(differing)(odd)
+    first, *rest = str(traced.value).splitlines()
+    assert first.startswith("allreduce of tensor 'mismatch2': dtypes differ")
+    assert rest[:2] == ["", "In a graph, traced at:"]
+    assert rest[-1].endswith("in differing")
+    assert len(rest) < 12
+
     for kind in (ValueError, hvd.HorovodInternalError, tf.errors.InvalidArgumentError):
         with pytest.raises(kind, match="share of 3 rows"):
             misused(tf.ones(3), tf.constant([1] * (hvd.size() + 1)))
@@ -461,6 +469,13 @@ def case_errors_out_of_a_graph():
     assert found.value.ranks == (7,)
     copy = pickle.loads(pickle.dumps(found.value))  # as a launcher gets it
     assert (type(copy), copy.ranks, str(copy)) == (found.type, (7,), str(found.value))
+
+    def broken(_):
+        raise MemoryError("no room for the sum")
+
+    with pytest.raises(tf.errors.ResourceExhaustedError) as first:
+        tf.function(lambda x: bridge.run(broken, [x], [("float32", None)]))(odd)
+    assert str(first.value).startswith("MemoryError: no room for the sum\n\nIn a graph, traced at:")
     assert not graph_errors._failed  # nothing is left that a later error could be taken for
     # Others' errors stay what they are, also where Keras makes them anew.
     with pytest.raises(tf.errors.InvalidArgumentError, match="of another") as others:
@@ -508,7 +523,7 @@ def case_plain_graph_with_fewer_threads_than_collectives():
         assert slopes.tolist() == [float(rank == 0)] * 2
         assert value == session.run(variable) == 1.0
         for kind in (hvd.HorovodInternalError, tf.errors.FailedPreconditionError):
-            with pytest.raises(kind, match="shapes differ between ranks"):
+            with pytest.raises(kind, match=r"^allreduce of .*: shapes differ between ranks"):
                 session.run(wrong)
 
 

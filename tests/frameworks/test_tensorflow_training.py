@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import ast
+import re
 import tempfile
 import threading
 from pathlib import Path
@@ -180,7 +182,61 @@ def case_a_process_set():
         dx, dy = gradients()
         assert np.array_equal(dx, 2 * before)
         assert dy.numpy()[[rank, 3], 0].tolist() == [2.0, 1.0]
+    _outside(alone)
     hvd.remove_process_set(alone)
+
+
+def _outside(alone):
+    """Tensors as sources, local sources and optimizers of old: gradients stay as they are."""
+    rank = hvd.rank()
+    for wrap in (lambda f: f, function):
+
+        @wrap
+        def own(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = (rank + 1.0) * tf.reduce_sum(x * x)
+            return hvd.DistributedGradientTape(tape, process_set=alone).gradient(loss, x)
+
+        assert own(tf.constant([1.0, 3.0])).numpy().tolist() == [2.0 * rank + 2, 6.0 * rank + 6]
+    for passes in (1, 2):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            v = tf.compat.v1.get_variable("own", initializer=tf.ones([3]))
+            optimizer = hvd.DistributedOptimizer(
+                tf.compat.v1.train.GradientDescentOptimizer(0.25),
+                process_set=alone,
+                backward_passes_per_step=passes,
+            )
+            train = optimizer.minimize((rank + 1.0) * tf.reduce_sum(tf.gather(v, [0, 2])))
+            session.run(tf.compat.v1.global_variables_initializer())
+            for _ in range(passes):
+                session.run(train)
+            assert session.run(v).tolist() == [
+                1 - 0.25 * passes * (rank + 1),
+                1,
+                1 - 0.25 * passes * (rank + 1),
+            ]
+
+
+def case_sources_of_a_shape_that_only_the_run_tells():
+    rank = hvd.rank()
+    shapes = [tf.TensorSpec([None, 2]), tf.TensorSpec(None)]
+
+    @tf.function(input_signature=shapes, autograph=False)
+    def gradients(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch([x, y])
+            loss = tf.reduce_sum(x * x) + (rank + 1.0) * tf.reduce_sum(y)
+        tape = hvd.DistributedGradientTape(tape, compression="int8")
+        return tape.gradient(loss, [x, y])
+
+    for rows in (3, 1, 3):
+        x = tf.fill([rows, 2], float(rank))
+        dx, dy = gradients(x, tf.zeros([rows] * rows))
+        assert dx.numpy().tolist() == [[1.0, 1.0]] * rows
+        assert np.array_equal(dy, np.full([rows] * rows, 1.5))
+    with pytest.raises(hvd.HorovodInternalError, match="differs between ranks"):
+        gradients(tf.zeros([4 + rank, 2]), tf.zeros([1]))
 
 
 def case_join_with_a_tape():
@@ -261,8 +317,18 @@ def case_embeddings():
     sent = hvd.stats().raw_bytes
     embedding_step(100_000, None, False, function)
     assert hvd.stats().raw_bytes - sent < 4 * 8 * 1000  # the table never travelled
-    with pytest.raises(hvd.HorovodInternalError, match="cannot compress the rows"):
+    with pytest.raises(hvd.HorovodInternalError, match="cannot compress rows") as refused:
         embedding_step(30_000, "powersgd(rank=2) | ef", False, lambda f: f)
+    with pytest.raises(hvd.HorovodInternalError, match="keep their residuals as float32, not as"):
+        embedding_step(30_000, "int8 | ef(dtype='bf16')", False, lambda f: f)
+    # What is advised works when it is copied.
+    advice = re.search(r"as in compression=(\{.*\}), or", str(refused.value))
+    embedding_step(30_000, ast.literal_eval(advice[1]), False, lambda f: f)
+    slices = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([0, 2]))
+    with pytest.raises(
+        hvd.HorovodInternalError, match="choose another, such as 'int8', or pass tf"
+    ):
+        hvd.allreduce(slices, compression="shared_int")
 
 
 def case_rows_feed_back():
@@ -280,6 +346,15 @@ def case_rows_feed_back():
     mean = hvd.allreduce(values)
     assert np.allclose(total / 40, mean, atol=0.5)
     assert np.corrcoef(np.array(total).ravel(), np.array(mean).ravel())[0, 1] > 0.95
+    for reset in (1, 0):  # where residuals begin anew in every step, all steps send the same
+        other, sent = tf.Variable(tf.zeros([10_000, 16]), name=f"anew{reset}"), []
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(other, [1, 2, 3, 5]) * values)
+            spec = f"topk(ratio=0.1) | ef(reset={reset})"
+            tape = hvd.DistributedGradientTape(tape, compression=spec)
+            sent.append(np.array(tf.convert_to_tensor(tape.gradient(loss, other))))
+        assert (sent[0].tobytes() == sent[1].tobytes() == sent[2].tobytes()) == bool(reset)
 
 
 def case_different_models_on_two_ranks():

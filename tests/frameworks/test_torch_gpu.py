@@ -25,14 +25,14 @@ from standin.torch_groups import Group
 import ringlet.torch as hvd
 from ringlet import runtime
 from ringlet.compressors import parse
-from ringlet.ring import torch_nccl
-from ringlet.ring.local import LocalWorld, run_local, this_thread
-from ringlet.ring.torch_nccl import TorchNcclCommunicator
-from ringlet.torch import device, fsdp_ways
+from ringlet.ring.transports import torch_nccl
+from ringlet.ring.transports.local import LocalWorld, run_local, this_thread
+from ringlet.ring.transports.torch_nccl import TorchNcclCommunicator
+from ringlet.torch import device, fsdp_transport
 from ringlet.torch.ddp import DdpState, _reduce
 from ringlet.torch.fsdp import FsdpState
 from ringlet.torch.fsdp_scatter import CompressedReduceScatter
-from ringlet.torch.fsdp_ways import Ways
+from ringlet.torch.fsdp_transport import Ways
 
 
 @pytest.fixture
@@ -294,9 +294,9 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
 
     monkeypatch.setattr(torch_nccl, "_tensor", tensor)
     monkeypatch.setattr(torch_nccl, "_on_current_stream", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(fsdp_ways, "connections", connections)
+    monkeypatch.setattr(fsdp_transport, "connections", connections)
     places = lambda comm: [place()] if on_both.direct() else []  # noqa: E731
-    monkeypatch.setattr(fsdp_ways, "agreed_places", places)
+    monkeypatch.setattr(fsdp_transport, "agreed_places", places)
     monkeypatch.setattr(torch.distributed, "get_rank", hvd.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", hvd.size)
 

@@ -9,7 +9,7 @@ import torch
 
 import ringlet
 import ringlet.torch as hvd
-from ringlet.ring.nccl_library import lacking
+from ringlet.ring.transports.nccl_library import lacking
 
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
 

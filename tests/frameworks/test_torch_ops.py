@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -68,6 +70,101 @@ def case_allreduce_dtypes_and_ops():
         torch.testing.assert_close(y.double(), wanted, rtol=tolerance, atol=0)
         assert torch.equal(x, given(hvd.rank(), (3, 5), dtype))
         assert torch.equal(copy, y)
+
+
+def case_one_name_asks_for_different_things():
+    """What a name's last call asked for is kept; another call under it must not get that."""
+    from random import Random
+
+    draw = Random(7)  # the same on every rank
+    for turn in range(150):
+        name = draw.choice(["a", "b"])
+        dtype, op = draw.choice(FLOATS + INTS), draw.choice(OPS)
+        shape = draw.choice([(6,), (2, 3), (3, 2), (), (0,), (4, 1)])
+        factor = draw.choice([1.0, 2.0]) if dtype.is_floating_point else 1.0
+        spec = draw.choice([None, "none", "fp16", FP16()])
+        layout = draw.choice(["plain", "plain", "transposed", "parameter"])
+        way = draw.choice(["new", "in place", "group", "group in place"])
+        x = given(hvd.rank(), shape, dtype)
+        if layout == "transposed":
+            x = x.t().contiguous().t() if x.dim() == 2 else x
+        elif layout == "parameter" and dtype.is_floating_point and way in ("new", "group"):
+            x = torch.nn.Parameter(x)
+        kept = x.detach().clone()
+        options = {"name": name, "op": op, "compression": spec, "postscale_factor": factor}
+        if way == "new":
+            y = hvd.synchronize(hvd.allreduce_async(x, **options))
+        elif way == "in place":
+            y = hvd.synchronize(hvd.allreduce_async_(x, **options))
+            assert y is x
+        elif way == "group":
+            y, z = hvd.synchronize(hvd.grouped_allreduce_async([x, x], **options))
+            assert torch.equal(y, z)
+        else:
+            other = x.clone()
+            y, _ = hvd.synchronize(hvd.grouped_allreduce_async_([x, other], **options))
+            assert y is x
+            assert torch.equal(y, other)
+        wanted = combined(shape, dtype, op)
+        if layout == "transposed" and len(shape) == 2:
+            assert y.shape == x.shape
+        tolerance = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-6)
+        if spec in ("fp16", FP16()):
+            tolerance = max(tolerance, 2e-3)
+        told = f"turn {turn}: {name} {dtype} {op} {shape} {spec} {layout} {way}"
+        torch.testing.assert_close(
+            y.detach().double(), wanted * factor, rtol=tolerance, atol=0, msg=told
+        )
+        assert y.dtype is dtype, told
+        if way in ("new", "group"):
+            assert torch.equal(x.detach(), kept), told
+
+
+def case_handles_that_were_waited_for_are_freed_at_once():
+    gc.disable()  # no circle of references may keep the tensors of a step
+    try:
+        for _ in range(2):
+            handle = hvd.allreduce_async(torch.ones(8), name="freed")
+            kept = weakref.ref(handle), weakref.ref(hvd.synchronize(handle))
+            del handle
+            hvd.barrier()  # the engine's thread may be about to let go
+            assert [each() for each in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def case_autograd_sees_what_a_second_call_writes():
+    for _ in range(2):  # the first call prepares what the second uses
+        x = torch.ones(3, requires_grad=True)
+        product = x * 2
+        square = product * product  # autograd keeps the product
+        hvd.synchronize(hvd.allreduce_async_(product.detach(), name="written", op=hvd.Sum))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            square.sum().backward()
+
+
+def case_a_plugin_defined_anew_is_used():
+    from ringlet.compressors import Compressor, Part, register
+
+    for factor in (2.0, 3.0):
+
+        @register("multiplied")
+        class Multiplied(Compressor):
+            times = factor
+
+            def layout(self, numel):
+                return (Part("values", "float32", numel),)
+
+            def compress(self, x, ctx):
+                return {"values": x * np.float32(self.times)}
+
+            def decompress(self, payload, out, ctx):
+                out[:] = payload["values"]
+
+        handle = hvd.allreduce_async(
+            torch.ones(4096), name="anew", op=hvd.Sum, compression="multiplied"
+        )
+        assert hvd.synchronize(handle).tolist() == [factor * hvd.size()] * 4096
 
 
 def case_allreduce_bool():

@@ -112,6 +112,22 @@ def case_replicas_stay_equal():
             assert (optimizer.residual_norm() > 0) == ("ef" in str(spec)), spec
 
 
+def case_records_name_the_optimizer():
+    records = []
+    recording = hvd.start_metrics(callbacks=[records.append], network=False)
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.SGD):
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            kind(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+        )
+        objective(model, shard(0, hvd.rank())).backward()
+        optimizer.step()
+    recording.stop()
+    groups = [r["group"].rstrip(" 0123456789") for r in records if r["kind"] == "step"]
+    assert groups == ["SGD", "Adam", "SGD"]
+    assert len({r["group"] for r in records if r["kind"] == "step"}) == 3
+
+
 def case_backward_passes_add_up():
     single, model = network(), network()
     reference = sgd(single.parameters())

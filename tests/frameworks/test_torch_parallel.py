@@ -21,9 +21,9 @@ from standin.memory import device
 
 import ringlet.torch as hvd
 from ringlet import runtime
-from ringlet.ring import connections as ring_connections
-from ringlet.ring import torch_nccl
-from ringlet.ring.connections import connections
+from ringlet.ring.transports import torch_nccl
+from ringlet.ring.transports import torch_subgroups as ring_connections
+from ringlet.ring.transports.torch_subgroups import connections
 
 
 def started():

@@ -46,6 +46,7 @@ def case_a_sharded_checkpoint_continues_bit_for_bit():
     for spec in (
         "topk(ratio=0.05) | ef", "int4(stochastic=True) | ef", "powersgd(rank=2) | ef",
         "fp16 | ef", "topk(ratio=0.2) | warmup(steps=6) | ef", "none",
+        "topk(ratio=0.05) | ef(dtype='bf16')", "int4 | ef(dtype='int8', reset=4)",
     ):  # fmt: skip
         own = model()
         optimizer = wrapped(own, spec)
@@ -392,6 +393,15 @@ def test_another_number_of_ranks_keeps_the_mean_of_residuals():
         mean = sum(s["w"]["residual"] for s in old) / 3
         again = sum(s["w"]["residual"] for s in new) / size
         assert abs(mean - again).max() < 1e-6
+    # The same where they took a byte each, and one scale of 2**-6.
+    steps = torch.arange(27, dtype=torch.int8).reshape(3, 9).numpy()
+    scales = torch.tensor([0x3C80], dtype=torch.int16).numpy()
+    narrow = [{"w": {"step": 7, "residual_int8": s, "residual_scales": scales}} for s in steps]
+    shards = [residuals.saved(states, rank, 3, 7) for rank, states in enumerate(narrow)]
+    new = {"w": {}}
+    assert residuals.reshard(new, shards, 0, 2, {"w": (parse("topk | ef(dtype='int8')"), 9)}) == 7
+    assert abs(new["w"]["residual"] - steps.mean(0) / 64).max() < 1e-6
+    assert residuals.norm(narrow[0]) == pytest.approx((steps[0] ** 2 / 64**2).sum() ** 0.5)
 
 
 def test_what_other_ranks_cannot_go_on_with_is_told():

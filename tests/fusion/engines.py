@@ -1,8 +1,8 @@
 """Engines on in-process ranks."""
 
 from ringlet.fusion import Engine, Limits
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 
 def with_engines(size, body, **limits):

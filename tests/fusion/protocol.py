@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from ringlet.fusion import Request
-from ringlet.fusion import messages as m
-from ringlet.fusion.negotiation import Coordinator
-from ringlet.fusion.request import dumps, loads
+from ringlet.fusion.negotiation import messages as m
+from ringlet.fusion.negotiation.coordinator import Coordinator
+from ringlet.fusion.requests.request import dumps, loads
 
 NAMES = "abcdef"
 GROUPS = {"g": "ab", "h": "bc", "k": "abc", "l": "de"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringlet.fusion import Request
-from ringlet.fusion.request import KINDS
+from ringlet.fusion.requests.request import KINDS
 from ringlet.ring import ReduceOp
 from ringlet.ring.dtypes import FLOATS, NAMES, storage
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, Limits, Request, StepAbandoned
-from ringlet.fusion.tune.choice import names
-from ringlet.fusion.tune.search import BayesianSearch, RandomSearch
-from ringlet.fusion.tune.space import BOUNDS, from_unit, to_unit
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.fusion.autotune.choice import names
+from ringlet.fusion.autotune.search import BayesianSearch, RandomSearch
+from ringlet.fusion.autotune.space import BOUNDS, from_unit, to_unit
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 SIZES = [700, 3000, 5000, 1200, 2500, 900]
 

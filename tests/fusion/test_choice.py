@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from ringlet.compressors import CompressorError, NoCompression, parse
 from ringlet.fusion import Engine, Limits, Request
 from ringlet.fusion.limits import Link
-from ringlet.fusion.strategy import DECODE, ENCODE, choose, effective
+from ringlet.fusion.planning.strategy import DECODE, ENCODE, choose, effective
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 SHARDED = ["int8", "int4", "onebit", "fp8", "qsgd(bits=4)", "block_topk", "int8 | ef", "terngrad"]
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels.json"

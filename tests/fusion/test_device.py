@@ -13,11 +13,14 @@ import pytest
 from standin import Enqueuing, OutOfOrder, on_gpu, on_ranks
 
 from ringlet.compressors import parse, registry
-from ringlet.fusion import CompressionFailed, EngineClosed, Request, cuda_place, pieces
-from ringlet.fusion.cuda_place import CudaPlace
+from ringlet.fusion import CompressionFailed, EngineClosed, Request
+from ringlet.fusion.devices import cuda as cuda_place
+from ringlet.fusion.devices.cuda import CudaPlace
 from ringlet.fusion.observe.sinks import Callback
-from ringlet.fusion.peers import levels_of
-from ringlet.ring import Mismatch, ReduceOp, RingError, hierarchical
+from ringlet.fusion.planning import pieces
+from ringlet.fusion.process_set import levels_of
+from ringlet.ring import Mismatch, ReduceOp, RingError
+from ringlet.ring.transports import hierarchical
 
 SHAPE = (30, 41)
 # Sums of the array code's products are formed in another order than the kernels'.
@@ -421,7 +424,7 @@ def test_process_sets_and_broadcasts():
             return said, None
         x = on_gpu(gpu, values("w", engine.rank, 0))
         request = Request("w", shape=SHAPE, spec="int8", process_set=number, place="cuda")
-        assert isinstance(engine._participant.sets[number].comm, Enqueuing)
+        assert isinstance(engine._worker.sets[number].comm, Enqueuing)
         return said, engine.submit(request, x, None, parse("int8")).wait(60).get()
 
     found = on_ranks(3, body)

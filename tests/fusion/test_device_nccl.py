@@ -12,15 +12,16 @@ from standin.nccl import StandIn, World
 from standin.ranks import Framework
 from standin.torch_groups import Group
 
-import ringlet.ring.nccl as module
+import ringlet.ring.transports.nccl as module
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, Limits, Request
-from ringlet.fusion.cuda_place import CudaPlace
-from ringlet.ring import ReduceOp, torch_nccl
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import LocalWorld, run_local
-from ringlet.ring.nccl import NcclCommunicator
-from ringlet.ring.torch_nccl import TorchNcclCommunicator
+from ringlet.fusion.devices.cuda import CudaPlace
+from ringlet.ring import ReduceOp
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports import torch_nccl
+from ringlet.ring.transports.local import LocalWorld, run_local
+from ringlet.ring.transports.nccl import NcclCommunicator
+from ringlet.ring.transports.torch_nccl import TorchNcclCommunicator
 
 SPECS = ["none", "int8 | ef", "topk | ef", "block_topk", "threshold", "powersgd", "randomk"]
 SHAPE = (30, 41)

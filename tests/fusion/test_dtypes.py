@@ -62,7 +62,7 @@ def test_members_of_a_bucket_are_averaged_without_overflow(rows):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8", "int64"])
 @pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MAX])
 def test_members_that_end_within_and_between_spans_are_whole(monkeypatch, dtype, op):
-    monkeypatch.setattr("ringlet.fusion.plain.SPAN", 64)
+    monkeypatch.setattr("ringlet.fusion.buckets.plain.SPAN", 64)
     sizes = [3, 61, 1, 200, 16, 16, 5, 0, 33]
 
     def body(engine):

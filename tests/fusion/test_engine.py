@@ -17,8 +17,8 @@ from ringlet.fusion import (
     Request,
 )
 from ringlet.ring import Mismatch, PeerLost, ReduceOp
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import LocalCommunicator, run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import LocalCommunicator, run_local
 
 SPECS = [
     "none", "fp16", "bf16", "int8(bucket=32)", "topk(ratio=0.2)", "int8(bucket=32) | ef",
@@ -159,7 +159,8 @@ def test_fp16_averages_stay_in_range():
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize(
-    "spec", ["randomk(ratio=0.5)", "fp16", "int8", "topk(ratio=0.5)", "powersgd"]
+    "spec",
+    ["randomk(ratio=0.5)", "fp16", "int8", "topk(ratio=0.5)", "powersgd", "powersgd | shared_int"],
 )
 def test_every_kind_of_payload_serves_every_float(dtype, spec):
     def body(engine):

@@ -10,12 +10,12 @@ import ringlet
 from ringlet.compressors import parse
 from ringlet.compressors.registry import lookup, names
 from ringlet.fusion import Engine, Limits, Request
-from ringlet.fusion import messages as m
-from ringlet.fusion.negotiation import Coordinator
-from ringlet.fusion.request import dumps, loads
+from ringlet.fusion.negotiation import messages as m
+from ringlet.fusion.negotiation.coordinator import Coordinator
+from ringlet.fusion.requests.request import dumps, loads
 from ringlet.ring import ReduceOp
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 SIZE, LATE = 3, 2  # ranks, and the one that has no data after the first step
 EPS = {"float64": 1e-14, "float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}
@@ -206,7 +206,7 @@ def test_votes_with_zeros_are_not_counted():
 
 def test_two_levels_divide_alike():
     from ringlet.ring.communicator import Topology
-    from ringlet.ring.hierarchical import HierarchicalCommunicator
+    from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 
     def body(comm):
         topology = Topology.from_hosts(comm.rank, ["a", "a", "b", "b"])

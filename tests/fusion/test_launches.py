@@ -7,10 +7,10 @@ from ringlet.compressors import parse
 from ringlet.compressors.errors import PayloadError
 from ringlet.compressors.multitensor import Spaced
 from ringlet.fusion import CompressionFailed, Request
-from ringlet.fusion.device_codec import DeviceCodec
-from ringlet.fusion.launches import Launches, Shard
-from ringlet.fusion.member import Member
-from ringlet.fusion.place import Place
+from ringlet.fusion.codecs.cuda_codec import DeviceCodec
+from ringlet.fusion.codecs.multi_tensor import Launches, Shard
+from ringlet.fusion.devices.host import Place
+from ringlet.fusion.planning.member import Member
 
 
 class Broken:

@@ -8,17 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.compressors import parse
-from ringlet.fusion import CompressionFailed, Engine, Limits, Request, pieces
-from ringlet.fusion.levels import TwoLevelBucket
+from ringlet.fusion import CompressionFailed, Engine, Limits, Request
+from ringlet.fusion.buckets.two_level import TwoLevelBucket
+from ringlet.fusion.planning import pieces
 from ringlet.ring import ReduceOp, Topology
-from ringlet.ring.control_open import open_control
-from ringlet.ring.hierarchical import HierarchicalCommunicator
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+from ringlet.ring.transports.local import run_local
 
 HOSTS = ["aabb", "abab", "aabbcc", "aaabbb"]
 SPECS = [
     "int8(bucket=32)", "int8(bucket=32) | ef", "topk(ratio=0.2) | ef", "onebit(bucket=64) | ef",
-    "int8(bucket=32) | ef21", "topk(ratio=0.2) | int8(bucket=32) | ef", "fp16", "none",
+    "int8(bucket=32) | ef(dtype='int8')", "mxfp4", "int8(bucket=32) | ef21",
+    "topk(ratio=0.2) | int8(bucket=32) | ef", "fp16", "none",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlet.fusion.lookahead import SMALL, pack
+from ringlet.fusion.planning.lookahead import SMALL, pack
 
 
 @dataclass(frozen=True)

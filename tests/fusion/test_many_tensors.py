@@ -7,11 +7,11 @@ import pytest
 
 from ringlet.compressors import parse
 from ringlet.fusion import DuplicateName, Engine, Limits, Request
-from ringlet.fusion import messages as m
-from ringlet.fusion.negotiation import Coordinator
-from ringlet.fusion.request import dumps
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.fusion.negotiation import messages as m
+from ringlet.fusion.negotiation.coordinator import Coordinator
+from ringlet.fusion.requests.request import dumps
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 
 class Counted(str):

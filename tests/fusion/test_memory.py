@@ -7,10 +7,10 @@ import pytest
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, OutOfMemory, Request
-from ringlet.fusion.buffers import BufferPool
+from ringlet.fusion.devices.fusion_buffers import BufferPool
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 
 def test_the_pool_gives_up_what_lies_unused_first(monkeypatch):
@@ -36,7 +36,7 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
     limit = 8 * 3000 * (4 if spec == "none" else 2)
 
     def body(engine):
-        pool = engine._participant.places["host"].pool
+        pool = engine._worker.places["host"].pool
         allocate = pool._allocate
 
         def bounded(nbytes):
@@ -83,7 +83,7 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
 
 def starve(engine):
     """Let nothing be allocated for exchanges any more, but for what buckets send."""
-    participant = engine._participant
+    participant = engine._worker
     pool, pipeline = participant.places["host"].pool, participant.pipeline
     allocate, work, inside = pool._allocate, pipeline._work, []
 
@@ -160,7 +160,7 @@ def test_no_memory_for_what_is_received_is_named_on_all_ranks():
             group.submit("w", np.ones(n, np.float32))
             group.wait(60)
             if comm.rank == 1:
-                pool = engine._participant.places["host"].pool
+                pool = engine._worker.places["host"].pool
                 pool._reserve, pool.reserve = np.empty(0, np.uint8), lambda nbytes: None
                 starve(engine)
             group.submit("w", np.ones(n, np.float32))

@@ -13,7 +13,7 @@ from ringlet.fusion import Request, StepAbandoned
 from ringlet.fusion.observe.metrics import Metrics
 from ringlet.fusion.observe.probe import measure
 from ringlet.fusion.observe.sinks import Callback, Dispatcher, JsonLines
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.local import run_local
 
 N = 4000
 SPECS = {"a": "topk(ratio=0.05) | ef", "b": "int8", "c": "none", "d": "fp16 | ef"}
@@ -37,17 +37,19 @@ def train(engine, group, steps):
     return out
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_records_add_up_to_the_stats(size):
+@pytest.mark.parametrize(("size", "dtype"), [(2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "int8")])
+def test_records_add_up_to_the_stats(size, dtype):
+    specs = {name: spec.replace("| ef", f"| ef(dtype={dtype!r})") for name, spec in SPECS.items()}
+
     def body(engine):
         records = []
         recording = engine.metrics.start([Callback(records.append)], sample_every=2)
-        group, _ = declare(engine)
+        group, _ = declare(engine, specs)
         engine.reset_stats()
         train(engine, group, 4)
         stats = engine.stats.as_dict()
         engine.submit(Request("x", shape=(10,)), np.ones(10, np.float32)).wait(60)
-        engine.hooks.skipped(7, "overflow")
+        engine.extensions.skipped(7, "overflow")
         recording.stop()
         recording.stop()
         train(engine, group, 1)
@@ -169,11 +171,11 @@ def test_an_observer_that_fails_is_dropped_and_training_goes_on(caplog):
             raise RuntimeError("a bug")
 
     def body(engine):
-        engine.hooks.observe(Faulty(lambda record: None))
-        engine.hooks.settle()
+        engine.extensions.observe(Faulty(lambda record: None))
+        engine.extensions.settle()
         group, _ = declare(engine)
         train(engine, group, 2)
-        return engine._participant.meter.observers
+        return engine._worker.recorder.observers
 
     assert with_engines(2, body) == [(), ()]
     assert "an observer failed and is dropped" in caplog.text

@@ -15,10 +15,10 @@ from engines import with_engines
 
 from ringlet.compressors import CompressorError, parse
 from ringlet.fusion import DuplicateName, Engine, EngineClosed, Limits, Request, StepAbandoned
-from ringlet.fusion import messages as m
+from ringlet.fusion.negotiation import messages as m
 from ringlet.ring import Mismatch, PeerLost
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 WAIT = 20  # seconds after which something hangs
 
@@ -337,9 +337,9 @@ def test_members_of_names_that_do_not_return_are_not_kept():
     def body(engine):
         for i in range(300):
             submit(engine, f"one off {i}").wait(WAIT)
-        return len(engine._participant.requests._members)
+        return len(engine._worker.requests._members)
 
-    from ringlet.fusion import requests
+    from ringlet.fusion.queue import request_executor as requests
 
     most = requests._MEMBERS
     try:
@@ -482,7 +482,7 @@ def test_a_rank_that_dropped_its_group_and_joined_keeps_nobody_waiting():
         engine.release(group)
         engine.join()
         submit(engine, "after").wait(WAIT)
-        return found, len(engine._participant._groups)
+        return found, len(engine._worker._groups)
 
     (short, _), (long, _) = with_engines(2, body)
     assert short == [0.5, 1.5]
@@ -501,7 +501,7 @@ def test_groups_that_all_ranks_have_released_are_forgotten():
             engine.release(group)
         for _ in range(3):
             submit(engine, "x").wait(WAIT)
-        return len(engine._participant._groups), len(engine._participant._released)
+        return len(engine._worker._groups), len(engine._worker._released)
 
     assert with_engines(2, body) == [(0, 0)] * 2
 
@@ -570,7 +570,7 @@ def test_new_limits_find_a_step_that_no_rank_has_begun(how):
         assert ahead.wait(WAIT)
         if engine.rank == 0:
             engine.tuning.announce({"fusion_threshold": 4096})
-            engine.hooks.settle()
+            engine.extensions.settle()
             for _ in range(7 if how == "given up" else 0):
                 with pytest.raises(StepAbandoned):
                     step(9.0)

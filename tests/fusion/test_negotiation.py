@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlet.fusion import Request
-from ringlet.fusion import messages as m
-from ringlet.fusion.negotiation import Coordinator
-from ringlet.fusion.request import dumps, loads
+from ringlet.fusion.negotiation import messages as m
+from ringlet.fusion.negotiation.coordinator import Coordinator
+from ringlet.fusion.requests.request import dumps, loads
 from ringlet.ring import ReduceOp
 
 SIZE = 3

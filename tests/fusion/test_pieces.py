@@ -8,18 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.compressors import Compressor, Context, parse, register, registry
-from ringlet.fusion import CompressionFailed, Engine, Limits, Request, pieces
-from ringlet.fusion.member import Member
-from ringlet.fusion.place import Place
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.compressors.residuals import wide
+from ringlet.fusion import CompressionFailed, Engine, Limits, Request
+from ringlet.fusion.devices.host import Place
+from ringlet.fusion.planning import pieces
+from ringlet.fusion.planning.member import Member
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
-EXACT = ["fp16", "bf16", "int8(bucket=32)", "int4(bucket=64)", "fp8(block=32)", "onebit(bucket=64)"]
+EXACT = [
+    "fp16", "bf16", "int8(bucket=32)", "int4(bucket=64)", "fp8(block=32)", "onebit(bucket=64)",
+    "mxfp6",
+]  # fmt: skip
 OTHERS = [
     "int8(bucket=32) | ef",
     "natural(bucket=64) | ef",
     "int8(bucket=32) | server_ef",
     "fp16 | ef",
+    "int4(bucket=32) | ef(dtype='int8')",
+    "mxfp4 | ef(dtype='bf16', reset=2)",
 ]
 WHOLE = ["none", "topk", "powersgd", "int8(bucket=32) | ef21", "randomk"]
 
@@ -82,7 +89,7 @@ def test_pieces_cover_a_tensor_and_begin_where_payloads_may_be_cut(spec, n):
 @pytest.mark.parametrize("size", [2, 3])
 def test_pieces_give_the_bits_that_the_whole_does(size, single, monkeypatch):
     """Where nothing is drawn and nothing remembered of sums, which shards cut differently."""
-    sizes = [1500, 1070, 1999, 2048, 3250, 1640]
+    sizes = [1500, 1070, 1999, 2048, 3250, 1640, 2100]
 
     def body(comm):
         return train(comm, EXACT, sizes, single=single, fusion_threshold=2000)[0]
@@ -107,7 +114,7 @@ def test_replicas_are_bit_equal_and_steps_are_counted_once(size, spec, n, thresh
     for results, states in found:
         assert states[0]["step"] == 3
         if not spec.endswith("server_ef"):
-            assert states[0]["residual"].size == n
+            assert wide(states[0]).size == n
         for array, other in zip(results, found[0][0], strict=True):
             np.testing.assert_array_equal(array, other)
     exact = [

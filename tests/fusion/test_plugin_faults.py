@@ -17,10 +17,10 @@ from ringlet.compressors import (
     registry,
 )
 from ringlet.fusion import CompressionFailed, Engine, EngineClosed, Limits, Request
-from ringlet.fusion.observe.events import Quiet
+from ringlet.fusion.recording.events import Quiet
 from ringlet.ring import Mismatch, RingError
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 SIZE = 3
 WAIT = 60.0
@@ -292,8 +292,8 @@ def test_a_layout_that_differs_between_ranks_is_told_before_anything_moves(monke
             here.rank = rank
 
         name()  # where groups are planned
-        engine.hooks.call_soon(name)
-        engine.hooks.settle()
+        engine.extensions.call_soon(name)
+        engine.extensions.settle()
         sync(engine)
         step, _ = stepper(engine, [spec], declared=True)
         with pytest.raises(CompressionFailed) as caught:
@@ -472,17 +472,17 @@ def test_whatever_ends_the_engines_thread_is_told_to_everybody(kind, where, rank
 
         n = 1 << 16 if where == "lane" else 1000  # large ones wait on threads of their own
         request, output = Request("x", "allgather", shape=(n,)), None
-        engine.hooks.on_announced("fail", fail if engine.rank == rank else lambda *_: None)
+        engine.extensions.on_announced("fail", fail if engine.rank == rank else lambda *_: None)
         sync(engine)
         if engine.rank == rank:
             if where == "errand":
-                engine.hooks.call_soon(fail)
+                engine.extensions.call_soon(fail)
             elif where in ("wire", "lane"):
                 engine.comm.allgather = fail
             elif where == "output":
                 output = fail
             else:
-                engine.hooks.announce_only("fail", None)
+                engine.extensions.announce_only("fail", None)
 
         def gather():
             engine.submit(request, np.ones(n, np.float32), output).wait(WAIT)
@@ -542,10 +542,10 @@ def test_callbacks_that_raise_when_the_engine_ends_leave_no_caller_waiting():
         for handle in handles[:2]:
             handle.then(fail)
         sync(engine)
-        engine.hooks.when_over(fail)
+        engine.extensions.when_over(fail)
         ended = threading.Event()
-        engine.hooks.when_over(ended.set)
-        engine.hooks.call_soon(lambda: sys.exit(3))
+        engine.extensions.when_over(ended.set)
+        engine.extensions.call_soon(lambda: sys.exit(3))
         for handle in handles:
             with pytest.raises(RingError):
                 handle.wait(WAIT)
@@ -562,12 +562,12 @@ def test_an_observer_that_raises_is_dropped(kind):
             raise KINDS[kind]()
 
     def body(engine):
-        engine.hooks.observe(Failing())
+        engine.extensions.observe(Failing())
         step, _ = stepper(engine, ["none"], declared=True)
         for _ in range(2):
             step(np.ones(N, np.float32))
         sync(engine)
-        return len(engine._participant.meter.observers)
+        return len(engine._worker.recorder.observers)
 
     assert with_engines(body) == [0] * SIZE
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, Limits, Request
-from ringlet.fusion.observe.events import Quiet
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.fusion.recording.events import Quiet
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 N = 2000
 
@@ -28,8 +28,8 @@ def with_engines(size, body):
     def rank_main(comm):
         engine = Engine(comm, open_control, Limits(fusion_threshold=4 * N))
         order = Order()
-        engine.hooks.observe(order)
-        engine.hooks.settle()
+        engine.extensions.observe(order)
+        engine.extensions.settle()
         try:
             return body(engine, order)
         finally:
@@ -51,8 +51,8 @@ def test_of_several_ready_buckets_the_first_layers_go_first():
             for i in (4, 2, 0, 3, 1):
                 group.submit(f"layer{i}", np.ones(N, np.float32))
 
-        engine.hooks.call_soon(submit)
-        engine.hooks.settle()
+        engine.extensions.call_soon(submit)
+        engine.extensions.settle()
         group.wait(60)
         return order.encoded
 

@@ -7,12 +7,12 @@ import pytest
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, Request
-from ringlet.fusion.work import Handle, Signal
+from ringlet.fusion.requests.handle import Handle, Signal
 from ringlet.ring import Mismatch, PeerLost
-from ringlet.ring.control_local import Inbox
-from ringlet.ring.control_open import open_control
+from ringlet.ring.control.in_process import Inbox
+from ringlet.ring.control.opening import open_control
 from ringlet.ring.errors import again
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.local import run_local
 
 TIMES = 50
 
@@ -108,8 +108,8 @@ def test_an_engine_that_has_ended_raises_new_errors():
         group = engine.declare("g", [request], [parse("none")], [{}])
         values = np.ones(4, np.float32)
         ended = threading.Event()
-        engine.hooks.when_over(ended.set)
-        engine.hooks.call_soon(lambda: failing(Picky(7, where="home")))
+        engine.extensions.when_over(ended.set)
+        engine.extensions.call_soon(lambda: failing(Picky(7, where="home")))
         assert ended.wait(60)
 
         def step():
@@ -122,10 +122,10 @@ def test_an_engine_that_has_ended_raises_new_errors():
         check(raised(lambda: engine.submit_all([(request, values, None, None)])))
         check(raised(lambda: engine.join()))
         check(raised(lambda: engine.declare("h", [request], [parse("none")], [{}])))
-        check(raised(lambda: engine.hooks.announce("k", "nothing", None)))
+        check(raised(lambda: engine.extensions.announce("k", "nothing", None)))
         engine.shutdown()
         assert isinstance(check(raised(engine.join)), EngineClosed)
-        check(raised(lambda: engine._submissions.add([Handle("x", Signal(lambda: None))])))
+        check(raised(lambda: engine._tensor_queue.add([Handle("x", Signal(lambda: None))])))
 
     run_local(rank_main, 1)
 

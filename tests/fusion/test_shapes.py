@@ -5,9 +5,9 @@ import pytest
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, Request
-from ringlet.ring.control_open import open_control
+from ringlet.ring.control.opening import open_control
 from ringlet.ring.errors import Mismatch
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.local import run_local
 
 
 def with_engines(size, body):

@@ -5,13 +5,15 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, Request
-from ringlet.fusion.stall import Stalled, StallInspector
-from ringlet.fusion.stragglers import Stragglers
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.fusion.negotiation.stall_inspector import Stalled, StallInspector, cycle
+from ringlet.fusion.negotiation.stragglers import Stragglers
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 
 def test_warns_once_per_period_and_forgets_what_went_on():
@@ -33,6 +35,57 @@ def test_warns_once_per_period_and_forgets_what_went_on():
     assert "35 s" in text
 
 
+def test_ranks_that_wait_for_each_other_are_told_of_as_a_circle():
+    now = [0.0]
+    inspector = StallInspector(10.0, 30.0, lambda: now[0])
+    a, b = Stalled("'a'", [0], [1, 2]), Stalled("'b'", [1], [0, 2])
+    inspector.inspect([a])
+    now[0] = 10.0
+    text, _ = inspector.inspect([a, b])
+    assert "rank 1 is missing in 1 of them" in text  # 'b' has only begun
+    now[0] = 20.0
+    text, over = inspector.inspect([a, b])
+    assert not over
+    assert text.startswith(
+        "ranks run collectives in another order, or different ones: rank 0 has asked for 'a', not "
+        "so rank 1, which has asked for 'b', not so rank 0. Call the same ones in one order"
+    )
+    now[0] = 30.0
+    _, over = inspector.inspect([a, b])
+    assert over
+    assert inspector.cause().startswith("ranks run collectives in another order")
+    assert "'a': 30 s, ready on rank 0, waiting for ranks 1, 2" in inspector.cause()
+    # Everybody waits for rank 2, which waits for nobody: no circle.
+    assert cycle([Stalled("'a'", [0, 1], [2]), Stalled("'b'", [0], [1, 2])]) == []
+
+
+@given(
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 5), min_size=1), st.sets(st.integers(0, 5), min_size=1)),
+        max_size=6,
+    )
+)
+def test_a_circle_is_one_and_none_is_missed(pairs):
+    waiting = [
+        Stalled(str(i), sorted(ready - missing), sorted(missing))
+        for i, (ready, missing) in enumerate(pairs)
+    ]
+    found = cycle(waiting)
+    for (rank, each), (other, _) in zip(found, [*found[1:], *found[:1]], strict=True):
+        assert rank in each.ready
+        assert other in each.missing
+    # By matrices: there is a circle if, and only if, some power of the relation meets itself.
+    reach = np.zeros((6, 6), bool)
+    for each in waiting:
+        reach[np.ix_(list(each.ready), list(each.missing))] = True
+    power, shortest = reach, 0
+    for length in range(1, 7):
+        if not shortest and power.diagonal().any():
+            shortest = length
+        power = (power.astype(int) @ reach.astype(int)) > 0
+    assert len(found) == shortest
+
+
 @pytest.mark.parametrize("declared", [False, True])
 def test_the_log_names_tensors_and_ranks_and_the_engine_gives_up(declared, caplog):
     def body(engine):
@@ -45,8 +98,10 @@ def test_the_log_names_tensors_and_ranks_and_the_engine_gives_up(declared, caplo
         else:
             name = "other" if engine.rank == 1 else "x"
             waiting = engine.submit(Request(name, shape=(1,)), np.ones(1, np.float32))
-        with pytest.raises(EngineClosed, match="a stall of more than"):
+        said = r"a stall of more than 0\.6 s; ranks run collectives in another order, or different"
+        with pytest.raises(EngineClosed, match=said) as ended:
             waiting.wait(60)
+        assert "which has asked for 'other', not so rank 0" in str(ended.value)
 
     def rank_main(comm):
         engine = Engine(comm, open_control, Limits(stall_warning=0.2, stall_shutdown=0.6))

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, Limits, Request, StepAbandoned
-from ringlet.fusion import messages as m
+from ringlet.fusion.negotiation import messages as m
 from ringlet.ring import ReduceOp, Topology
-from ringlet.ring.control_open import open_control
-from ringlet.ring.hierarchical import HierarchicalCommunicator
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+from ringlet.ring.transports.local import run_local
 
 SIZES = (40_000, 700, 90_000, 1200, 25_000)  # some of which are large enough for two levels
 HOSTS = "aabb"
@@ -103,7 +103,8 @@ def train(engine, changes=(), delays=(0.0,)):
             np.testing.assert_array_equal(got, exact)
         lossy.wait(60)
         results += [array.tobytes() for array in codes]
-    engine.hooks.settle()  # the last change was announced, and comes before what is asked for now
+    # The last change was announced, and comes before what is asked for now.
+    engine.extensions.settle()
     engine.submit(Request("end", "barrier"), np.empty(0, np.float32)).wait(60)
     return results, engine.limits
 
@@ -133,7 +134,7 @@ def test_dense_sums_leave_the_levels_and_come_back_and_others_never_leave():
         def turn(hierarchical):
             if engine.rank == 0:
                 engine.tuning.announce({"hierarchical": hierarchical})
-                engine.hooks.settle()
+                engine.extensions.settle()
             found = []
             for step in range(7):  # from the fifth on the groups have changed
                 before = comm.offered
@@ -202,7 +203,7 @@ def test_requests_go_by_name_while_the_cache_is_off_and_by_number_again_later():
         for step in range(7):
             if engine.rank == 0 and step in (2, 4):
                 engine.tuning.announce({"cache": step == 4})
-                engine.hooks.settle()
+                engine.extensions.settle()
             sent.clear()
             for handle in singles(engine, step):
                 handle.wait(60)
@@ -223,7 +224,7 @@ def test_ranks_that_ask_by_number_meet_ranks_that_ask_by_name(turns, capacity):
 
     def body(engine):
         for step, cached in enumerate(turns):
-            engine._participant.requests._cache = cached[engine.rank]
+            engine._worker.requests._cache = cached[engine.rank]
             handles = singles(engine, step)
             pair = [whole(engine.rank, step, i, 900) for i in range(2)]
             requests = [

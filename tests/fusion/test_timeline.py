@@ -8,17 +8,22 @@ import sys
 import textwrap
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from engines import with_engines
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringlet.compressors import parse
 from ringlet.fusion import Request
 from ringlet.fusion.observe import clocks
 from ringlet.fusion.observe.merge import CLOCK, merge, rank_file, rank_files
+from ringlet.fusion.observe.render import Renderer, Single
 from ringlet.fusion.observe.tracefile import TraceFile
-from ringlet.ring.local import run_local
+from ringlet.fusion.recording.events import Span
+from ringlet.ring.transports.local import run_local
 
 
 def train(engine, steps=3, spec="int8 | ef", name="model", tensors=4):
@@ -28,6 +33,25 @@ def train(engine, steps=3, spec="int8 | ef", name="model", tensors=4):
         for request in reversed(requests):
             group.submit(request.name, np.ones(3000, np.float32))
         group.wait(60)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=30),
+)
+def test_operations_share_as_few_rows_as_are_under_way_at_a_time(stretches):
+    renderer = Renderer(0, "host")
+    ended = sorted(stretches, key=lambda stretch: sum(stretch))  # as they are told
+    rows = {}
+    for i, (start, length) in enumerate(ended):
+        span = Span("communicate", start, start + length)
+        for event in renderer(Single("broadcast", str(i), float(start), [span])):
+            if event["name"] == f"broadcast.{i}" and event["ph"] == "b":
+                rows.setdefault(event["id"], []).append((start, start + length))
+    for taken in rows.values():
+        assert all(a[1] <= b[0] for a, b in pairwise(taken))  # none begins before another's end
+    assert len(rows) <= len(stretches)
+    if all(a[0] + a[1] <= b[0] for a, b in pairwise(ended)):
+        assert len(rows) == 1
 
 
 def events_of(path):
@@ -44,7 +68,9 @@ def test_all_ranks_are_in_one_file_and_spans_nest(tmp_path):
         with engine.timelines.stretch("backward"):
             train(engine)
         engine.submit(Request("x", shape=(10,)), np.ones(10, np.float32)).wait(60)
-        engine.submit(Request("b", "broadcast", shape=(10,)), np.ones(10, np.float32)).wait(60)
+        for name in ("b", "c", "d"):
+            request = Request(name, "broadcast", shape=(10,))
+            engine.submit(request, np.ones(10, np.float32)).wait(60)
         engine.timelines.stop()
         train(engine, 1, name="after")
 
@@ -64,6 +90,12 @@ def test_all_ranks_are_in_one_file_and_spans_nest(tmp_path):
     assert not any("before" in name or "after" in name for name in names)
     for rank in range(3):
         mine = [e for e in events if e["pid"] == rank]
+        # One after the other, so that one row of the track is enough.
+        singles = [e for e in mine if e["name"].startswith("broadcast.")]
+        assert len({e["id"] for e in singles}) == 1
+        assert [e["ph"] for e in sorted(singles, key=lambda e: e["ts"])] == ["b", "e"] * 3
+        rows = [e for e in mine if e["name"] == "operations that are not fused"]
+        assert {e["id"] for e in rows} == {singles[0]["id"]}
         steps = [e for e in mine if e["name"] == "step of model"]
         assert [e["args"]["step"] for e in steps] == [0, 1, 2]
         assert sum(e["name"] == "allreduce.model.0" and e["ph"] == "i" for e in mine) == 3
@@ -158,7 +190,7 @@ def test_files_of_other_machines_travel_to_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "rank_file", of_rank)
 
     def body(engine):
-        engine.hooks.call_soon(lambda: setattr(local, "rank", engine.rank))
+        engine.extensions.call_soon(lambda: setattr(local, "rank", engine.rank))
         engine.submit(Request("s", shape=(1,)), np.ones(1, np.float32)).wait(60)
         engine.timelines.start(tmp_path / "t.json")
         train(engine)
@@ -244,8 +276,8 @@ def test_a_killed_process_leaves_valid_json(tmp_path):
         import itertools, time, numpy as np
         from pathlib import Path
         from ringlet.fusion import Engine, Request
-        from ringlet.ring.control_open import open_control
-        from ringlet.ring.local import LocalWorld
+        from ringlet.ring.control.opening import open_control
+        from ringlet.ring.transports.local import LocalWorld
         engine = Engine(LocalWorld(1).communicators[0], open_control)
         engine.timelines.start({str(tmp_path / "t.json")!r})
         print("ready", flush=True)

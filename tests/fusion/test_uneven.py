@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, Limits, Request, pieces
+from ringlet.fusion import Engine, Limits, Request
+from ringlet.fusion.planning import pieces
 from ringlet.ring import ReduceOp
-from ringlet.ring.control_open import open_control
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 SPECS = ["none", "int8(bucket=64)", "int8(bucket=64) | ef", "fp16", "topk(ratio=0.9)"]
 

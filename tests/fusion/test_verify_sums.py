@@ -9,11 +9,11 @@ from hypothesis.extra import numpy as hnp
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, Request
 from ringlet.ring import Mismatch
-from ringlet.ring.checksum import SPAN, WHOLE, digest, is_due
+from ringlet.ring.collectives.checksum import SPAN, WHOLE, digest, is_due
 from ringlet.ring.communicator import Topology
-from ringlet.ring.control_open import open_control
-from ringlet.ring.hierarchical import HierarchicalCommunicator
-from ringlet.ring.local import LocalCommunicator, run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+from ringlet.ring.transports.local import LocalCommunicator, run_local
 
 WAIT = 30
 N = 5000

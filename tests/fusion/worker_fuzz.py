@@ -20,8 +20,8 @@ import numpy as np
 from ringlet.compressors import Compressor, Context, Traits, parse, register
 from ringlet.fusion import CompressionFailed, Engine, Limits, Request, StepAbandoned
 from ringlet.ring import Mismatch, ReduceOp
-from ringlet.ring.connect import connect
-from ringlet.ring.control_open import open_control
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.rendezvous.connect import connect
 
 WAIT = 60.0
 SLOW = 5.0  # seconds; kernels compile in the first rounds

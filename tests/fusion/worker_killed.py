@@ -13,11 +13,12 @@ import numpy as np
 from torch.distributed import FileStore
 
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, Limits, Request, pieces
+from ringlet.fusion import Engine, Limits, Request
+from ringlet.fusion.planning import pieces
 from ringlet.ring import RingError
-from ringlet.ring.control_open import open_control
-from ringlet.ring.gloo import GlooCommunicator
-from ringlet.ring.process_group import ProcessGroupCommunicator
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.gloo import GlooCommunicator
+from ringlet.ring.transports.process_group import ProcessGroupCommunicator
 
 VICTIM, SIZE, SPEC = 1, 3, "int8 | ef"
 PHASES = ("idle", "encode", "first collective", "sum", "second collective", "decode", "plain")

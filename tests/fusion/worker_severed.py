@@ -21,8 +21,8 @@ from torch.distributed import FileStore
 
 from ringlet.fusion import Engine, Request
 from ringlet.ring import RingError
-from ringlet.ring.control_open import open_control
-from ringlet.ring.gloo import GlooCommunicator
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.gloo import GlooCommunicator
 
 SIZE = 3
 

@@ -17,9 +17,12 @@ SPECS = {
     "natural": "float16", "natural | ef": "uint16", "natural | server_ef": "float32",
     "onebit": "float32", "onebit | ef": "float16", "signsgd": "uint16",
     "terngrad": "float32", "terngrad | ef": "float32", "fp8": "uint16", "fp8 | ef": "float32",
+    "nvfp4": "float32", "nvfp4(stochastic=True) | ef": "float16", "mxfp4": "float16",
+    "mxfp6(stochastic=True) | ef": "uint16",
     "block_topk(block=64)": "float32", "block_topk(block=64) | ef": "uint16",
     "block_topk(block=64, bits=2, dct=True, ratio=0.1) | server_ef": "float16",
-    "topk": "float32", "topk | ef": "float16",
+    "topk": "float32", "topk | ef": "float16", "int8 | ef(dtype='bf16')": "float32",
+    "int4 | ef(dtype='int8')": "uint16",
 }  # fmt: skip
 LENGTHS = [1, 7, 64, 130, 1000, 9, 513]
 RANKS = 3

@@ -24,13 +24,15 @@ from ringlet.compressors.kernels.cuda import (
 )
 from ringlet.compressors.kernels.cuda.compile import binary
 from ringlet.compressors.kernels.cuda.source import OPTIONS, Program
+from ringlet.compressors.residuals import STORES
 
 REASON = "needs NVRTC: pip install nvidia-cuda-nvrtc-cu12"
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=REASON)
 # One spec for every path through the preprocessor.
 SPECS = [
     "fp16", "int8", "int4(stochastic=True)", "qsgd(bits=3)", "minmax", "onebit", "signsgd",
-    "natural", "terngrad", "fp8", "block_topk", "block_topk(block=65536, ratio=0.5, bits=8)",
+    "natural", "terngrad", "fp8", "mxfp4(stochastic=True)", "nvfp4",
+    "mxfp6(format='e3m2')", "block_topk", "block_topk(block=65536, ratio=0.5, bits=8)",
     "block_topk(ratio=0.25, block=64, dct=True)", "block_topk(bits=2)", "block_topk(bits=16)",
 ]  # fmt: skip
 
@@ -47,6 +49,8 @@ def programs():
     found += [int8.program("decode", OUTPUT=kind) for kind in (1, 2)]
     found += [select.program(0, 1), select.program(1, 0), elementwise.PROGRAM, scatter.PROGRAM]
     found += [estimate.program(0, 1), estimate.program(2, 0)]
+    for store in STORES.values():
+        found += [store.cuda().program(kernel) for kernel in ("encode", "decode")]
     found += [randomk.PROGRAM, hadamard.program(1024), hadamard.program(8192)]
     found += [memory.program(name, kind) for kind in (0, 1) for name in ("memory", "norm")]
     found += [lossless.program(0, True), lossless.program(1, False, True)]

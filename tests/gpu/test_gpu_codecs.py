@@ -15,6 +15,7 @@ SPECS = [
     "int4(bucket=2048, stochastic=True)", "maxnorm(bits=3, bucket=32, stochastic=True)",
     "minmax", "minmax(bits=6, bucket=64, stochastic=True)", "qsgd", "onebit",
     "onebit(bucket=4096)", "signsgd(scale=0.25)", "natural", "terngrad", "fp8",
+    "mxfp8", "mxfp6(stochastic=True)", "mxfp4", "mxfp4(stochastic=True)", "nvfp4",
     "fp8(format='e5m2', block=8)", "block_topk", "block_topk(ratio=0.25, block=64, bits=2)",
     "block_topk(block=9000, ratio=0.02, bits=8)", "block_topk(ratio=0.25, block=64, dct=True)",
     "topk", "topk(ratio=0.3)",

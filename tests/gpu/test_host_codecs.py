@@ -13,6 +13,8 @@ SPECS = [
     "qsgd(bits=4, bucket=40)", "onebit", "onebit(bucket=72)", "onebit(bucket=4096)",
     "signsgd(scale=0.25)", "natural", "natural(bucket=1024)", "terngrad",
     "terngrad(clip=1.5, bucket=48)", "fp8", "fp8(format='e5m2', block=8)", "fp8(block=72)",
+    "mxfp8", "mxfp8(format='e5m2', stochastic=True)", "mxfp6", "mxfp6(format='e3m2')", "mxfp4",
+    "mxfp4(stochastic=True)", "nvfp4", "nvfp4(stochastic=True)",
     "block_topk", "block_topk(ratio=0.25, block=64, bits=2)", "block_topk(block=1000, bits=8)",
     "block_topk(ratio=0.3, block=100, bits=16)", "block_topk(block=9000, ratio=0.02, bits=8)",
     "block_topk(ratio=0.25, block=64, dct=True)", "block_topk(ratio=0.1, bits=2)",

@@ -17,7 +17,8 @@ from ringlet.fusion import Request
 SPECS = [
     "none", "fp16", "bf16 | ef", "int8", "int8 | ef", "int4", "fp8", "natural", "onebit | ef",
     "terngrad", "block_topk | ef", "topk | ef", "topk | int8 | ef", "randomk", "shared_int",
-    "int8 | hadamard",
+    "int8 | hadamard", "mxfp4", "nvfp4", "int8 | ef(dtype='int8', reset=2)",
+    "topk | ef(dtype='bf16')",
 ]  # fmt: skip
 SHAPE = (30, 41)
 

@@ -58,6 +58,7 @@ def test_payloads_residuals_and_sums_are_those_of_the_cpu(spec, n, trouble, host
     [
         "none", "threshold", "lossless", "shared_int", "powersgd", "topk | ef", "topk | int8 | ef",
         "int4 | hadamard(block=64) | ef", "qsgd | scaled | ef", "topk | momentum_correction",
+        "powersgd | shared_int | ef",
     ],
 )  # fmt: skip
 def test_whatever_is_wrapped_runs_with_kernels_or_array_code(spec, host):

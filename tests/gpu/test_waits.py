@@ -10,7 +10,8 @@ from ringlet.compressors.kernels.cuda import device as devices
 from ringlet.compressors.multitensor import exercise_many
 
 SPECS = [
-    "none", "fp16", "bf16", "fp8", "int8", "int4(stochastic=True)", "maxnorm", "minmax", "qsgd",
+    "none", "fp16", "bf16", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "int8",
+    "int4(stochastic=True)", "maxnorm", "minmax", "qsgd",
     "natural", "terngrad", "onebit", "signsgd", "topk", "block_topk", "randomk", "topk | int8",
     "block_topk(ratio=0.25, block=64, dct=True)",
     "shared_int", "terngrad_shared", "powersgd", "powersgd(warm_start=False)", "acpsgd",
@@ -18,6 +19,7 @@ SPECS = [
     "shared_int | ef", "block_topk | server_ef", "int8 | ef21", "topk | ef21",
     "topk | momentum_correction", "int8 | momentum_correction(clip=1.0)", "qsgd | scaled | ef",
     "int4 | hadamard | ef", "int8 | min_size(10)", "topk | warmup(dense=1)",
+    "int8 | ef(dtype='int8', reset=1)", "topk | ef(dtype='bf16')", "powersgd | ef(dtype='int8')",
 ]  # fmt: skip
 VARIABLE = ["threshold", "topk_sampled(ratio=0.3)", "sidco", "lossless", "topk | lossless"]
 N = 2400

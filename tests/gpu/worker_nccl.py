@@ -4,8 +4,8 @@ import cupy
 import numpy as np
 
 from ringlet.ring import ReduceOp, Topology
-from ringlet.ring.connect import connect
-from ringlet.ring.hierarchical import HierarchicalCommunicator
+from ringlet.ring.rendezvous.connect import connect
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 
 
 def on_gpu(values, dtype=np.float32):

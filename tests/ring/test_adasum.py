@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import PeerLost
-from ringlet.ring.adasum import adasum
+from ringlet.ring.collectives.adasum import adasum
 from ringlet.ring.dtypes import FLOATS
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.local import run_local
 
 PATH = Path(__file__).with_name("worker_adasum.py")
 WORKER = runpy.run_path(str(PATH))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.ring.checksum import checksum
+from ringlet.ring.collectives.checksum import checksum
 
 
 def definition(payload, *fields):

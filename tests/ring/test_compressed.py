@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import ExchangeFailed, ProtocolError
-from ringlet.ring.compressed import (
+from ringlet.ring.collectives.compressed import (
     AllgatherReduce,
     ScatterReduce,
     allgather_reduce,
@@ -14,10 +14,10 @@ from ringlet.ring.compressed import (
     scatter_reduce,
     steps,
 )
-from ringlet.ring.halves import even_counts
-from ringlet.ring.local import run_local
+from ringlet.ring.collectives.seal import SEAL, Fault, inspect, seal
+from ringlet.ring.float16 import even_counts
 from ringlet.ring.pipeline import Flight, Pipeline
-from ringlet.ring.seal import SEAL, Fault, inspect, seal
+from ringlet.ring.transports.local import run_local
 
 
 class Int8Codec:

@@ -1,4 +1,4 @@
-"""The control plane: order, wake-ups, partings, failures, and strangers at the door."""
+"""The control plane: order, wake-ups, partings, failures, and strangers at the listener."""
 
 import os
 import secrets
@@ -13,21 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.ring import (
-    Communicator,
-    PeerLost,
-    RingError,
-    control_frames,
-    control_hub,
-    control_open,
-)
-from ringlet.ring.control_frames import KINDS, LIMIT, MESSAGES, READY, pack, unpack
-from ringlet.ring.control_hub import TcpHub
-from ringlet.ring.control_local import Inbox, LocalControl
-from ringlet.ring.control_open import join, open_control
-from ringlet.ring.control_tcp import TcpControl
-from ringlet.ring.local import LocalWorld, run_local
-from ringlet.ring.network import listen, own_address
+from ringlet.ring import Communicator, PeerLost, RingError
+from ringlet.ring.addresses import listen, own_address
+from ringlet.ring.control import frame_kinds as control_frames
+from ringlet.ring.control import hub as control_hub
+from ringlet.ring.control import opening as control_open
+from ringlet.ring.control.client import TcpControl
+from ringlet.ring.control.frame_kinds import KINDS, LIMIT, MESSAGES, READY, pack, unpack
+from ringlet.ring.control.hub import TcpHub
+from ringlet.ring.control.in_process import Inbox, LocalControl
+from ringlet.ring.control.opening import join, open_control
+from ringlet.ring.transports.local import LocalWorld, run_local
 from ringlet.ring.wire.frames import Incoming, Outgoing
 from ringlet.ring.wire.handshake import GREETING, MAGIC, REFUSED, Claim, Keys, Unwelcome, connect_as
 

@@ -18,18 +18,18 @@ from typing import Any
 
 import pytest
 
-from ringlet.ring import control_pulse
+from ringlet.ring.addresses import listen
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.control_hub import TcpHub
-from ringlet.ring.control_open import open_control
-from ringlet.ring.control_pulse import seconds_from
-from ringlet.ring.control_tcp import TcpControl
+from ringlet.ring.control import pulse as control_pulse
+from ringlet.ring.control.client import TcpControl
+from ringlet.ring.control.hub import TcpHub
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.control.pulse import seconds_from
 from ringlet.ring.errors import RingError
 from ringlet.ring.interrupt import watched
 from ringlet.ring.launch import start
-from ringlet.ring.launch.processes import children_of
-from ringlet.ring.local import run_local
-from ringlet.ring.network import listen
+from ringlet.ring.processes.processes import children_of
+from ringlet.ring.transports.local import run_local
 
 WORKER = Path(__file__).with_name("worker_pulse.py")
 SECRET = bytes(32)

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from ringlet.ring import TransportUnavailable
-from ringlet.ring.distributed import TorchCommunicator
 from ringlet.ring.dtypes import INTEGERS
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.local import run_local
+from ringlet.ring.transports.torch_group import TorchCommunicator
 
 WORKER = Path(__file__).with_name("worker_collectives.py")
 

@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.ring import ProtocolError, RingError, compressed, enqueued
-from ringlet.ring.halves import even_counts
-from ringlet.ring.local import run_local
+from ringlet.ring import ProtocolError, RingError
+from ringlet.ring.collectives import compressed
+from ringlet.ring.collectives import compressed_gpu as enqueued
+from ringlet.ring.float16 import even_counts
+from ringlet.ring.transports.local import run_local
 
 
 class Halves:

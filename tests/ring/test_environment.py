@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlet.ring.environment import (
+from ringlet.ring.errors import LaunchError, TransportUnavailable
+from ringlet.ring.rendezvous.environment import (
     TRANSPORTS,
     Launched,
     check_transport,
@@ -16,7 +17,6 @@ from ringlet.ring.environment import (
     first_host,
     foreign_pmix,
 )
-from ringlet.ring.errors import LaunchError, TransportUnavailable
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"}
 PMI = {"PMI_RANK": "2", "PMI_SIZE": "3"}

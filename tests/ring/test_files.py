@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from ringlet.ring.files import create, create_text, replacing
+from ringlet.ring.safe_files import create, create_text, replacing
 
 
 def write(path):

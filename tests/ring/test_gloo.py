@@ -14,8 +14,8 @@ import pytest
 
 from ringlet.ring import RingError, TransportUnavailable
 from ringlet.ring.dtypes import INTEGERS
-from ringlet.ring.gloo import GlooCommunicator
-from ringlet.ring.local import run_local
+from ringlet.ring.transports.gloo import GlooCommunicator
+from ringlet.ring.transports.local import run_local
 
 WORKER = Path(__file__).with_name("worker_collectives.py")
 VICTIM = Path(__file__).with_name("worker_gloo_victim.py")

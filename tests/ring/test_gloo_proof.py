@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.ring.connect import loopback
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.local import run_local
+from ringlet.ring.rendezvous.connect import loopback
+from ringlet.ring.transports.local import run_local
 from ringlet.ring.wire.keys import agreed_key, derive, job_key
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
@@ -98,8 +98,8 @@ def test_a_place_that_somebody_has_taken_is_noticed(jobs: Jobs, tmp_path: Path) 
 
 
 def test_whoever_is_silent_in_a_place_is_noticed_too(jobs: Jobs, tmp_path: Path) -> None:
-    code = "from ringlet.ring import gloo_proof; gloo_proof.PATIENCE = 1.0; import runpy, sys; "
-    code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
+    code = "import runpy, sys; from ringlet.ring.transports import gloo_proof; "
+    code += "gloo_proof.PATIENCE = 1.0; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
     ranks = []
     for rank in range(2):
         args = [HERE / "worker_seized.py", jobs.store, rank, 2, f"127.0.0.{1 + rank}"]

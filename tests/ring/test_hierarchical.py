@@ -9,14 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import ReduceOp, Topology
-from ringlet.ring.compressed import encode, scatter_reduce
-from ringlet.ring.control_local import LocalControl
-from ringlet.ring.control_open import open_control
+from ringlet.ring.collectives.compressed import encode, scatter_reduce
+from ringlet.ring.collectives.seal import SEAL
+from ringlet.ring.control.in_process import LocalControl
+from ringlet.ring.control.opening import open_control
 from ringlet.ring.dtypes import NAMES
-from ringlet.ring.halves import HALVES
-from ringlet.ring.hierarchical import LEAST, HierarchicalCommunicator
-from ringlet.ring.local import run_local
-from ringlet.ring.seal import SEAL
+from ringlet.ring.float16 import HALVES
+from ringlet.ring.transports.hierarchical import LEAST, HierarchicalCommunicator
+from ringlet.ring.transports.local import run_local
 
 WORKER = runpy.run_path(str(Path(__file__).with_name("worker_collectives.py")))
 CODEC = runpy.run_path(str(Path(__file__).with_name("test_compressed.py")))["Int8Codec"]

@@ -13,7 +13,7 @@ import pytest
 
 from ringlet.ring import interrupt
 from ringlet.ring.interrupt import Connections, held, hold, remember, watched
-from ringlet.ring.local import LocalWorld
+from ringlet.ring.transports.local import LocalWorld
 
 WAIT = 60.0
 

@@ -25,12 +25,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlet.ring.connect import connect
 from ringlet.ring.errors import LaunchError, ProtocolError, TransportUnavailable
-from ringlet.ring.launch import WorkerFailed, call, launch, run, start
-from ringlet.ring.launch.output import STDERR, STDOUT, Printer
-from ringlet.ring.launch.wire import Channel, Kind
+from ringlet.ring.launch import WorkerFailed, api, launch, run, start
+from ringlet.ring.processes.output import STDERR, STDOUT, Printer
+from ringlet.ring.rendezvous.connect import connect
 from ringlet.ring.wire.handshake import Keys
+from ringlet.ring.wire.launch_link import Channel, Kind
 
 DEADLINE = 60.0  # seconds; generous, nothing waits for it when all is well
 MARK = "RINGLET_TEST_MARK"
@@ -325,7 +325,7 @@ def test_interrupts_work_while_nobody_reads_the_output(ringlet: Launcher, tmp_pa
     running.process.send_signal(signal.SIGINT)
     until(caught.exists)
     running.process.send_signal(signal.SIGINT)
-    until(lambda: not running.pids("ringlet.ring.launch.worker"))
+    until(lambda: not running.pids("ringlet.ring.processes.rank_wrapper"))
     assert running.end()[0] == 130
 
 
@@ -348,7 +348,7 @@ FAMILY = RANK + "import subprocess; subprocess.Popen(['sleep', '1000'])\n" + WAI
 def test_killing_a_wrapper_ends_the_job(ringlet: Launcher, transport: str) -> None:
     running = ringlet(FAMILY, 2, transport)
     running.until(b"ready\n", 2)
-    wrappers = running.pids("ringlet.ring.launch.worker")
+    wrappers = running.pids("ringlet.ring.processes.rank_wrapper")
     assert len(wrappers) == 2
     os.kill(wrappers[0], signal.SIGKILL)
     returned, _, err = running.end()
@@ -369,7 +369,9 @@ def test_killing_a_rank_ends_the_job(ringlet: Launcher, transport: str) -> None:
     running = ringlet(FAMILY, 2, transport)
     running.until(b"ready\n", 2)
     programs = running.pids("signal.pause")
-    ranks = [p for p in programs if parent(p) in running.pids("ringlet.ring.launch.worker")]
+    ranks = [
+        p for p in programs if parent(p) in running.pids("ringlet.ring.processes.rank_wrapper")
+    ]
     os.kill(ranks[0], signal.SIGKILL)
     assert running.end()[0] == 137
 
@@ -549,7 +551,7 @@ def test_run_says_when_there_is_no_result(fn: Callable[[], Any], words: str) -> 
 def test_run_says_what_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="cannot be sent"):
         run(print, ((i for i in ()),), transport="gloo")
-    monkeypatch.setattr(call, "pickler", lambda: pickle)
+    monkeypatch.setattr(api, "pickler", lambda: pickle)
     with pytest.raises(LaunchError, match=r"pip install 'ringlet\[run\]'"):
         run(lambda: 1, transport="gloo")
     monkeypatch.setattr(Running, "__module__", "__main__")
@@ -558,7 +560,7 @@ def test_run_says_what_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_run_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "pickler", lambda: pickle)
+    monkeypatch.setattr(api, "pickler", lambda: pickle)
     names = run(os.getenv, ("RINGLET_SIZE",), np=1, transport="gloo")
     assert names == ["1"]
 
@@ -566,7 +568,7 @@ def test_run_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
 # connect()
 
 JOIN = (
-    "import numpy, sys\nfrom ringlet.ring.connect import connect\n"
+    "import numpy, sys\nfrom ringlet.ring.rendezvous.connect import connect\n"
     "for _ in range(2):\n    c = connect(); x = numpy.ones(3, numpy.float32); c.allreduce(x)\n"
     "    line = f'{c.name} {c.rank} {c.size} {int(x[0])}\\n'; c.close()\n"
     "sys.stdout.write(line)\n"
@@ -622,7 +624,7 @@ def test_connect_under_plain_mpiexec() -> None:
 
 
 FAIL = (
-    "import atexit\nfrom ringlet.ring.connect import connect\nc = connect()\n"
+    "import atexit\nfrom ringlet.ring.rendezvous.connect import connect\nc = connect()\n"
     "atexit.register(print, 'bye')\nif c.rank == 1: raise ValueError('on purpose')\nc.barrier()\n"
 )
 
@@ -682,7 +684,7 @@ def test_mpi_abort_decides_the_exit_code(ringlet: Launcher, transport: str) -> N
     ],
 )
 def test_a_job_never_falls_apart_silently(env: dict[str, str]) -> None:
-    code = "from ringlet.ring.connect import connect; connect()"
+    code = "from ringlet.ring.rendezvous.connect import connect; connect()"
     env = {**env, "RINGLET_TRANSPORT": "mpi"}
     returned, _, err = outside([sys.executable, "-c", code], env)
     assert returned == 1

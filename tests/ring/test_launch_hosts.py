@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.hosts.forwarding import forwarded
+from ringlet.ring.hosts.hosts import Host, Seat, is_here, parse_hosts, read_hostfile, seat
+from ringlet.ring.hosts.interfaces import find_interface, launcher_address
+from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch import WorkerFailed, run, start
-from ringlet.ring.launch.forward import forwarded
-from ringlet.ring.launch.hosts import Host, Seat, is_here, parse_hosts, read_hostfile, seat
-from ringlet.ring.launch.network import find_interface, launcher_address
-from ringlet.ring.launch.remote import Reach
 
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
 MARK = "RINGLET_TEST_MARK"
@@ -262,7 +262,7 @@ def test_ranks_find_themselves_on_several_hosts(
 @both
 def test_connect_over_several_hosts(mark: str, shell: str, transport: str) -> None:
     code = (
-        "import numpy\nfrom ringlet.ring.connect import connect\n"
+        "import numpy\nfrom ringlet.ring.rendezvous.connect import connect\n"
         "c = connect(); x = numpy.full(3, c.rank + 1.0, numpy.float32); c.allreduce(x)\n"
         "print(c.name, c.rank, c.size, int(x[0]), flush=True)\n"
     )

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.ring import network
+from ringlet.ring import addresses as network
+from ringlet.ring.addresses import family_of, interface_address, listen, split_port, with_port
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.hosts.hosts import Host, bare, is_here, parse_hosts, read_hostfile
+from ringlet.ring.hosts.interfaces import find_interface, launcher_address
 from ringlet.ring.launch import start
-from ringlet.ring.launch.hosts import Host, bare, is_here, parse_hosts, read_hostfile
-from ringlet.ring.launch.network import find_interface, launcher_address
-from ringlet.ring.network import family_of, interface_address, listen, split_port, with_port
 
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
 LONG = "[0:0:0:0:0:0:0:1]"  # this host, but not by a name that the launcher knows for it
@@ -78,8 +78,8 @@ def test_a_name_that_means_ipv6_only(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import os, socket
 import numpy
-from ringlet.ring import control_open
-from ringlet.ring.connect import connect
+from ringlet.ring.control import opening
+from ringlet.ring.rendezvous.connect import connect
 
 class Handler:
     def on_message(self, rank, message):
@@ -89,8 +89,8 @@ class Handler:
         return []
 
 comm = connect()
-control_open._host = lambda: b"host %d" % comm.rank  # so that it does not choose loopback
-control = control_open.open_control(comm, Handler() if comm.rank == 0 else None)
+opening._host = lambda: b"host %d" % comm.rank  # so that it does not choose loopback
+control = opening.open_control(comm, Handler() if comm.rank == 0 else None)
 values = numpy.full(3, comm.rank + 1.0, numpy.float32)
 comm.allreduce(values)
 peers = set()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.launch.output import STDERR, STDOUT, Printer
+from ringlet.ring.processes.output import STDERR, STDOUT, Printer
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 DEADLINE = 120.0

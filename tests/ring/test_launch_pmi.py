@@ -13,7 +13,7 @@ import pytest
 
 from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.launch import launch, start
-from ringlet.ring.launch.pmi import Pmi
+from ringlet.ring.processes.pmi import Pmi
 
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and start.mpiexec() is not None
 DEADLINE = 120.0

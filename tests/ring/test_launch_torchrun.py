@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.ring.environment import Launched, detect
-from ringlet.ring.launch import torchrun
-from ringlet.ring.launch.hosts import Seat
+from ringlet.ring.hosts.hosts import Seat
 from ringlet.ring.launch.start import rank_environment
-from ringlet.ring.launch.torchrun import NAMES, free_port, users_own
+from ringlet.ring.processes import torchrun
+from ringlet.ring.processes.torchrun import NAMES, free_port, users_own
+from ringlet.ring.rendezvous.environment import Launched, detect
 
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -149,7 +149,7 @@ def test_ranks_that_have_not_begun_end_when_they_are_told_to() -> None:
         wrapper = f"/proc/{job.pid}/task/{job.pid}/children"
         limit = time.monotonic() + DEADLINE
         while not any(
-            b"launch.worker" in command(pid) for pid in Path(wrapper).read_text().split()
+            b"processes.rank_wrapper" in command(pid) for pid in Path(wrapper).read_text().split()
         ):
             assert time.monotonic() < limit
             time.sleep(0.01)

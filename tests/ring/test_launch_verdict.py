@@ -11,11 +11,11 @@ import pytest
 
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch import start
-from ringlet.ring.launch.crew import Crew, Rank
-from ringlet.ring.launch.farewell import Farewell, farewell_name
-from ringlet.ring.launch.output import Printer
-from ringlet.ring.launch.shelf import Op, Shelf
-from ringlet.ring.launch.verdict import Verdict
+from ringlet.ring.launch.failure_report import Verdict
+from ringlet.ring.launch.rank_table import Rank, RankTable
+from ringlet.ring.processes.output import Printer
+from ringlet.ring.rendezvous.last_words import LastWords, farewell_name
+from ringlet.ring.wire.kv_store import KvStore, Op
 
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and start.mpiexec() is not None
@@ -24,14 +24,14 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 LEFT = "rank {} exited with code 0 while others still needed it, so rank {} exited with code 75"
 
 
-def verdict(codes: dict[int, tuple[int | None, int]], **told: Farewell) -> Verdict:
+def verdict(codes: dict[int, tuple[int | None, int]], **told: LastWords) -> Verdict:
     """Return the verdict on ranks with these (code, moment of the end), and what they told."""
     ranks = [Rank(n, "host", code=code, when=when) for n, (code, when) in codes.items()]
-    shelf = Shelf()
-    for name, farewell in told.items():
+    kv_store = KvStore()
+    for name, last_words in told.items():
         name = farewell_name(int(name.removeprefix("rank")))
-        shelf._do(Op.SET, [name.encode(), farewell.pack()])
-    found = Verdict(Crew(ranks, Printer(len(ranks)), lambda _: {}), shelf, several=False)
+        kv_store._do(Op.SET, [name.encode(), last_words.pack()])
+    found = Verdict(RankTable(ranks, Printer(len(ranks)), lambda _: {}), kv_store, several=False)
     assert found.reached()
     assert not found.reached()
     return found
@@ -46,13 +46,13 @@ def test_a_rank_that_left_early_is_the_cause() -> None:
 
 
 def test_it_may_take_longer_to_end_than_those_who_lost_it() -> None:
-    found = verdict({0: (LOST_PEER, 2), 1: (0, 3)}, rank0=Farewell((1,), "rank 1 has shut down"))
+    found = verdict({0: (LOST_PEER, 2), 1: (0, 3)}, rank0=LastWords((1,), "rank 1 has shut down"))
     assert found.reason() == LEFT.format(1, 0)
 
 
 def test_what_the_ranks_told_decides_between_several() -> None:
     # Rank 2 was lost by rank 0, but only because it had itself lost rank 1.
-    told = {"rank0": Farewell((1, 2), "two"), "rank2": Farewell((1,), "one")}
+    told = {"rank0": LastWords((1, 2), "two"), "rank2": LastWords((1,), "one")}
     found = verdict({0: (LOST_PEER, 5), 1: (0, 3), 2: (LOST_PEER, 4), 3: (0, 1)}, **told)
     assert found.reason() == LEFT.format(1, 2)
 
@@ -66,7 +66,7 @@ def test_another_failure_is_a_cause_of_its_own() -> None:
 
 def test_whoever_ended_well_is_not_blamed_for_a_frozen_rank() -> None:
     codes: dict[int, tuple[int | None, int]] = {0: (LOST_PEER, 5), 1: (0, 3), 2: (None, 0)}
-    told = Farewell((2,), "rank 2 is gone: no sign of life\nfor 2 s")
+    told = LastWords((2,), "rank 2 is gone: no sign of life\nfor 2 s")
     words = "rank 0 exited with code 75, having lost another rank: rank 2 is gone: no sign of life"
     assert verdict(codes, rank0=told).reason() == f"{words} for 2 s"
     words = "rank 0 exited with code 75, as one does that has lost another rank; still there: 2"
@@ -75,7 +75,12 @@ def test_whoever_ended_well_is_not_blamed_for_a_frozen_rank() -> None:
 
 @pytest.mark.parametrize("value", [b"", b"null", b"[1]", b'["x", 1]', b"[[null], 1]", b"\xff"])
 def test_a_farewell_that_makes_no_sense_says_nothing(value: bytes) -> None:
-    assert Farewell.unpack(value) == Farewell()
+    assert LastWords.unpack(value) == LastWords()
+
+
+def test_a_farewell_holds_the_cause_and_not_where_it_was_traced() -> None:
+    text = "rank 2 is gone\n\nIn a graph, traced at:\n" + '  File "train.py", line 1\n' * 50
+    assert LastWords.unpack(LastWords((2,), text).pack()).text == "rank 2 is gone"
 
 
 EARLY = """

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.ring import doctor, links
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.doctor import examine, versions
+from ringlet.ring.cost import link_probe as links
+from ringlet.ring.cost.link_probe import Link, measure_links
+from ringlet.ring.launch import machine as doctor
 from ringlet.ring.launch import start
-from ringlet.ring.links import Link, measure_links
-from ringlet.ring.local import run_local
+from ringlet.ring.launch.machine import examine, versions
+from ringlet.ring.transports.local import run_local
 from ringlet.ring.wire.handshake import CLAIM, GREETING
 
 

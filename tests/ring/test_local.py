@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ringlet.ring import Mismatch, PeerLost, ReduceOp, RingError
 from ringlet.ring.dtypes import NAMES
 from ringlet.ring.errors import ProtocolError
-from ringlet.ring.local import LocalWorld, run_local
+from ringlet.ring.transports.local import LocalWorld, run_local
 
 WORKER = runpy.run_path(str(Path(__file__).with_name("worker_collectives.py")))
 

@@ -11,8 +11,8 @@ import pytest
 
 from ringlet.ring import TransportUnavailable
 from ringlet.ring.dtypes import INTEGERS
-from ringlet.ring.local import run_local
-from ringlet.ring.mpi import MpiCommunicator
+from ringlet.ring.transports.local import run_local
+from ringlet.ring.transports.mpi import MpiCommunicator
 
 WORKER = Path(__file__).with_name("worker_collectives.py")
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -48,7 +48,7 @@ def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.mpi
 def test_without_an_mpi_library_the_error_says_what_to_install():
     code = (
-        "from ringlet.ring.mpi import MpiCommunicator\n"
+        "from ringlet.ring.transports.mpi import MpiCommunicator\n"
         "from ringlet.ring import TransportUnavailable\n"
         "try: MpiCommunicator()\n"
         "except TransportUnavailable as error: print(error)"

@@ -13,24 +13,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from standin.memory import device
 from standin.nccl import StandIn, World
 
-import ringlet.ring.nccl as module
-from ringlet.ring import (
-    PeerLost,
-    ReduceOp,
-    RingError,
-    Topology,
-    TransportUnavailable,
-    nccl_library,
-)
-from ringlet.ring.connect import connect, gpu_of
-from ringlet.ring.environment import Launched
-from ringlet.ring.hierarchical import LEAST as LEVELS_FROM
-from ringlet.ring.hierarchical import HierarchicalCommunicator
+import ringlet.ring.transports.nccl as module
+from ringlet.ring import PeerLost, ReduceOp, RingError, Topology, TransportUnavailable
 from ringlet.ring.interrupt import interrupter
 from ringlet.ring.launch.start import choose_transport
-from ringlet.ring.local import LocalWorld
-from ringlet.ring.nccl import NcclCommunicator
-from ringlet.ring.nccl_library import (
+from ringlet.ring.rendezvous.connect import connect, gpu_of
+from ringlet.ring.rendezvous.environment import Launched
+from ringlet.ring.transports import nccl_library
+from ringlet.ring.transports.hierarchical import LEAST as LEVELS_FROM
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+from ringlet.ring.transports.local import LocalWorld
+from ringlet.ring.transports.nccl import NcclCommunicator
+from ringlet.ring.transports.nccl_library import (
     ID_BYTES,
     IN_PROGRESS,
     LEAST,

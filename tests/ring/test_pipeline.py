@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import ExchangeFailed, PeerLost, RingError
-from ringlet.ring.local import run_local
 from ringlet.ring.pipeline import Flight, Pipeline, Wire
+from ringlet.ring.transports.local import run_local
 
 
 def nothing(*_):

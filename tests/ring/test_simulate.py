@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.ring.simulate import COLLECTIVES, Constants, Job, Measurement, fit, project
+from ringlet.ring.cost.cost_model import COLLECTIVES, Constants, Job, Measurement, fit, project
 
 TRUTH = Constants(
     alpha=40e-6,

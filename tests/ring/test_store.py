@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlet.ring.errors import LaunchError, ProtocolError
-from ringlet.ring.launch.door import Door
-from ringlet.ring.launch.shelf import PIECE, Op, Shelf, pack, unpack
-from ringlet.ring.launch.wire import LARGE, Kind, store_key
-from ringlet.ring.store import Client, client, torch_store
 from ringlet.ring.wire.frames import Outgoing
 from ringlet.ring.wire.handshake import GREETING, REFUSED
+from ringlet.ring.wire.kv_client import Client, client, torch_store
+from ringlet.ring.wire.kv_store import PIECE, KvStore, Op, pack, unpack
+from ringlet.ring.wire.launch_link import LARGE, Kind, store_key
+from ringlet.ring.wire.listener import Listener
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
@@ -28,11 +28,11 @@ SIZE = 3
 
 
 class Launcher:
-    """A door and a shelf, served by a thread as the launcher's loop serves them."""
+    """A listener and a store, served by a thread as the launcher's loop serves them."""
 
     def __init__(self) -> None:
-        self.door, self.shelf = Door(SIZE), Shelf()
-        self.key = store_key(self.door.secret)
+        self.listener, self.kv_store = Listener(SIZE), KvStore()
+        self.key = store_key(self.listener.secret)
         self.lock = threading.Lock()
         self._woken, self._waker = socket.socketpair()
         self._thread = threading.Thread(target=self._serve)
@@ -40,27 +40,27 @@ class Launcher:
 
     def _serve(self) -> None:
         while True:
-            channels = self.shelf.channels()
+            channels = self.kv_store.channels()
             busy = [c for c in channels if c.pending]
-            sources = [self._woken, *self.door.sources(), *channels]
+            sources = [self._woken, *self.listener.sources(), *channels]
             ready, room, _ = select.select(sources, busy, [], 5)
             numbers = {s if isinstance(s, int) else s.fileno() for s in (*ready, *room)}
             if self._woken in ready:
                 return
             with self.lock:
-                for guest in self.door.admit(numbers):
+                for guest in self.listener.admit(numbers):
                     assert guest.visitor
-                    self.shelf.admit(guest)
-                self.shelf.serve(numbers)
+                    self.kv_store.admit(guest)
+                self.kv_store.serve(numbers)
 
     def client(self, rank: int = 0) -> Client:
-        return Client(self.door.address, self.key, rank)
+        return Client(self.listener.address, self.key, rank)
 
     def close(self) -> None:
         self._waker.send(b"x")
         self._thread.join()
-        self.shelf.close()
-        self.door.close()
+        self.kv_store.close()
+        self.listener.close()
         self._woken.close()
         self._waker.close()
 
@@ -114,24 +114,24 @@ def test_waiting_ends_when_the_last_name_is_there(launcher: Launcher) -> None:
 def test_long_values(launcher: Launcher, length: int) -> None:
     one, value = launcher.client(), bytes(length)
     with launcher.lock:
-        launcher.shelf.put("down", value)
+        launcher.kv_store.put("down", value)
     assert one.fetch("down") == value
     one.leave("up", value)
     with launcher.lock:
-        assert launcher.shelf.collect("up") == value
-        assert launcher.shelf.collect("other") is None
+        assert launcher.kv_store.collect("up") == value
+        assert launcher.kv_store.collect("other") is None
     with pytest.raises(ValueError, match="is over"):
         one.ask(Op.SET, b"x", bytes(LARGE + 1))
     one.close()
 
 
 def test_only_who_knows_the_key_is_let_in(launcher: Launcher) -> None:
-    for key in (bytes(32), launcher.door.secret):
+    for key in (bytes(32), launcher.listener.secret):
         with pytest.raises(LaunchError, match="rank 0 cannot reach the launcher's store"):
-            Client(launcher.door.address, key, 0)
+            Client(launcher.listener.address, key, 0)
     with pytest.raises(LaunchError, match="cannot reach"):
         launcher.client(rank=SIZE)
-    host, port = launcher.door.address.split(":")
+    host, port = launcher.listener.address.split(":")
     with socket.create_connection((host, int(port)), timeout=60) as stranger:
         stranger.recv(GREETING, socket.MSG_WAITALL)
         stranger.sendall(Outgoing(bytes(32)).frame(Kind.ASK, pack(Op.COUNT, 1, [])) + bytes(73))

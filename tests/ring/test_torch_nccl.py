@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from standin.memory import device
 from standin.torch_groups import Group
 
-from ringlet.ring import PeerLost, ReduceOp, torch_nccl
+from ringlet.ring import PeerLost, ReduceOp
 from ringlet.ring.interrupt import interrupter
-from ringlet.ring.local import LocalWorld, run_local
-from ringlet.ring.torch_nccl import TorchNcclCommunicator
+from ringlet.ring.transports import torch_nccl
+from ringlet.ring.transports.local import LocalWorld, run_local
+from ringlet.ring.transports.torch_nccl import TorchNcclCommunicator
 
 SIZE = 3
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import PeerLost, ProtocolError, Topology
-from ringlet.ring.halves import even_counts
-from ringlet.ring.hierarchical import HierarchicalCommunicator
-from ringlet.ring.local import run_local
-from ringlet.ring.seal import SEAL
-from ringlet.ring.two_level import Shard, run, two_level
+from ringlet.ring.collectives.seal import SEAL
+from ringlet.ring.collectives.two_level import Shard, run, two_level
+from ringlet.ring.float16 import even_counts
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+from ringlet.ring.transports.local import run_local
 
 HELPERS = runpy.run_path(str(Path(__file__).with_name("test_compressed.py")))
 Int8Codec, gradient, flip = HELPERS["Int8Codec"], HELPERS["gradient"], HELPERS["flip"]

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ringlet.ring.adasum import adasum
+from ringlet.ring.collectives.adasum import adasum
 from ringlet.ring.dtypes import FLOATS, storage
 
 EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -92,13 +92,13 @@ def play_all(comm):
 
 def main():
     if sys.argv[1] == "mpi":
-        from ringlet.ring.mpi import MpiCommunicator
+        from ringlet.ring.transports.mpi import MpiCommunicator
 
         comm = MpiCommunicator()
     else:
         from torch.distributed import FileStore
 
-        from ringlet.ring.gloo import GlooCommunicator
+        from ringlet.ring.transports.gloo import GlooCommunicator
 
         rank, size = int(sys.argv[3]), int(sys.argv[4])
         store = FileStore(sys.argv[2], size)

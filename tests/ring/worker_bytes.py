@@ -13,9 +13,9 @@ import numpy as np
 from torch.distributed import FileStore, PrefixStore
 
 from ringlet.ring import Topology
-from ringlet.ring.compressed import allgather_reduce, encode, scatter_reduce
-from ringlet.ring.gloo import GlooCommunicator
-from ringlet.ring.hierarchical import HierarchicalCommunicator
+from ringlet.ring.collectives.compressed import allgather_reduce, encode, scatter_reduce
+from ringlet.ring.transports.gloo import GlooCommunicator
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 
 N = 200_000  # float32; payloads of all ranks are fewer bytes than what gloo sends around a ring
 TWO = runpy.run_path(str(Path(__file__).with_name("test_two_level.py")))

@@ -252,7 +252,7 @@ def play_all(comm: Communicator) -> dict[str, str]:
 def main():
     transport, out = sys.argv[1:3]
     if transport == "mpi":
-        from ringlet.ring.mpi import MpiCommunicator
+        from ringlet.ring.transports.mpi import MpiCommunicator
 
         comm = MpiCommunicator()
     elif transport == "torch":
@@ -260,7 +260,7 @@ def main():
     else:
         from torch.distributed import FileStore
 
-        from ringlet.ring.gloo import GlooCommunicator
+        from ringlet.ring.transports.gloo import GlooCommunicator
 
         rank, size = int(sys.argv[4]), int(sys.argv[5])
         store = FileStore(sys.argv[3], size)
@@ -282,7 +282,7 @@ def torch_communicator(store, rank, size):
     """Make the default group of torch.distributed, and a communicator of it."""
     import torch.distributed as dist
 
-    from ringlet.ring.distributed import TorchCommunicator
+    from ringlet.ring.transports.torch_group import TorchCommunicator
 
     where = f"file://{store}"
     dist.init_process_group("gloo", init_method=where, rank=int(rank), world_size=int(size))

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from ringlet.ring import ProtocolError, Topology
-from ringlet.ring.compressed import AllgatherReduce, ScatterReduce, encode
-from ringlet.ring.hierarchical import HierarchicalCommunicator
-from ringlet.ring.local import run_local
+from ringlet.ring.collectives.compressed import AllgatherReduce, ScatterReduce, encode
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+from ringlet.ring.transports.local import run_local
 
 TWO = runpy.run_path(str(Path(__file__).with_name("test_two_level.py")))
 CODEC = runpy.run_path(str(Path(__file__).with_name("test_compressed.py")))
@@ -60,13 +60,13 @@ def play(comm):
 
 def main():
     if sys.argv[1] == "mpi":
-        from ringlet.ring.mpi import MpiCommunicator
+        from ringlet.ring.transports.mpi import MpiCommunicator
 
         comm = MpiCommunicator()
     else:
         from torch.distributed import FileStore
 
-        from ringlet.ring.gloo import GlooCommunicator
+        from ringlet.ring.transports.gloo import GlooCommunicator
 
         rank, size = int(sys.argv[3]), int(sys.argv[4])
         store = FileStore(sys.argv[2], size)

@@ -5,7 +5,7 @@ Sends one message, prints what it receives, and stays until it is killed.
 
 import sys
 
-from ringlet.ring.control_open import join
+from ringlet.ring.control.opening import join
 
 port, rank, size = map(int, sys.argv[1:])
 control = join(("127.0.0.1", port), bytes.fromhex(sys.stdin.readline()), rank, size)

@@ -10,7 +10,7 @@ import numpy as np
 from torch.distributed import FileStore
 
 from ringlet.ring import PeerLost, ReduceOp, RingError
-from ringlet.ring.gloo import GlooCommunicator
+from ringlet.ring.transports.gloo import GlooCommunicator
 
 rank, size = int(sys.argv[2]), int(sys.argv[3])
 comm = GlooCommunicator(FileStore(sys.argv[1], size), rank, size, timeout=60.0, host="127.0.0.1")

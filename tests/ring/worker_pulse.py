@@ -12,9 +12,9 @@ import sys
 
 import numpy as np
 
-from ringlet.ring.connect import connect
-from ringlet.ring.control_open import open_control
+from ringlet.ring.control.opening import open_control
 from ringlet.ring.errors import LOST_PEER, PeerLost
+from ringlet.ring.rendezvous.connect import connect
 
 
 class Handler:

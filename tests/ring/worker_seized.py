@@ -13,7 +13,7 @@ import sys
 from torch.distributed import FileStore
 
 from ringlet.ring import RingError
-from ringlet.ring.gloo import GlooCommunicator
+from ringlet.ring.transports.gloo import GlooCommunicator
 from ringlet.ring.wire.keys import job_key
 
 store, rank, size, host = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

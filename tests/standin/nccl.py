@@ -5,8 +5,8 @@ import threading
 
 import numpy as np
 
-from ringlet.ring.nccl import TYPES
-from ringlet.ring.nccl_library import ID_BYTES, IN_PROGRESS
+from ringlet.ring.transports.nccl import TYPES
+from ringlet.ring.transports.nccl_library import ID_BYTES, IN_PROGRESS
 
 KINDS = {number: name for name, number in TYPES.items()}
 UFUNCS = [np.add, np.multiply, np.maximum, np.minimum]

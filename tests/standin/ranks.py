@@ -3,11 +3,11 @@
 from functools import partial
 
 from ringlet.fusion import Engine, Limits
-from ringlet.fusion.cuda_place import CudaPlace
+from ringlet.fusion.devices.cuda import CudaPlace
 from ringlet.ring.communicator import Topology
-from ringlet.ring.control_open import open_control
-from ringlet.ring.hierarchical import HierarchicalCommunicator
-from ringlet.ring.local import run_local
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+from ringlet.ring.transports.local import run_local
 from standin.arrays import DeviceArray, array_module
 from standin.streams import Gpu
 

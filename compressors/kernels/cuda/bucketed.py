@@ -125,7 +125,7 @@ class Codec:
                 SUMMED=int(shards > 0),
             )
             self.prepare(device, table)
-            _launch(device, program, first * threads, table)
+            self.launch(device, program, first * threads, table)
 
     def decode(
         self,
@@ -163,7 +163,14 @@ class Codec:
             table["count"], table["units"] = len(some), first
             self.prepare(device, table)
             program = self.program("decode", ADDING=int(add), OUTPUT=INPUTS[some[0].out.dtype.name])
-            _launch(device, program, first * threads, table)
+            self.launch(device, program, first * threads, table)
+
+    def launch(
+        self, device: Device, program: Program, threads: int, table: npt.NDArray[np.void]
+    ) -> None:
+        """Run the program's first kernel on so many threads."""
+        if threads:
+            device.launch(program, program.kernels[0], -(-threads // program.threads), table)
 
     def program(self, kernel: str, **switches: int) -> Program:
         """Return the program of "encode" (INPUT, FEEDBACK, SUMMED) or "decode" (ADDING or OUTPUT).
@@ -189,8 +196,3 @@ def _part(device: Device, arrays: Sequence[Array]) -> tuple[int, ...]:
 def _batches(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
     for start in range(0, len(items), most):
         yield items[start : start + most]
-
-
-def _launch(device: Device, program: Program, threads: int, table: npt.NDArray[np.void]) -> None:
-    if threads:
-        device.launch(program, program.kernels[0], -(-threads // program.threads), table)

@@ -1,0 +1,39 @@
+"""The autotuner's log: a CSV file with a column for each limit that can be tuned."""
+
+from __future__ import annotations
+
+import csv
+from typing import Any
+
+from ringlet.ring.safe_files import create_text
+
+COLUMNS = [
+    "sample", "cycle_time_ms", "fusion_threshold", "streams", "cache", "hierarchical",
+    "score_bytes_per_s",
+]  # fmt: skip
+
+
+class Log:
+    """A CSV of what was tried, at ``path`` unless that is empty.
+
+    The line with sample 0 is what was settled on. Switches are 0 or 1.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = create_text(path, newline="") if path else None
+        self._writer = csv.DictWriter(self._file, COLUMNS) if self._file else None
+        if self._writer is not None:
+            self._writer.writeheader()
+
+    def write(self, sample: int, setting: dict[str, Any], score: float) -> None:
+        """Append a line. ``setting`` has a value for every limit that can be tuned."""
+        if self._writer is not None:
+            row = {name: int(value) for name, value in setting.items() if name in COLUMNS}
+            cycle = f"{setting['cycle_time'] * 1e3:.3f}"
+            told = {"sample": sample, "cycle_time_ms": cycle, "score_bytes_per_s": f"{score:.0f}"}
+            self._writer.writerow(row | told)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,444 @@
+"""A declared group: tensors that are reduced together in every step, such as a model's gradients.
+
+Its plan, which tensor travels in which bucket, is a pure function of the order in which the first
+rank declared them, their sizes and the fusion threshold; not of arrival times. So sums are formed
+in the same order in every step and after every restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ringlet.compressors import Context, Workspace
+from ringlet.compressors.first import one_first
+from ringlet.fusion.buckets.bucket import Bucket
+from ringlet.fusion.buckets.factory import make_bucket
+from ringlet.fusion.buckets.unscaling import Unscaling
+from ringlet.fusion.devices.host import Mark, collect
+from ringlet.fusion.errors import CompressionFailed, DuplicateName
+from ringlet.fusion.limits import Limits
+from ringlet.fusion.planning.lookahead import pack
+from ringlet.fusion.planning.member import Member
+from ringlet.fusion.planning.pieces import divide
+from ringlet.fusion.process_set import Peers
+from ringlet.fusion.recording.recorder import Recorder
+from ringlet.fusion.requests.legality import check_values
+from ringlet.fusion.requests.request import Request
+from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import Mismatch
+
+log = logging.getLogger("ringlet")
+
+Ready = Callable[["Group", int, int], None]  # group, bucket, epoch
+Abandon = Callable[["Group", str], None]  # group, why
+
+
+class Retune(NamedTuple):
+    """How to plan from a turn on."""
+
+    turn: int
+    threshold: int
+    hierarchical: bool
+
+
+def plan(
+    members: Sequence[Member], threshold: int, lookahead: int | None = None
+) -> list[list[Member]]:
+    """Divide declared members into buckets, last declared first, as backward produces them."""
+    return pack(list(reversed(members)), threshold, lookahead)
+
+
+def plan_hash(buckets: Sequence[Sequence[Member]]) -> str:
+    """Return a digest of everything that ranks must have in common to run these buckets."""
+    described = ("\n".join(member.describe() for member in bucket) for bucket in buckets)
+    return hashlib.blake2b("\n\n".join(described).encode(), digest_size=8).hexdigest()
+
+
+class Group:
+    """One step at a time: every member is submitted once, then ``wait`` collects the results.
+
+    ``step`` is that of the members' schedules, and counts on. ``turn`` counts the steps since the
+    declaration, the same on all ranks; ``epoch`` those that failed, as far as this rank has heard.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        members: Sequence[Member],
+        peers: Peers,
+        limits: Limits,
+        ready: Ready,
+        abandoned: Abandon,
+        step: int = 0,
+    ) -> None:
+        self.name, self.number, self.peers = name, number, peers
+        self.title = name  # what observers are told, on this rank
+        self.epoch = self.turn = 0
+        self.step = step
+        self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
+        self._hierarchical, self._verify = limits.hierarchical, limits.share
+        self._declared = list(members)
+        distinct = {id(member.declared): member for member in members}.values()
+        self._scheduled = any(member.scheduled for member in distinct)
+        self._unscaling: Unscaling | None = None
+        self.finite = True  # whether the last step's results were, under a loss scale
+        self._plan([member.at(step) for member in members])
+        self._ready, self._abandoned = ready, abandoned
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._submitted: set[str] = set()
+        self._handed_in: dict[str, float] = {}  # when, while somebody observes
+        self._retunes: list[Retune] = []
+        self._phantoms = 0  # buckets of the step at hand that went without this rank's values
+        self._unfinished = len(self.buckets)
+        self._failures: dict[int, Exception] = {}  # by turn: steps that `wait` has not told of
+        self._broken: Exception | None = None
+        self._outcome: Exception | None = None  # of the last step that was collected
+        self._told = False  # whether the last thing that the caller heard was a step's failure
+        self._marks: list[Mark] = []  # the ends of what was enqueued for the step at hand
+
+    def _plan(self, members: list[Member]) -> None:
+        self.members = {member.request.name: member for member in members}
+        pieces = [piece for member in members for piece in divide(member)]
+        planned = plan(pieces, self._threshold, self._lookahead)
+        self.hash = plan_hash(planned)
+        self.buckets: list[Bucket] = [
+            make_bucket(b, self.peers, self._hierarchical, self._verify) for b in planned
+        ]
+        self.unscale(self._unscaling)
+        self._pieces: dict[str, list[tuple[Member, int]]] = {name: [] for name in self.members}
+        for i, bucket in enumerate(planned):
+            for piece in bucket:
+                self._pieces[piece.request.name].append((piece, i))
+
+    def _replan(self) -> None:
+        """Plan anew when a schedule or new limits say so: at the same step on every rank."""
+        due = False
+        while self._retunes and self._retunes[0].turn <= self.turn:
+            due = True
+            _, self._threshold, self._hierarchical = self._retunes.pop(0)
+        now = [member.at(self.step) for member in self._declared]
+        if due or [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
+            self._plan(now)
+
+    def warm_up(self) -> None:
+        """Compile the compressors' kernels, so that the first step does not have to."""
+        once = {(str(m.compressor), m.place.name): m for m in self.members.values() if m.encoded}
+        if not once:
+            return
+        with one_first():
+            for member in once.values():
+                place = member.place
+                try:
+                    with place.at_work():
+                        around = Context(xp=place.xp, workspace=Workspace(place.xp))
+                        member.call(member.compressor.warm_up, around)
+                except CompressionFailed as error:  # told by the step that needs it, if one does
+                    log.warning("%s", error)
+
+    def unscale(self, unscaling: Unscaling | None) -> None:
+        """Take a loss scale off results in host memory from now on, and see if they are finite."""
+        self._unscaling = unscaling
+        for bucket in self.buckets:
+            bucket.unscaling = unscaling
+
+    def submit(self, name: str, values: Array, output: Array | None = None) -> None:
+        """Hand in this step's ``values`` (flat); the result goes to ``output``, or in place.
+
+        In host memory the result of 16-bit values may be float32, which sums are not rounded for.
+        Both belong to the engine until ``wait`` returns. Raises DuplicateName when the member was
+        handed in before in this step, ValueError when its size is not the declared one, and
+        TypeError for another dtype. After a failure of the step it does nothing: ``wait`` tells.
+        """
+        member = self.members[name]
+        ready = member.place.ready() if member.place.ordered else None
+        with self._lock:
+            self._told = False
+            if self._error is not None:
+                return
+            if name in self._submitted:
+                raise DuplicateName(f"{name!r} was submitted twice in one step of {self.name!r}")
+            if (values.shape, values.dtype) != member.request.fit:
+                self._refuse(member.request, values)
+            self._submitted.add(name)
+            complete: list[int] = []
+            for piece, index in self._pieces[name]:
+                piece.take(values, values if output is None else output, ready)
+                bucket = self.buckets[index]
+                bucket.missing -= 1
+                if bucket.missing == 0:
+                    complete.append(index)
+            epoch = self.epoch
+        for index in complete:
+            self._ready(self, index, epoch)
+
+    def _refuse(self, request: Request, values: Array) -> None:
+        if values.size != request.numel:
+            raise ValueError(
+                f"{request.name!r} has {values.size} elements in step {self.step} of "
+                f"{self.name!r}; it was declared with shape {list(request.shape)}, which is "
+                f"{request.numel}. Declare again what has changed its shape"
+            )
+        check_values(request, values)
+
+    def missing(self) -> list[str]:
+        """Return the members not yet submitted in this step, in order of declaration."""
+        with self._lock:
+            return [name for name in self.members if name not in self._submitted]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the step at hand was reduced, or failed."""
+        return self._has_ended()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether something was submitted that ``wait`` has not collected."""
+        return bool(self._submitted)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every bucket is reduced; then the next step may begin.
+
+        Raises what went wrong, the same on every rank, or TimeoutError after ``timeout`` seconds.
+        """
+        with self._ended:
+            error, marks = self._collect(self.turn, timeout)
+        _settle(marks, error)
+
+    def disown(self) -> None:
+        """Note, between steps, that the last one's results are not used, nor to be compared."""
+        with self._lock:
+            for bucket in self.buckets:
+                bucket.digest = 0
+
+    def restart(self, step: int) -> None:
+        """Go on at ``step``; between steps, and on all ranks alike."""
+        with self._lock:
+            if self._submitted:
+                raise RuntimeError(f"group {self.name!r} cannot go on at another step in mid-step")
+            self.step = step
+            if self._scheduled:
+                self._replan()
+                self._unfinished = len(self.buckets)
+
+    def acknowledge(self) -> None:
+        """Note that the caller begins a new step: ``abandon`` gives that one up."""
+        with self._lock:
+            self._told = False
+
+    def abandon(self, why: str) -> bool:
+        """Give up the step at hand on all ranks: elsewhere ``wait`` raises, telling ``why``.
+
+        That is the step that was begun, or the next one if none was; but nothing, and False, where
+        ``wait`` has just told that the step failed, on this rank too. Afterwards the next step may
+        begin. Raises RuntimeError if all ranks have reduced the step already, which ``wait`` then
+        collects.
+        """
+        with self._ended:
+            if self._told:
+                self._told = False
+                return False
+            turn = self.turn
+            if self._error is None and self._unfinished:
+                self._abandoned(self, why)
+                self._ended.wait_for(lambda: self.turn != turn or self._has_ended())
+            error = self._error if self.turn == turn else self._outcome
+            if error is None:
+                raise RuntimeError(
+                    f"step {self.step} of {self.name!r} was reduced on all ranks before this rank "
+                    f"gave it up ({why}); take it, or restore a checkpoint on all ranks"
+                )
+            error, marks = self._collect(turn)
+            self._told = False
+        _settle(marks, self._broken and error)
+        return True
+
+    # -- called by the engine's thread ----------------------------------------------------------
+
+    def retune(self, limits: Limits) -> None:
+        """Plan with other limits from the first step on that no rank can have begun.
+
+        All ranks are told at one point of the order in which steps end and fail, so that they find
+        the same one.
+        """
+        with self._lock:
+            ended = self.turn if self._unfinished == 0 else self.turn - 1
+            due = max([ended, *self._failures]) + 2  # a rank may have begun the one before
+            self._plan_from(due, limits.fusion_threshold, limits.hierarchical)
+
+    def halve(self, turn: int) -> str:
+        """Plan smaller buckets from ``turn`` on, which no rank has begun; say so."""
+        with self._lock:
+            last = Retune(turn, self._threshold, self._hierarchical)
+            last = self._retunes[-1] if self._retunes else last
+            biggest = max(sum(m.nbytes for m in bucket.members) for bucket in self.buckets)
+            threshold = max(1, min(last.threshold, biggest) // 2)
+            self._plan_from(turn, threshold, last.hierarchical)
+        return f"from the next step on buckets have at most {threshold} bytes; repeat the step"
+
+    def _plan_from(self, turn: int, threshold: int, hierarchical: bool) -> None:
+        self._retunes = [due for due in self._retunes if due.turn < turn]
+        self._retunes.append(Retune(turn, threshold, hierarchical))
+
+    def retire(self) -> None:
+        """Let the step at hand go, which has ended or was not begun: the caller is gone."""
+        with self._lock:
+            if self._submitted:
+                self._collect(self.turn, 0.0)
+
+    def note_times(self, on: bool) -> None:
+        """Note from now on when members are handed in, or stop that."""
+        with self._lock:
+            if on != isinstance(self._submitted, _Noted):
+                self._handed_in.clear()
+                names = self._submitted
+                self._submitted = _Noted(self._handed_in) if on else set()
+                self._submitted.update(names)
+
+    def observed(self, index: int, recorder: Recorder) -> None:
+        """Tell of a bucket that was exchanged, while somebody observes."""
+        bucket, at = self.buckets[index], self._handed_in
+        names = [member.request.name for member in bucket.members]
+        submitted = {name: at[name] for name in names if name in at}
+        recorder.exchanged(self.title, self.step, index, bucket, submitted)
+        if bucket.done and self._unfinished <= 1 and not bucket.phantom:
+            recorder.step_done(self.title, self.step, min(at.values(), default=time.perf_counter()))
+
+    def submit_zeros(self, index: int) -> bool:
+        """Stand in for a rank that has joined; False if the bucket has this rank's own values.
+
+        What is left of its residuals still takes part.
+        """
+        with self._lock:
+            bucket = self.buckets[index]
+            if bucket.phantom or bucket.missing != len(bucket.members):
+                return False
+            bucket.phantom = True
+            with bucket.place.at_work():
+                for member in bucket.members:
+                    zeros = bucket.place.xp.zeros(member.numel, member.request.storage)
+                    member.input = member.output = zeros
+            return True
+
+    def bucket_done(self, index: int) -> None:
+        """Count a bucket whose outputs are filled."""
+        with self._lock:
+            bucket = self.buckets[index]
+            if bucket.phantom:
+                bucket.phantom = False
+                self._phantoms += 1
+                if self._phantoms == len(self.buckets):
+                    self._begin()  # the others' next step, whose plan may be another
+                return
+            self._unfinished -= 1
+            if bucket.mark is not None:
+                self._marks.append(bucket.mark)
+            if self._unfinished == 0:
+                self._ended.notify_all()
+
+    def fail(self, error: Exception, turn: int | None = None) -> None:
+        """End the step ``turn`` with ``error``; this one and all later ones if that is None.
+
+        Submissions of the failed step are dropped. The step may be one that this rank has not
+        begun: others can be ahead by steps that failed.
+        """
+        with self._lock:
+            self.epoch += 1
+            here = turn == self.turn and self._unfinished > 0
+            if turn is None or (not here and turn <= self.turn):
+                later = error if turn is None else self._drifted(turn, error)
+                self._broken = self._broken or later
+            else:
+                self._failures[turn] = error
+            if here or turn is None:
+                for bucket in self.buckets:
+                    bucket.fail()
+                    bucket.phantom = False
+                    if bucket.mark is not None:
+                        self._marks.append(bucket.mark)
+            self._ended.notify_all()
+
+    def pass_over(self) -> None:
+        """Let failed steps go by in which this rank, which has joined, had nothing of its own."""
+        with self._lock:
+            while not self._submitted and self._failures.pop(self.turn, None) is not None:
+                self._begin()
+
+    def _drifted(self, turn: int, error: Exception) -> Exception:
+        step = self.step + turn - self.turn
+        return Mismatch(
+            f"step {step} of {self.name!r} failed on other ranks after rank {self.peers.rank} had "
+            f"finished it, so that replicas may differ: {error}. Restore the last checkpoint"
+        )
+
+    @property
+    def _error(self) -> Exception | None:
+        """What ended the step at hand, if anything did: its own failure comes first."""
+        failure = self._failures.get(self.turn)
+        return failure or (self._broken if self._unfinished else None)
+
+    def _collect(
+        self, turn: int, timeout: float | None = None
+    ) -> tuple[Exception | None, list[Mark]]:
+        """Wait for the end of the step ``turn``; return what ended it, and its marks.
+
+        Another thread, or a signal's handler, may collect it first; then the next step has begun.
+        """
+        if not self._ended.wait_for(lambda: self.turn != turn or self._has_ended(), timeout):
+            raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
+        if self.turn != turn:
+            return self._outcome, []
+        error = self._outcome = self._error
+        self._failures.pop(turn, None)
+        self._told = error is not None
+        self.finite = all(bucket.finite for bucket in self.buckets)
+        self._begin()
+        self._ended.notify_all()
+        marks, self._marks = self._marks, []
+        return error, marks
+
+    def _begin(self) -> None:
+        self._submitted.clear()
+        self._phantoms = 0
+        self.step += 1
+        self.turn += 1
+        self._unfinished = len(self.buckets)
+        if self._scheduled or self._retunes:
+            self._replan()  # which may raise
+            self._unfinished = len(self.buckets)
+
+    def _has_ended(self) -> bool:
+        return self._unfinished == 0 or self._error is not None
+
+
+def _settle(marks: Sequence[Mark], error: Exception | None) -> None:
+    """Put what the caller enqueues from now on behind a step; then raise ``error``, if any."""
+    try:
+        collect(marks, error)
+    finally:
+        for mark in marks:
+            mark.release()
+
+
+class _Noted(set[str]):
+    """A set of names that keeps when each was added."""
+
+    def __init__(self, times: dict[str, float]) -> None:
+        super().__init__()
+        self._times = times
+
+    def add(self, name: str) -> None:
+        """Add ``name``, now."""
+        super().add(name)
+        self._times[name] = time.perf_counter()
+
+    def clear(self) -> None:
+        """Forget all names and times."""
+        super().clear()
+        self._times.clear()

@@ -1,0 +1,176 @@
+"""Buckets of compressors that exchange in rounds, such as PowerSGD.
+
+Every member runs a generator. What the members yield in one round is fused into one buffer per
+dtype and operation, combined, and handed back. Each round is voted on like a bucket of its own, and
+so is the end, so that a generator that raises on one rank becomes an error on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringlet.compressors import Exchange, Round
+from ringlet.fusion.buckets.bucket import Bucket
+from ringlet.fusion.devices.convert import from_float32
+from ringlet.fusion.devices.fusion_buffers import Lease
+from ringlet.fusion.planning.member import Member
+from ringlet.fusion.process_set import Peers
+from ringlet.fusion.recording.recorder import Recorder
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import Array
+from ringlet.ring.pipeline import Steps, Wire
+
+log = logging.getLogger("ringlet")
+
+_WIRE = ("int8", "int16", "int32", "int64", "float32")
+_WIDER = {"int16": "int32"}  # where the transport, like NCCL, does not add these
+
+
+class RoundsBucket(Bucket):
+    """Members whose compressors declare ``combine="rounds"``."""
+
+    def __init__(self, members: Sequence[Member], size: int) -> None:
+        super().__init__(members, size)
+        self._running: dict[Member, tuple[Exchange, Array]] = {}
+        self._rounds: dict[Member, Round] = {}
+        self._buffers: dict[tuple[str, str], Array] = {}
+        self._pieces: dict[Member, Array] = {}
+        self._outs: dict[Member, Array] = {}  # where later rounds still read the input
+        self._error: Exception | None = None
+
+    @property
+    def final(self) -> bool:
+        """Whether all rounds are over, which is what ranks vote on in the end."""
+        return not self._running
+
+    def abandon(self) -> None:
+        """Give buffers back and forget unfinished exchanges."""
+        super().abandon()
+        for generator, _ in self._running.values():
+            try:
+                generator.close()
+            except BaseException:  # of a step that is over, or given up for a reason of its own
+                log.debug("an exchange in rounds cannot be closed", exc_info=True)
+        self._running.clear()
+        self._rounds.clear()
+        self._error = None
+
+    def _encode(self) -> int:
+        if not self.more:
+            self._start()
+        if self._error is not None:
+            raise self._error
+        sizes: dict[tuple[str, str], int] = {}
+        for round_ in self._rounds.values():
+            key = self._key(round_)
+            sizes[key] = sizes.get(key, 0) + round_.values.size
+        # What a member yields may lie in the buffer of the round before: release that afterwards.
+        before, self._lease = self._lease, Lease(self.place.pool)
+        self._buffers = {
+            key: self._lease.allocate(n * np.dtype(key[1]).itemsize).view(key[1])
+            for key, n in sizes.items()
+        }
+        ends = dict.fromkeys(sizes, 0)
+        for member, round_ in self._rounds.items():
+            key, values = self._key(round_), round_.values
+            piece = self._buffers[key][ends[key] : ends[key] + values.size]
+            piece[...] = values
+            self._pieces[member] = piece
+            ends[key] += values.size
+        before.release()
+        if not self._running:
+            return 0  # the last vote: nothing moves any more
+        return max(1, sum(buffer.nbytes for buffer in self._buffers.values()))
+
+    def _key(self, round_: Round) -> tuple[str, str]:
+        """Return the operation, and the dtype in which values travel."""
+        name = round_.values.dtype.name
+        return round_.op, _WIDER.get(name, name) if self.place.ordered else name
+
+    def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
+        self.lanes = 0
+        if not self._running:
+            self.more = False
+            return
+        buffers = sorted(self._buffers.items(), key=lambda pair: pair[0])
+
+        def combine() -> None:
+            for (op, _), buffer in buffers:
+                peers.comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
+
+        nbytes = sum(buffer.nbytes for _, buffer in buffers)
+        yield Wire(combine, 2 * (self.size - 1) / self.size * nbytes)
+        for (op, dtype), buffer in buffers:
+            self.note_sum(buffer, dtype, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
+        start = time.perf_counter()
+        for (op, _), buffer in buffers:
+            if op == "mean":
+                self.place.xp.multiply(buffer, buffer.dtype.type(1.0 / self.size), out=buffer)
+        self._resume()
+        recorder.compressed(self.trace, start, time.perf_counter())
+
+    def _start(self) -> None:
+        for member in self.members:
+            x = member.values()
+            if not self.place.xp.may_share_memory(x, member.input):
+                x = x.copy()  # scratch would not last until the next round
+            out = self._output(member)
+            generator = member.compressor.exchange(x, out, member.context(0, 1))
+            self._running[member] = (generator, out)
+            self._step(member, None)
+
+    def _output(self, member: Member) -> Array:
+        if member.output_dtype == "float32" and member.compressor.traits().in_place:
+            return member.output
+        out = self._outs.get(member)
+        if out is None:
+            out = self._outs[member] = self.place.xp.empty(member.numel, np.float32)
+        member.forewarn(out)
+        return out
+
+    def _resume(self) -> None:
+        """Hand every member what was combined, up to its next round or its end."""
+        try:
+            for member in list(self._running):
+                dtype = self._rounds[member].values.dtype
+                self._step(member, self._pieces[member].astype(dtype, copy=False))
+        except Exception as error:  # told with the next vote, so that nobody waits for this rank
+            self._error = error
+        self.more = True  # at the end ranks vote whether all have come to it
+
+    def _step(self, member: Member, combined: Array | None) -> None:
+        generator, out = self._running[member]
+
+        def exchange() -> Round | None:
+            try:
+                return next(generator) if combined is None else generator.send(combined)
+            except StopIteration:
+                return None
+
+        round_ = member.call(exchange)
+        if round_ is None:
+            del self._running[member]
+            self._rounds.pop(member, None)
+            if out is not member.output:
+                member.check_written(out, member.compressor.exchange)
+            self._deliver(member, out)
+        else:
+            member.call(_check, member.compressor.label(), round_)
+            self._rounds[member] = round_
+
+    def _deliver(self, member: Member, out: Array) -> None:
+        factor = member.postscale * self.size  # an exchange ends with the mean, not the sum
+        from_float32(out, member.output, member.output_dtype, member.workspace, factor)
+
+
+def _check(label: str, round_: object) -> None:
+    if not isinstance(round_, Round) or round_.values.ndim != 1:
+        raise TypeError(f"{label}.exchange must yield Round(flat array, op), not {round_!r}")
+    if round_.values.dtype.name not in _WIRE:
+        raise TypeError(f"{label}.exchange: {round_.values.dtype} cannot be combined")
+    if round_.op not in ("mean", "sum", "max"):
+        raise ValueError(f"{label}.exchange: op must be mean, sum or max, not {round_.op!r}")

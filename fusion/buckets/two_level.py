@@ -1,0 +1,151 @@
+"""A bucket over two levels: dense sums inside every host, compressed ones of their shards between.
+
+Each rank compresses its shard of every tensor of the host's sum, with residuals of its own for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from ringlet.fusion.buckets.bucket import Bucket
+from ringlet.fusion.codecs.bucket_codec import BucketCodec
+from ringlet.fusion.devices.convert import from_float32, to_float32
+from ringlet.fusion.planning.member import Member
+from ringlet.fusion.planning.strategy import choose
+from ringlet.fusion.process_set import Peers
+from ringlet.fusion.recording.recorder import Recorder
+from ringlet.ring.collectives.two_level import Shard, two_level
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import Array
+from ringlet.ring.float16 import even_counts
+from ringlet.ring.pipeline import Steps
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+
+
+class TwoLevelBucket(Bucket):
+    """Members whose payloads must be decoded to be added."""
+
+    def __init__(self, members: Sequence[Member], comm: HierarchicalCommunicator) -> None:
+        super().__init__(members, comm.size)
+        self._seen, self._finishing = bool(self._finishing), []  # of its shard, by the codec
+        self._comm, local = comm, comm.local
+        shares = [even_counts(member.numel, local.size) for member in self.members]
+        self._counts = [sum(share[rank] for share in shares) for rank in range(local.size)]
+        # The fusion buffer holds shard after shard, each of them tensor after tensor.
+        sizes = [share[rank] for rank in range(local.size) for share in shares]
+        self._ends = [0, *accumulate(sizes)]
+        self._starts = [[0, *accumulate(share)] for share in shares]
+        self._parts = _shard_members(self.members, [share[local.rank] for share in shares], comm)
+        self._codec = _ShardCodec(self._parts, _parts_between(self.members[0], comm.cross.size))
+        self._buffer: Array = np.empty(0, np.float32)
+
+    def _encode(self) -> int:
+        self._buffer = self._lease.allocate(4 * self._ends[-1]).view(np.float32)
+        for i, member in enumerate(self.members):
+            request, workspace = member.request, member.workspace
+            values = to_float32(member.input, request.dtype, workspace)
+            average = request.op is ReduceOp.AVERAGE
+            factor = request.prescale / (len(self._counts) if average else 1)
+            for place, piece in self._places(i):
+                np.multiply(values[piece], np.float32(factor), out=self._buffer[place])
+        return self._buffer.nbytes
+
+    def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
+        comm = self._comm
+        self._lease.use_reserve()
+        mine, allocate = self._counts[comm.local.rank], self._lease.allocate
+        sums, results = (allocate(4 * mine).view(np.float32) for _ in range(2))
+        ends = [0, *accumulate(part.numel for part in self._parts)]
+        for part, start, stop in zip(self._parts, ends, ends[1:], strict=False):
+            part.input, part.output = sums[start:stop], results[start:stop]
+        self.fatal = self._seen  # some ranks may have seen the sum of their shard, and others not
+        shard, plan = Shard(self._codec, sums, results), self.plan_of(epoch)
+        steps = two_level(comm, self._buffer, self._buffer, self._counts, shard, allocate, plan)
+        start_s = time.perf_counter()
+        for wire in steps:
+            recorder.decompressed(self.trace, start_s)
+            yield wire
+            start_s = time.perf_counter()
+        self.note_sum(self._buffer, "float32")
+        for i, member in enumerate(self.members):
+            dtype = member.output_dtype
+            wide = member.output
+            if dtype != "float32":
+                wide = member.workspace.array("decoded32", member.numel)
+            for place, piece in self._places(i):
+                wide[piece] = self._buffer[place]
+            from_float32(wide, member.output, dtype, member.workspace)
+        recorder.decompressed(self.trace, start_s)
+
+    def let_go(self) -> None:
+        """Refer to no tensor any more, nor to the fusion buffer."""
+        super().let_go()
+        for part in self._parts:
+            part.forget()
+
+    def _places(self, i: int) -> list[tuple[slice, slice]]:
+        """Return where the shards of member ``i`` lie: in the fusion buffer, in the tensor."""
+        starts, tensors = self._starts[i], len(self.members)
+        return [
+            (slice(*self._ends[at : at + 2]), slice(*starts[rank : rank + 2]))
+            for rank, at in enumerate(range(i, len(self._ends) - 1, tensors))
+        ]
+
+
+class _ShardCodec(BucketCodec):
+    """Lets compressors see the sum of their shard, as soon as that is decoded."""
+
+    def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
+        super().decode_sum_into(part, payloads)
+        self._see()
+
+    def decode_into(self, part: int, payload: Array) -> None:
+        super().decode_into(part, payload)
+        if part == self.parts - 1:
+            self._see()
+
+    def _see(self) -> None:
+        for member in self.members:
+            member.see()
+
+
+def _parts_between(member: Member, hosts: int) -> int:
+    """Return into how many parts hosts divide a shard: 1, then payloads are gathered."""
+    forced, n = member.request.collective, member.request.numel
+    chosen = choose(member.compressor, hosts, forced, n, member.link)
+    return hosts if chosen == "scatter_reduce" else 1
+
+
+def _shard_members(
+    members: Sequence[Member], sizes: Sequence[int], comm: HierarchicalCommunicator
+) -> list[Member]:
+    """Return this rank's shards of ``members`` as tensors of their own, among the hosts."""
+    shards = []
+    for member, n in zip(members, sizes, strict=True):
+        request = replace(
+            member.request,
+            name=f"{member.name}/{comm.local.rank}",
+            dtype="float32",
+            shape=(n,),
+            prescale=1.0,
+        )
+        state = member.state.setdefault(f"shard.{member.start}", {})
+        cross = comm.cross
+        shard = Member(
+            request,
+            member.declared,
+            cross.rank,
+            cross.size,
+            member.seed,
+            member.place,
+            state,
+            clock=member.state,
+        )
+        shard.compressor = member.compressor  # however small the shard is
+        shards.append(shard)
+    return shards

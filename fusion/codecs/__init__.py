@@ -1,0 +1,1 @@
+"""The compressors of a bucket as the codecs that a compressed collective asks for."""

@@ -1,0 +1,206 @@
+"""Binds the compressors of one bucket to the ring's codec protocol.
+
+Values of a bucket are divided into parts (one, or one per rank); a part holds, tensor after
+tensor, the payload of each tensor's shard. Fixed-size payloads lie side by side without headers
+and compressors write straight into their place; others are serialised behind their length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringlet.compressors import Payload, PayloadError
+from ringlet.compressors.contract import storage
+from ringlet.compressors.payload import (
+    check_payload,
+    deserialise,
+    padded,
+    serialise,
+    serialised_size,
+)
+from ringlet.fusion.devices.convert import from_float32
+from ringlet.fusion.planning.member import Member
+from ringlet.ring.dtypes import Array
+
+_CACHED_VIEWS = 4096
+
+
+class BucketCodec:
+    """The tensors of one bucket on one rank, as a ``ringlet.ring.collectives.codec.Codec``."""
+
+    def __init__(self, members: Sequence[Member], parts: int) -> None:
+        self.members = list(members)
+        self._place = self.members[0].place
+        self._parts = parts
+        self.fixed = all(member.compressor.traits().fixed_size for member in self.members)
+        self._variable: list[Payload] = []
+        self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
+        self._views: dict[tuple[int, int], list[Payload]] = {}
+
+    @property
+    def parts(self) -> int:
+        """1, or the number of ranks."""
+        return self._parts
+
+    def capacity(self, part: int) -> int:
+        """Return the bytes of ``part``; for variable payloads, those of the step at hand."""
+        if self.fixed:
+            return self._slots[part][-1]
+        return 8 * len(self._variable) + sum(map(serialised_size, self._variable))
+
+    def member_bytes(self) -> list[float]:
+        """Return the bytes of each member's payload, in all parts together."""
+        if not self.fixed:
+            return [8.0 + serialised_size(payload) for payload in self._variable]
+        return [
+            float(sum(slots[i + 1] - slots[i] for slots in self._slots))
+            for i in range(len(self.members))
+        ]
+
+    def prepare(self) -> None:
+        """Compress this step's values, where only that tells how many bytes they take."""
+        if self.fixed:
+            return
+        self._variable, overlap = [], self._place.xp.may_share_memory
+        for member in self.members:
+            if member.numel == 0:  # of a tensor with fewer elements than ranks share it
+                self._variable.append({})
+                continue
+            context = member.context(0, 1)
+            values = member.values()
+            payload = member.call(member.compressor.compress, values, context)
+            member.call(check_payload, member.compressor.label(), payload)
+            # What is returned travels later: it must not be the input, which changes.
+            self._variable.append(
+                {
+                    name: array.copy() if overlap(array, values) else array
+                    for name, array in payload.items()
+                }
+            )
+
+    def encode_into(self, part: int, out: Array) -> int:
+        """Encode this rank's values of ``part``, residuals included."""
+        if not self.fixed:
+            return self._serialise(out)
+        for member, payload in zip(self.members, self._payloads(part, out), strict=True):
+            start, stop = member.shard(part, self._parts)
+            if stop > start:
+                context = member.context(part, self._parts)
+                encode = member.compressor.encode_into
+                member.call(encode, member.values(start, stop), payload, context)
+        return self.capacity(part)
+
+    def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
+        """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
+        decoded = [self._payloads(part, payload) for payload in payloads]
+        for i, member in enumerate(self.members):
+            total = self._sum(member, part, [payload[i] for payload in decoded])
+            start, stop = member.shard(part, self._parts)
+            out, dtype = member.output[start:stop], member.output_dtype
+            from_float32(total, out, dtype, member.workspace, member.postscale)
+
+    def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
+        """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
+        decoded = [self._payloads(part, payload) for payload in payloads]
+        for i, member in enumerate(self.members):
+            target = self._payloads(part, out)[i]
+            total = self._sum(member, part, [payload[i] for payload in decoded], fresh=True)
+            if total.size:
+                if member.postscale != 1.0:
+                    self._place.xp.multiply(total, np.float32(member.postscale), out=total)
+                context = member.context(part, self._parts, stage=2)
+                member.call(member.compressor.encode_into, total, target, context)
+        return self.capacity(part)
+
+    def decode_into(self, part: int, payload: Array) -> None:
+        """Overwrite the outputs of a shard."""
+        for member, encoded in zip(self.members, self._payloads(part, payload), strict=True):
+            start, stop = member.shard(part, self._parts)
+            if stop == start:
+                continue
+            out = member.output[start:stop]
+            dtype = member.output_dtype
+            direct = dtype == "float32"
+            target = out if direct else member.workspace.array("decoded32", out.size)
+            context = member.context(part, self._parts, stage=2)
+            member.decode(member.compressor.decompress, encoded, target, context)
+            from_float32(target, out, dtype, member.workspace)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _sum(
+        self, member: Member, part: int, payloads: Sequence[Payload], fresh: bool = False
+    ) -> Array:
+        """Return the sum in float32: in the output where that is float32 and not fresh."""
+        start, stop = member.shard(part, self._parts)
+        n = stop - start
+        if member.output_dtype == "float32" and not fresh:
+            total = member.output[start:stop]
+        else:
+            total = member.workspace.array("sum", n)
+        if n == 0:
+            return total
+        compressor = member.compressor
+        context = member.context(part, self._parts)
+        member.decode(compressor.sum_into, payloads, total, context)
+        return total
+
+    def _lay_out(self, part: int) -> list[int]:
+        """Return where each member's payload begins, and the end of the last."""
+        starts = [0]
+        for member in self.members:
+            start, stop = member.shard(part, self._parts)
+            layout = member.layout(stop - start) if stop > start else ()
+            size = sum(padded(storage(p.dtype).itemsize * p.elements) for p in layout)
+            starts.append(starts[-1] + size)
+        return starts
+
+    def _payloads(self, part: int, buffer: Array) -> list[Payload]:
+        """Return the members' payloads as views of ``buffer``."""
+        if not self.fixed:
+            return self._deserialise(buffer)
+        # Pooled buffers come back at the same addresses, so the views can be kept.
+        key = (part, self._place.address(buffer))
+        views = self._views.get(key)
+        if views is None or buffer.size < self._slots[part][-1]:
+            views = [
+                self._view(member, part, buffer, start)
+                for member, start in zip(self.members, self._slots[part], strict=False)
+            ]
+            if len(self._views) * max(len(self.members), 1) > _CACHED_VIEWS:
+                self._views.clear()
+            self._views[key] = views
+        return views
+
+    def _view(self, member: Member, part: int, buffer: Array, start: int) -> Payload:
+        begin, end = member.shard(part, self._parts)
+        payload: Payload = {}
+        for name, dtype, elements in member.layout(end - begin) if end > begin else ():
+            kind = storage(dtype)
+            size = kind.itemsize * elements
+            if start + size > buffer.size:
+                raise PayloadError(f"a payload of {buffer.size} bytes ends inside {name!r}")
+            payload[name] = buffer[start : start + size].view(kind)
+            start += padded(size)
+        return payload
+
+    def _serialise(self, out: Array) -> int:
+        end = 0
+        for payload in self._variable:
+            length = serialise(payload, out[end + 8 :])
+            out[end : end + 8].view(np.uint64)[0] = length
+            end += 8 + length
+        return end
+
+    def _deserialise(self, buffer: Array) -> list[Payload]:
+        payloads: list[Payload] = []
+        start = 0
+        for _ in self.members:
+            if start + 8 > buffer.size:
+                raise PayloadError(f"a payload of {buffer.size} bytes ends too early")
+            length = int(buffer[start : start + 8].view(np.uint64)[0])
+            payloads.append(deserialise(buffer[start + 8 : start + 8 + length]))
+            start += 8 + length
+        return payloads

@@ -1,0 +1,1 @@
+"""Which tensors travel together, in pieces or whole, and by which collective."""

@@ -1,0 +1,178 @@
+"""Allreduces that were asked for one by one, fused once every rank has asked for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from ringlet.compressors import NoCompression
+from ringlet.fusion.buckets.bucket import Bucket
+from ringlet.fusion.buckets.factory import make_bucket
+from ringlet.fusion.limits import Limits
+from ringlet.fusion.planning.lookahead import pack
+from ringlet.fusion.planning.member import Member
+from ringlet.fusion.planning.pieces import divide
+from ringlet.fusion.process_set import Peers
+from ringlet.fusion.queue.exchanges import Exchanges
+from ringlet.fusion.queue.tensor_queue import TensorQueue
+from ringlet.fusion.recording.recorder import Recorder
+from ringlet.fusion.requests.handle import Work
+from ringlet.ring.pipeline import Steps
+
+Note = Callable[[int, int, str, int], None]  # batch, place in it, a tensor's name, digest
+
+
+class Batch:
+    """Allreduces that become ready together: packed by look-ahead, reduced bucket by bucket.
+
+    Uncompressed buckets run at once. Compressed ones are encoded and voted on first, like those
+    of a declared group, so that a compressor that fails on one rank leaves nobody waiting. A batch
+    serves again whenever the same requests become ready together. ``note`` is told the digests of
+    sums, which ranks compare afterwards.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        members: Sequence[Member],
+        limits: Limits,
+        tensor_queue: TensorQueue,
+        note: Note,
+    ) -> None:
+        self._note = note
+        self.peers, self.members = peers, list(members)
+        self.number, self.epoch = 0, 0
+        divided = [divide(member) for member in members]
+        pieces = [piece for of_one in divided for piece in of_one]
+        self._divided = [of_one for of_one in divided if len(of_one) > 1]
+        self.buckets: list[Bucket] = [
+            make_bucket(b, peers, limits.hierarchical, limits.share)
+            for b in pack(pieces, limits.fusion_threshold, limits.lookahead)
+        ]
+        self._tensor_queue = tensor_queue
+        self._works: dict[Member, Work] = {}
+        self._missing: dict[Member, int] = {}  # pieces of a tensor that are not done
+        self._left = 0
+        self._voted: set[int] = set()  # buckets that were voted on, and are not done
+
+    def begin(self, number: int, works: Iterable[Work], contributors: Sequence[int]) -> None:
+        """Take the members' arrays of this time, and by how many ranks means are to be divided."""
+        self.number, self.epoch = number, 0
+        self._left = len(self.buckets)
+        for member, work, ranks in zip(self.members, works, contributors, strict=True):
+            member.contributors = ranks
+            member.input, member.output, member.ready = work.input, work.output, work.ready
+            self._works[member] = work
+        for pieces in self._divided:
+            whole = pieces[0].whole
+            assert whole is not None
+            self._missing[whole] = len(pieces)
+            for piece in pieces:
+                piece.take(whole.input, whole.output, whole.ready)
+                piece.contributors = whole.contributors
+
+    @property
+    def title(self) -> str:
+        """What observers are told: these belong to nobody."""
+        return ""
+
+    @property
+    def step(self) -> int:
+        """A number that no other batch has."""
+        return self.number
+
+    @property
+    def turn(self) -> int:
+        """Which of its steps this is: a batch has one."""
+        return 0
+
+    def run_plain(self, exchanges: Exchanges, recorder: Recorder) -> list[int]:
+        """Launch the uncompressed buckets; return the indices of those that need a vote."""
+        compressed: list[int] = []
+        for index, bucket in enumerate(self.buckets):
+            if isinstance(bucket.members[0].compressor, NoCompression):
+                nbytes = sum(member.nbytes for member in bucket.members)
+                done = partial(self._plain_done, index, recorder)
+                peers = bucket.among(self.peers)
+                steps = self._plain(bucket, peers, recorder)
+                exchanges.launch(steps, bucket.begin(self.number), peers, nbytes, done)
+            else:
+                compressed.append(index)
+        self._voted = set(compressed)
+        return compressed
+
+    def observed(self, index: int, recorder: Recorder) -> None:
+        """Tell of a bucket that was exchanged, while somebody observes."""
+        bucket = self.buckets[index]
+        submitted: dict[str, float] = {}
+        for member in bucket.members if bucket.done else ():
+            at = recorder.submitted.pop(member.request.key, None)
+            if at is not None:
+                submitted[member.request.name] = at
+        recorder.exchanged("", self.number, index, bucket, submitted)
+
+    @property
+    def decided(self) -> bool:
+        """Whether no bucket waits for votes, or for what was voted for."""
+        return not self._voted
+
+    @property
+    def finished(self) -> bool:
+        """Whether every bucket was reduced, or the batch failed."""
+        return self._left == 0
+
+    def bucket_done(self, index: int) -> None:
+        """Count a bucket, and let its callers go on."""
+        self._left -= 1
+        self._voted.discard(index)
+        bucket = self.buckets[index]
+        if bucket.digest:
+            self._note(self.number, index, bucket.members[0].name, bucket.digest)
+        done = [member.whole or member for member in bucket.members if self._is_last(member)]
+        if done:
+            works = [self._works.pop(member) for member in done]
+            if bucket.mark is not None:
+                for work in works:
+                    work.let_go(bucket.mark)
+                bucket.mark = None  # which keeps tensors
+            self._tensor_queue.complete(works)
+
+    def fail(self, error: Exception, turn: int | None = None) -> None:
+        """End what is left of the batch with ``error``."""
+        self.epoch += 1
+        self._left = 0
+        self._voted.clear()
+        for bucket in self.buckets:
+            bucket.fail()
+        ended = {bucket.place: bucket.mark for bucket in self.buckets if bucket.mark is not None}
+        for member, work in self._works.items():
+            if member.place in ended:
+                work.let_go(ended[member.place])
+        for bucket in self.buckets:
+            bucket.mark = None
+        works = list(self._works.values())
+        self._works.clear()
+        self._tensor_queue.fail(works, error)
+
+    def _is_last(self, member: Member) -> bool:
+        """Whether the tensor is done with this member of a bucket that is."""
+        if member.whole is None:
+            return True
+        self._missing[member.whole] -= 1
+        return self._missing[member.whole] == 0
+
+    def _plain(self, bucket: Bucket, peers: Peers, recorder: Recorder) -> Steps:
+        # Encoded when its turn comes: as many fusion buffers are in use as exchanges under way.
+        if recorder.observers:
+            recorder.encoding("", self.number, bucket)
+
+        def steps() -> Steps:
+            nbytes = bucket.encode(recorder)
+            yield from bucket.exchange(peers, [nbytes] * peers.size, recorder)
+
+        yield from bucket.with_memory(steps)
+
+    def _plain_done(self, index: int, recorder: Recorder) -> None:
+        if recorder.observers:
+            self.observed(index, recorder)
+        self.bucket_done(index)

@@ -1,0 +1,46 @@
+"""Puts exchanges into the engine's pipeline, and measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ringlet.fusion.process_set import Peers
+from ringlet.fusion.recording.events import Trace
+from ringlet.fusion.recording.recorder import Recorder
+from ringlet.ring.pipeline import Flight, Pipeline, Steps
+
+WIRE_THREAD = "ringlet-wire-"
+SMALL = 1 << 16  # bytes up to which handing a collective to another thread costs more than it gains
+
+
+class Exchanges:
+    """This rank's exchanges, ``depth`` of them under way at once. Used by the engine's thread."""
+
+    def __init__(self, recorder: Recorder, wake: Callable[[], None], rank: int, depth: int) -> None:
+        self._recorder = recorder
+        self.pipeline = Pipeline(wake, depth, name=f"{WIRE_THREAD}{rank}-")
+
+    def launch(
+        self,
+        steps: Steps,
+        trace: Trace,
+        peers: Peers,
+        nbytes: int,
+        done: Callable[[], None],
+        counted: bool = True,
+    ) -> None:
+        """Run ``steps``, which move about ``nbytes``, after all before; then call ``done``.
+
+        Returns before the end if the transport can wait in other threads and that pays. What is
+        not ``counted`` is no part of the statistics, which are those of reductions.
+        """
+        recorder, busy = self._recorder, self.pipeline.busy
+        enter = partial(recorder.enter, trace) if recorder.observers else None
+        timed = partial(recorder.communicated, trace) if counted else _ignore
+        flight = Flight(steps, done, timed, enter)
+        self.pipeline.add(flight, peers.overlaps and (busy or nbytes > SMALL))
+
+
+def _ignore(start: float, end: float, nbytes: float, lane: int) -> None:
+    pass

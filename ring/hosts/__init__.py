@@ -1,0 +1,1 @@
+"""The hosts of a job: names, network interfaces, the remote shell."""

@@ -1,0 +1,104 @@
+"""Why a job failed: which rank did so first, and what made it."""
+
+from __future__ import annotations
+
+import signal
+
+from ringlet.ring.errors import LOST_PEER
+from ringlet.ring.launch.rank_table import Rank, RankTable
+from ringlet.ring.launch.start import Started
+from ringlet.ring.processes import processes
+from ringlet.ring.rendezvous.last_words import LastWords, farewell_name
+from ringlet.ring.wire.kv_store import KvStore
+
+
+class Verdict:
+    """Watches the ranks of ``rank_table`` for failures.
+
+    ``kv_store`` holds what ranks have left, ``manager`` is MPI's process manager if there is one.
+    ``several`` tells whether ranks are to be named with their hosts. ``first`` is the rank that
+    failed first, ``running`` are those that had not ended when that was known.
+    """
+
+    def __init__(self, rank_table: RankTable, kv_store: KvStore, several: bool) -> None:
+        self.first: Rank | None = None
+        self.running: list[Rank] = []
+        self.manager: Started | None = None
+        self._rank_table, self._kv_store, self._several = rank_table, kv_store, several
+
+    def reached(self) -> bool:
+        """Settle on the rank that failed first; true when that was possible just now."""
+        if self.first is None and (failed := self._rank_table.first_failed()):
+            self.first = failed
+            self.running = [rank for rank in self._rank_table.ranks if rank.code is None]
+            return True
+        return False
+
+    def explained(self, killed: bool = False) -> bool:
+        """Whether all is known about why the first rank failed; ``killed``: or will ever be."""
+        if self.first and self.first.lost and self.manager:
+            # mpiexec kills all wrappers when one goes or a rank calls MPI_Abort: its code tells.
+            ended = self.manager.process.poll() is not None
+            return self._rank_table.done and (killed or ended)
+        return True
+
+    def aborted(self) -> int | None:
+        """Return the code of MPI_Abort if that is how the ranks were lost."""
+        if self.first and self.first.lost and self.manager:
+            code = self.manager.process.poll()
+            return code if code and code > 0 and code != signal.SIGKILL else None
+        return None
+
+    def code(self) -> int:
+        """Return the exit code of the job, as a shell reports it."""
+        return self.aborted() or processes.shell_code((self.first and self.first.code) or 0)
+
+    def reason(self) -> str:
+        """Say why the job failed; empty while it has not."""
+        rank = self.first
+        if rank is None:
+            return ""
+        name = self._name(rank)
+        if rank.code == LOST_PEER and not rank.lost:
+            return self._effect(rank)
+        if rank.aborted:
+            return f"{name} called MPI_Abort with code {rank.code}"
+        if not rank.lost:
+            return f"{name} {processes.describe(rank.code or 0)}"
+        if (code := self.aborted()) is not None:
+            return f"mpiexec ended every rank with code {code}, as after MPI_Abort"
+        if not rank.here:
+            return f"{name} was killed together with its wrapper, or its host cannot be reached"
+        return f"{name} was killed together with its wrapper"
+
+    def _effect(self, rank: Rank) -> str:
+        """Say what ``rank``, which failed only because it had lost another one, failed of."""
+        how = f"{self._name(rank)} {processes.describe(rank.code or 0)}"
+        told = self._farewells()
+        if left := self._left_early(told):
+            return f"{self._name(left)} exited with code 0 while others still needed it, so {how}"
+        if text := next((last_words.text for last_words in told if last_words.text), ""):
+            return f"{how}, having lost another rank: {text}"
+        if running := [str(r.number) for r in self.running]:
+            return (
+                f"{how}, as one does that has lost another rank; still there: {', '.join(running)}"
+            )
+        return how
+
+    def _left_early(self, told: list[LastWords]) -> Rank | None:
+        """Return the rank that ended first, as if all were done, of those that others have lost."""
+        lost = {rank for last_words in told for rank in last_words.ranks}
+        # Nobody may have been able to tell; when nobody is left, it was one of those without error.
+        known = lost or (set() if self.running else set(range(len(self._rank_table.ranks))))
+        left = [r for r in self._rank_table.ranks if r.code == 0 and r.number in known]
+        return min(left, key=lambda r: r.when, default=None)
+
+    def _farewells(self) -> list[LastWords]:
+        names = [
+            farewell_name(rank.number) for rank in self._rank_table.ranks if rank.code == LOST_PEER
+        ]
+        values = [self._kv_store.value(name) for name in names]
+        return [LastWords.unpack(value) for value in values if value is not None]
+
+    def _name(self, rank: Rank) -> str:
+        return f"rank {rank.number}" + (f" on {rank.host}" if self._several else "")

@@ -1,0 +1,48 @@
+"""One rank of ``ringlet.run``: ``python -m ringlet.ring.launch.function_worker``.
+
+The call comes from the job's store, and the result goes there.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import traceback
+
+from ringlet.ring.errors import LOST_PEER, PeerLost
+from ringlet.ring.launch.signed_pickle import error_name, parcel_key, pickler, result_name
+from ringlet.ring.rendezvous.exit_hooks import say_farewell
+from ringlet.ring.wire.keys import STORE_KEY
+from ringlet.ring.wire.kv_client import Client, client
+from ringlet.ring.wire.sealed import seal, unseal
+
+
+def main(store: Client, key: bytes, rank: int) -> int:
+    """Call the function, leave its result or its traceback; return the exit code."""
+    try:
+        call = io.BytesIO(unseal(key, "call", store.fetch("call")))
+        sys.path[:] = pickle.load(call)  # before the function's modules are needed
+        fn, args, kwargs = pickle.load(call)
+        data = pickler().dumps(fn(*args, **kwargs))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        store.leave(error_name(rank), text.encode(errors="backslashreplace"))
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if isinstance(error, PeerLost):
+            say_farewell(error, os.environ)
+            return LOST_PEER
+        return 1
+    store.leave(result_name(rank), seal(key, result_name(rank), data))
+    return 0
+
+
+if __name__ == "__main__":
+    key = parcel_key(bytes.fromhex(os.environ[STORE_KEY]))
+    code = main(client(), key, int(os.environ["RINGLET_RANK"]))
+    if code:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)  # MPI_Finalize would wait for ranks that wait for this one

@@ -1,0 +1,57 @@
+"""The arguments of ``horovod.run`` that ``ringlet.run`` calls otherwise, or has no use for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from ringlet.ring.errors import LaunchError
+
+_ELASTIC = (
+    "min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range",
+    "host_discovery_script", "elastic_timeout",
+)  # fmt: skip
+_RENAMED = ("func", "num_proc", "use_gloo", "use_mpi", "network_interfaces", "executable")
+_NEEDLESS = ("disable_cache",)  # nothing is remembered of hosts
+
+
+def translated(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``theirs``, Horovod's arguments, stand for: some of ``ours``, and new values.
+
+    Those that say nothing (None, False) are left out. Raises TypeError for a name that neither has,
+    LaunchError for what is not there, or contradicts another argument.
+    """
+    known = (*_RENAMED, *_NEEDLESS, *_ELASTIC, "mpi_args")
+    for name in theirs:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *ours], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"run() got an unexpected keyword argument {name!r}{hint}")
+    said = {name: value for name, value in theirs.items() if value is not None and value != ()}
+    for name in _ELASTIC:
+        if name in said:
+            raise LaunchError(f"{name}: ranks that come and go are not there yet; leave it out")
+    if "mpi_args" in said:
+        raise LaunchError("mpi_args: set MPI's own variables instead, by env={...}")
+    meant: dict[str, Any] = {}
+    if "num_proc" in said:
+        meant["np"] = said["num_proc"]
+    asked = [name for name in ("mpi", "gloo") if said.get(f"use_{name}")]
+    if len(asked) == 2:
+        raise LaunchError("use_gloo and use_mpi: one of them can be true")
+    if asked:
+        meant["transport"] = asked[0]
+    if interfaces := said.get("network_interfaces"):
+        listed = interfaces if isinstance(interfaces, str) else ",".join(interfaces)
+        meant["network_interface"] = listed
+    for name, value in meant.items():
+        if ours[name] not in (None, value):
+            raise LaunchError(f"{name}={ours[name]!r} contradicts {name}={value!r}, which"
+                              f" {_source(name)} asks for")  # fmt: skip
+    return meant | {name: said[name] for name in ("func", "executable") if name in said}
+
+
+def _source(name: str) -> str:
+    renamed = {"np": "num_proc", "transport": "use_mpi or use_gloo"}
+    return renamed.get(name, "network_interfaces")

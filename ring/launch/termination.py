@@ -1,0 +1,117 @@
+"""How the ranks of a job are ended: time to raise, then SIGTERM, a time of grace, then SIGKILL."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from ringlet.ring.launch.failure_report import Verdict
+from ringlet.ring.launch.rank_table import RankTable
+from ringlet.ring.processes.output import Printer
+
+NOTICE = 2.0  # seconds in which those that lost another rank may raise and leave by themselves
+STUCK = 5.0  # seconds after SIGKILL until a rank that cannot be killed is given up
+
+
+class Termination:
+    """Ends what is left of the ranks of ``rank_table`` once the ``verdict`` is reached.
+
+    The others first have NOTICE seconds to find out themselves, and ``grace`` ones after SIGTERM.
+
+    ``forwarded`` are the signals that were passed on, ``killed`` tells whether SIGKILL was sent.
+    """
+
+    def __init__(
+        self, rank_table: RankTable, verdict: Verdict, printer: Printer, grace: float
+    ) -> None:
+        self.forwarded: list[int] = []
+        self.killed = False
+        self._rank_table, self._verdict, self._printer = rank_table, verdict, printer
+        self._grace = grace
+        self._ask_at: float | None = None
+        self._kill_at: float | None = None
+        self._announced = False
+        self._broken = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user has asked for the end."""
+        return signal.SIGINT in self.forwarded
+
+    @property
+    def explained(self) -> bool:
+        """Whether all is known about why the job failed, if it has."""
+        return self._verdict.explained(self.killed)
+
+    def forward(self, number: int) -> None:
+        """Pass signal ``number`` on to every rank; the second SIGINT kills."""
+        if number == signal.SIGINT and number in self.forwarded:
+            self._printer.mute()
+            self._printer.note("killing every rank")
+            self._kill()
+            return
+        self.forwarded.append(number)
+        more = "; once more kills them" if number == signal.SIGINT else ""
+        name = signal.Signals(number).name
+        self._printer.note(f"{name} passed on to every rank{more}")
+        self._rank_table.signal(number)
+
+    def repeat(self) -> None:
+        """Pass on what was passed on before, to ranks that have only just come."""
+        for earlier in self.forwarded:
+            self._rank_table.signal(earlier)
+
+    def judge(self) -> None:
+        """End the other ranks when one has failed, say why, and kill when their time is up."""
+        now = time.monotonic()
+        if not self._broken and self._verdict.reached():
+            self._ask_at = self._ask_at or now + (0.0 if self.forwarded else NOTICE)
+            self._rank_table.give_up_missing()
+        if self._ask_at is not None and now >= self._ask_at:
+            self._end_others()
+        first = self._verdict.first
+        if first and first.done and not self._announced and self.explained:
+            self._announced = True  # after what the rank had to say itself
+            if not self.forwarded:
+                others = bool(self._verdict.running) and self._verdict.aborted() is None
+                ending = "; ending the other ranks" if others else ""
+                self._printer.note(f"{self._verdict.reason()}{ending}")
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._kill()
+
+    def break_off(self) -> None:
+        """End all ranks, because nobody reads what they print."""
+        self._broken = True
+        self._printer.mute()
+        self._end_others()
+
+    def patience(self) -> float | None:
+        """Return for how many milliseconds nothing has to be looked at, None for ever."""
+        timeout: float | None = None
+        if self._rank_table.missing() or not self.explained or self._rank_table.awaits_cause():
+            timeout = 100.0  # look now and then whether they, or mpiexec, still run
+        next_at = self._ask_at if self._kill_at is None else self._kill_at
+        if next_at is not None:
+            timeout = max(10.0, min(timeout or 1e6, 1000 * (next_at - time.monotonic())))
+        return timeout
+
+    def code(self) -> int:
+        """Return the exit code of the job."""
+        if self._verdict.first is None:
+            return 128 + signal.SIGPIPE if self._broken else 0
+        return 128 + signal.SIGINT if self.interrupted and self.killed else self._verdict.code()
+
+    def _end_others(self) -> None:
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self._grace
+            self._rank_table.give_up_missing()
+            if not self.forwarded:  # otherwise they know, and may be saving their work
+                self._rank_table.signal(signal.SIGTERM, spared=self._verdict.first)
+
+    def _kill(self) -> None:
+        if self.killed:
+            self._rank_table.give_up()  # what SIGKILL does not end, nothing will
+        self.killed = True
+        self._kill_at = time.monotonic() + STUCK
+        self._rank_table.give_up_missing()
+        self._rank_table.signal(signal.SIGKILL)

@@ -1,0 +1,138 @@
+"""What the ranks print, whole line by whole line, with the rank in front."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import stat
+from collections import deque
+from typing import BinaryIO
+
+from ringlet.ring.processes.lost_output import Losses
+from ringlet.ring.processes.output_files import open_files
+
+STDOUT, STDERR = 1, 2
+HIGH = 1 << 20  # bytes waiting to be printed from which on no more should be fed
+LONGEST = 64 << 20  # a longer line is broken, so that memory stays bounded
+
+PLACES = {STDOUT: "the standard output", STDERR: "the standard error"}
+_NAMES = {STDOUT: b"stdout", STDERR: b"stderr"}
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
+
+
+class Printer:
+    """Gathers lines of many ranks and writes them to descriptors 1 and 2 without blocking.
+
+    Lines leave in the order in which they became whole, and a line is finished before the next
+    begins, also when both descriptors are one pipe. A carriage return ends a line as well, as
+    progress bars need. Bytes are passed through as they are. If there is a ``directory``, what a
+    rank writes goes to ``rank.N/stdout`` and ``rank.N/stderr`` in it too, as it is. What cannot be
+    written is dropped, and counted in ``losses``.
+    """
+
+    def __init__(self, size: int, prefix: bool = True, directory: str | None = None) -> None:
+        self.size = size
+        self._directory = f"--output-filename {directory}"
+        self._files = {} if directory is None else open_files(directory, size)
+        self.losses = Losses()
+        self.prefix = prefix
+        self.pending = 0
+        self._muted = False
+        self._partial: dict[tuple[int, int], bytearray] = {}
+        self._queue: deque[tuple[int, memoryview]] = deque()
+
+    def feed(self, rank: int, stream: int, data: bytes) -> None:
+        """Take bytes that ``rank`` wrote to ``stream`` (1 or 2); queue the lines now whole."""
+        if file := self._files.get((rank, stream)):
+            self._keep(file, data)
+        if self._muted:
+            return
+        partial = self._partial.setdefault((rank, stream), bytearray())
+        if partial.endswith(b"\r"):  # kept back: it may have been half of a \r\n
+            data = b"\r" + data
+            del partial[-1:]
+        cut = 1 + max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1))
+        if cut:
+            self._put(rank, stream, bytes(partial) + data[:cut])
+            partial.clear()
+        partial += data[cut:]
+        if len(partial) > LONGEST:
+            self.finish(rank, stream)
+
+    def finish(self, rank: int, stream: int) -> None:
+        """Queue what ``rank`` wrote to ``stream`` last without ending the line."""
+        if partial := self._partial.pop((rank, stream), None):
+            alone = self.size == 1 and not self.prefix  # then the bytes are the user's, untouched
+            self._put(rank, stream, bytes(partial) + (b"" if alone else b"\n"))
+
+    def note(self, text: str) -> None:
+        """Queue a line of the launcher's own on the standard error."""
+        self._queue_bytes(STDERR, f"ringlet run: {text}\n".encode(errors="surrogateescape"))
+
+    def _put(self, rank: int, stream: int, lines: bytes) -> None:
+        if self.prefix:
+            mark = b"[%d]<%s>: " % (rank, _NAMES[stream])
+            if b"\r" in lines:
+                lines = b"".join(mark + line for line in _LINE.findall(lines))
+            else:
+                lines = mark + lines[:-1].replace(b"\n", b"\n" + mark) + b"\n"
+        self._queue_bytes(stream, lines)
+
+    def _queue_bytes(self, stream: int, data: bytes) -> None:
+        self._queue.append((stream, memoryview(data)))
+        self.pending += len(data)
+
+    @property
+    def wants(self) -> int | None:
+        """The descriptor that has to become writable, or None when nothing waits."""
+        return self._queue[0][0] if self._queue else None
+
+    def write(self) -> None:
+        """Write what can be written now. Raises BrokenPipeError when nobody reads any more."""
+        while (stream := self.wants) is not None:
+            _, data = self._queue[0]
+            poll = select.poll()
+            poll.register(stream, select.POLLOUT)
+            if not poll.poll(0):
+                return
+            # A pipe that polls writable takes this much without blocking; a file takes all.
+            regular = stat.S_ISREG(os.fstat(stream).st_mode)
+            try:
+                written = os.write(stream, data if regular else data[: select.PIPE_BUF])
+            except (BlockingIOError, BrokenPipeError) as error:
+                if isinstance(error, BrokenPipeError):
+                    raise
+                return
+            except OSError as error:
+                self._lost(PLACES[stream], len(data), error)
+                written = len(data)
+            self.pending -= written
+            if written < len(data):
+                self._queue[0] = (stream, data[written:])
+            else:
+                self._queue.popleft()
+
+    def _keep(self, file: BinaryIO, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError as error:
+            self._lost(self._directory, len(rest), error)
+
+    def _lost(self, place: str, nbytes: int, error: OSError) -> None:
+        if said := self.losses.add(place, nbytes, error):
+            self.note(said)
+
+    def mute(self) -> None:
+        """Print nothing of the ranks any more, not even what waits; notes still pass."""
+        self._muted = True
+        self._queue.clear()
+        self._partial.clear()
+        self.pending = 0
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        for file in self._files.values():
+            file.close()

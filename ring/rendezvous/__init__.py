@@ -1,0 +1,1 @@
+"""How a process finds its rank, its transport and the others, and how it leaves them."""

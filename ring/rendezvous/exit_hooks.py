@@ -1,0 +1,86 @@
+"""How a rank that an exception ends leaves the job: at once, and with a word to its launcher."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from functools import cache
+from types import TracebackType
+from typing import Any, NoReturn
+
+from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost
+from ringlet.ring.rendezvous.last_words import LastWords, farewell_name
+from ringlet.ring.wire.keys import STORE_KEY
+from ringlet.ring.wire.kv_client import SCHEME, Client
+from ringlet.ring.wire.kv_store import Op
+
+PATIENCE = 2.0  # seconds that a rank on its way out spends on its last words
+
+
+@cache
+def leave_on_exception(always: bool) -> None:
+    """Let a rank that an exception ends really end, with a code that tells cause from effect.
+
+    At exit mpi4py calls MPI_Finalize, which waits for ranks that wait for this one in a collective:
+    the job would hang, and its launcher never learn of the failure; so leave ``always`` before it.
+    A rank that only failed because it lost another one leaves with code LOST_PEER, and tells the
+    launcher, if it can, which one that was. A forked child that ends well leaves in the same way:
+    it must not finalize its parent's MPI.
+    """
+    rank = os.getpid()
+    show = sys.excepthook
+    failed: list[BaseException] = []
+    asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        failed.append(error)
+        show(kind, error, trace)
+        if isinstance(error, PeerLost):
+            say_farewell(error, os.environ)
+
+    def leave() -> None:
+        if always and asked and not failed:
+            failed.append(SystemExit(asked[-1]))
+        child = always and os.getpid() != rank
+        if child or (failed and (always or isinstance(failed[0], PeerLost))):
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER, SystemExit: (*asked, 1)[0]}
+            if not failed:
+                os._exit(0)
+            os._exit(next((c for kind, c in codes.items() if isinstance(failed[0], kind)), 1))
+
+    def exit_with(status: Any = None, /) -> NoReturn:
+        # No hook sees the code of a SystemExit, and at exit it is too late to ask for it.
+        asked[:] = [status] if isinstance(status, int) and status else [1] if status else []
+        leave_now(status)
+
+    leave_now, sys.exit = sys.exit, exit_with
+    sys.excepthook = note
+    atexit.register(leave)  # runs after the handlers that are registered later
+
+
+def say_farewell(error: PeerLost, env: Mapping[str, str]) -> bool:
+    """Tell the launcher that ``env`` names, if any, whom this rank has lost.
+
+    Returns whether it was told: nobody is left to hear of it when the launcher is gone as well.
+    """
+    place = env.get("RINGLET_RENDEZVOUS", "")
+    if not place.startswith(SCHEME) or STORE_KEY not in env:
+        return False
+    rank, key = int(env["RINGLET_RANK"]), bytes.fromhex(env[STORE_KEY])
+    words = LastWords(error.ranks, str(error)).pack()
+    try:
+        # A connection of its own: another thread may be waiting for an answer on the usual one.
+        client = Client(place.removeprefix(SCHEME), key, rank, PATIENCE)
+        try:
+            client.ask(Op.SET, farewell_name(rank).encode(), words, timeout=PATIENCE)
+        finally:
+            client.close()
+    except (LaunchError, TimeoutError):
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Communicators, one transport a file, and what two of them share."""

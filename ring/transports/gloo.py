@@ -1,0 +1,177 @@
+"""Ranks that find each other through a torch.distributed store and talk gloo (TCP).
+
+A process group of our own is used, never torch's default one, which stays the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import json
+import os
+import resource
+import socket
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from ringlet.ring.errors import PeerLost, unavailable
+from ringlet.ring.float16 import Scratch
+from ringlet.ring.interrupt import Connections, interrupt_all, remember, watched
+from ringlet.ring.transports.gloo_proof import Gate, admit
+from ringlet.ring.transports.process_group import TAG, ProcessGroupCommunicator
+
+DESCRIPTORS = 1 << 16  # that a rank may have open, if the system lets it
+
+
+class GlooCommunicator(ProcessGroupCommunicator):
+    """Rank ``rank`` of ``size`` that meet at ``store``, whose keys must not have been used before.
+
+    ``timeout`` (seconds) bounds each call. The network interface is the one GLOO_SOCKET_IFNAME
+    names, else the one that has the address ``host``, else the one of this host's name. Ranks prove
+    to each other that they know ``key``; with None, which is then every rank's, nobody does.
+
+    Raises PeerLost when the others cannot be reached, ProtocolError when somebody has taken a
+    rank's place, LaunchError when some ranks have a key and others do not.
+    """
+
+    name = "gloo"
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: float = 300.0,
+        *,
+        host: str | None = None,
+        origin: Sequence[int] | None = None,
+        key: bytes | None = None,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be below the size {size}, not {rank}")
+        super().__init__(rank, size, origin)
+        if not hasattr(self._dist, "ProcessGroupGloo"):
+            raise unavailable("gloo", "this torch was built without gloo", "Install another build.")
+        self._store, self._timeout, self._host, self._key = store, timeout, host, key
+        self._asked = 0  # subsets so far, so that each has keys of its own in the store
+        # Runs at exit too, when nobody closed.
+        self._finalizer = weakref.finalize(self, self._groups.clear)
+        self._connections = Connections()
+        _alive.add(self)
+        if size > 1:
+            self._connect()
+            here = json.dumps([socket.gethostname(), self._connections.ends()])
+            hosts, ends = zip(*map(json.loads, self.allgather_bytes(here.encode())), strict=True)
+            self._connections.introduce(ends)
+            self._spread = len(set(hosts)) == size
+
+    def _subset(self, ranks: list[int]) -> GlooCommunicator | None:
+        self._asked += 1
+        if self.rank not in ranks:
+            return None
+        store = None
+        if len(ranks) > 1:
+            store = self._dist.PrefixStore(f"ringlet-subset/{self._asked}", self._store)
+        origin = [self.origin[rank] for rank in ranks]
+        return GlooCommunicator(
+            store,
+            ranks.index(self.rank),
+            len(ranks),
+            self._timeout,
+            host=self._host,
+            origin=origin,
+            key=self._key,
+        )
+
+    def interrupt(self) -> None:
+        """End the connections of all gloo communicators of this process."""
+        interrupt_all()
+
+    def _sibling(self, number: int) -> GlooCommunicator | None:
+        # The same connections: what a message belongs to, its tag says.
+        sibling = copy.copy(self)
+        sibling._tag, sibling._scratch = TAG + number, Scratch()
+        sibling._subsets, sibling._siblings = [], {}
+        sibling.before_close = lambda: None
+        return sibling
+
+    def _release(self) -> None:
+        self._finalizer()
+
+    def _severed(self) -> list[int]:
+        return [self.origin[rank] for rank in self._connections.severed()]
+
+    def _close(self) -> None:
+        super()._close()
+        self._store = None
+
+    def _connect(self) -> None:
+        _make_room()
+        with watched() as connections:
+            options = self._options()
+            prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
+            gate = Gate(prefixed, self.rank, self.size, self._timeout)
+            gate.keyed(self._key is not None)
+            try:
+                group = self._dist.ProcessGroupGloo(prefixed, self.rank, self.size, options)
+            except RuntimeError as error:
+                raise PeerLost(
+                    f"rank {self.rank} of {self.size} could not reach the others over gloo: {error}"
+                ) from error
+        self._groups.append(group)
+        self._connections = connections
+        del group, options  # what holds them keeps gloo's threads
+        try:
+            admit(self, gate, self._key, connections.interrupt)
+        except BaseException:
+            self._release()
+            raise
+        connections.refuse_more()
+        remember(self, connections)
+
+    def _options(self) -> Any:
+        gloo, host = self._dist.ProcessGroupGloo, self._host
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=self._timeout)
+        options._threads = 1
+        interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]
+        try:
+            if interfaces:
+                options._devices = [gloo.create_device(interface=name) for name in interfaces]
+            elif host:
+                options._devices = [gloo.create_device(hostname=host)]
+            else:
+                options._devices = [gloo.create_default_device()]
+        except RuntimeError as error:
+            remedy = "Name a network interface in GLOO_SOCKET_IFNAME."
+            raise unavailable("gloo", str(error).split("\n")[0], remedy) from error
+        return options
+
+
+_alive: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
+
+
+def _keep_groups() -> None:
+    # Their destructors wait for threads that a forked child does not have: it must not destroy any.
+    for comm in list(_alive):
+        for group in comm._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
+
+
+def _make_room() -> None:
+    """Allow this process more descriptors, if it may have them.
+
+    While its port is open gloo takes every connection, and ends the process when there is no
+    descriptor for one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

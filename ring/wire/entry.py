@@ -1,0 +1,58 @@
+"""How a process of the job gets in at the launcher's listener: the other half of the handshake."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+
+from ringlet.ring.addresses import split_port
+from ringlet.ring.errors import ProtocolError
+from ringlet.ring.wire.handshake import Claim, connect_as
+from ringlet.ring.wire.launch_link import Channel, Kind, Role
+
+PATIENCE = 60.0  # seconds for the launcher to answer
+TRY = 15.0  # seconds for it to answer once
+PAUSE = 0.05, 1.0  # seconds between two tries: at first, and at most
+
+# Another connection may fare better: the listener may have been full of strangers.
+_PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, TimeoutError)
+
+
+def enter(
+    address: str, secret: bytes, rank: int, visitor: bool = False, patience: float = PATIENCE
+) -> Channel:
+    """Connect to the launcher, prove and have proved ``secret``; return the link.
+
+    ``address`` is host:port. A connection that breaks is tried again, for ``patience`` seconds in
+    all. Raises ProtocolError when whoever answers is not the launcher, or does not believe this
+    process, and OSError when nobody answers.
+    """
+    who = Claim(Role.VISITOR if visitor else Role.WRAPPER, rank, 0)
+    limit, pause = time.monotonic() + patience, PAUSE[0]
+    while True:
+        sock: socket.socket | None = None
+        now = time.monotonic()
+        try:
+            once = max(0.001, min(TRY, limit - now))
+            sock = socket.create_connection(split_port(address), timeout=once)
+            return Channel(sock, connect_as(sock, secret, who, now + once))
+        except (OSError, ProtocolError) as error:
+            if sock is not None:
+                sock.close()
+            if not isinstance(error, _PASSING) or time.monotonic() + pause >= limit:
+                raise
+        time.sleep(pause * random.uniform(0.5, 1.0))  # so that not all come back at once
+        pause = min(2 * pause, PAUSE[1])
+
+
+def expect(channel: Channel, wanted: Kind, patience: float = PATIENCE) -> bytes:
+    """Wait for the next frame, which has to be of kind ``wanted``."""
+    limit = time.monotonic() + patience
+    while not channel.closed and (left := limit - time.monotonic()) > 0:
+        channel.wait(left)
+        for kind, body in channel.receive():
+            if kind is wanted:
+                return body
+            raise ProtocolError(f"expected {wanted.name} from the launcher, got {kind.name}")
+    raise ProtocolError(f"the launcher did not send {wanted.name}")

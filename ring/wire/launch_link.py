@@ -1,0 +1,153 @@
+"""The link between the launcher and one wrapper, or visitor of the store: what its frames say.
+
+Both ends have proved that they know the job's secret, and each frame shows that the other end made
+it: the wrapper runs only what its launcher sends, the launcher listens only to its own wrappers.
+"""
+
+from __future__ import annotations
+
+import enum
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from ringlet.ring.wire.frames import Incoming, Outgoing
+from ringlet.ring.wire.handshake import Keys
+from ringlet.ring.wire.keys import derive
+
+LARGE = 16 << 20  # bytes of a frame: a command with its whole environment
+CHUNK = 1 << 16  # bytes of output that travel in one frame
+HIGH = 1 << 20  # bytes waiting to be sent from which on nothing new is read
+
+# Names through which the launcher tells a wrapper where it is. The user's program sees neither.
+ADDRESS, SECRET = "RINGLET_LAUNCHER", "RINGLET_LAUNCHER_SECRET"
+
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
+
+
+class Role(enum.IntEnum):
+    """Who comes to the launcher's listener, and so which secret it has to know."""
+
+    WRAPPER = 1  # of a rank: the job's secret
+    VISITOR = 2  # a rank's program, to the store: the store's key
+
+
+class Kind(enum.IntEnum):
+    """What a frame says, and the body it carries."""
+
+    JOB = 1  # launcher: what to run, a JSON object
+    STARTED = 2  # wrapper: process id, which is the process group too (decimal)
+    STDOUT = 3  # wrapper: bytes
+    STDERR = 4  # wrapper: bytes
+    ENDED = 5  # wrapper: exit code (minus the signal), when, and now (monotonic ns; decimal)
+    DONE = 6  # wrapper: nothing is left of the program, and all of its output was sent
+    SIGNAL = 7  # launcher: number of a signal to pass on (decimal)
+    RELEASE = 8  # launcher: the wrapper may go
+    ASK = 9  # rank: a request to the store, see ringlet.ring.wire.kv_store
+    ANSWER = 10  # launcher: what the store says
+    PLACE = 11  # wrapper of rank 0: more variables, for all ranks, that its host decides on (JSON)
+    BEGIN = 12  # launcher: start the program, with these variables (JSON)
+    PMI = 13  # both: a line that MPI asks for, or gets, see ringlet.ring.processes.pmi
+
+
+def store_key(secret: bytes) -> bytes:
+    """Return the key to the job's store, which tells nothing of the secret itself."""
+    return derive(secret, "store")
+
+
+class Channel:
+    """One end of a connection: takes frames without ever blocking, hands over whole ones.
+
+    ``keys`` are those that the handshake has led to.
+    """
+
+    def __init__(self, sock: socket.socket, keys: Keys) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that vanished without a word is noticed within a minute.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.closed = False
+        self._sock = sock
+        self._incoming = Incoming(keys.receiving, frozenset(Kind), LARGE)
+        self._frames = Outgoing(keys.sending)
+        self._heard: deque[tuple[int, bytes]] = deque()  # frames that nobody has taken
+        self._outgoing = bytearray()
+        self.own_address, self.peer_address = _ends(sock)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._sock.fileno()
+
+    @property
+    def pending(self) -> int:
+        """Bytes that wait to be sent."""
+        return len(self._outgoing)
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        """Queue a frame and send what the connection takes now; a dead peer is not an error."""
+        self._outgoing += self._frames.frame(kind, body)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the connection takes now."""
+        while self._outgoing and not self.closed:
+            try:
+                with memoryview(self._outgoing) as waiting:
+                    sent = self._sock.send(waiting[:HIGH])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outgoing.clear()  # what the peer said last may still be received
+                return
+            del self._outgoing[:sent]
+
+    def receive(self) -> Iterator[tuple[Kind, bytes]]:
+        """Read once and yield the frames that are whole; sets ``closed`` at the end.
+
+        Whoever stops in between gets the rest by calling again, also when nothing more has come.
+        Raises ProtocolError for a frame that is not allowed, or that the other end has not made.
+        """
+        try:
+            data = self._sock.recv(4 * CHUNK)
+            self.closed = not data
+        except BlockingIOError:
+            data = b""
+        except OSError:
+            self.closed = True
+            return
+        self._heard += self._incoming.feed(data)
+        while self._heard:
+            kind, body = self._heard.popleft()
+            yield Kind(kind), body
+
+    def wait(self, seconds: float | None) -> bool:
+        """Send what is queued, until something can be received; false when the time is up."""
+        limit = None if seconds is None else time.monotonic() + seconds
+        while not self.closed:
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+            events = poll.poll(None if left is None else 1000 * left)
+            self.flush()
+            if any(event & ~select.POLLOUT for _, event in events):
+                return True
+            if left == 0:
+                return False
+        return False
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self.closed = True
+        self._sock.close()
+
+
+def _ends(sock: socket.socket) -> tuple[str, str]:
+    """Return this end's address and the other's; empty for one that is gone already."""
+    try:
+        return sock.getsockname()[0], sock.getpeername()[0]
+    except OSError:
+        return "", ""

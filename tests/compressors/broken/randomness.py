@@ -1,0 +1,161 @@
+"""Random numbers that differ where they must not, or do not differ where they must."""
+
+import os
+import random
+import time
+
+import numpy as np
+
+from broken.right import CELL, Cells, Compressor, Folded, Traits
+
+_GENERATOR = np.random.default_rng(0)
+OMEGA = Traits(fixed_size=True, granularity=CELL, omega=0.01)
+
+
+class Stochastic(Cells):
+    """Rounds at random; subclasses say with which numbers."""
+
+    def traits(self):
+        return OMEGA
+
+    def rounded(self, places, ctx):
+        return ctx.xp.floor(places + self.noise(places.size, ctx).astype("float32"))
+
+    def noise(self, n, ctx):
+        return np.full(n, 0.5)
+
+
+class GlobalNoise(Stochastic):
+    """NumPy's global generator: no two runs are equal."""
+
+    def noise(self, n, ctx):
+        return np.random.random(n)
+
+
+class ModuleNoise(Stochastic):
+    """One generator of the module, with a seed: numbers go by the order of calls."""
+
+    def noise(self, n, ctx):
+        return _GENERATOR.random(n)
+
+
+class ClockNoise(Stochastic):
+    """Seeds with the time."""
+
+    def noise(self, n, ctx):
+        return np.random.default_rng(time.time_ns()).random(n)
+
+
+class PythonNoise(Stochastic):
+    """Seeds with Python's generator."""
+
+    def noise(self, n, ctx):
+        return np.random.default_rng(random.getrandbits(32)).random(n)
+
+
+class SeedOnly(Stochastic):
+    """Seeds with the seed alone: the same numbers in every step, so that errors never cancel."""
+
+    def noise(self, n, ctx):
+        return np.random.default_rng(ctx.seed).random(ctx.offset + n)[ctx.offset :]
+
+
+class StepOnly(Stochastic):
+    """Seeds with the step alone: all ranks and tensors round the same way together."""
+
+    def noise(self, n, ctx):
+        return np.random.default_rng(ctx.step).random(ctx.offset + n)[ctx.offset :]
+
+
+class SharedNoise(Stochastic):
+    """Rounds with numbers that all ranks share, so that their errors add up."""
+
+    def noise(self, n, ctx):
+        return ctx.rng(shared=True).random(ctx.offset + n)[ctx.offset :]
+
+
+class OffsetForgotten(Stochastic):
+    """Draws from the start of the stream, whatever piece of the tensor it is."""
+
+    def noise(self, n, ctx):
+        return ctx.rng().random(n)
+
+
+class SketchByHash(Folded):
+    """Places go by Python's hash of the name, which every process salts."""
+
+    def places(self, n, ctx):
+        rng = np.random.default_rng([hash(ctx.name) & 0xFFFF, ctx.step])
+        signs = rng.integers(0, 2, n) * np.float32(2) - np.float32(1)
+        return rng.integers(0, max(self.count(n), 1), n), signs.astype("float32")
+
+
+class SketchByProcess(Folded):
+    """Places go by the process's number."""
+
+    def places(self, n, ctx):
+        rng = np.random.default_rng([os.getpid(), ctx.step])
+        signs = rng.integers(0, 2, n) * np.float32(2) - np.float32(1)
+        return rng.integers(0, max(self.count(n), 1), n), signs.astype("float32")
+
+
+class SketchOfOneRank(Folded):
+    """Every rank folds its own way: what is added up does not belong together."""
+
+    def places(self, n, ctx):
+        rng = ctx.rng()
+        signs = rng.integers(0, 2, n) * np.float32(2) - np.float32(1)
+        return rng.integers(0, max(self.count(n), 1), n), signs.astype("float32")
+
+
+class OrderOfASet(Cells):
+    """Sends sixths of the codes in the order of a set of strings, which every process shuffles."""
+
+    def order(self, n):
+        places = {name: np.arange(i, n, 6) for i, name in enumerate(["a", "b", "c", "d", "e", "f"])}
+        return np.concatenate([places[name] for name in set(places)])
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        return payload | {"codes": payload["codes"][self.order(x.size)]}
+
+    def traits(self):
+        return Traits(fixed_size=True)
+
+    def decompress(self, payload, out, ctx):
+        codes = np.empty_like(payload["codes"])
+        codes[self.order(out.size)] = payload["codes"]
+        super().decompress(payload | {"codes": codes}, out, ctx)
+
+
+class DitherOfReceiver(Stochastic):
+    """Subtracts the noise again when it decodes: the receiver's, not the sender's."""
+
+    def traits(self):
+        return Traits(fixed_size=True, granularity=CELL)
+
+    def noise(self, n, ctx):
+        return ctx.rng().random(ctx.offset + n)[ctx.offset :] - 0.5
+
+    def rounded(self, places, ctx):
+        return ctx.xp.clip(ctx.xp.rint(places + self.noise(places.size, ctx)), -127, 127)
+
+    def decompress(self, payload, out, ctx):
+        steps = payload["steps"].repeat(CELL)[: out.size]
+        with np.errstate(invalid="ignore"):
+            out[:] = (payload["codes"] - self.noise(out.size, ctx)).astype("float32") * steps
+
+
+class ScheduleByChance(Compressor):
+    """Chooses what to use at a step by tossing a coin on every rank."""
+
+    def at(self, step):
+        from ringlet.compressors import FP16
+
+        return FP16() if random.random() < 0.5 else self
+
+    def compress(self, x, ctx):
+        return {"values": x.copy()}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]

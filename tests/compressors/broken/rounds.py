@@ -1,0 +1,171 @@
+"""Exchanges in rounds that a rank leaves, that use what others overwrite, or do not add up."""
+
+import numpy as np
+
+from broken.right import SharedScale
+from ringlet.compressors import Compressor, Round, Traits
+
+
+class Rounds(Compressor):
+    """The mean of float32 values in one round."""
+
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx, local=None):
+        mean = yield Round(x.copy(), "mean")
+        out[:] = mean
+        if local is not None:
+            local[:] = x
+
+
+class LeavesEarly(Rounds):
+    """A rank without anything to say takes no part in the round."""
+
+    def exchange(self, x, out, ctx, local=None):
+        if not ctx.xp.any(x):
+            out[:] = 0
+            if local is not None:
+                local[:] = 0
+            return
+        yield from super().exchange(x, out, ctx, local)
+
+
+class SecondRoundByOwnData(Rounds):
+    """A rank with large values asks for one round more."""
+
+    def exchange(self, x, out, ctx, local=None):
+        yield from super().exchange(x, out, ctx, local)
+        if x.size and ctx.xp.abs(x).max() > 1e20:
+            yield Round(x[:1].copy(), "max")
+
+
+class SizeByOwnData(Rounds):
+    """Yields as many values as this rank has that are not zero."""
+
+    def exchange(self, x, out, ctx, local=None):
+        kept = x[x != 0]
+        mean = yield Round(kept, "mean")
+        out[:] = 0
+        out[x != 0] = mean[: kept.size]
+        if local is not None:
+            local[:] = x
+
+
+class YieldsScratch(Rounds):
+    """Yields scratch memory, which other tensors' exchanges use in between."""
+
+    def exchange(self, x, out, ctx, local=None):
+        scratch = ctx.workspace.array("scratch", x.size)
+        scratch[:] = x
+        out[:] = yield Round(scratch, "mean")
+        if local is not None:
+            local[:] = x
+
+
+class SumNotDivided(Rounds):
+    """Leaves the sum where the mean belongs."""
+
+    def exchange(self, x, out, ctx, local=None):
+        out[:] = yield Round(x.copy(), "sum")
+        if local is not None:
+            local[:] = x
+
+
+class OwnInsteadOfMean(Rounds):
+    """Leaves its own values in the result, which therefore differs from rank to rank."""
+
+    def exchange(self, x, out, ctx, local=None):
+        mean = yield Round(x.copy(), "mean")
+        out[:] = ctx.xp.where(ctx.xp.abs(x) > ctx.xp.abs(mean), x, mean)
+        if local is not None:
+            local[:] = x
+
+
+class LocalOfNothing(SharedScale):
+    """Leaves its whole gradient in `local`, though less of it was sent."""
+
+    def exchange(self, x, out, ctx, local=None):
+        yield from super().exchange(x, out, ctx)
+        if local is not None:
+            local[:] = x
+
+
+class LocalForgotten(SharedScale):
+    """Leaves `local` as it was."""
+
+    def exchange(self, x, out, ctx, local=None):
+        yield from super().exchange(x, out, ctx)
+
+
+class NotInPlace(Rounds):
+    """Declares in_place, writes to `out`, and looks at `x` again."""
+
+    def traits(self):
+        return Traits("rounds", in_place=True)
+
+    def exchange(self, x, out, ctx, local=None):
+        out[:] = yield Round((x * np.float32(0.5)).copy(), "mean")
+        rest = yield Round(x * np.float32(0.5), "mean")
+        out += rest
+        if local is not None:
+            local[:] = x
+
+
+class KeepsReceived(Rounds):
+    """Uses what it received after the next yield, when something else lies there."""
+
+    def exchange(self, x, out, ctx, local=None):
+        half = x * np.float32(0.5)
+        first = yield Round(half, "mean")
+        second = yield Round(half.copy(), "mean")
+        out[:] = first + second
+        if local is not None:
+            local[:] = x
+
+
+class NarrowSum(Rounds):
+    """Sums 8-bit codes of full range: two ranks overflow."""
+
+    def exchange(self, x, out, ctx, local=None):
+        xp = ctx.xp
+        largest = xp.abs(x).max(initial=0, keepdims=True)
+        largest = xp.where(xp.isnan(largest), np.float32(np.inf), largest)
+        largest = (yield Round(largest, "max")).copy()
+        with np.errstate(all="ignore"):
+            step = largest / np.float32(127)
+            usable = xp.isfinite(step) & (step > 0)
+            codes = xp.where(usable, xp.rint(x / step), 0).astype("int8")
+            total = yield Round(codes, "sum")
+            step = xp.where(xp.isinf(step), np.float32(np.nan), step)
+            out[:] = total.astype("float32") * (step / np.float32(ctx.size))
+            if local is not None:
+                local[:] = codes.astype("float32") * step
+
+
+class NoRound(Compressor):
+    """Yields an array in place of a Round."""
+
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx, local=None):
+        out[:] = yield x.copy()
+
+
+class NotAGenerator(Compressor):
+    """Returns in place of yielding."""
+
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx, local=None):
+        out[:] = x
+
+
+class SwallowsNaNInRounds(SharedScale):
+    """Takes a NaN for nothing before the scale is found."""
+
+    def exchange(self, x, out, ctx, local=None):
+        finite = ctx.xp.nan_to_num(x, posinf=0, neginf=0)
+        yield from super().exchange(finite, out, ctx, local)

@@ -1,0 +1,127 @@
+"""What the conformance kit is made of: its examples, how it makes them smaller, whom it asks."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from ringlet.compressors.testing import vectors
+from ringlet.compressors.testing.examples import for_all
+from ringlet.compressors.testing.otherprocess import OtherProcess
+
+
+def drawn():
+    return [x.tobytes() for x in (*vectors.vectors(), *vectors.special())]
+
+
+def hashed():
+    return hash("a name"), os.getpid()
+
+
+def ended():
+    os._exit(3)
+
+
+def printed():
+    print("what a plugin prints is no answer")
+    return 7
+
+
+def left(found=sys.modules):
+    """Return what an earlier call left here, and leave something."""
+    before = "left_behind" in found
+    found["left_behind"] = np
+    return before
+
+
+@pytest.fixture(scope="module")
+def other():
+    process = OtherProcess()
+    yield process
+    process._close()
+
+
+def ask(other, function, *args):
+    return other.ask({__name__}, function, *args)
+
+
+def test_examples_are_the_same_in_every_process(other):
+    assert ask(other, drawn) == drawn()
+
+
+def test_examples_cannot_be_changed():
+    for x in (*vectors.vectors(), *vectors.special()):
+        assert not x.flags.writeable
+
+
+def test_examples_are_what_they_say():
+    assert {0, 1} < {x.size for x in vectors.vectors()}
+    assert all(np.isfinite(x).all() and (abs(x) <= 2.0**80).all() for x in vectors.vectors())
+    values = np.concatenate(vectors.special())
+    assert {np.inf, -np.inf, np.finfo("f4").max} < set(values[~np.isnan(values)].tolist())
+    assert np.isnan(values).any()
+    assert (values == np.finfo("f4").smallest_subnormal).any()
+
+
+def test_a_failing_example_is_made_smaller():
+    def body(x):
+        assert not (x > 100).any(), f"{(x > 100).sum()} of {x.size} are large"
+
+    with pytest.raises(AssertionError) as caught:
+        for_all([np.full(5, 3, "f4"), np.arange(5000, dtype="f4")], body)
+    message = str(caught.value)
+    assert message.startswith("1 of 1 are large\n")
+    assert message.endswith("\nSmallest example: array([4999.], dtype=float32)")
+
+
+def test_an_example_is_made_smaller_for_as_long_as_it_fails_in_the_same_way():
+    def body(x):
+        assert x.size < 3, "three"
+        raise ValueError("another error")
+
+    with pytest.raises(AssertionError, match="three") as caught:
+        for_all([np.ones(50, "f4")], body)
+    assert "array([0., 0., 0.], dtype=float32)" in str(caught.value)
+
+
+def test_what_an_example_is_made_of_may_be_written_to_by_nobody_else():
+    def body(x):
+        x[:] = 7
+
+    for_all(vectors.vectors(), body)
+    assert not any((x == 7).any() for x in vectors.vectors() if x.size > 80)
+
+
+def test_another_process_hashes_otherwise(other):
+    (here, pid), (there, other_pid) = hashed(), ask(other, hashed)
+    assert here != there
+    assert pid != other_pid
+
+
+def test_another_process_finds_nothing_that_an_earlier_question_left(other):
+    assert ask(other, left) is False
+    assert ask(other, left) is False
+
+
+def test_another_process_that_ends_is_told_and_the_next_one_answers(other):
+    with pytest.raises(AssertionError, match="ended with status"):
+        ask(other, ended)
+    assert ask(other, printed) == 7
+
+
+def test_another_process_tells_what_went_wrong(other):
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        ask(other, divmod, 1, 0)
+
+
+def test_a_child_that_is_gone_is_started_anew():
+    process = OtherProcess()
+    assert ask(process, printed) == 7
+    child = process._child
+    child.kill()
+    child.wait()
+    assert ask(process, printed) == 7
+    child = process._child
+    process._close()
+    assert child.returncode == 0

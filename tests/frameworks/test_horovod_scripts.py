@@ -1,0 +1,85 @@
+"""Scripts in the calls of Horovod's examples run unchanged under as_horovod: all in one job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent / "horovod_scripts"
+NAMES = sorted(path.name for path in SCRIPTS.glob("*.py"))
+DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-horovod.md"
+
+
+def digits(path: str = "") -> tuple[tuple[object, object], tuple[object, object]]:
+    """Stand for what MNIST's files hold: images of 28 x 28 bytes, labels from 0 to 9."""
+    import numpy as np
+
+    rng = np.random.default_rng(7)
+    labels = rng.integers(0, 10, 320)
+    images = rng.integers(0, 64, (320, 28, 28)).astype(np.uint8)
+    images[np.arange(320), 2 * labels + 2] = 255
+    return (images[:256], labels[:256]), (images[256:], labels[256:])
+
+
+def main() -> None:
+    import runpy
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    import torch
+
+    from ringlet.runtime import current, shutdown
+
+    tf.keras.datasets.mnist.load_data = digits
+    os.chdir(sys.argv[1] if os.environ["RINGLET_RANK"] == "0" else "/")
+    for name in NAMES:
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(int(os.environ["RINGLET_RANK"]))
+        done = runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        losses = np.array(done["losses"], float)
+        assert np.isfinite(losses).all(), losses
+        arrays = [v.detach() if isinstance(v, torch.Tensor) else v for v in done["variables"]]
+        flat = b"".join(np.array(array).tobytes() for array in arrays)
+        same = len(set(current()._comm.allgather_bytes(flat))) == 1
+        print(f"={name} {len(losses)} {losses[0]} {losses[-1]} {same}", flush=True)
+        shutdown()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Return what rank 0 told of each script."""
+    folder = str(tmp_path_factory.mktemp("scripts"))
+    command = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--transport", "gloo"]
+    ran = subprocess.run(
+        [*command, sys.executable, "-m", "ringlet.as_horovod", __file__, folder],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = [line[14:].split() for line in ran.stdout.splitlines() if "[0]<stdout>: =" in line]
+    return {name: rest for name, *rest in lines}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_in_the_calls_of_an_example_runs(told: dict[str, list[str]], name: str) -> None:
+    count, first, last, same = told[name]
+    assert int(count) > 1
+    assert same == "True"
+    if "synthetic" not in name:  # which have no more than noise to learn
+        assert float(last) < float(first)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_has_a_row_for_it(name: str) -> None:
+    assert f"`{name}`" in DOCUMENT.read_text()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The launcher's listener: strangers make room, ranks of the job get in, and relays are found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringlet.ring.addresses import split_port
+from ringlet.ring.errors import ProtocolError
+from ringlet.ring.launch.start import WRAPPER, dropped
+from ringlet.ring.wire import entry as enter_module
+from ringlet.ring.wire import listener as door_module
+from ringlet.ring.wire.entry import enter, expect
+from ringlet.ring.wire.handshake import GREETING, REFUSED, Unwelcome
+from ringlet.ring.wire.launch_link import ADDRESS, SECRET, Kind
+from ringlet.ring.wire.listener import Guest, Listener
+
+WAIT = 60.0
+
+
+class Porter:
+    """A listener that a thread serves."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.listener = Listener(size)
+        self.guests: list[Guest] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            left = self.listener.patience()
+            timeout = 0.05 if left is None else min(left, 0.05)
+            ready, _, _ = select.select(self.listener.sources(), [], [], timeout)
+            self.guests += self.listener.admit(set(ready))
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.listener.close()
+        for guest in self.guests:
+            guest.channel.close()
+
+
+@pytest.fixture
+def porter() -> Iterator[Porter]:
+    found = Porter()
+    yield found
+    found.close()
+
+
+def greeted(address: str) -> socket.socket:
+    """Connect as somebody who then says nothing."""
+    sock = socket.create_connection(split_port(address), timeout=WAIT)
+    assert len(sock.recv(GREETING, socket.MSG_WAITALL)) == GREETING
+    return sock
+
+
+def until(condition: object) -> None:
+    assert callable(condition)
+    limit = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_newcomers_get_in_though_the_door_is_full_of_strangers(
+    porter: Porter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "STRANGERS", 4)
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(greeted(porter.listener.address)) for _ in range(30)]
+        for rank in range(2):
+            channel = enter(porter.listener.address, porter.listener.secret, rank, patience=WAIT)
+            stack.enter_context(contextlib.closing(channel))
+        until(lambda: len(porter.guests) == 2)
+        assert sorted(guest.rank for guest in porter.guests) == [0, 1]
+        assert crowd[0].recv(1) == b""  # the oldest have made room
+
+
+def test_strangers_are_sent_away_in_time_though_nothing_else_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door_module, "PATIENCE", 0.2)
+    with contextlib.closing(Listener(2)) as listener, contextlib.ExitStack() as stack:
+        assert listener.patience() is None
+        silent = stack.enter_context(socket.create_connection(split_port(listener.address)))
+        select.select(listener.sources(), [], [], WAIT)
+        listener.admit(set(listener.sources()))
+        left = listener.patience()
+        assert left is not None
+        assert left <= 0.2
+        select.select([], [], [], left)
+        assert listener.admit(set()) == []
+        assert listener.patience() is None
+        data = silent.recv(2 * GREETING)
+        assert len(data) == GREETING
+        assert silent.recv(1) == b""
+
+
+def test_whoever_is_cut_off_tries_again(monkeypatch: pytest.MonkeyPatch, porter: Porter) -> None:
+    tries: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def relay() -> None:
+            """Cut two connections off, and pass the third on."""
+            for _ in range(3):
+                sock, _ = listener.accept()
+                tries.append(1)
+                if len(tries) == 3:
+                    with sock, greeted_raw(porter.listener.address) as inner:
+                        pipe(sock, inner)
+                sock.close()
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr(enter_module, "PAUSE", (0.01, 0.02))
+        channel = enter(where, porter.listener.secret, 1, patience=WAIT)
+        until(lambda: porter.guests)
+        channel.close()
+        thread.join(WAIT)
+    assert len(tries) == 3
+    # Trying has an end, and none where it is no use.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(TimeoutError):
+            enter(where, b"key", 0, patience=0.1)
+    with pytest.raises(ConnectionRefusedError):
+        enter(where, b"key", 0, patience=WAIT)
+    with pytest.raises(Unwelcome, match="does not take this process for one of the job's"):
+        enter(porter.listener.address, b"key", 0, patience=WAIT)
+
+
+def greeted_raw(address: str) -> socket.socket:
+    return socket.create_connection(split_port(address), timeout=WAIT)
+
+
+def pipe(one: socket.socket, two: socket.socket, change: tuple[bytes, bytes] | None = None) -> None:
+    """Pass on what either end says, with ``change`` made to what ``two`` says."""
+    while True:
+        for source in select.select([one, two], [], [], WAIT)[0]:
+            try:
+                data = source.recv(1 << 16)
+                if not data:
+                    return
+                if source is two and change is not None:
+                    data = data.replace(*change)
+                (two if source is one else one).sendall(data)
+            except OSError:
+                return
+
+
+def test_a_stranger_is_refused_and_a_proof_counts_once(porter: Porter) -> None:
+    for claim in (bytes(73), os.urandom(73), b"GET / HTTP/1.1\r\n" * 5):
+        with greeted(porter.listener.address) as sock:
+            sock.sendall(claim)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(100) == REFUSED
+                assert sock.recv(100) == b""
+    with pytest.raises(Unwelcome):
+        enter(porter.listener.address, porter.listener.secret, 2, patience=WAIT)  # no such rank
+    assert porter.guests == []
+
+
+@pytest.mark.parametrize("change", [None, (b"good", b"evil")])
+def test_a_relay_cannot_change_the_command_that_runs(
+    porter: Porter, tmp_path: Path, change: tuple[bytes, bytes] | None
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def relay() -> None:
+            sock, _ = listener.accept()
+            with sock, greeted_raw(porter.listener.address) as inner:
+                pipe(sock, inner, change)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        env = {ADDRESS: where, SECRET: porter.listener.secret.hex(), "RINGLET_RANK": "0"}
+        worker = subprocess.Popen(
+            WRAPPER, env={**os.environ, **env}, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+        )
+        try:
+            until(lambda: porter.guests or worker.poll() is not None)
+            channel = porter.guests[0].channel
+            job = {
+                "command": [sys.executable, "-c", f"open({str(tmp_path / 'good')!r}, 'w')"],
+                "env": {"RINGLET_RANK": "0", "RINGLET_SIZE": "1"},
+                "drop": dropped(),
+                "local_size": 1,
+                "interfaces": [],
+                "leads": False,
+                "pmi": False,
+            }
+            channel.send(Kind.JOB, json.dumps(job).encode())
+            channel.send(Kind.BEGIN, b"{}")
+            if change is None:
+                assert int(expect(channel, Kind.STARTED, WAIT)) > 0
+                until(lambda: (tmp_path / "good").exists())
+                channel.close()
+            _, err = worker.communicate(timeout=WAIT)
+        finally:
+            worker.kill()
+            worker.communicate()
+            listener.close()
+            porter.guests[0].channel.close()
+            thread.join(WAIT)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == ({"good"} if change is None else set())
+    if change is not None:
+        assert worker.returncode == 1
+        assert b"a frame was changed, repeated or left out on its way" in err
+
+
+def test_only_the_launcher_is_believed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def impostor() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(b"RINGLET2" + bytes(32))
+                sock.recv(1000)
+                sock.sendall(b"x" * 32)
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(ProtocolError, match="does not know this job's secret"):
+            enter(where, b"secret", 0, patience=WAIT)
+        thread.join(WAIT)
