@@ -256,8 +256,8 @@ class Communicator(ABC):
         if self.closed:
             return
         self.closed = True
+        self.before_close()  # whose user may have promised a last collective
         self._error = self._error or RingError("this communicator is closed")
-        self.before_close()
         for other in (*self._subsets, *self._siblings.values()):
             other.close()
         self._subsets.clear()

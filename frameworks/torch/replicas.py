@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from ringlet.fusion.errors import EngineClosed
 from ringlet.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.errors import PeerLost
 from ringlet.torch.movements import allgather
 from ringlet.torch.reductions import allreduce_async
 from ringlet.torch.tensors import flat
+
+log = logging.getLogger("ringlet")
 
 
 def digest(params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> bytes:
@@ -49,8 +54,16 @@ class Comparison:
         return self._handle.done()
 
     def difference(self) -> str | None:
-        """Return a parameter that differs, by name, if there is one: the same on every rank."""
-        most, least = self._handle.wait().chunk(2)
+        """Return a parameter that differs, by name, if there is one: the same on every rank.
+
+        None, too, where a rank has left the job meanwhile. That does not fail the caller's step:
+        the next operation that needs the rank says so.
+        """
+        try:
+            most, least = self._handle.wait().chunk(2)
+        except (PeerLost, EngineClosed):
+            log.debug("replicas could not be compared", exc_info=True)
+            return None
         odd = (most != ~least).nonzero().flatten().tolist()
         return self._names[odd[0]] if odd else None
 

@@ -11,7 +11,8 @@ from torch import nn
 
 import ringlet
 import ringlet.torch as hvd
-from ringlet.ring.errors import Mismatch
+from ringlet.ring.errors import Mismatch, PeerLost
+from ringlet.torch.replicas import Comparison
 from ringlet.torch.replicas import _sum_of_bits as sum_of_bits
 
 
@@ -331,3 +332,15 @@ def test_rows_of_a_step_that_a_rank_gives_up_before_it_begins_are_no_later_steps
 
     used = [True] * 4 + [False] + [True] * 2
     assert ranks(work) == [([4], used, True), ([], used, True)]
+
+
+def test_a_comparison_that_a_rank_left_before_fails_no_step_of_those_who_stay():
+    def work():
+        if hvd.rank() == 1:
+            return
+        comparison = Comparison({"w": torch.ones(3)}, "alike", hvd.global_process_set)
+        assert comparison.difference() is None
+        with pytest.raises(PeerLost, match="rank 1"):
+            hvd.allreduce(torch.ones(3))
+
+    ranks(work)

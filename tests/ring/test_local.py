@@ -121,6 +121,16 @@ def test_a_rank_that_returns_early_is_lost_to_those_who_wait():
     assert caught.value.ranks == (0,)
 
 
+def test_what_is_done_before_a_communicator_closes_may_still_use_it():
+    def work(comm):
+        comm.before_close = comm.barrier  # as an engine does that has promised a collective
+        comm.close()
+        with pytest.raises(RingError, match="is closed"):
+            comm.barrier()
+
+    run_local(work, 2)
+
+
 def test_a_rank_that_fails_breaks_the_subsets_it_is_in_and_is_named_by_its_first_rank():
     seen = {}
 
