@@ -35,6 +35,7 @@ BEAT, GONE, SILENT, BYE = range(4)
 HANDSHAKE = 5.0  # seconds a stranger has to prove that it belongs to the job
 PENDING = 64  # strangers at a time; the oldest makes room
 LONGEST = 1.0  # seconds between two beats
+LATE = 1.5  # seconds that ranks have to find out that rank 0 has left before they came
 AGAIN = 0.1  # seconds between two attempts to connect
 
 
@@ -215,6 +216,26 @@ class Hub(Heartbeat):
         self.listener.setblocking(False)
         self.poll.register(self.listener, select.POLLIN)
         self.strangers: dict[int, Stranger] = {}  # by descriptor
+        self.arrived: set[int] = set()
+        self.last_word: int | None = None  # that rank 0 has left, or has ended
+
+    def run(self) -> None:
+        """Beat and listen; then tell ranks that come late."""
+        super().run()
+        self.poll.unregister(0)
+        if self.ended >= 0:
+            self.poll.unregister(self.ended)
+        told, until = set(self.arrived), time.monotonic() + LATE
+        while len(self.arrived) < self.size - 1 or self.links.keys() - told:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self.serve({fd for fd, _ in self.poll.poll(left * 1e3)})
+
+    def leave(self, kind: int) -> None:
+        """Say, last, how the rank has ended."""
+        super().leave(kind)
+        self.last_word = kind
 
     def serve(self, ready: set[int]) -> bool:
         """Listen to ranks and strangers."""
@@ -275,7 +296,7 @@ class Hub(Heartbeat):
             rank, size, _, said = HELLO.unpack(stranger.data)
             facts = stranger.nonce + stranger.data[: 8 + NONCE]
             genuine = hmac.compare_digest(said, proof(self.secret, b"rank", facts))
-            if not genuine or size != self.size or not 0 < rank < size or rank in self.links:
+            if not genuine or size != self.size or not 0 < rank < size or rank in self.arrived:
                 self.send_away(stranger)
                 return
             self.strangers.pop(stranger.sock.fileno())
@@ -283,7 +304,10 @@ class Hub(Heartbeat):
             with contextlib.suppress(OSError):
                 stranger.sock.send(proof(self.secret, b"hub", facts))
             self.join(rank, Link(stranger.sock, self.secret, facts, hub=True))
-            if len(self.links) == self.size - 1:
+            self.arrived.add(rank)
+            if self.last_word is not None:
+                self.links[rank].send(self.last_word, self.rank)
+            if len(self.arrived) == self.size - 1:
                 self.poll.unregister(self.listener)
                 self.listener.close()
                 self.tell("joined")
@@ -298,11 +322,12 @@ class Spoke(Heartbeat):
         super().__init__(given)
         self.where = given.door[0], int(given.door[1])
         self.until = time.monotonic() + given.timeout
+        self.too_late = False
 
     def run(self) -> None:
         """Connect, then beat and listen."""
         while not (link := self.connect()):
-            over = time.monotonic() > self.until
+            over = self.too_late or time.monotonic() > self.until
             if over or select.select([0], [], [], AGAIN)[0] or os.getppid() != self.parent:
                 return
         self.join(0, link)
@@ -312,7 +337,11 @@ class Spoke(Heartbeat):
     def connect(self) -> Link | None:
         """Return the link to rank 0's heartbeat; None where there is none yet."""
         with contextlib.suppress(OSError, ValueError):
-            sock = socket.create_connection(self.where, timeout=HANDSHAKE)
+            try:
+                sock = socket.create_connection(self.where, timeout=HANDSHAKE)
+            except ConnectionRefusedError:
+                self.too_late = True  # rank 0's listened before anybody was told where
+                raise
             greeting = self.read(sock, len(MAGIC) + NONCE)
             if greeting.startswith(MAGIC):
                 head = struct.pack("<II", self.rank, self.size) + os.urandom(NONCE)

@@ -180,6 +180,23 @@ def test_leaving_politely_is_told_to_nobody_but_by_rank_0(beats: Start) -> None:
     assert [found[2].hear() for _ in range(2)] == ["bye", ""]
 
 
+def test_a_rank_that_comes_when_rank_0_has_left_is_told_so() -> None:
+    with listen("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        first = Beats(0, 3, [listener.fileno()])
+    with ExitStack() as stack:
+        stack.callback(first.end)
+        first.say(b"bye")  # as a program does that ends at once
+        late = Beats(1, 3, ["127.0.0.1", port])
+        stack.callback(late.end)
+        assert [late.hear() for _ in range(3)] == ["joined", "bye", ""]
+        assert first.process.wait(WAIT) == 0  # although rank 2 never comes
+        later = Beats(2, 3, ["127.0.0.1", port])
+        stack.callback(later.end)
+        assert later.hear() == ""
+        assert later.process.wait(WAIT) == 0
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_heartbeat_ends_with_its_rank_whoever_holds_its_pipes(beats: Start, rank: int) -> None:
     victim = subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
