@@ -15,7 +15,7 @@ from ringlet.ring.errors import RingError
 # A sub-command is a line: its name, the module with `add_arguments(parser)` and
 # `main(options) -> int`, and what it does. Only the module that is needed is imported.
 COMMANDS = {
-    "run": ("ringlet.ring.launch.cli", "start a program on several ranks, on one or more hosts"),
+    "run": ("ringlet.ring.command.cli", "start a program on several ranks, on one or more hosts"),
     "doctor": ("ringlet.doctor", "say what is installed, and what the network can do"),
     "report": ("ringlet.observe.report", "draw what compression saved or cost in a run"),
     "timeline": ("ringlet.timeline", "merge the parts of a timeline that a crash left behind"),

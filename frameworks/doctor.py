@@ -17,11 +17,11 @@ import numpy as np
 from ringlet.build import gpu_path
 from ringlet.compressors import Compressor, Context, Workspace, parse
 from ringlet.compressors.contract import storage
+from ringlet.ring.command.cli import UsageError, add_hosts, reach_of, size_of
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.cost.link_probe import Link, measure_links
 from ringlet.ring.errors import RingError
 from ringlet.ring.hosts.hosts import chosen_hosts
-from ringlet.ring.launch.cli import UsageError, add_hosts, reach_of, size_of
 from ringlet.ring.launch.job import launch
 from ringlet.ring.launch.machine import Finding, examine, versions
 from ringlet.ring.rendezvous.connect import connect

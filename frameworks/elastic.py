@@ -1,20 +1,23 @@
-"""Horovod's elastic interface, for jobs that keep the ranks they began with.
+"""Horovod's elastic interface: training that goes on when ranks are lost, or come.
 
-Scripts written for it run unchanged, on a world that stays as it is: a lost rank ends the job, and
-a launcher that starts it anew starts the script from its beginning.
+``ringlet run --min-np`` starts such jobs. In others the same scripts run unchanged, on a world that
+stays as it is: there a lost rank ends the job.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from ringlet import objects, topology
+from ringlet import objects, runtime, topology
+from ringlet.fusion.errors import EngineClosed
 from ringlet.insides import HostsUpdatedInterrupt
-from ringlet.ring.errors import RingError
+from ringlet.ring.errors import PeerLost, RingError
+from ringlet.ring.rendezvous import epochs
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run"]
 
@@ -32,18 +35,29 @@ class State(ABC):
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Start over with other ranks; only a program that changes them itself calls this."""
+        """Start over with other ranks."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save; in Horovod this is also where ranks may come and go."""
+        """Save, and let ranks come and go. Collective."""
         self.save()
         self.check_host_updates()
 
-    def check_host_updates(self) -> None:  # noqa: B027 - for subclasses that can
-        """Do nothing: hosts stay."""
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt, on all ranks, where hosts have come or go. Collective.
+
+        ``run`` then goes on with other ranks, from where training is. Does nothing in a job whose
+        ranks stay.
+        """
+        if not epochs.is_elastic():
+            return
+        changed = epochs.changes() if topology.rank() == 0 else 0
+        if topology.size() > 1:
+            changed = objects.broadcast_object(changed, name="elastic.changes")
+        if changed:
+            raise HostsUpdatedInterrupt
 
     @abstractmethod
     def save(self) -> None:
@@ -111,20 +125,51 @@ class ObjectState(State):
 def run(func: Callable[..., R]) -> Callable[..., R]:
     """Decorate a training function whose first argument is a ``State``, which is synchronised.
 
-    When it fails with an error of the ranks' communication the state is the last commit's again,
-    so that a caller can store it, and the error is raised.
+    When ranks are lost the state is the last commit's again; ranks are numbered anew, the state is
+    synchronised and the function called again. So too, without going back, when hosts have changed
+    (``State.check_host_updates``). A process for which there is no rank any more ends, with 0.
+
+    In a job whose ranks stay, an error of their communication is raised, with the state as it was
+    committed last, so that a caller can store it.
     """
 
     @functools.wraps(func)
     def synchronised(state: State, *args: Any, **kwargs: Any) -> R:
-        state.sync()
-        try:
-            return func(state, *args, **kwargs)
-        except RingError:
-            state.restore()
-            raise
+        while True:
+            try:
+                state.sync()
+                return func(state, *args, **kwargs)
+            except HostsUpdatedInterrupt:
+                if not epochs.is_elastic():
+                    raise
+            except RingError as error:
+                state.restore()
+                if not epochs.is_elastic() or not _by_others(error):
+                    raise
+                epochs.note_lost(getattr(error, "ranks", ()))
+            _go_on(state)
 
     return synchronised
+
+
+def _by_others(error: RingError) -> bool:
+    """Whether ``error`` comes of a rank that was lost, or left to be numbered anew."""
+    return isinstance(error, PeerLost | EngineClosed)
+
+
+def _go_on(state: State) -> None:
+    """Join the next epoch, however many begin in vain, and tell the state."""
+    while True:
+        try:
+            runtime.init_again()
+            break
+        except epochs.Dismissed as dismissed:
+            if str(dismissed):
+                raise
+            sys.exit(0)
+        except PeerLost as error:  # another rank was lost meanwhile
+            epochs.note_lost(error.ranks)
+    state.on_reset()
 
 
 def _has_state(value: Any) -> bool:

@@ -94,6 +94,12 @@ class Runtime:
         since = f"join{self._joins}." if self._joins else ""
         return f"{operation}.noname.{since}{next(counter)}"
 
+    def keep_labels(self, before: Runtime) -> None:
+        """Go on counting optimizers, which live on in a new job: newcomers have as many."""
+        self._counters.update(
+            {key: value for key, value in before._counters.items() if "Optimizer" in key[0]}
+        )
+
     def title(self, name: str, label: str) -> str:
         """Return what timelines and reports call ``label``: a ``name``, numbered where it is taken.
 
@@ -138,6 +144,9 @@ def agreed_places(comm: Communicator) -> list[Place]:
 
 
 _process: Runtime | None = None
+# What ``init`` was asked for last: transport, autotune, join_divisor.
+_asked: tuple[str | None, bool | str | None, str | None] = (None, None, None)
+_left: Runtime | None = None  # the job that ``init_again`` has left, until another is joined
 _thread = threading.local()
 
 
@@ -257,7 +266,7 @@ def init(
     when something is not installed; ValueError when this was called before with another transport,
     what was asked for cannot be, or variables of the environment are misspelt or wrong.
     """
-    global _process
+    global _process, _asked
     existing = _current()
     if existing is not None and existing.pid == os.getpid():
         wanted = transport or (comm.base.name if comm is not None else existing.transport)
@@ -277,12 +286,18 @@ def init(
     check(os.environ)
     limits, wishes = limits_from({**os.environ, **asked}), wishes_from(os.environ)
     level = level_from(os.environ)
-    comm = connect(transport) if comm is None else comm
+    if comm is None:
+        comm, _asked = connect(transport), (transport, autotune, join_divisor)
     threads = isinstance(comm, LocalCommunicator) and comm is this_thread()
     show(level, None if threads else comm.rank)
     if comm.rank == 0 and (strangers := unknown(os.environ)):
         log.warning("%s: no variable of Ringlet's, and not read", ", ".join(strangers))
-    runtime = Runtime(comm, limits, wishes)
+    try:
+        runtime = Runtime(comm, limits, wishes)
+    except BaseException:
+        if not threads:
+            comm.close()  # others wait for this rank
+        raise
     if isinstance(comm, LocalCommunicator) and threads:
         _thread.runtime = runtime
         comm.before_close = runtime.engine.shutdown
@@ -297,6 +312,19 @@ def init(
         shutdown()
         raise
     return runtime
+
+
+def init_again() -> Runtime:
+    """Leave, and join anew as ``init`` was called last: in an elastic job, with another rank."""
+    global _left
+    _left = _current() or _left
+    shutdown()
+    transport, autotune, join_divisor = _asked
+    again = init(transport, None, autotune, join_divisor)
+    if _left is not None:
+        again.keep_labels(_left)
+        _left = None
+    return again
 
 
 def shutdown() -> None:

@@ -100,6 +100,8 @@ _RINGLET: dict[str, Check] = {
     "SIZE": _anything,
     "LOCAL_RANK": _anything,
     "LOCAL_SIZE": _anything,
+    "MEMBER": _anything,
+    "EPOCH": _anything,
     "RENDEZVOUS": _anything,
     "STORE_KEY": _anything,
     "LAUNCHER": _anything,

@@ -18,12 +18,13 @@ from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
 from ringlet.compressors.routes import Routes, Spec
 from ringlet.compressors.states import carry_over, rescale
-from ringlet.fusion import Group, Request
+from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.runtime import current, is_initialized
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_router
@@ -101,13 +102,17 @@ class Reducer:
         self._included = process_set.included()
         self._router = as_router(compression)
         warn_of_unmatched(self._router, named, stacklevel=3)
-        self._declare(0 if before is None else self._inherit(before))
+        self._start = 0 if before is None else self._inherit(before)  # steps before the group's
+        self._elastic = is_elastic()
+        self._engine: Engine | None = None  # in an elastic job: where gradients are declared
+        if not self._elastic:
+            self._declare(self._start)
         self._take_over()
 
     @property
     def step(self) -> int:
         """How many steps schedules of compressors have seen."""
-        return 0 if self._group is None else self._group.step
+        return self._start if self._group is None else self._group.step
 
     def set_compression(self, compression: Spec | Routes) -> None:
         """Compress differently from the next step on. Collective; RuntimeError during a step.
@@ -144,6 +149,7 @@ class Reducer:
 
     def restart(self, step: int) -> None:
         """Let schedules go on at ``step``, which has to be the same on every rank."""
+        self._start = step
         if self._group is not None:
             self._group.restart(step)
 
@@ -239,6 +245,7 @@ class Reducer:
             raise RuntimeError(
                 "another DistributedOptimizer was made for the same parameters; use that one"
             )
+        self._join_epoch()
         self._refuse_strays(param_groups)
         changed = self._handed.changed(self.parameters)
         if self._group is None:
@@ -326,6 +333,23 @@ class Reducer:
 
     def _size(self) -> int:
         return self._process_set.size()
+
+    def _join_epoch(self) -> None:
+        """In an elastic job: declare the gradients once to each epoch's engine, at the first use.
+
+        Not before: newcomers make their optimizers while the others are elsewhere.
+        """
+        if not self._elastic or self._engine is current().engine:
+            return
+        self._start, self._engine = self.step, current().engine
+        for handle in self._reset():
+            handle.forget()
+        if self._group is not None:
+            self._finalizer.detach()
+        self._group = self._comparison = None
+        self._included = self._process_set.included()
+        self.compared = self.parameters
+        self._declare(self._start)
 
     def _declare(self, step: int = 0) -> None:
         runtime = current()
@@ -472,7 +496,13 @@ class Reducer:
 
     def _take_over(self) -> None:
         self._hooks.take_over()
-        self._hooks.register(Reducer._note if self._group is None else Reducer._ready)
+        plain = Reducer._note if self._group is None else Reducer._ready
+        self._hooks.register(Reducer._arrive if self._elastic else plain)
+
+    def _arrive(self, name: str, p: torch.Tensor) -> None:
+        self._join_epoch()
+        arrived = self._note if self._group is None else self._ready
+        arrived(name, p)
 
     def _note(self, name: str, p: torch.Tensor) -> None:
         self.renewed = True

@@ -36,7 +36,7 @@ class Seat:
 
 def parse_hosts(text: str, source: str = "--hosts") -> list[Host]:
     """Read ``host1:4,host2:4``; a host without a number has one slot. Raises LaunchError."""
-    return _distinct([_entry(piece.strip(), source) for piece in text.split(",")], source)
+    return _distinct([parse_host(piece.strip(), source) for piece in text.split(",")], source)
 
 
 def read_hostfile(path: str) -> list[Host]:
@@ -55,12 +55,12 @@ def read_hostfile(path: str) -> list[Host]:
         if not words:
             continue
         if len(words) == 1:
-            hosts.append(_entry(words[0], source))
+            hosts.append(parse_host(words[0], source))
             continue
         given = _SLOTS.fullmatch(words[1].strip())
         if not given or given[1] != "slots" or not given[2].isdecimal():
             raise LaunchError(f"{source}: expected `host slots=4` or `host:4`, not {line!r}")
-        hosts.append(_entry(f"{words[0]}:{given[2]}", source))
+        hosts.append(parse_host(f"{words[0]}:{given[2]}", source))
     if not hosts:
         raise LaunchError(f"--hostfile {path} names no host")
     return _distinct(hosts, path)
@@ -114,12 +114,16 @@ def bare(name: str) -> str:
     return name.replace("[", "").replace("]", "")
 
 
-def _entry(text: str, source: str) -> Host:
+def parse_host(text: str, source: str, slots: int = 1) -> Host:
+    """Read ``host`` or ``host:slots``; ``slots`` are those of a host without a number.
+
+    Raises LaunchError, which names the ``source``.
+    """
     found = _ENTRY.fullmatch(text)
     if not found or text.startswith("-"):  # a name that begins with - would be an option of ssh
         hint = " (an IPv6 address needs brackets, as in [::1]:4)" if text.count(":") > 1 else ""
         raise LaunchError(f"{source}: expected host:slots, not {text!r}{hint}")
-    slots = int(found[2]) if found[2] is not None else 1
+    slots = int(found[2]) if found[2] is not None else slots
     if slots < 1:
         raise LaunchError(f"{source}: host {found[1]} has no slots")
     return Host(found[1], slots)

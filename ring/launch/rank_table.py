@@ -39,7 +39,8 @@ class Rank:
 class RankTable:
     """All ``ranks`` of a job. ``job`` gives what a rank's wrapper is to run, as a JSON object.
 
-    ``pmi`` answers what MPI asks, where it is not another process manager that does.
+    ``pmi`` answers what MPI asks, where it is not another process manager that does. ``place`` is
+    what ranks begin with; None: what rank 0's wrapper says.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class RankTable:
         printer: Printer,
         job: Callable[[int], Mapping[str, Any]],
         pmi: Pmi | None = None,
+        place: bytes | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self._printer = printer
         self._job = job
         self._pmi = pmi
-        self._place: bytes | None = None  # what rank 0's wrapper has said for all to begin with
+        self._place = place
 
     @property
     def done(self) -> bool:
@@ -106,9 +108,9 @@ class RankTable:
                     for kind, body in rank.channel.receive():
                         self._take(rank, kind, body)
                 except (ProtocolError, ValueError):
-                    self._lose(rank)
+                    self.lose(rank)
                 if rank.channel.closed and not rank.done:
-                    self._lose(rank)
+                    self.lose(rank)
 
     def _take(self, rank: Rank, kind: Kind, body: bytes) -> None:
         if kind is Kind.STDOUT:
@@ -146,7 +148,7 @@ class RankTable:
         for stream in (STDOUT, STDERR):
             self._printer.finish(rank.number, stream)
 
-    def _lose(self, rank: Rank) -> None:
+    def lose(self, rank: Rank) -> None:
         """Count ``rank`` as killed: without its wrapper the kernel ends the program."""
         if rank.group is not None and rank.here:
             processes.signal_group(rank.group, signal.SIGKILL)  # and what the program had started
@@ -171,7 +173,7 @@ class RankTable:
         """Count every rank that is not done as lost."""
         for rank in self.ranks:
             if not rank.done:
-                self._lose(rank)
+                self.lose(rank)
 
     def release(self) -> None:
         """Let every wrapper go; one whose rank is not done kills it."""

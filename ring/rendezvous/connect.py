@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import LaunchError, unavailable
+from ringlet.ring.rendezvous import epochs
 from ringlet.ring.rendezvous.environment import (
     Launched,
     check_transport,
@@ -46,6 +47,9 @@ def connect(transport: str | None = None) -> Communicator:
     own = this_thread()
     if own is not None and transport in (None, "local"):
         return own
+    if epochs.is_elastic():
+        _refuse_mpi(transport)
+        epochs.take_rank(os.environ)
     launched = detect(os.environ)
     if transport is not None:
         asked = os.environ | {"RINGLET_TRANSPORT": check_transport(transport)}
@@ -57,6 +61,15 @@ def connect(transport: str | None = None) -> Communicator:
         communicator.close()
         raise
     return communicator
+
+
+def _refuse_mpi(transport: str | None) -> None:
+    chosen = transport or os.environ.get("RINGLET_TRANSPORT")
+    if chosen == "mpi":
+        raise LaunchError(
+            "an elastic job cannot use MPI, whose library ends every rank when one is lost: start "
+            "it with --transport gloo"
+        )
 
 
 def _verify(communicator: Communicator, launched: Launched) -> None:
@@ -128,8 +141,11 @@ def _gloo(launched: Launched) -> Communicator:
 
     # A rank may connect again, and so may a child that it forks: no key may be seen twice.
     whole = _store(dist, launched)
-    time = whole.add(f"ringlet/connected/{launched.rank}", 1)
-    store = dist.PrefixStore(f"ringlet/{time}", whole)
+    if epochs.is_elastic():
+        meeting = epochs.meeting(int(os.environ[epochs.EPOCH]))
+    else:
+        meeting = f"ringlet/{whole.add(f'ringlet/connected/{launched.rank}', 1)}"
+    store = dist.PrefixStore(meeting, whole)
     # The launcher knows which of this host's addresses leads to the others.
     ours = launched.launcher == "ringlet"
     host = os.environ.get("RINGLET_ADDRESS") if ours else loopback(launched.rendezvous, os.environ)

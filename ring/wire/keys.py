@@ -15,6 +15,8 @@ from ringlet.ring.errors import LaunchError
 
 # The launcher gives it to each rank's program: the key to the job's store.
 STORE_KEY = "RINGLET_STORE_KEY"
+# The launcher of an elastic job numbers its processes by it: their ranks change.
+MEMBER = "RINGLET_MEMBER"
 # The user may give one where another launcher starts the ranks.
 SECRET = "RINGLET_SECRET"
 SHORTEST = 16  # characters of RINGLET_SECRET

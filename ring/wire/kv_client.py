@@ -17,8 +17,8 @@ from typing import Any
 
 from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.wire.entry import PATIENCE, enter
-from ringlet.ring.wire.keys import STORE_KEY
-from ringlet.ring.wire.kv_store import PIECE, Op, pack, unpack
+from ringlet.ring.wire.keys import MEMBER, STORE_KEY
+from ringlet.ring.wire.kv_store import PIECE, REFUSED, Op, pack, unpack
 from ringlet.ring.wire.launch_link import LARGE, Kind
 
 SCHEME = "ringlet://"
@@ -28,7 +28,8 @@ TIMEOUT = 300.0  # seconds that a value may be waited for
 class Client:
     """A rank's connection to the store at ``address`` (host:port). For any thread.
 
-    Raises LaunchError when the launcher is gone, TimeoutError when a value does not appear.
+    Raises LaunchError when the launcher is gone, or says that a value will not come; TimeoutError
+    when it does not appear.
     """
 
     def __init__(self, address: str, key: bytes, rank: int, patience: float = PATIENCE) -> None:
@@ -57,8 +58,10 @@ class Client:
                     names = ", ".join(field.decode(errors="replace") for field in fields)
                     raise TimeoutError(f"{names} did not appear in the store for {timeout:g} s")
                 for kind, answer in self._channel.receive():
-                    _, number, values = unpack(answer)
+                    said, number, values = unpack(answer)
                     if kind is Kind.ANSWER and number == self._number:
+                        if said == REFUSED:
+                            raise LaunchError(values[0].decode(errors="replace"))
                         return values[0]
                 if self._channel.closed:
                     raise LaunchError(f"the launcher's store at {self._where} is gone")
@@ -87,7 +90,8 @@ def client(env: Mapping[str, str] | None = None) -> Client:
     if key is None:
         raise LaunchError(f"RINGLET_RENDEZVOUS={place} is set but {STORE_KEY} is not")
     # A forked child must not talk in between on its parent's connection.
-    return _client(place.removeprefix(SCHEME), key, int(env["RINGLET_RANK"]), os.getpid())
+    number = int(env.get(MEMBER) or env["RINGLET_RANK"])
+    return _client(place.removeprefix(SCHEME), key, number, os.getpid())
 
 
 @cache

@@ -16,6 +16,7 @@ from ringlet.ring.wire.launch_link import Channel, Kind
 from ringlet.ring.wire.listener import Guest
 
 PIECE = 4 << 20  # bytes of a long value under one name
+REFUSED = 255  # in the place of the operation in an answer: what was waited for does not come
 _HEAD = struct.Struct("!BI")
 _LENGTH = struct.Struct("!I")
 
@@ -35,7 +36,7 @@ class Op(enum.IntEnum):
 
 
 def pack(op: int, number: int, fields: Sequence[bytes]) -> bytes:
-    """Return the body of a request, or of an answer (operation 0)."""
+    """Return the body of a request, or of an answer (operation 0, or REFUSED)."""
     return _HEAD.pack(op, number) + b"".join(_LENGTH.pack(len(f)) + f for f in fields)
 
 
@@ -67,6 +68,7 @@ class KvStore:
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
+        self._refused: dict[bytes, str] = {}  # beginnings of names that will not come, and why
         self._visitors: list[_Visitor] = []
 
     def admit(self, guest: Guest) -> None:
@@ -105,12 +107,24 @@ class KvStore:
             self._values[f"{name}/{i}".encode()] = value[start : start + PIECE]
         self._values[name.encode()] = b"%d" % len(pieces)
 
+    def leave(self, name: str, value: bytes) -> None:
+        """Set a short value, as a rank does, and answer those who wait for it."""
+        self._values[name.encode()] = value
+        for visitor in self._visitors:
+            self._try(visitor)
+
     def collect(self, name: str) -> bytes | None:
         """Take a value that a rank has left with ``Client.leave``, None if it has not."""
         count = self._values.get(name.encode())
         if count is None:
             return None
         return b"".join(self._values.pop(f"{name}/{i}".encode()) for i in range(int(count)))
+
+    def refuse(self, beginning: str, why: str) -> None:
+        """Tell those who wait for a name that begins so, or will, that it does not come."""
+        self._refused[beginning.encode()] = why
+        for visitor in self._visitors:
+            self._try(visitor)
 
     def value(self, name: str) -> bytes | None:
         """Return a value as a rank has set it, None if none has."""
@@ -136,6 +150,12 @@ class KvStore:
             visitor.waiting = None
             answer = self._values[names[0]] if op == Op.GET else b""
             visitor.channel.send(Kind.ANSWER, pack(0, number, [answer]))
+            return
+        for beginning, why in self._refused.items():
+            if any(name.startswith(beginning) and name not in self._values for name in names):
+                visitor.waiting = None
+                visitor.channel.send(Kind.ANSWER, pack(REFUSED, number, [why.encode()]))
+                return
 
     def _do(self, op: Op, fields: list[bytes]) -> tuple[bytes, bool]:
         """Return the answer, and whether somebody may have waited for this."""

@@ -6,12 +6,14 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from ringlet.ring.command.elastic_flags import add_elastic, discovery_of, is_elastic, rules_of
+from ringlet.ring.command.flags import add_tunables
+from ringlet.ring.elastic import driver
 from ringlet.ring.errors import RingError
 from ringlet.ring.hosts.hosts import Host, chosen_hosts
 from ringlet.ring.hosts.remote import Reach
-from ringlet.ring.launch.flags import add_tunables
 from ringlet.ring.launch.job import launch
 from ringlet.ring.rendezvous.environment import check_transport
 
@@ -86,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write what rank N prints to DIR/rank.N/stdout and stderr",
     )
     add_hosts(parser)
+    add_elastic(parser)
     add_tunables(parser)
     parser.add_argument(
         "--no-prefix",
@@ -171,7 +174,8 @@ def main(options: argparse.Namespace) -> int:
     """Run the job that ``options`` describe and return the exit code."""
     try:
         hosts = chosen_hosts(options.hosts, options.hostfile)
-        np = size_of(options, hosts)
+        elastic = is_elastic(options)
+        np = None if elastic and options.np is None else size_of(options, hosts)
         passed = dict(map(_passed_on, options.forward))
         env = {**options.tunables, **passed, **dict(map(_assignment, options.env))}
         reach = reach_of(options, tuple(passed))
@@ -179,6 +183,9 @@ def main(options: argparse.Namespace) -> int:
             check_transport(options.transport, "--transport")
         command = options.command[1:] if options.command[:1] == ["--"] else options.command
         check_command(command, {**os.environ, **env}.get("PATH"))
+        if elastic:
+            return _elastic(options, command, np, env, hosts, reach)
+        assert np is not None
         return launch(
             command,
             np,
@@ -194,6 +201,33 @@ def main(options: argparse.Namespace) -> int:
         return _complain(str(error), error.code)
     except RingError as error:
         return _complain(str(error), 2)
+
+
+def _elastic(
+    options: argparse.Namespace,
+    command: Sequence[str],
+    np: int | None,
+    env: Mapping[str, str],
+    hosts: Sequence[Host],
+    reach: Reach,
+) -> int:
+    if options.output_filename is not None:
+        raise UsageError("--output-filename is for jobs whose ranks stay, which this one's do not")
+    if not hosts and options.discovery is None:
+        if np is None:
+            raise UsageError("an elastic job needs --hosts, --host-discovery-script or -np")
+        hosts = [Host("localhost", max(np, int(options.max_np or 0)))]
+    return driver.launch(
+        command,
+        rules_of(options, np, hosts),
+        discovery_of(options, hosts),
+        options.transport,
+        env,
+        reach=reach,
+        hosts=hosts,
+        prefix=options.prefix,
+        verbose=options.verbose,
+    )
 
 
 def _complain(message: str, code: int) -> int:

@@ -69,11 +69,6 @@ _SWITCHES: dict[str, tuple[str, str, str]] = {
 
 # What horovodrun has besides, and what to do instead.
 ABSENT = {
-    "--min-np": "elastic training is not there yet",
-    "--min-num-proc": "elastic training is not there yet",
-    "--max-np": "elastic training is not there yet",
-    "--max-num-proc": "elastic training is not there yet",
-    "--host-discovery-script": "elastic training is not there yet",
     "--config-file": "there are no configuration files; give the flags",
     "--mpi-args": "set MPI's own variables, as in --env MPIR_CVAR_DEBUG_SUMMARY=1",
     "--jsrun": "use the system's own launcher; ranks find each other under any mpiexec",

@@ -1,0 +1,1 @@
+"""`ringlet run`: its arguments, what is wrong with them, and which launcher they start."""

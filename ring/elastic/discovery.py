@@ -1,0 +1,124 @@
+"""Which hosts there are: what a script of the user's prints, or a list that stays as it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.hosts.hosts import Host, parse_host
+from ringlet.ring.processes import processes
+
+PERIOD = 1.0  # seconds from the end of one run to the beginning of the next
+PATIENCE = 30.0  # seconds that a run may take
+LONGEST = 1 << 20  # bytes of what a run prints
+
+
+class Discovery:
+    """Runs ``script`` again and again; None: ``hosts`` are all there is.
+
+    A line is ``host`` or ``host:slots``; ``slots`` are those of a host without a number. A run that
+    fails, prints what makes no sense or takes longer than 30 s changes nothing: ``look`` says so,
+    once for the same reason.
+    """
+
+    def __init__(self, script: str | None, slots: int = 1, hosts: Sequence[Host] = ()) -> None:
+        self._script, self._slots, self._hosts = script, slots, list(hosts)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: IO[bytes] | None = None
+        self._next = self._began = 0.0
+        self._complaint = ""
+        self._known: list[Host] | None = None
+
+    def look(self, now: float) -> tuple[list[Host] | None, str]:
+        """Return the hosts where they are other than before, else None, and what to tell."""
+        if self._script is None:
+            found, self._hosts = self._hosts, []
+            return (found or None), ""
+        if self._process is None:
+            if now >= self._next:
+                self._start(now)
+            return None, ""
+        if self._process.poll() is None:
+            if now - self._began < PATIENCE:
+                return None, ""
+            processes.signal_group(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            return None, self._complain(f"did not end within {PATIENCE:g} s", now)
+        try:
+            found = self._result()
+        except LaunchError as error:
+            return None, self._complain(str(error), now)
+        self._done(now)
+        self._complaint = ""
+        if found == self._known:
+            return None, ""
+        self._known = found
+        return found, ""
+
+    def patience(self, now: float) -> float | None:
+        """Return the seconds until there is something to look at, None for ever."""
+        if self._script is None:
+            return 0.0 if self._hosts else None
+        return 0.05 if self._process is not None else max(0.0, self._next - now)
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        if self._process is not None:
+            processes.signal_group(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._done(time.monotonic())
+
+    def _start(self, now: float) -> None:
+        assert self._script is not None
+        self._began = now
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the run is over
+        try:
+            self._process = subprocess.Popen(
+                self._script if os.access(self._script, os.X_OK) else ["sh", "-c", self._script],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"--host-discovery-script {self._script} cannot be started: {error.strerror}"
+            ) from error
+
+    def _result(self) -> list[Host]:
+        assert self._process is not None
+        assert self._output is not None
+        self._output.seek(0)
+        text = self._output.read(LONGEST).decode(errors="replace")
+        if code := self._process.returncode:
+            said = text.strip().splitlines()[-1:] or ["nothing"]
+            raise LaunchError(f"{processes.describe(code)}; it said: {said[0][:200]}")
+        hosts: dict[str, int] = {}
+        for line in filter(None, map(str.strip, text.splitlines())):
+            try:
+                host = parse_host(line, "its output", self._slots)
+            except LaunchError as error:
+                raise LaunchError(f"printed what names no host: {error}") from None
+            if host.name in hosts:
+                raise LaunchError(f"printed host {host.name} twice")
+            hosts[host.name] = host.slots
+        return [Host(name, count) for name, count in hosts.items()]
+
+    def _complain(self, what: str, now: float) -> str:
+        self._done(now)
+        text = f"--host-discovery-script {self._script} {what}; the hosts stay as they were"
+        if text == self._complaint:
+            return ""
+        self._complaint = text
+        return text
+
+    def _done(self, now: float) -> None:
+        if self._output is not None:
+            self._output.close()
+        self._process, self._output, self._next = None, None, now + PERIOD

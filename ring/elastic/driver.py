@@ -1,0 +1,367 @@
+"""The launcher of an elastic job: starts members, tells them their ranks, and ends the job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, BinaryIO
+
+from ringlet.ring.elastic.discovery import Discovery
+from ringlet.ring.elastic.membership import Decisions, Member, Membership, Rules
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.hosts.forwarding import forwarded
+from ringlet.ring.hosts.hosts import Host, Seat, bare, is_here
+from ringlet.ring.hosts.interfaces import launcher_address
+from ringlet.ring.hosts.remote import Reach, start_agent
+from ringlet.ring.launch import start
+from ringlet.ring.launch.rank_table import Rank, RankTable
+from ringlet.ring.processes import processes, torchrun
+from ringlet.ring.processes.output import HIGH, Printer
+from ringlet.ring.processes.signals import Signals
+from ringlet.ring.rendezvous import epochs
+from ringlet.ring.variables import check
+from ringlet.ring.wire.keys import MEMBER
+from ringlet.ring.wire.kv_store import KvStore
+from ringlet.ring.wire.launch_link import Kind
+from ringlet.ring.wire.listener import Listener
+
+GRACE = 5.0  # seconds between asking members to end and killing them, and until they are given up
+NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
+
+
+def launch(
+    command: Sequence[str],
+    rules: Rules,
+    discovery: Discovery,
+    transport: str | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    reach: Reach | None = None,
+    hosts: Sequence[Host] = (),
+    prefix: bool = True,
+    verbose: bool = False,
+) -> int:
+    """Run ``command`` on ranks that come and go, by ``rules``; return the job's exit code.
+
+    It is 0 when a rank ends with 0 and all others do so then, else the code of the rank that failed
+    first of those that were there last, or 1 where there were too few. ``hosts`` are those that are
+    known beforehand; other arguments are as for ``ringlet.ring.launch.job.launch``. Raises
+    LaunchError or TransportUnavailable if the job cannot start.
+    """
+    driver = Driver(command, rules, discovery, transport, env or {}, reach or Reach(), hosts)
+    return driver.run(Printer(rules.np, prefix), verbose)
+
+
+class Driver:
+    """One elastic job; the arguments are those of ``launch``."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        rules: Rules,
+        discovery: Discovery,
+        transport: str | None,
+        env: Mapping[str, str],
+        reach: Reach,
+        hosts: Sequence[Host],
+    ) -> None:
+        if transport == "mpi":
+            raise LaunchError(
+                "an elastic job cannot use MPI, whose library ends every rank when one is lost: "
+                "use --transport gloo"
+            )
+        self._transport, _ = start.choose_transport(transport or "gloo")
+        self._command, self._env, self._reach = list(command), {**os.environ, **env}, reach
+        try:
+            check(self._env)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
+        self._asked = {*env, *reach.forward}
+        self._rules, self._discovery = rules, discovery
+        self._membership = Membership(rules, time.monotonic())
+        self._kv_store = KvStore()
+        self._questions: dict[int, int] = {}  # the last of each member
+        self._changes = 0
+        self._started: dict[int, subprocess.Popen[bytes]] = {}  # by member
+        self._start_by: dict[int, float] = {}  # when a member has to have reported
+        self._kill_at: dict[int, float] = {}  # when a member that was killed is given up
+        self._over: tuple[int, str] | None = None
+        self._end_at: float | None = None  # when what is left of an ending job is killed
+        self._forwarded: list[int] = []
+        # A remote shell of the user's own may know hosts by names that mean nothing here.
+        self._resolve = reach.rsh is None
+        elsewhere = [host.name for host in hosts if not is_here(host.name, self._resolve)]
+        self._address = launcher_address(reach.interfaces, elsewhere) if elsewhere else "127.0.0.1"
+
+    def run(self, printer: Printer, verbose: bool) -> int:
+        """Serve the members until none is left; return the exit code. Raises LaunchError."""
+        self._printer = printer
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        if verbose:
+            what = " ".join(self._command)
+            printer.note(f"elastic, from {self._rules.min_np} ranks over {self._transport}: {what}")
+        with contextlib.ExitStack() as stack:
+            stack.callback(printer.close)
+            self._listener = Listener(0, self._address)
+            stack.enter_context(contextlib.closing(self._listener))
+            stack.enter_context(contextlib.closing(self._discovery))
+            self._rank_table = RankTable([], printer, self._task, place=b"{}")
+            self._kv_store.leave(epochs.CHANGES, b"0")
+            self._signals = stack.enter_context(Signals())
+            reader, writer = os.pipe()
+            os.set_blocking(reader, False)
+            self._noise: BinaryIO = stack.enter_context(os.fdopen(reader, "rb", buffering=0))
+            self._writer = stack.enter_context(os.fdopen(writer, "wb", buffering=0))
+            self._said = bytearray()
+            stack.callback(self._release)
+            while self._over is None or printer.pending or not self._rank_table.done:
+                self._step()
+        assert self._over is not None
+        return self._over[0]
+
+    # One turn of the loop: wait, take what came, decide, print.
+
+    def _step(self) -> None:
+        ready = self._wait()
+        if self._signals.fileno() in ready:
+            for number in self._signals.arrived():
+                self._forward(number)
+        if self._noise.fileno() in ready:
+            self._said += self._noise.read(NOISE) or b""
+            del self._said[:-NOISE]
+        for guest in self._listener.admit(ready):
+            if guest.visitor:
+                self._kv_store.admit(guest)
+            else:
+                self._start_by.pop(guest.rank, None)
+                self._rank_table.engage(guest)
+        self._rank_table.serve(ready)
+        self._kv_store.serve(ready)
+        now = time.monotonic()
+        self._look_at_members(now)
+        if self._over is None:
+            hosts, complaint = self._discovery.look(now)
+            if complaint:
+                self._printer.note(complaint)
+            if hosts is not None:
+                self._membership.hosts_found(hosts, now)
+            self._obey(self._membership.decide(now), now)
+        elif self._end_at is not None and now >= self._end_at:
+            self._rank_table.signal(signal.SIGKILL)
+            for rank in self._rank_table.ranks:
+                if now >= self._end_at + GRACE and not rank.done:
+                    self._rank_table.lose(rank)
+        try:
+            self._printer.write()
+        except BrokenPipeError:
+            self._printer.mute()
+            self._finish(128 + signal.SIGPIPE, "", now)
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        sources = (self._signals.fileno(), self._noise.fileno(), *self._listener.sources())
+        for source in sources:
+            poll.register(source, select.POLLIN)
+        # While too much waits to be printed, the ranks have to wait as well.
+        reading = select.POLLIN if self._printer.pending < HIGH else 0
+        for channel in self._rank_table.channels():
+            poll.register(channel, reading | (select.POLLOUT if channel.pending else 0))
+        for channel in self._kv_store.channels():
+            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
+        if (output := self._printer.wants) is not None:
+            poll.register(output, select.POLLOUT)
+        now = time.monotonic()
+        limits = [*self._start_by.values(), *self._kill_at.values()]
+        times = [self._listener.patience(), *(max(0.0, limit - now) for limit in limits)]
+        if self._over is None:
+            times += [self._discovery.patience(now), self._membership.patience(now)]
+        if self._start_by:
+            times.append(0.1)  # whether what was started still runs
+        if self._end_at is not None:
+            times.append(max(0.05, self._end_at - now))
+        timeout = min((1000 * seconds for seconds in times if seconds is not None), default=None)
+        return {descriptor for descriptor, _ in poll.poll(timeout)}
+
+    # What members do.
+
+    def _look_at_members(self, now: float) -> None:
+        for rank in self._rank_table.ranks:
+            number = rank.number
+            if rank.code is not None or rank.done:
+                self._start_by.pop(number, None)
+                self._kill_at.pop(number, None)
+                how = processes.describe(rank.code or 0)
+                if rank.lost:
+                    how = "was killed together with its wrapper, or its host cannot be reached"
+                self._membership.ended(number, processes.shell_code(rank.code or 0), how, now)
+                continue
+            self._look_at_question(number, now)
+            if number in self._kill_at and now >= self._kill_at[number]:
+                self._rank_table.lose(rank)  # a host that is gone does not kill
+            elif number in self._start_by:
+                code = self._started[number].poll()
+                if code is not None or now >= self._start_by[number]:
+                    self._never_came(rank, code, now)
+
+    def _look_at_question(self, number: int, now: float) -> None:
+        told = self._kv_store.value(epochs.ask_name(number))
+        if told is None:
+            return
+        try:
+            asked: dict[str, Any] = json.loads(told)
+            question, lost = int(asked["question"]), [int(r) for r in asked["lost"]]
+        except (ValueError, TypeError, KeyError):
+            return  # no program of ours says so
+        if question == self._questions.get(number, 0) + 1:
+            self._questions[number] = question
+            self._membership.asks(number, lost, now)
+
+    def _never_came(self, rank: Rank, code: int | None, now: float) -> None:
+        self._start_by.pop(rank.number)
+        why = f"ended with code {code}"
+        if code is None:
+            why = f"did not report within {self._reach.start_timeout:g} s (--start-timeout)"
+        said = bytes(self._said).decode(errors="replace").strip()
+        how = f"did not start: what should have started it {why}"
+        how += f"; it said: {said.splitlines()[-1]}" if said else ""
+        rank.done, rank.code = True, 1
+        self._membership.ended(rank.number, 1, how, now)
+
+    # What is decided.
+
+    def _obey(self, todo: Decisions, now: float) -> None:
+        for text in todo.notes:
+            self._printer.note(text)
+        for epoch in set(todo.lost):
+            why = f"a rank of epoch {epoch} ended before all ranks had met"
+            self._kv_store.refuse(epochs.meeting(epoch), why)
+        for member in todo.start:
+            self._start(member, now)
+        for number, seat in todo.seats.items():
+            self._answer(number, {**asdict(seat), "changes": self._changes})
+        for number, why in todo.dismiss.items():
+            self._answer(number, {"dismissed": why})
+        for member in todo.kill:
+            rank = self._rank_table.ranks[member.number]
+            if rank.channel:
+                rank.channel.send(Kind.SIGNAL, b"%d" % signal.SIGKILL)
+            self._kill_at[member.number] = now + GRACE
+        if todo.changed:
+            self._changes += 1
+            self._kv_store.leave(epochs.CHANGES, b"%d" % self._changes)
+        if todo.over is not None:
+            self._finish(*todo.over, now)
+
+    def _finish(self, code: int, reason: str, now: float) -> None:
+        if self._over is not None:
+            return
+        self._over = code, reason
+        if reason and not self._forwarded:
+            left = any(not rank.done for rank in self._rank_table.ranks)
+            self._printer.note(f"{reason}{'; ending the other ranks' if left else ''}")
+        self._end_at = now + GRACE
+        for rank in self._rank_table.ranks:
+            rank.done = rank.done or rank.channel is None
+        if not self._forwarded:
+            self._rank_table.signal(signal.SIGTERM)
+
+    def _forward(self, number: int) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and number in self._forwarded:
+            self._printer.mute()
+            self._printer.note("killing every rank")
+            self._end_at = now
+            return
+        self._forwarded.append(number)
+        name = signal.Signals(number).name
+        more = "; once more kills them" if number == signal.SIGINT else ""
+        self._printer.note(f"{name} passed on to every rank{more}")
+        self._rank_table.signal(number)
+        self._finish(128 + number, "", now)
+        self._end_at = None if number == signal.SIGINT else now + GRACE  # they may be saving
+
+    def _answer(self, number: int, answer: Mapping[str, Any]) -> None:
+        name = epochs.answer_name(number, self._questions[number])
+        self._kv_store.leave(name, json.dumps(answer).encode())
+
+    def _start(self, member: Member, now: float) -> None:
+        here = is_here(member.host, self._resolve)
+        number = member.number
+        self._rank_table.ranks.append(Rank(number, member.host, here))
+        self._listener.size = number + 1
+        self._start_by[number] = now + self._reach.start_timeout
+        try:
+            if here:
+                env = start.wrapper_environment(self._listener.address, self._listener.secret)
+                (one,) = start.start_wrappers([number], env, self._writer)
+                self._started[number] = one.process
+                return
+            order = {
+                "address": self._listener.address,
+                "secret": self._listener.secret.hex(),
+                "programs": [{"RINGLET_RANK": str(number)}],
+            }
+            env = forwarded(self._env, self._asked)
+            self._started[number] = start_agent(
+                self._reach.shell(), bare(member.host), env, order, self._writer
+            )
+        except LaunchError as error:
+            self._start_by.pop(number)
+            rank = self._rank_table.ranks[number]
+            rank.done, rank.code = True, 1
+            self._membership.ended(number, 1, f"did not start: {error}", now)
+
+    def _task(self, number: int) -> dict[str, Any]:
+        member = self._membership.members[number]
+        rank = self._rank_table.ranks[number]
+        base = self._env if rank.here else forwarded(self._env, self._asked)
+        there = [m for m in self._membership.members.values() if m.host == member.host]
+        size = sum(not m.ended for m in self._membership.members.values())
+        seat = Seat(member.host, member.local, len(there))
+        env = start.rank_environment(
+            base, number, max(size, number + 1), self._transport, self._listener.address, seat, {}
+        )
+        for name in torchrun.NAMES:
+            env.pop(name, None)  # they would not follow the ranks
+        # As Horovod's programs know them: what held when they were started.
+        env |= {
+            MEMBER: str(number),
+            "HOROVOD_HOSTNAME": member.host,
+            "HOROVOD_RANK": str(number),
+            "HOROVOD_ELASTIC": "1",
+        }
+        return {
+            "command": self._command,
+            "env": env,
+            "drop": start.dropped(),
+            "local_size": len(there),
+            "interfaces": self._reach.interfaces,
+            "leads": False,
+            "pmi": False,
+        }
+
+    def _release(self) -> None:
+        """Leave no process behind."""
+        self._rank_table.release()
+        self._kv_store.close()
+        for process in self._started.values():
+            if process.stdin:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()  # an agent ends with its input
+        limit = time.monotonic() + GRACE
+        for process in self._started.values():
+            try:
+                process.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                processes.signal_group(process.pid, signal.SIGKILL)
+                process.wait()

@@ -1,0 +1,353 @@
+"""Who belongs to an elastic job, and when its ranks are numbered anew: rules only, no processes.
+
+A member is one process of the program, with a number that is never used again. Members live through
+epochs: in each, those that take part have ranks 0, 1, ... An epoch begins once every member of the
+last one that is still there has asked for it, because a rank was lost or hosts have changed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ringlet.ring.hosts.hosts import Host
+
+FENCE = 2.0  # seconds that a member has to come forward which others have lost
+LEAVE = 5.0  # seconds that a member has to leave which does not belong to the job any more
+KILLED = 128 + 9
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the user allows.
+
+    ``np`` ranks are waited for at the start, at least ``min_np`` later; ``max_np`` is the most.
+    ``reset_limit`` says how often ranks may be numbered anew. ``timeout`` is how long, in seconds,
+    there may be too few. A host whose rank fails is not used any more, or, with a ``cooldown``
+    (least and most seconds), not for a while that doubles each time.
+    """
+
+    np: int
+    min_np: int
+    max_np: int | None = None
+    reset_limit: int | None = None
+    timeout: float = 600.0
+    cooldown: tuple[float, float] | None = None
+    fixed: bool = False  # whether no other hosts can be found
+
+
+@dataclass
+class Member:
+    """One process. ``local`` is its slot on ``host``; ``rank`` the one of the present epoch."""
+
+    number: int
+    host: str
+    local: int
+    rank: int | None = None
+    asked: bool = False  # for the next epoch
+    dropped: bool = False  # it belongs to the job no more, and is to leave
+    ended: bool = False
+    killed: bool = False
+    limit: float | None = None  # when it is killed, unless it comes forward or leaves
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a member is told when an epoch begins."""
+
+    epoch: int
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+@dataclass
+class Decisions:
+    """What is to be done now: members to start, to kill, to give a seat or to send away, a change
+
+    of hosts to tell, and the job's exit code with the reason once it is over.
+    """
+
+    start: list[Member] = field(default_factory=list)
+    kill: list[Member] = field(default_factory=list)
+    seats: dict[int, Seat] = field(default_factory=dict)  # by member
+    dismiss: dict[int, str] = field(default_factory=dict)  # by member: why
+    lost: list[int] = field(default_factory=list)  # epochs in which nobody else can meet
+    changed: bool = False
+    over: tuple[int, str] | None = None
+    notes: list[str] = field(default_factory=list)  # for the user
+
+
+@dataclass
+class _Barred:
+    """A host that is not used until ``until``; ``times`` it has failed so far."""
+
+    until: float
+    times: int
+
+
+class Membership:
+    """The members of a job by ``rules``; whoever uses it tells what happens, and asks ``decide``.
+
+    Times are seconds of one clock. ``draw`` returns a random number in [0, 1).
+    """
+
+    def __init__(self, rules: Rules, now: float, draw: Callable[[], float] = random.random) -> None:
+        self.rules = rules
+        self.members: dict[int, Member] = {}
+        self.epoch = 0
+        self._draw = draw
+        self._hosts: dict[str, int] = {}  # slots, hosts that have been there longest first
+        self._barred: dict[str, _Barred] = {}
+        self._wanting = now  # since when there is something to wait for
+        self._finished: int | None = None  # who has ended well
+        self._failed: tuple[int, str] | None = None  # what ended a rank of the present epoch first
+        self._told: set[int] = set()  # newcomers that ranks were told of
+        self._unseen = Decisions()  # what happened since the last ``decide``
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def hosts_found(self, hosts: Sequence[Host], now: float) -> None:
+        """Note which hosts there are; members of those that have gone do not belong any more."""
+        found = {host.name: host.slots for host in hosts}
+        kept = {name: found[name] for name in self._hosts if name in found}
+        self._hosts = kept | found
+        for member in self._present():
+            if member.local >= self._hosts.get(member.host, 0):
+                self._drop(member, now, gentle=True)
+
+    def asks(self, number: int, lost: Iterable[int], now: float) -> None:
+        """Note that a member asks for the next epoch, having ``lost`` ranks of the present one."""
+        member = self.members[number]
+        if member.ended:
+            return
+        member.asked = True
+        if not member.dropped:
+            member.limit = None
+        if not self._resetting(besides=member) and self.epoch:
+            self._wanting = now
+        ranks = set(lost)
+        for other in self._present():
+            if other.rank in ranks and not other.asked and other.limit is None:
+                other.limit = now + FENCE
+
+    def ended(self, number: int, code: int, how: str, now: float) -> None:
+        """Note the end of a member: its exit code as a shell reports it, and ``how`` in words."""
+        member = self.members[number]
+        if member.ended:
+            return
+        member.ended = True
+        if self.epoch and member.rank is not None:
+            self._unseen.lost.append(self.epoch)
+        if member.dropped:
+            return
+        if code == 0:
+            if self._finished is None:
+                self._finished = number
+            return
+        self._failed = self._failed or (code, f"member {number} on {member.host} {how}")
+        self._bar(member, how, now)
+
+    # -- what is to be done -----------------------------------------------------------------------
+
+    def decide(self, now: float) -> Decisions:
+        """Return what is to be done at ``now``."""
+        todo, self._unseen = self._unseen, Decisions()
+        self._enforce(todo, now)
+        self._dismiss(todo)
+        if self._is_over(todo, now):
+            return todo
+        if self._finished is None:
+            self._recruit(todo, now)
+            self._form(todo, now)
+            self._announce(todo)
+        return todo
+
+    def patience(self, now: float) -> float | None:
+        """Return the seconds until time alone makes a difference, None for ever."""
+        limits = [m.limit for m in self.members.values() if m.limit is not None and not m.ended]
+        limits += [each.until for each in self._barred.values() if each.until != float("inf")]
+        if self._waiting():
+            limits.append(self._wanting + self.rules.timeout)
+        later = [limit for limit in limits if limit > now]
+        return max(0.0, min(later) - now) if later else None
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _present(self) -> list[Member]:
+        """Return those that belong to the job and have not ended."""
+        return [m for m in self.members.values() if not m.ended and not m.dropped]
+
+    def _ranked(self) -> list[Member]:
+        """Return those of the present epoch that are still there."""
+        return [m for m in self._present() if m.rank is not None]
+
+    def _resetting(self, besides: Member | None = None) -> bool:
+        return any(m.asked for m in self._ranked() if m is not besides)
+
+    def _waiting(self) -> bool:
+        return self._finished is None and (self.epoch == 0 or self._resetting())
+
+    def _usable(self, host: str, now: float) -> bool:
+        barred = self._barred.get(host)
+        return barred is None or now >= barred.until
+
+    def _drop(self, member: Member, now: float, gentle: bool) -> None:
+        """Let a member belong to the job no more: it leaves when ranks are numbered anew."""
+        member.dropped = True
+        if gentle and member.rank is not None and self.epoch:
+            self._unseen.changed = True
+        else:
+            member.limit = now + LEAVE
+
+    def _bar(self, member: Member, how: str, now: float) -> None:
+        """Use the host of a failed member no more; without its other members, if there are more."""
+        host = member.host
+        before = self._barred.get(host, _Barred(now, 0))
+        until, text = float("inf"), ""
+        if self.rules.cooldown is not None:
+            least, most = self.rules.cooldown
+            delay = min(most, max(least, least * 2**before.times + self._draw() * least))
+            until, text = now + delay, f" for {delay:.0f} s"
+        self._barred[host] = _Barred(until, before.times + 1)
+        elsewhere = [m for m in self._present() if m.host != host]
+        there = [m for m in self._present() if m.host == host]
+        ranked = member.rank is not None
+        leave = ranked and bool(there) and len(elsewhere) >= self.rules.min_np
+        if leave:
+            for other in there:
+                self._drop(other, now, gentle=False)
+        rest = ", its other ranks leave" if leave else ""
+        rank = f"rank {member.rank}" if ranked else f"member {member.number}"
+        self._unseen.notes.append(
+            f"{rank} on {host} {how}; no rank is started there any more{text}{rest}"
+        )
+
+    def _enforce(self, todo: Decisions, now: float) -> None:
+        for member in self.members.values():
+            if not member.ended and member.limit is not None and now >= member.limit:
+                if member.killed:
+                    continue
+                member.killed = True
+                todo.kill.append(member)
+
+    def _dismiss(self, todo: Decisions) -> None:
+        """Send away those that ask for an epoch in which they cannot take part."""
+        for member in self.members.values():
+            if member.ended or not member.asked:
+                continue
+            if member.dropped:
+                todo.dismiss[member.number] = ""
+                member.asked = False
+            elif self._finished is not None:
+                who = self.members[self._finished]
+                todo.dismiss[member.number] = f"rank {who.rank} has finished, and with it the job"
+                member.asked = False
+
+    def _is_over(self, todo: Decisions, now: float) -> bool:
+        there = [m for m in self.members.values() if not m.ended]
+        if self._finished is not None:
+            if not there:
+                todo.over = self._failed or (0, "")
+            return not there
+        if self.epoch and not self._ranked():
+            # Those who come now would begin anew: nobody is left who knows how far training was.
+            todo.over = self._failed or (1, "no rank is left")
+        elif self._waiting() and now >= self._wanting + self.rules.timeout:
+            todo.over = (1, self._too_few(now))
+        elif self._waiting() and not self._may_suffice(now):
+            todo.over = self._failed or (1, self._too_few(now))
+        elif (
+            self.rules.reset_limit is not None
+            and self._resetting()
+            and self.epoch > self.rules.reset_limit
+        ):
+            what = f"--reset-limit {self.rules.reset_limit} is reached"
+            code, why = self._failed or (1, "hosts have changed")
+            todo.over = (code, f"{why}; {what}")
+        return todo.over is not None
+
+    def _needed(self) -> int:
+        return self.rules.min_np if self.epoch else self.rules.np
+
+    def _may_suffice(self, now: float) -> bool:
+        """Whether what is there, or may come by itself, can be enough."""
+        barred = {h for h, each in self._barred.items() if each.until == float("inf")}
+        open_ = {host: slots for host, slots in self._hosts.items() if host not in barred}
+        if not self.rules.fixed and (open_ or not self._hosts):
+            return True  # discovery goes on
+        used = sum(m.host in open_ for m in self._present())
+        free = max(0, sum(open_.values()) - used)
+        return len(self._present()) + free >= self._needed()
+
+    def _too_few(self, now: float) -> str:
+        late = [m for m in self._ranked() if not m.asked]
+        if late and self.epoch:
+            ranks = ", ".join(str(m.rank) for m in late)
+            return (
+                f"rank {ranks} did not come to be numbered anew within {self.rules.timeout:g} s "
+                "(--elastic-timeout)"
+            )
+        slots = sum(n for host, n in self._hosts.items() if self._usable(host, now))
+        ready = sum(m.asked for m in self._present())
+        which = "--min-np" if self.epoch else "-np"
+        return (
+            f"{which} {self._needed()} ranks are needed; {ready} are there, on hosts with {slots} "
+            f"usable slots, after {self.rules.timeout:g} s (--elastic-timeout)"
+        )
+
+    def _recruit(self, todo: Decisions, now: float) -> None:
+        """Start members in slots that nobody has."""
+        most = self.rules.max_np
+        taken = {(m.host, m.local) for m in self.members.values() if not m.ended}
+        count = len(self._present())
+        for host, slots in self._hosts.items():
+            if not self._usable(host, now):
+                continue
+            for local in range(slots):
+                if most is not None and count >= most:
+                    return
+                if (host, local) not in taken:
+                    member = Member(len(self.members), host, local)
+                    self.members[member.number] = member
+                    todo.start.append(member)
+                    count += 1
+
+    def _form(self, todo: Decisions, now: float) -> None:
+        """Begin an epoch if everybody who has to has asked for it, and they are enough."""
+        present = self._present()
+        if self.epoch:
+            if not self._resetting() or not all(m.asked for m in self._ranked()):
+                return
+        elif any(not m.asked for m in present):
+            return
+        taking = [m for m in present if m.asked]
+        if len(taking) < self._needed():
+            return
+        self.epoch += 1
+        self._failed, self._wanting = None, now
+        first = {host: i for i, host in enumerate(self._hosts)}
+        oldest: dict[str, tuple[int, int]] = {}
+        for member in taking:
+            key = (0, member.rank) if member.rank is not None else (1, first.get(member.host, 0))
+            oldest[member.host] = min(oldest.get(member.host, key), key)
+        taking.sort(key=lambda m: (oldest[m.host], m.host, m.rank is None, m.rank or 0, m.local))
+        local: dict[str, int] = {}
+        for rank, member in enumerate(taking):
+            member.rank, member.asked = rank, False
+        for member in taking:
+            at = local[member.host] = local.get(member.host, -1) + 1
+            together = sum(other.host == member.host for other in taking)
+            assert member.rank is not None
+            todo.seats[member.number] = Seat(self.epoch, member.rank, len(taking), at, together)
+        if self.epoch > 1:
+            todo.notes.append(f"epoch {self.epoch}: {len(taking)} ranks")
+
+    def _announce(self, todo: Decisions) -> None:
+        """Let the ranks know that newcomers are ready."""
+        if self.epoch and not self._resetting():
+            ready = {m.number for m in self._present() if m.rank is None and m.asked}
+            todo.changed = todo.changed or bool(ready - self._told)
+            self._told |= ready

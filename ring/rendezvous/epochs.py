@@ -1,0 +1,86 @@
+"""The epochs of an elastic job, as one of its processes sees them: asking for a rank in the next.
+
+The launcher decides (``ringlet.ring.elastic``); questions and answers lie in the job's store. Names
+there: ``elastic/ask/M`` is what member M asked last, ``elastic/answer/M/N`` the answer to its N-th
+question, ``elastic/changes`` how often hosts have changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from ringlet.ring.errors import RingError
+from ringlet.ring.wire.keys import MEMBER
+from ringlet.ring.wire.kv_client import client
+from ringlet.ring.wire.kv_store import Op
+
+EPOCH = "RINGLET_EPOCH"
+CHANGES = "elastic/changes"
+
+
+class Dismissed(RingError):
+    """This process has no rank in the next epoch: its host has gone, or the job is over."""
+
+
+@dataclass
+class _Past:
+    """What this process has asked for so far."""
+
+    questions: int = 0
+    lost: tuple[int, ...] = ()  # ranks of the present epoch
+    changes: int = 0  # of hosts that it has been told of
+
+
+_past = _Past()
+
+
+def is_elastic() -> bool:
+    """Whether this process belongs to an elastic job."""
+    return MEMBER in os.environ
+
+
+def ask_name(member: int) -> str:
+    """Return the name under which a member asks."""
+    return f"elastic/ask/{member}"
+
+
+def answer_name(member: int, question: int) -> str:
+    """Return the name of an answer."""
+    return f"elastic/answer/{member}/{question}"
+
+
+def meeting(epoch: int) -> str:
+    """Return what the names begin with by which ranks of an epoch meet."""
+    return f"ringlet/epoch/{epoch}/"
+
+
+def note_lost(ranks: Iterable[int]) -> None:
+    """Remember which ranks of the present epoch were lost, for the launcher to end them."""
+    _past.lost = tuple(ranks)
+
+
+def take_rank(env: MutableMapping[str, str]) -> None:
+    """Ask for a rank in the next epoch, wait, and put what the launcher says into ``env``.
+
+    Raises Dismissed where there is none for this process, LaunchError when the launcher is gone.
+    """
+    member, connection = int(env[MEMBER]), client(env)
+    _past.questions += 1
+    asked = {"question": _past.questions, "lost": _past.lost}
+    connection.ask(Op.SET, ask_name(member).encode(), json.dumps(asked).encode())
+    name = answer_name(member, _past.questions)
+    answer: dict[str, Any] = json.loads(connection.ask(Op.GET, name.encode(), timeout=None))
+    connection.ask(Op.DELETE, name.encode())
+    if "dismissed" in answer:
+        raise Dismissed(answer["dismissed"])
+    _past.lost, _past.changes = (), answer.pop("changes")
+    env.update({f"RINGLET_{key.upper()}": str(value) for key, value in answer.items()})
+
+
+def changes() -> int:
+    """Return how often hosts have changed since this process got its rank. Asks the launcher."""
+    return int(client().ask(Op.GET, CHANGES.encode())) - _past.changes
