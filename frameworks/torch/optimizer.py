@@ -21,6 +21,7 @@ from ringlet.precision import Policy, parse_policy
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import Mismatch
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.runtime import current
 from ringlet.torch.adasum_optimizer import AdasumMixin
 from ringlet.torch.checks import acts, check_policy, check_wire
@@ -413,6 +414,8 @@ def _of_scaler(frame: FrameType) -> bool:
 
 def _agree_on_class(base: type, process_set: ProcessSet) -> None:
     """Raise Mismatch, on every rank, unless all wrap optimizers of one class."""
+    if is_elastic():
+        return  # newcomers make theirs while the others train
     if not process_set.included() or process_set.size() == 1:
         return
     label = current().unnamed("DistributedOptimizer class", process_set.process_set_id or 0)
