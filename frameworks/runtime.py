@@ -94,12 +94,6 @@ class Runtime:
         since = f"join{self._joins}." if self._joins else ""
         return f"{operation}.noname.{since}{next(counter)}"
 
-    def keep_labels(self, before: Runtime) -> None:
-        """Go on counting optimizers, which live on in a new job: newcomers have as many."""
-        self._counters.update(
-            {key: value for key, value in before._counters.items() if "Optimizer" in key[0]}
-        )
-
     def title(self, name: str, label: str) -> str:
         """Return what timelines and reports call ``label``: a ``name``, numbered where it is taken.
 
@@ -146,7 +140,6 @@ def agreed_places(comm: Communicator) -> list[Place]:
 _process: Runtime | None = None
 # What ``init`` was asked for last: transport, autotune, join_divisor.
 _asked: tuple[str | None, bool | str | None, str | None] = (None, None, None)
-_left: Runtime | None = None  # the job that ``init_again`` has left, until another is joined
 _thread = threading.local()
 
 
@@ -316,15 +309,9 @@ def init(
 
 def init_again() -> Runtime:
     """Leave, and join anew as ``init`` was called last: in an elastic job, with another rank."""
-    global _left
-    _left = _current() or _left
     shutdown()
     transport, autotune, join_divisor = _asked
-    again = init(transport, None, autotune, join_divisor)
-    if _left is not None:
-        again.keep_labels(_left)
-        _left = None
-    return again
+    return init(transport, None, autotune, join_divisor)
 
 
 def shutdown() -> None:

@@ -1,4 +1,4 @@
-"""Horovod's elastic interface for Keras, for jobs that keep the ranks they began with."""
+"""Horovod's elastic interface for Keras: models that go on when ranks are lost, or come."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ringlet.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.keras import residuals
 from ringlet.keras.functions import broadcast_variables
 from ringlet.keras.gradients import Reducer
+from ringlet.objects import broadcast_object
+from ringlet.ring.rendezvous.epochs import is_elastic
 
 __all__ = [
     "CommitStateCallback",
@@ -69,6 +71,13 @@ class KerasState(ObjectState):
         Raises Mismatch, the same on every rank, where the ranks' models differ.
         """
         broadcast_variables(self._variables(), 0)
+        reducer = self._reducer()
+        if reducer is not None and is_elastic():  # schedules and shared random numbers follow
+            counts = {name: int(state.get("step", 0)) for name, state in reducer.states.items()}
+            step, counts = broadcast_object((reducer.step, counts), name="KerasState.steps")
+            for name, count in counts.items():
+                reducer.states.setdefault(name, {})["step"] = count
+            reducer.restart(step)
         super().sync()
 
     def _variables(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Horovod's elastic interface for TensorFlow, for jobs that keep the ranks they began with.
+"""Horovod's elastic interface for TensorFlow: training goes on when ranks are lost, or come.
 
 What fails in a ``tf.function`` or a session is a HorovodInternalError where it is called (see
 ``graph_errors``), so that ``run`` goes back to the last commit after that as well.

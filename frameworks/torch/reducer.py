@@ -89,9 +89,12 @@ class Reducer:
         self._process_set = process_set
         self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
         self._left = dict.fromkeys(named, passes)
-        self._label = current().unnamed("DistributedOptimizer", process_set.process_set_id or 0)
+        self._elastic = is_elastic()
+        self._engine: Engine | None = None  # in an elastic job: where gradients are declared
+        self._label = "" if self._elastic else self._new_label()
         self._title = title
-        self._rows = Rows(named, self._label, op, process_set, sparse_as_dense)
+        self._sparse_as_dense = sparse_as_dense
+        self._rows = self._new_rows()
         self._handed = Handed(op)
         self._hooks = GradHooks(self, named)
         self._reduction, self._unscaling = reduction, unscaling
@@ -103,8 +106,6 @@ class Reducer:
         self._router = as_router(compression)
         warn_of_unmatched(self._router, named, stacklevel=3)
         self._start = 0 if before is None else self._inherit(before)  # steps before the group's
-        self._elastic = is_elastic()
-        self._engine: Engine | None = None  # in an elastic job: where gradients are declared
         if not self._elastic:
             self._declare(self._start)
         self._take_over()
@@ -334,6 +335,13 @@ class Reducer:
     def _size(self) -> int:
         return self._process_set.size()
 
+    def _new_label(self) -> str:
+        return current().unnamed("DistributedOptimizer", self._process_set.process_set_id or 0)
+
+    def _new_rows(self) -> Rows:
+        named, label, sparse_as_dense = self.parameters, self._label, self._sparse_as_dense
+        return Rows(named, label, self._op, self._process_set, sparse_as_dense)
+
     def _join_epoch(self) -> None:
         """In an elastic job: declare the gradients once to each epoch's engine, at the first use.
 
@@ -342,11 +350,13 @@ class Reducer:
         if not self._elastic or self._engine is current().engine:
             return
         self._start, self._engine = self.step, current().engine
+        self._label = self._new_label()
         for handle in self._reset():
             handle.forget()
         if self._group is not None:
             self._finalizer.detach()
         self._group = self._comparison = None
+        self._rows = self._new_rows()
         self._included = self._process_set.included()
         self.compared = self.parameters
         self._declare(self._start)

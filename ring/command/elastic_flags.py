@@ -76,9 +76,7 @@ def rules_of(options: argparse.Namespace, np: int | None, hosts: Sequence[Host])
     max_np = _number(options.max_np, "--max-np", 1)
     start = np or min_np or known or None
     if start is None:
-        raise LaunchError(
-            "an elastic job needs -np or --min-np: how many ranks to begin with?"
-        )
+        raise LaunchError("an elastic job needs -np or --min-np: how many ranks to begin with?")
     least = min_np or start
     if start < least or (max_np is not None and max_np < start):
         most = "" if max_np is None else f", --max-np {max_np}"

@@ -1,4 +1,4 @@
-"""Horovod's elastic interface for PyTorch, for jobs that keep the ranks they began with."""
+"""Horovod's elastic interface for PyTorch: training goes on when ranks are lost, or come."""
 
 from ringlet.elastic import ObjectState, State, run
 from ringlet.torch.elastic.sampler import ElasticSampler
