@@ -134,6 +134,22 @@ def merged(
     return found, told
 
 
+def resize(state: State, compressor: Compressor, before: int, after: int, average: bool) -> None:
+    """Keep of ``state`` what goes on among ``after`` ranks instead of ``before``, or other ones.
+
+    That is the step and what is in units of the gradient. What ranks have in common (factors, a
+    server's sums) others may not have, and what belongs to a rank's shard belongs to another now:
+    these are forgotten.
+    """
+    step = {"step": state["step"]} if "step" in state else {}
+    kept = compressor.consolidate([plain(state)])
+    unit = _share(compressor, after) / _share(compressor, before) if average else 1.0
+    state.clear()
+    state |= step
+    for name, array in kept.items():
+        state[name] = array if unit == 1.0 else array * np.float32(unit)
+
+
 def _of_another(spec: str | None, compressor: Compressor, forgotten: list[str]) -> str:
     return f"was saved by {spec!r}; {str(compressor)!r} forgets its {forgotten}"
 

@@ -13,6 +13,7 @@ import numpy as np
 from ringlet.compressors import Router
 from ringlet.compressors.context import State
 from ringlet.compressors.residuals import energy
+from ringlet.compressors.states import resize
 from ringlet.fusion import Group, Request
 from ringlet.keras.agreement import UNUSED, common_names
 from ringlet.keras.arrays import all_finite, allocate, flat
@@ -22,6 +23,7 @@ from ringlet.precision.reduction import carrier
 from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.runtime import Runtime, current, is_initialized
 
 log = logging.getLogger("ringlet")
@@ -105,6 +107,7 @@ class Reducer:
         self._kind, self._label = kind, ""
         self.title = title or kind
         self._runtime: Runtime | None = None
+        self._among = 0  # ranks in that runtime
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._lock = threading.RLock()
 
@@ -153,7 +156,12 @@ class Reducer:
 
     def _bind(self, runtime: Runtime) -> None:
         if self._runtime is not runtime:
-            self._runtime, self._steps = runtime, {}
+            size = self.settings.process_set.size()
+            if self._among and is_elastic():
+                router, averages = self.settings.router, self.settings.averages
+                for name, state in self.states.items():
+                    resize(state, router(name), self._among, size, averages)
+            self._runtime, self._steps, self._among = runtime, {}, size
             # Ranks outside of a process set do not count what its ranks do.
             self._label = runtime.unnamed(self._kind, self.settings.process_set.number())
 

@@ -17,7 +17,7 @@ import torch
 from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
 from ringlet.compressors.routes import Routes, Spec
-from ringlet.compressors.states import carry_over, rescale
+from ringlet.compressors.states import carry_over, rescale, resize
 from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.precision.reduction import carrier
@@ -90,7 +90,8 @@ class Reducer:
         self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
         self._left = dict.fromkeys(named, passes)
         self._elastic = is_elastic()
-        self._engine: Engine | None = None  # in an elastic job: where gradients are declared
+        self._engine: Engine | None = None  # in an elastic job: where gradients are declared,
+        self._among = 0  # and among how many ranks
         self._label = "" if self._elastic else self._new_label()
         self._title = title
         self._sparse_as_dense = sparse_as_dense
@@ -358,6 +359,11 @@ class Reducer:
         self._group = self._comparison = None
         self._rows = self._new_rows()
         self._included = self._process_set.included()
+        before, self._among = self._among, self._size()
+        if before:
+            with _at_work():
+                for name, state in self.states.items():
+                    resize(state, routed(self._router, name), before, self._among, self.averages)
         self.compared = self.parameters
         self._declare(self._start)
 

@@ -147,8 +147,10 @@ class Membership:
             if self._finished is None:
                 self._finished = number
             return
-        self._failed = self._failed or (code, f"member {number} on {member.host} {how}")
-        self._bar(member, how, now)
+        ranked = member.rank is not None
+        name = f"rank {member.rank}" if ranked else f"newcomer {number}"
+        self._failed = self._failed or (code, f"{name} on {member.host} {how}")
+        self._bar(member, f"{name} on {member.host} {how}", now)
 
     # -- what is to be done -----------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class Membership:
         else:
             member.limit = now + LEAVE
 
-    def _bar(self, member: Member, how: str, now: float) -> None:
+    def _bar(self, member: Member, what: str, now: float) -> None:
         """Use the host of a failed member no more; without its other members, if there are more."""
         host = member.host
         before = self._barred.get(host, _Barred(now, 0))
@@ -214,16 +216,12 @@ class Membership:
         self._barred[host] = _Barred(until, before.times + 1)
         elsewhere = [m for m in self._present() if m.host != host]
         there = [m for m in self._present() if m.host == host]
-        ranked = member.rank is not None
-        leave = ranked and bool(there) and len(elsewhere) >= self.rules.min_np
+        leave = member.rank is not None and bool(there) and len(elsewhere) >= self.rules.min_np
         if leave:
             for other in there:
                 self._drop(other, now, gentle=False)
         rest = ", its other ranks leave" if leave else ""
-        rank = f"rank {member.rank}" if ranked else f"member {member.number}"
-        self._unseen.notes.append(
-            f"{rank} on {host} {how}; no rank is started there any more{text}{rest}"
-        )
+        self._unseen.notes.append(f"{what}; no rank is started there any more{text}{rest}")
 
     def _enforce(self, todo: Decisions, now: float) -> None:
         for member in self.members.values():
