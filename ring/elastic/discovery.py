@@ -23,8 +23,8 @@ class Discovery:
     """Runs ``script`` again and again; None: ``hosts`` are all there is.
 
     A line is ``host`` or ``host:slots``; ``slots`` are those of a host without a number. A run that
-    fails, prints what makes no sense or takes longer than 30 s changes nothing: ``look`` says so,
-    once for the same reason.
+    fails, prints nothing or what makes no sense, or takes longer than 30 s changes nothing:
+    ``look`` says so, once for the same reason.
     """
 
     def __init__(self, script: str | None, slots: int = 1, hosts: Sequence[Host] = ()) -> None:
@@ -108,6 +108,8 @@ class Discovery:
             if host.name in hosts:
                 raise LaunchError(f"printed host {host.name} twice")
             hosts[host.name] = host.slots
+        if not hosts:
+            raise LaunchError("printed no host")
         return [Host(name, count) for name, count in hosts.items()]
 
     def _complain(self, what: str, now: float) -> str:

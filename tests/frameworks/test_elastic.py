@@ -1,0 +1,165 @@
+"""Jobs whose ranks come and go: real processes, killed, frozen, added and taken away."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+WORKER = Path(__file__).with_name("worker_elastic.py")
+TWO_HOSTS = ["-H", "localhost:2,127.0.0.1:2"]
+
+
+def job(flags, plan, framework="torch", **env):
+    command = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *flags]
+    done = subprocess.run(
+        [*command, sys.executable, str(WORKER), framework, json.dumps(plan)],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done, lines
+
+
+def begun(lines):
+    """Return what ranks said when an epoch began."""
+    return [line for line in lines if "residual" in line and "committed" not in line]
+
+
+def epochs(lines):
+    """Return the size, and the batch at the start, of each epoch of the job."""
+    return list(dict.fromkeys((line["size"], line["batch"]) for line in begun(lines)))
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Return the outcomes of all jobs, two at a time: they spend time on waiting."""
+    hosts = tmp_path_factory.mktemp("elastic") / "hosts"
+    hosts.write_text("localhost:2\n")
+    grow = {"2": "localhost:2\n127.0.0.1:1\n", "3": "127.0.0.1:1\n"}
+    plans = {
+        "host": (["-np", "4", "--min-np", "2", *TWO_HOSTS], {"do": {"0": [25, "SIGKILL"]}}),
+        "one host": (["-np", "3", "--min-np", "2"], {"do": {"1": [25, "exit"]}}),
+        "frozen": (
+            ["-np", "3", "--min-np", "2", "--heartbeat-seconds", "1"],
+            {"do": {"2": [25, "SIGSTOP"]}},
+        ),
+        "twice": (
+            ["-np", "3", "--min-np", "1", "--reset-limit", "1"],
+            {"do": {"0": [25, "SIGKILL"], "1": [35, "SIGKILL"]}},
+        ),
+        "too few": (["-np", "2", "--min-np", "2"], {"do": {"0": [25, "SIGKILL"]}}),
+        "changing": (
+            ["-np", "2", "--min-np", "1", "--host-discovery-script", f"cat {hosts}"],
+            {"hosts": grow, "file": str(hosts), "until": 1, "spec": "topk(ratio=0.1) | ef"},
+        ),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        started = {
+            name: pool.submit(job, flags, {"batches": 50} | plan)
+            for name, (flags, plan) in plans.items()
+        }
+        yield lambda name: started[name].result(400)
+
+
+def test_training_goes_on_when_a_host_loses_its_rank_0(jobs):
+    done, lines = jobs("host")
+    assert done.returncode == 0, done.stderr
+    assert epochs(lines) == [(4, 0), (2, 20)]
+    last = [line for line in lines if "done" in line]
+    assert [(x["host"], x["equal"], x["batch"]) for x in last] == [("127.0.0.1", True, 50)] * 2
+    assert sorted((x["started"], x["rank"]) for x in last) == [(2, 0), (3, 1)]
+    assert "rank 0 on localhost was ended by signal 9 (SIGKILL); no rank is" in done.stderr
+
+
+def test_survivors_of_the_only_host_go_on_with_what_compression_held_back(jobs):
+    done, lines = jobs("one host")
+    assert done.returncode == 0, done.stderr
+    assert epochs(lines) == [(3, 0), (2, 20)]
+    for started in (0, 2):
+        own = [line for line in lines if line["started"] == started]
+        committed = next(x["residual"] for x in own if x.get("committed") == 20)
+        after = next(x["residual"] for x in own if x.get("size") == 2)
+        assert committed > 0
+        assert after == pytest.approx(committed, rel=1e-6)
+
+
+def test_a_frozen_rank_is_ended_and_the_others_go_on(jobs):
+    done, lines = jobs("frozen")
+    assert done.returncode == 0, done.stderr
+    assert epochs(lines) == [(3, 0), (2, 20)]
+    assert "rank 2 on localhost was ended by signal 9 (SIGKILL)" in done.stderr
+
+
+def test_the_reset_limit_ends_the_job_with_the_cause(jobs):
+    done, lines = jobs("twice")
+    assert done.returncode == 137, done.stderr
+    assert epochs(lines) == [(3, 0), (2, 20)]
+    assert "rank 0 on localhost was ended by signal 9 (SIGKILL); --reset-limit 1 is" in done.stderr
+
+
+def test_too_few_ranks_end_the_job(jobs):
+    done, lines = jobs("too few")
+    assert done.returncode == 137, done.stderr
+    assert epochs(lines) == [(2, 0)]
+    assert done.stderr.endswith(
+        "rank 0 on localhost was ended by signal 9 (SIGKILL); ending the other ranks\n"
+    )
+
+
+def test_hosts_come_and_go_without_going_back(jobs):
+    done, lines = jobs("changing")
+    assert done.returncode == 0, done.stderr
+    sizes = [size for size, _ in epochs(lines)]
+    assert sizes == [2, 3, 1]
+    (last,) = [line for line in lines if "done" in line]
+    assert (last["host"], last["rank"], last["equal"]) == ("127.0.0.1", 0, True)
+    # Nothing was lost: an epoch begins where the last commit of the one before was.
+    assert [batch % 10 for _, batch in epochs(lines)] == [0, 0, 0]
+    alone = next(line for line in begun(lines) if line["size"] == 1)
+    assert alone["batch"] > 0
+
+
+def test_keras_goes_on(tmp_path):
+    pytest.importorskip("tensorflow")
+    plan = {"batches": 40, "do": {"0": [25, "SIGKILL"]}}
+    done, lines = job(["-np", "3", "--min-np", "2"], plan, "keras", KERAS_BACKEND="tensorflow")
+    assert done.returncode == 0, done.stderr
+    assert epochs(lines) == [(3, 0), (2, 20)]
+    assert [line["equal"] for line in lines if "done" in line] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--min-np", "2", "-np", "1"], "--min-np 2, -np 1: must not fall in this order"),
+        (["--max-np", "2", "-np", "3"], "-np 3, --max-np 2: must not fall in this order"),
+        (["--min-np", "x", "-np", "3"], "--min-np takes a number of at least 1, not 'x'"),
+        (["--min-np", "1", "--transport", "mpi", "-np", "2"], "library ends every rank when one"),
+        (
+            ["--min-np", "1", "-H", "localhost:1", "--host-discovery-script", "x"],
+            "give --hosts or --host-discovery-script, not both",
+        ),
+        (
+            ["--min-np", "1", "-np", "2", "--blacklist-cooldown-range", "9", "3"],
+            "takes two numbers of seconds, the least first, not 9 3",
+        ),
+        (["--min-np", "3", "-H", "localhost:2"], "but --hosts have 2 slots"),
+        (["--host-discovery-script", "x"], "needs -np or --min-np"),
+    ],
+)
+def test_flags_that_make_no_sense_are_named(flags, said):
+    command = [sys.executable, "-m", "ringlet", "run", *flags, "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr

@@ -1,0 +1,107 @@
+"""A small training that tells, as JSON lines, what becomes of it when ranks are lost, or come.
+
+    worker_elastic.py FRAMEWORK PLAN
+
+PLAN is a JSON object: ``batches`` to train; ``spec``; ``do``: by the rank that a process had at its
+start, [batch, what], where what is the name of a signal to send itself, or ``exit``; ``hosts``: the
+file that lists hosts, and what rank 0 writes to it, by the number of ranks there are.
+"""
+
+import json
+import os
+import signal
+import sys
+
+framework, plan = sys.argv[1], json.loads(sys.argv[2])
+started = int(os.environ["HOROVOD_RANK"])
+
+
+def tell(**what):
+    line = {"started": started, "host": os.environ["HOROVOD_HOSTNAME"], **what}
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def interfere(state):
+    """Do to this process what the plan says."""
+    batch, what = plan.get("do", {}).get(str(started), (None, None))
+    if batch == state.batch:
+        if what == "exit":
+            sys.exit(3)
+        os.kill(os.getpid(), getattr(signal, what))
+    wanted = plan.get("hosts", {}).get(str(hvd.size()))
+    if wanted and hvd.rank() == 0:
+        with open(plan["file"] + ".new", "w") as file:
+            file.write(wanted)
+        os.replace(plan["file"] + ".new", plan["file"])
+
+
+def finished(state):
+    return state.batch >= plan["batches"] and hvd.size() == plan.get("until", hvd.size())
+
+
+if framework == "torch":
+    import torch
+
+    import ringlet.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 5))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        model.named_parameters(),
+        plan.get("spec", "int8 | ef"),
+    )
+    state = hvd.elastic.TorchState(model, optimizer, batch=0)
+    reducer = optimizer._ringlet
+
+    @hvd.elastic.run
+    def train(state):
+        norm = reducer.residual_norm()
+        tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm)
+        draw = torch.Generator().manual_seed(hvd.rank())
+        while not finished(state):
+            interfere(state)
+            optimizer.zero_grad()
+            model(torch.randn(8, 30, generator=draw)).square().mean().backward()
+            optimizer.step()
+            state.batch += 1
+            if state.batch % 10 == 0:
+                state.commit()
+                tell(committed=state.batch, residual=reducer.residual_norm())
+
+    train(state)
+    equal = hvd.replicas_equal(model.state_dict())
+else:
+    import keras
+    import numpy as np
+
+    import ringlet.keras as hvd
+
+    hvd.init()
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((30,)), keras.layers.Dense(20), keras.layers.Dense(5)])
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.Adam(0.01), compression=plan.get("spec", "int8 | ef")
+    )
+    model.compile(optimizer, "mse")
+    state = hvd.elastic.KerasState(model, batch=0)
+    x, y = np.ones((8, 30), np.float32), np.zeros((8, 5), np.float32)
+
+    @hvd.elastic.run
+    def train(state):
+        norm = optimizer._ringlet.norm()
+        tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm)
+        while not finished(state):
+            interfere(state)
+            model.train_on_batch(x * (1 + hvd.rank()), y)
+            state.batch += 1
+            if state.batch % 10 == 0:
+                state.commit()
+
+    train(state)
+    weights = [np.asarray(w).tobytes() for w in model.get_weights()]
+    equal = len(set(hvd.allgather_object(weights[0]))) == 1
+tell(done=True, rank=hvd.rank(), size=hvd.size(), equal=bool(equal), batch=state.batch)

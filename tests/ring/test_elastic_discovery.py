@@ -1,0 +1,91 @@
+"""Hosts that a script prints, and what it may do wrong."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ringlet.ring.elastic import discovery as module
+from ringlet.ring.elastic.discovery import Discovery
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.hosts.hosts import Host
+
+
+@pytest.fixture
+def looking(tmp_path, monkeypatch):
+    """Return a function that looks, through a script that prints a file, until it has run."""
+    monkeypatch.setattr(module, "PERIOD", 0.0)
+    said = tmp_path / "said"
+    found = []
+
+    def look(text, script="cat {}", slots=1):
+        said.write_text(text)
+        if not found:
+            found.append(Discovery(script.format(said), slots))
+        limit = time.monotonic() + 60
+        for runs in (True, False):
+            while (found[0]._process is None) == runs:
+                result = found[0].look(time.monotonic())
+                assert time.monotonic() < limit
+        return result
+
+    yield look
+    for each in found:
+        each.close()
+
+
+def test_hosts_are_told_when_they_change(looking):
+    assert looking("a:2\nb\n\n", slots=3) == ([Host("a", 2), Host("b", 3)], "")
+    assert looking("a:2\nb\n") == (None, "")
+    assert looking("b:1\n") == ([Host("b", 1)], "")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "printed no host"),
+        ("a b\n", "printed what names no host: its output: expected host:slots, not 'a b'"),
+        ("a:0\n", "host a has no slots"),
+        ("a\nb\na:2\n", "printed host a twice"),
+        ("-oProxyCommand=x\n", "not '-oProxyCommand=x'"),
+    ],
+)
+def test_what_makes_no_sense_is_told_once_and_changes_nothing(looking, text, complaint):
+    assert looking("a:2\n")[0] == [Host("a", 2)]
+    hosts, said = looking(text)
+    assert hosts is None
+    assert complaint in said
+    assert said.endswith("; the hosts stay as they were")
+    assert looking(text) == (None, "")
+    assert looking("a:2\n") == (None, "")
+    assert complaint in looking(text)[1]  # it had worked in between
+
+
+def test_a_script_that_fails_is_told_with_its_last_line(looking):
+    hosts, said = looking("", "echo first; echo 'no token' >&2; exit 4; {}")
+    assert hosts is None
+    assert "exited with code 4; it said: no token; the hosts stay" in said
+
+
+def test_a_script_that_does_not_end_is_ended(looking, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    assert "did not end within 0.2 s" in looking("", "sleep 1000; {}")[1]
+
+
+def test_a_list_stays_and_a_script_that_is_none_is_named():
+    listed = Discovery(None, hosts=[Host("a", 1)])
+    assert [listed.look(now)[0] for now in (0.0, 1.0)] == [[Host("a", 1)], None]
+    assert listed.patience(1.0) is None
+    with pytest.raises(LaunchError, match=r"exited with code 127|no-such-script"):
+        raise LaunchError(_complaint("/no-such-script"))
+
+
+def _complaint(script):
+    found = Discovery(script)
+    limit = time.monotonic() + 60
+    said = ""
+    while not said and time.monotonic() < limit:
+        said = found.look(time.monotonic())[1]
+    found.close()
+    return said

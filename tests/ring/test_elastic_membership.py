@@ -1,0 +1,306 @@
+"""The rules of elastic jobs: single cases, and whatever may happen in any order."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ringlet.ring.elastic.membership import FENCE, LEAVE, Membership, Rules
+from ringlet.ring.hosts.hosts import Host
+
+TWO = [Host("a", 2), Host("b", 2)]
+
+
+def running(hosts=TWO, **rules):
+    """Return the members of a job whose first epoch has begun, and its rules."""
+    slots = sum(host.slots for host in hosts)
+    members = Membership(Rules(**{"np": slots, "min_np": 1} | rules), 0.0, lambda: 0.5)
+    members.hosts_found(hosts, 0.0)
+    for member in members.decide(0.0).start:
+        members.asks(member.number, (), 0.0)
+    assert members.decide(0.0).seats
+    return members
+
+
+def ranks(decisions):
+    return {number: seat.rank for number, seat in decisions.seats.items()}
+
+
+def test_the_first_epoch_waits_for_np_and_fills_hosts_in_order():
+    members = Membership(Rules(3, 1), 0.0)
+    members.hosts_found([Host("a", 2), Host("b", 1)], 0.0)
+    started = members.decide(0.0).start
+    assert [(m.host, m.local) for m in started] == [("a", 0), ("a", 1), ("b", 0)]
+    for member in started[:2]:
+        members.asks(member.number, (), 0.0)
+    assert not members.decide(1.0).seats
+    members.asks(2, (), 1.0)
+    seats = members.decide(1.0).seats
+    assert [(s.epoch, s.rank, s.size, s.local_rank, s.local_size) for s in seats.values()] == [
+        (1, 0, 3, 0, 2),
+        (1, 1, 3, 1, 2),
+        (1, 2, 3, 0, 1),
+    ]
+
+
+def test_a_failed_rank_takes_its_host_along_where_enough_are_left():
+    members = running()
+    members.ended(0, 137, "was killed", 1.0)
+    for number in (1, 2, 3):
+        members.asks(number, (0,), 1.0)
+    todo = members.decide(1.0)
+    assert ranks(todo) == {2: 0, 3: 1}
+    assert todo.dismiss == {1: ""}
+    assert todo.lost == [1]
+    assert not todo.start
+    assert "rank 0 on a was killed; no rank is started there any more, its other" in todo.notes[0]
+
+
+def test_survivors_of_the_only_host_stay():
+    members = running([Host("a", 3)])
+    members.ended(1, 1, "exited with code 1", 1.0)
+    members.asks(0, (), 1.0)
+    assert not members.decide(1.0).seats  # rank 2 has not asked yet
+    members.asks(2, (), 1.0)
+    assert ranks(members.decide(1.0)) == {0: 0, 2: 1}
+
+
+def test_a_host_that_failed_comes_back_after_its_cool_down_which_doubles():
+    members = running([Host("a", 1), Host("b", 1)], cooldown=(10.0, 100.0))
+    members.ended(1, 1, "failed", 0.0)
+    members.asks(0, (1,), 0.0)
+    assert ranks(members.decide(0.0)) == {0: 0}
+    assert not members.decide(14.9).start  # 10 s, and half of that drawn
+    (again,) = members.decide(15.0).start
+    assert (again.host, again.number) == ("b", 2)
+    members.ended(2, 1, "failed", 20.0)
+    assert not members.decide(44.9).start  # 20 s, and 5
+    assert members.decide(45.0).start
+
+
+def test_newcomers_are_announced_once_and_wait_until_all_have_come():
+    members = running([Host("a", 2)])
+    members.hosts_found([Host("a", 2), Host("b", 1)], 1.0)
+    (newcomer,) = members.decide(1.0).start
+    assert not members.decide(2.0).changed
+    members.asks(newcomer.number, (), 3.0)
+    assert members.decide(3.0).changed
+    assert not members.decide(3.0).changed
+    members.asks(0, (), 4.0)
+    assert not members.decide(4.0).seats
+    members.asks(1, (), 4.0)
+    assert ranks(members.decide(4.0)) == {0: 0, 1: 1, 2: 2}
+
+
+def test_ranks_of_a_host_that_goes_are_told_and_dismissed():
+    members = running()
+    members.hosts_found([Host("b", 2)], 1.0)
+    assert members.decide(1.0).changed
+    for number in range(4):
+        members.asks(number, (), 2.0)
+    todo = members.decide(2.0)
+    assert (ranks(todo), todo.dismiss) == ({2: 0, 3: 1}, {0: "", 1: ""})
+    members.ended(0, 0, "exited with code 0", 3.0)
+    members.ended(1, 0, "exited with code 0", 3.0)
+    assert members.decide(3.0).over is None
+
+
+def test_who_was_lost_and_does_not_come_is_killed():
+    members = running([Host("a", 3)])
+    members.asks(1, (0,), 1.0)
+    members.asks(2, (0,), 1.0)
+    assert members.patience(1.0) == FENCE
+    assert not members.decide(1.0).kill
+    assert [m.number for m in members.decide(1.0 + FENCE).kill] == [0]
+    members.ended(0, 137, "was killed", 4.0)
+    assert ranks(members.decide(4.0)) == {1: 0, 2: 1}
+
+
+def test_who_was_lost_by_others_and_comes_stays():
+    members = running([Host("a", 2)])
+    members.asks(1, (0,), 1.0)
+    members.asks(0, (1,), 2.0)
+    todo = members.decide(1.0 + 2 * FENCE)
+    assert (ranks(todo), todo.kill) == ({0: 0, 1: 1}, [])
+
+
+def test_who_is_dropped_and_does_not_leave_is_killed():
+    members = running()
+    members.ended(0, 1, "failed", 1.0)
+    assert not members.decide(1.0).kill
+    assert [m.number for m in members.decide(1.0 + LEAVE).kill] == [1]
+
+
+def test_too_few_end_the_job_at_once_or_when_time_is_up():
+    fixed = running([Host("a", 2)], min_np=2, fixed=True)
+    fixed.ended(0, 9, "exited with code 9", 1.0)
+    fixed.asks(1, (0,), 1.0)
+    assert fixed.decide(1.0).over == (9, "rank 0 on a exited with code 9")
+    found = running(TWO, min_np=3, timeout=60.0)
+    found.ended(0, 9, "failed", 1.0)
+    for number in (1, 2, 3):
+        found.asks(number, (), 1.0)
+    assert ranks(found.decide(1.0)) == {1: 0, 2: 1, 3: 2}  # without rank 1 they would be too few
+    found.ended(1, 9, "failed", 2.0)
+    for number in (2, 3):
+        found.asks(number, (), 2.0)
+    assert found.decide(61.9).over is None
+    code, why = found.decide(62.0).over
+    assert code == 1
+    assert "--min-np 3 ranks are needed; 2 are there, on hosts with 2 usable slots" in why
+
+
+def test_a_rank_that_does_not_come_to_be_numbered_anew_is_named():
+    members = running([Host("a", 3)], timeout=60.0)
+    members.asks(0, (), 1.0)
+    members.asks(2, (), 5.0)
+    _, why = members.decide(61.0).over
+    assert why.startswith("rank 1 did not come to be numbered anew within 60 s")
+
+
+def test_the_reset_limit():
+    members = running([Host("a", 3)], reset_limit=1)
+    for expected in ({1: 0, 2: 1}, {}):
+        number = 0 if expected else 1
+        members.ended(number, 1, "failed", 1.0)
+        for other in range(number + 1, 3):
+            members.asks(other, (), 1.0)
+        todo = members.decide(1.0)
+        assert ranks(todo) == expected
+    assert todo.over == (1, "rank 0 on a failed; --reset-limit 1 is reached")
+
+
+def test_once_a_rank_has_finished_nobody_starts_or_is_numbered_anew():
+    members = running([Host("a", 3)], cooldown=(1.0, 1.0))
+    members.ended(2, 0, "exited with code 0", 1.0)
+    members.asks(0, (2,), 1.0)
+    todo = members.decide(1.0)
+    assert todo.dismiss == {0: "rank 2 has finished, and with it the job"}
+    members.ended(0, 1, "exited with code 1", 2.0)
+    assert not members.decide(5.0).start
+    members.ended(1, 0, "exited with code 0", 6.0)
+    assert members.decide(6.0).over == (1, "rank 0 on a exited with code 1")
+
+
+def test_a_newcomer_that_fails_bars_its_host_and_disturbs_nobody():
+    members = running([Host("a", 2)])
+    members.hosts_found([Host("a", 3)], 1.0)
+    (newcomer,) = members.decide(1.0).start
+    members.ended(newcomer.number, 1, "did not start", 2.0)
+    todo = members.decide(3.0)
+    assert (todo.start, todo.lost, todo.kill) == ([], [], [])
+    assert todo.notes == ["newcomer 2 on a did not start; no rank is started there any more"]
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_there_are_never_more_than_max_np(most):
+    members = running([Host("a", 2)], max_np=most)
+    members.hosts_found([Host("a", 2), Host("b", 4)], 1.0)
+    assert len(members.decide(1.0).start) == most - 2
+
+
+class Anything(RuleBasedStateMachine):
+    """Hosts come and go, members ask, end and are lost, in any order."""
+
+    @initialize(
+        np=st.integers(1, 3),
+        more=st.none() | st.integers(0, 3),
+        resets=st.none() | st.integers(0, 4),
+        cooldown=st.none() | st.just((1.0, 8.0)),
+    )
+    def begin(self, np, more, resets, cooldown):
+        self.now, self.over, self.epoch, self.finished = 0.0, None, 0, False
+        self.rules = Rules(np, 1, None if more is None else np + more, resets, 30.0, cooldown)
+        self.members = Membership(self.rules, 0.0, lambda: 0.5)
+        self.alive, self.asked, self.gone, self.hosts = {}, set(), set(), {}
+        self.seats = {}
+
+    @rule(slots=st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3), max_size=4))
+    def find(self, slots):
+        self.hosts = slots
+        self.members.hosts_found([Host(name, n) for name, n in slots.items()], self.now)
+        self.decide()
+
+    @precondition(lambda self: set(self.alive) - self.asked)
+    @rule(data=st.data())
+    def ask(self, data):
+        number = data.draw(st.sampled_from(sorted(set(self.alive) - self.asked)))
+        lost = data.draw(st.sets(st.integers(0, 3)))
+        self.asked.add(number)
+        self.members.asks(number, lost, self.now)
+        self.decide()
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), code=st.sampled_from([0, 1, 137]))
+    def end(self, data, code):
+        number = data.draw(st.sampled_from(sorted(self.alive)))
+        dropped = self.members.members[number].dropped
+        self.finished = self.finished or (code == 0 and not dropped)
+        del self.alive[number]
+        self.asked.discard(number)
+        self.members.ended(number, code, "ended", self.now)
+        self.decide()
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 8.0, 40.0]))
+    def wait(self, seconds):
+        self.now += seconds
+        self.decide()
+
+    def decide(self):
+        if self.over is not None:
+            return
+        todo = self.members.decide(self.now)
+        for member in todo.start:
+            assert not self.finished
+            assert member.number not in self.alive
+            taken = [(m.host, m.local) for m in self.alive.values()]
+            assert (member.host, member.local) not in taken
+            assert member.local < self.hosts[member.host]
+            self.alive[member.number] = member
+        if todo.seats:
+            self.seated(todo.seats)
+        for number, why in todo.dismiss.items():
+            assert number in self.asked
+            assert self.members.members[number].dropped or (self.finished and why)
+            self.asked.discard(number)
+        for member in todo.kill:
+            assert member.number in self.alive
+            assert member.number not in self.gone  # once
+            self.gone.add(member.number)
+        self.over = todo.over
+        most = self.rules.max_np
+        assert most is None or sum(not m.dropped for m in self.alive.values()) <= most
+
+    def seated(self, seats):
+        assert not self.finished
+        assert set(seats) <= self.asked
+        assert {s.epoch for s in seats.values()} == {self.epoch + 1}
+        assert {s.size for s in seats.values()} == {len(seats)}
+        assert sorted(s.rank for s in seats.values()) == list(range(len(seats)))
+        assert len(seats) >= (self.rules.min_np if self.epoch else self.rules.np)
+        first = next(number for number, s in seats.items() if s.rank == 0)
+        old = set(self.seats) & set(seats)
+        assert not self.epoch or first in old  # who leads knows how far training was
+        for host in {self.alive[n].host for n in seats}:
+            there = [s for n, s in seats.items() if self.alive[n].host == host]
+            assert sorted(s.local_rank for s in there) == list(range(len(there)))
+            assert {s.local_size for s in there} == {len(there)}
+            own = sorted(s.rank for s in there)
+            assert own == list(range(own[0], own[0] + len(own)))  # side by side
+        missing = set(self.seats) & set(self.alive) - set(seats)
+        assert all(self.alive[n].dropped for n in missing)
+        self.epoch += 1
+        self.seats = seats
+        self.asked -= set(seats)
+
+    @invariant()
+    def nobody_waits_in_vain(self):
+        if self.over is not None or not self.epoch:
+            return
+        ranked = [n for n, m in self.alive.items() if n in self.seats and not m.dropped]
+        waiting = [n for n in ranked if n in self.asked]
+        assert not waiting or len(waiting) < len(ranked) or len(ranked) < self.rules.min_np
+
+
+TestAnything = Anything.TestCase
