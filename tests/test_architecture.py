@@ -16,7 +16,7 @@ MAY_IMPORT = {
 FLOORS = {
     "ring": """errors log variables dtypes arguments communicator float16 interrupt addresses
         safe_files wire transports pipeline control collectives cost rendezvous hosts processes
-        launch""",
+        launch elastic command""",
     "fusion": """errors limits devices requests planning codecs recording process_set buckets
         negotiation queue worker extensions observe autotune lifetime background_loop engine""",
 }

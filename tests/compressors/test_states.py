@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Compressor, Modifier, Traits, option, parse
-from ringlet.compressors.states import carry_over, fit, merged, rescale
+from ringlet.compressors.states import carry_over, fit, merged, rescale, resize
 from ringlet.compressors.testing import CheckFailed, check_compressor
 from ringlet.compressors.testing.claims import check_gradient_units
 from ringlet.compressors.testing.runner import Named
@@ -215,3 +215,34 @@ def test_momenta_and_estimates_go_on_among_other_ranks():
     states[1]["worker"] = states[1]["worker"][:-1]
     _, told = merged(states, "int8 | ef21", compressor, 2)
     assert told == ["has another size on some ranks; its ['worker'] are forgotten"]
+
+
+@pytest.mark.parametrize("spec", ["int8 | ef", "topk(ratio=0.1) | ef", "momentum_correction"])
+@pytest.mark.parametrize("average", [True, False])
+def test_among_other_ranks_a_rank_keeps_what_is_in_units_of_its_gradient(spec, average):
+    compressor, states = trained(spec if "ef" in spec else f"topk(ratio=0.1) | {spec}")
+    for state in states:
+        units = compressor.traits().gradient_units
+        before = {name: np.copy(state[name]) for name in units if name in state}
+        assert before
+        state["stage2.0"] = {"residual": np.ones(3, np.float32)}  # of this rank's shard
+        resize(state, compressor, 2, 3, average)
+        assert set(state) - {"step"} == set(before)
+        for name, array in before.items():
+            np.testing.assert_array_equal(state[name], array)
+
+
+def test_among_other_ranks_a_share_of_the_mean_is_another_share():
+    compressor, (state, _) = trained("shared_int | ef")
+    before = state["residual"].copy()
+    resize(state, compressor, 2, 4, average=True)
+    expected = before / 2 if compressor.traits().predivide else before
+    np.testing.assert_allclose(state["residual"], expected, rtol=1e-6)
+
+
+def test_among_other_ranks_factors_that_all_had_in_common_begin_anew():
+    compressor, (state, _) = trained("powersgd(rank=2) | ef")
+    assert state.keys() & {"left", "right"}
+    resize(state, compressor, 2, 2, average=True)
+    assert not state.keys() & {"left", "right"}
+    assert "residual" in state

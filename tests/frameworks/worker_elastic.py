@@ -48,7 +48,7 @@ if framework == "torch":
     torch.set_num_threads(1)
     hvd.init()
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 5))
+    model = torch.nn.Sequential(torch.nn.Linear(100, 60), torch.nn.Linear(60, 5))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.Adam(model.parameters(), lr=0.01),
         model.named_parameters(),
@@ -65,7 +65,7 @@ if framework == "torch":
         while not finished(state):
             interfere(state)
             optimizer.zero_grad()
-            model(torch.randn(8, 30, generator=draw)).square().mean().backward()
+            model(torch.randn(8, 100, generator=draw)).square().mean().backward()
             optimizer.step()
             state.batch += 1
             if state.batch % 10 == 0:

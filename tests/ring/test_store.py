@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -108,6 +109,23 @@ def test_waiting_ends_when_the_last_name_is_there(launcher: Launcher) -> None:
     assert two.ask(Op.GET, b"a") == b"1"
     one.close()
     two.close()
+
+
+def test_who_waits_for_what_will_not_come_is_told(launcher: Launcher) -> None:
+    mine = launcher.client()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(mine.ask, Op.WAIT, b"epoch/1/a", b"epoch/1/b")
+        launcher.client(1).ask(Op.SET, b"epoch/1/a", b"x")
+        with launcher.lock:
+            launcher.kv_store.refuse("epoch/1/", "rank 2 ended")
+        with pytest.raises(LaunchError, match="rank 2 ended"):
+            waiting.result(60)
+    assert mine.ask(Op.GET, b"epoch/1/a") == b"x"  # what is there stays
+    with pytest.raises(LaunchError, match="rank 2 ended"):
+        mine.ask(Op.GET, b"epoch/1/c")
+    with launcher.lock:
+        launcher.kv_store.leave("epoch/1/c", b"late")
+    assert mine.ask(Op.GET, b"epoch/1/c") == b"late"
 
 
 @pytest.mark.parametrize("length", [0, 1, PIECE, 2 * PIECE + 1])
