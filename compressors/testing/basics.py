@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Generator
 from contextlib import suppress
@@ -116,6 +117,27 @@ def check_overwritten(zeros: Array, ones: Array) -> None:
             left = f"{places.size} of {zeros.size} elements of out are not overwritten, the first "
             left += f"at {places[:1]}; begin with out[:] = 0"
     raise AssertionError(left)
+
+
+@needs("compresses_a_tensor")
+def check_local_is_written(compressor: Compressor) -> None:
+    """Where there are rounds, '| ef' learns from ``local`` what was sent of this rank's gradient,
+    and keeps the rest.
+
+    Take it, def exchange(self, x, out, ctx, local=None), and unless it is None overwrite all of it
+    with what of the result stands for this rank's own x: begin with local[:] = 0 where only some
+    entries travel.
+    """
+    if by_payload(compressor):
+        return
+    taken = list(inspect.signature(compressor.exchange).parameters.values())
+    assert len(taken) >= 4 or any(p.kind is p.VAR_POSITIONAL for p in taken), (
+        "exchange() takes no local, which is given where error feedback asks for it"
+    )
+    shares: list[Array] = []
+    simulate(compressor, [gaussian(2000, 0)], shares=shares)
+    left = int(np.isnan(shares[0]).sum())
+    assert not left, f"{left} of 2000 elements of local are not overwritten"
 
 
 @needs("compresses_a_tensor")
@@ -378,6 +400,7 @@ def _on(rank: int, x: Array, state: dict[str, Any]) -> dict[str, Any]:
 
 CHECKS = (
     check_compresses_a_tensor,
+    check_local_is_written,
     check_scratch_does_not_matter,
     check_every_length,
     check_leaves_its_input_alone,
