@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ringlet.compressors.chain import Chain
 from ringlet.compressors.context import Array, State
 from ringlet.compressors.contract import Compressor
 from ringlet.compressors.modifier import Modifier
+from ringlet.compressors.shared import SharedInt
 from ringlet.compressors.testing.basics import PURE, by_payload, same
 from ringlet.compressors.testing.runner import needs
 from ringlet.compressors.testing.simulate import context, simulate
@@ -186,32 +188,42 @@ def check_shares_make_the_mean(compressor: Compressor) -> None:
             f"||local|| is {others:.3g} on ranks that gave zeros alone, {most:.3g} on the one that "
             "gave all the rest: it is not of this rank's own x"
         )
+    _check_shares(compressor)
+
+
+def _check_shares(compressor: Compressor, when: str = "") -> None:
     for shape in ((2000,), (40, 50)):
         gradients = [heavy_tailed(2000, rank) for rank in range(3)]
-        shares = []
+        shares: list[Array] = []
         out = simulate(compressor, gradients, shape=shape, shares=shares)[0]
         mean = np.mean(np.asarray(shares, np.float64), axis=0)
         close = np.allclose(mean, out, rtol=1e-3, atol=1e-4 * float(np.abs(out).max()))
         assert close, (
-            f"the mean of what the ranks left in local is not the result: it is off by "
+            f"{when}the mean of what the ranks left in local is not the result: it is off by "
             f"{float(np.abs(mean - out).max()):.3g}"
         )
 
 
-@needs(*PURE, "large_tensors")
+@needs(*PURE, "large_tensors", "shares_make_the_mean")
 def check_can_be_chained(compressor: Compressor) -> None:
     """'| int8' behind a compressor that says which of its arrays holds values must find them, on
     every rank, or training stops at its first step.
 
     Return the name of a float32 array that compress sends from chained_part(), or None, and from
-    chained_count(payload, n) how many values it has.
+    chained_count(payload, n) how many values it has. In rounds, mean = yield Round(values, "mean",
+    values) leaves in values what became of them: read them there for ``local``, or return None from
+    chained_part().
     """
+    if not by_payload(compressor):
+        if not isinstance(compressor, (Chain, Modifier)) and compressor.chained_part() is not None:
+            _check_shares(compressor | SharedInt(), "with '| shared_int' behind it ")
+        return
     cls = type(compressor)
     said = any(
         getattr(cls, name) not in (getattr(Compressor, name), getattr(Modifier, name))
         for name in ("chained_part", "chained_count")
     )
-    part = compressor.chained_part() if said and by_payload(compressor) else None
+    part = compressor.chained_part() if said else None
     if part is None:
         return
     for x in (gaussian(2000, 1), spiky(2000, 2), gaussian(1, 3), far_apart()[0]):

@@ -217,6 +217,7 @@ CAUGHT = {
         "LocalNotWritten": "local_is_written",
         "TakesNoLocal": "local_is_written",
         "LocalIsOut": "shares_make_the_mean",
+        "LocalOfWhatWasMeant": "can_be_chained",
         "RemembersInRounds": "memory_is_declared",
     },
 }
@@ -227,6 +228,7 @@ SAYS = {
     ("written", "YieldsScratchLater"): ("ctx.workspace.held(n)",),
     ("written", "ValuesNotDivided"): ('Round(values, "sum")', "ctx.size"),
     ("written", "LocalNotWritten"): ("local[:] = 0",),
+    ("written", "LocalOfWhatWasMeant"): ("'| shared_int'", 'Round(values, "mean", values)'),
     ("written", "LocalIsOut"): ("zeros alone", "this rank's own x"),
     ("written", "GapAsLargeAsAJump"): ("65535",),
     ("rounds", "SumNotDivided"): ('Round(values, "sum")',),

@@ -227,13 +227,14 @@ class Sketched(Compressor):
         size = xp.where(xp.isnan(size), np.float32(np.inf), size)
         places = xp.argsort(-size, kind="stable")[: self.count(x, ctx)]
         out[:] = visible
-        out[places] += yield from self.values(x[places], ctx)
+        mine = x[places]
+        out[places] += yield from self.values(mine, ctx)
         if local is not None:
-            self.share(local, places, x, out)
+            self.share(local, places, mine, out)
 
     def values(self, mine, ctx):
-        return (yield Round(mine, "mean"))
+        return (yield Round(mine, "mean", mine))
 
-    def share(self, local, places, x, out):
+    def share(self, local, places, mine, out):
         local[:] = 0
-        local[places] = x[places]
+        local[places] = mine

@@ -77,14 +77,14 @@ class ValuesNotDivided(Sketched):
 class LocalNotWritten(Sketched):
     """Leaves `local` as it was."""
 
-    def share(self, local, places, x, out):
+    def share(self, local, places, mine, out):
         pass
 
 
 class LocalIsOut(Sketched):
     """Leaves the mean in `local`: residuals take up how ranks differ, in every step anew."""
 
-    def share(self, local, places, x, out):
+    def share(self, local, places, mine, out):
         local[:] = out
 
 
@@ -104,3 +104,10 @@ class TakesNoLocal(Sketched):
 
     def exchange(self, x, out, ctx):
         yield from super().exchange(x, out, ctx)
+
+
+class LocalOfWhatWasMeant(Sketched):
+    """Leaves in `local` the values that it yielded, not what something behind made of them."""
+
+    def values(self, mine, ctx):
+        return (yield Round(mine.copy(), "mean"))
