@@ -57,10 +57,16 @@ def _check_distances(compressor: Compressor) -> None:
         distances = ", ".join(str(distance) for distance in groups)
         error.add_note(f"There are entries that lie {distances} elements behind the one before.")
         raise
+    arrived = {distance: np.flatnonzero(out[places]) for distance, places in groups.items()}
+    most = max(came.size for came in arrived.values())
+    if most < _GROUP:
+        return  # too few to compare
     for distance, places in groups.items():
-        came = np.flatnonzero(out[places])
-        if came.size < _GROUP:
-            continue  # too few to compare
+        came = arrived[distance]
+        assert came.size >= most / 2, (
+            f"of 400 values {came.size} arrive that lie {distance} elements behind others, {most} "
+            "elsewhere: that distance is taken for another"
+        )
         given, got = x[places][came].astype(np.float64), out[places][came]
         likeness = float(got @ given) / float(np.linalg.norm(got) * np.linalg.norm(given))
         assert likeness > _LIKE, (

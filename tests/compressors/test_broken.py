@@ -208,6 +208,7 @@ CAUGHT = {
     "written": {
         "EpsilonBesideOmega": "unbiased",
         "GapAsLargeAsAJump": "large_tensors",
+        "GapWithoutItsJump": "large_tensors",
         "CountsJumps": "can_be_chained",
         "HashesByName": "another_process_agrees",
         "HashesOfOneRank": "replicas_agree",

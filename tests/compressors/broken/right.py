@@ -185,6 +185,9 @@ class Jumping(Compressor):
     def jumps(self, skipped):
         return skipped // self.jump
 
+    def rest(self, skipped):
+        return skipped - self.jump * self.jumps(skipped)
+
     def compress(self, x, ctx):
         xp = ctx.xp
         size = xp.where(xp.isnan(x), np.float32(np.inf), xp.abs(x))
@@ -192,7 +195,7 @@ class Jumping(Compressor):
         skipped = xp.diff(places, prepend=-1) - 1
         ends = xp.cumsum(self.jumps(skipped) + 1)
         gaps = xp.full(int(ends[-1]) if x.size else 0, self.jump, "uint16")
-        gaps[ends - 1] = (skipped - self.jump * self.jumps(skipped)).astype("uint16")
+        gaps[ends - 1] = self.rest(skipped).astype("uint16")
         return {"gaps": gaps, "values": x[places]}
 
     def decompress(self, payload, out, ctx):

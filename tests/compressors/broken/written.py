@@ -111,3 +111,10 @@ class LocalOfWhatWasMeant(Sketched):
 
     def values(self, mine, ctx):
         return (yield Round(mine.copy(), "mean"))
+
+
+class GapWithoutItsJump(GapAsLargeAsAJump):
+    """A gap of just 65535 wraps to none: whoever comes behind it lies 65535 elements too early."""
+
+    def rest(self, skipped):
+        return skipped % self.jump
