@@ -36,7 +36,7 @@ def check_mean_of_ranks(compressor: Compressor) -> None:
     Round(values, "sum") gives a sum: divide it by ctx.size. Quantise by a scale that all ranks have
     received, not by this rank's own. Yield an array of your own, or one of
     ctx.workspace.held(n), and not one of ctx.workspace.array. Copy what is received before the next
-    yield, if it is needed then.
+    yield, if it is needed then. Declare a delta or omega only if it holds for every x.
     """
     if type(compressor.at(0)).finish is not Compressor.finish and not _averages(compressor):
         return  # the result is no mean, such as a vote

@@ -59,8 +59,9 @@ def simulate(
     """
     size, n = len(gradients), gradients[0].size
     held = states if states is not None else [{} for _ in gradients]
+    given = gradients[0].shape if shape is None else shape
     # Shared as among the tensors of an engine: who keeps scratch too long finds it overwritten.
-    fields: dict[str, Any] = {"shape": shape or gradients[0].shape, "workspace": Workspace()}
+    fields: dict[str, Any] = {"shape": given, "workspace": Workspace()}
     fields |= {"size": size, "step": step, "name": name, "seed": seed}
     contexts = [context(x, held[rank], rank=rank, **fields) for rank, x in enumerate(gradients)]
     now = compressor.at(step)

@@ -118,3 +118,26 @@ class GapWithoutItsJump(GapAsLargeAsAJump):
 
     def rest(self, skipped):
         return skipped % self.jump
+
+
+class ClaimsTooMuchInRounds(Sketched):
+    """Declares the delta of a sketch that had no collisions, and ten times as many values."""
+
+    def traits(self):
+        return Traits("rounds", delta=0.5)
+
+
+class LooksAtWhatIsGone(Sketched):
+    """Looks at what a round gave after the next one, when something else lies there."""
+
+    def exchange(self, x, out, ctx, local=None):
+        largest = yield Round(ctx.xp.abs(x).max(initial=0, keepdims=True), "max")
+        yield from super().exchange(x, out, ctx, local)
+        out *= ctx.xp.isfinite(largest)
+
+
+class WantsADimension(Sketched):
+    """Takes the number of cells from the first dimension, which a scalar has not."""
+
+    def count(self, x, ctx):
+        return max(1, ctx.shape[0] // 50)
