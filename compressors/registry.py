@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from importlib import metadata
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from ringlet.compressors.contract import Compressor
 from ringlet.compressors.errors import CompressorError, UnknownCompressor, did_you_mean
@@ -66,7 +66,10 @@ def lookup(name: str) -> type[Compressor]:
         return _load(found[0])
     known = names()
     hint = did_you_mean(name, known) or "."
-    raise UnknownCompressor(f"unknown compressor {name!r}{hint} Known: {', '.join(known)}")
+    raise UnknownCompressor(
+        f"unknown compressor {name!r}{hint} Known: {', '.join(known)}; and MODULE:NAME is a class "
+        "that is not registered"
+    )
 
 
 def revision() -> int:
@@ -83,17 +86,28 @@ def _imported(module: str, name: str) -> type[Compressor]:
     try:
         found: object = importlib.import_module(module)
     except Exception as error:
+        file = module.removesuffix(".py")
+        hint = "" if file == module else f"; a module, not a file: write {f'{file}:{name}'!r}"
         raise CompressorError(
-            f"{module} does not import: {type(error).__name__}: {error}"
+            f"{module} does not import: {type(error).__name__}: {error}{hint}"
         ) from error
     for attribute in name.split("."):
-        found = getattr(found, attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Compressor)):
+        within, found = found, getattr(found, attribute, None)
+        if found is None:
+            inside = getattr(within, "__dict__", {})
+            classes = [n for n, value in inside.items() if _is_compressor(value)]
+            hint = did_you_mean(attribute, classes)
+            raise CompressorError(f"{module} has no compressor {name!r}{hint}")
+    if not _is_compressor(found):
         raise CompressorError(
             f"{module} has no compressor {name!r}: that is {found!r}, not a class derived from "
             "ringlet.compressors.Compressor"
         )
     return found
+
+
+def _is_compressor(value: object) -> TypeGuard[type[Compressor]]:
+    return isinstance(value, type) and issubclass(value, Compressor)
 
 
 def _load(entry: metadata.EntryPoint) -> type[Compressor]:

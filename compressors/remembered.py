@@ -14,6 +14,8 @@ import numpy as np
 from ringlet.compressors.context import Array, Context
 from ringlet.compressors.errors import CompressorError
 
+_FLOAT32 = np.dtype("float32")  # compared in every call: a type would be made a dtype each time
+
 
 def remembered(name: str, n: int, ctx: Context) -> Array:
     """Return the piece of ``n`` elements, from ``ctx.offset`` on, of the flat array ``name``.
@@ -70,12 +72,15 @@ def is_array(value: Any, shape: tuple[int | None, ...], ctx: Context) -> bool:
 
     None stands for any length.
     """
-    if not isinstance(value, ctx.xp.ndarray) or value.dtype != np.float32:
+    if not isinstance(value, ctx.xp.ndarray) or value.dtype != _FLOAT32:
         return False
-    alike = len(value.shape) == len(shape) and all(
-        length is None or length == given for length, given in zip(shape, value.shape, strict=True)
-    )
-    return alike and bool(value.flags.c_contiguous)
+    given = value.shape
+    if given != shape and (
+        len(given) != len(shape)
+        or not all(n is None or n == held for n, held in zip(shape, given, strict=True))
+    ):
+        return False
+    return bool(value.flags.c_contiguous)
 
 
 def described(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from ringlet.compressors.contract import Compressor
 from ringlet.compressors.errors import CompressorError, OptionError, SpecError
 from ringlet.compressors.registry import lookup, revision
-from ringlet.compressors.specerrors import HELP, diagnose
+from ringlet.compressors.specerrors import HELP, diagnose, named_file
 
 _parsing = threading.Lock()  # CPython 3.11 counts the parser's depth wrongly across threads
 _SPACES = str.maketrans("\r\n\t\f", "    ")  # a spec may go over several lines
@@ -35,9 +35,12 @@ def parse(spec: str | Compressor) -> Compressor:
         return spec
     if not isinstance(spec, str):
         raise SpecError(f"a compressor spec is a string, not {type(spec).__name__}: {spec!r}")
-    text = _PLACE.sub(_one_name, spec.translate(_SPACES).strip())
+    written = spec.translate(_SPACES).strip()
+    text = _PLACE.sub(_one_name, written)
     if not text:
         raise SpecError("an empty compressor spec; write 'none' for no compression")
+    if (found := named_file(written)) is not None:
+        raise _at(text, *found)
     try:
         with _parsing:
             tree = ast.parse(text, mode="eval")

@@ -8,7 +8,24 @@ import re
 _TOKEN = re.compile(
     r"""\s*(?:(?P<word>'[^']*'|"[^"]*"|[^\W\d]\w*|[\d.][\w.]*)|(?P<sign>\S))""", re.UNICODE
 )
+# A path in place of a module; what is quoted is an option's value.
+_FILE = re.compile(
+    r"""'[^']*'|"[^"]*"|(?P<path>([A-Za-z]:)?[^\s|()'":]*[/\\][^\s|()'":]*):(?P<name>\w+)"""
+)
 HELP = "expected a compressor such as 'int8' or 'topk(ratio=0.01)', joined by '|'"
+
+
+def named_file(text: str) -> tuple[int, str] | None:
+    """Return the column and the reason where a file stands in place of a module, if one does."""
+    for match in _FILE.finditer(text):
+        if path := match["path"]:
+            folder, file = re.split(r"[/\\](?=[^/\\]*$)", path, maxsplit=1)
+            module = f"{file.removesuffix('.py')}:{match['name']}"
+            return match.start("path"), (
+                f"{path!r} is a path, not a module; write {module!r}, with {folder or '/'} in "
+                "PYTHONPATH"
+            )
+    return None
 
 
 def diagnose(text: str, offset: int) -> tuple[int, str]:

@@ -38,7 +38,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: this process's) and return the exit code."""
-    listing = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
+    width = max(map(len, COMMANDS)) + 2
+    listing = "\n".join(f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items())
     parser = Parser(
         prog="ringlet",
         usage="ringlet [--version] [--help] COMMAND ...",

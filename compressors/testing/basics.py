@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Generator
 from contextlib import suppress
@@ -119,6 +120,27 @@ def check_overwritten(zeros: Array, ones: Array) -> None:
 
 
 @needs("compresses_a_tensor")
+def check_local_is_written(compressor: Compressor) -> None:
+    """Where there are rounds, '| ef' learns from ``local`` what was sent of this rank's gradient,
+    and keeps the rest.
+
+    Take it, def exchange(self, x, out, ctx, local=None), and unless it is None overwrite all of it
+    with what of the result stands for this rank's own x: begin with local[:] = 0 where only some
+    entries travel.
+    """
+    if by_payload(compressor):
+        return
+    taken = list(inspect.signature(compressor.exchange).parameters.values())
+    assert len(taken) >= 4 or any(p.kind is p.VAR_POSITIONAL for p in taken), (
+        "exchange() takes no local, which is given where error feedback asks for it"
+    )
+    shares: list[Array] = []
+    simulate(compressor, [gaussian(2000, 0)], shares=shares)
+    left = int(np.isnan(shares[0]).sum())
+    assert not left, f"{left} of 2000 elements of local are not overwritten"
+
+
+@needs("compresses_a_tensor")
 def check_scratch_does_not_matter(compressor: Compressor) -> None:
     """Fresh and borrowed memory holds what somebody left there: a result that shows it differs from
     rank to rank.
@@ -147,7 +169,7 @@ def check_every_length(compressor: Compressor) -> None:
 
     An empty x has no largest element: write x.max() if x.size else 0, and min(k, x.size) of what is
     selected. What is divided by may be zero: where(scale > 0, x / scale, 0). ctx.size, the number
-    of ranks, need not divide x.size.
+    of ranks, need not divide x.size; ctx.shape of a scalar is (), so that x.size is what to go by.
     """
     failing: list[int] = []
     first: Exception | None = None
@@ -164,7 +186,8 @@ def check_every_length(compressor: Compressor) -> None:
                     compressor.decompress(payload, out, context(x))
                 check_overwritten(*outs)
             for size in (1, 3):
-                out = simulate(compressor, [x] * size)[0]
+                # Of the shapes of one element a scalar's is the one that is forgotten.
+                out = simulate(compressor, [x] * size, shape=() if n == 1 else None)[0]
                 assert out.shape == (n,), f"{n} elements became {out.shape}"
                 assert np.isfinite(out).all(), f"{n} finite elements decode to {out}"
         except Exception as error:
@@ -378,6 +401,7 @@ def _on(rank: int, x: Array, state: dict[str, Any]) -> dict[str, Any]:
 
 CHECKS = (
     check_compresses_a_tensor,
+    check_local_is_written,
     check_scratch_does_not_matter,
     check_every_length,
     check_leaves_its_input_alone,

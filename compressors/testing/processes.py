@@ -23,7 +23,7 @@ _OURS = Path(__file__).parents[1]
 _OTHER = OtherProcess()
 
 
-@needs(*PURE, "is_a_value", "decoding_is_the_same_everywhere")
+@needs(*PURE, "is_a_value", "decoding_is_the_same_everywhere", "every_rank_takes_part")
 def check_another_process_agrees(compressor: Compressor) -> None:
     """Ranks are processes: one that decodes a payload knows nothing of the process that made it,
     and Python's hash() and the order of a set differ between the two.
@@ -50,7 +50,7 @@ def answer(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:
     """Return what this process makes of ``sent``, and of the same values."""
     x = heavy_tailed(_N, 1)
     if sent is None:
-        return {"result": simulate(compressor, [x, -x], step=2)[0]}
+        return {"result": simulate(compressor, [x, heavy_tailed(_N, 2)], step=2)[0]}
     ctx = context(x, rank=1, size=4, step=2)
     result = decode(compressor, sent, x.size, ctx)
     return {"result": result, "payload": _sent(compressor)}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from ringlet.compressors.chain import Chain
 from ringlet.compressors.context import Array, State
 from ringlet.compressors.contract import Compressor
 from ringlet.compressors.modifier import Modifier
+from ringlet.compressors.shared import SharedInt
 from ringlet.compressors.testing.basics import PURE, by_payload, same
 from ringlet.compressors.testing.runner import needs
 from ringlet.compressors.testing.simulate import context, simulate
-from ringlet.compressors.testing.vectors import gaussian, heavy_tailed, spiky
+from ringlet.compressors.testing.vectors import far_apart, gaussian, heavy_tailed, spiky
 
 _STEPS = 24
 _N = 2000
@@ -34,7 +36,7 @@ def check_mean_of_ranks(compressor: Compressor) -> None:
     Round(values, "sum") gives a sum: divide it by ctx.size. Quantise by a scale that all ranks have
     received, not by this rank's own. Yield an array of your own, or one of
     ctx.workspace.held(n), and not one of ctx.workspace.array. Copy what is received before the next
-    yield, if it is needed then.
+    yield, if it is needed then. Declare a delta or omega only if it holds for every x.
     """
     if type(compressor.at(0)).finish is not Compressor.finish and not _averages(compressor):
         return  # the result is no mean, such as a vote
@@ -172,11 +174,24 @@ def check_shares_make_the_mean(compressor: Compressor) -> None:
     """Error feedback behind rounds keeps what a rank's share of the result lacks of its gradient:
     if the mean of the shares is not the result, something is lost or fed back twice.
 
-    Where ``local`` is given, write to it what of the result stands for this rank's own x: what x
-    became on the wire, decoded.
+    Where ``local`` is given, write to it what of the result stands for this rank's own x, and not
+    the mean: what x became on the wire, decoded. What something chained behind makes of values is
+    left in a third argument: mean = yield Round(values, "mean", values), then read values.
     """
     if by_payload(compressor):
         return
+    shares: list[Array] = []
+    if not compressor.traits().gradient_units:  # which may feed back by itself, to all ranks alike
+        simulate(compressor, [heavy_tailed(2000, 1), *np.zeros((2, 2000), "f4")], shares=shares)
+        most, others = _norm(shares[0]), max(map(_norm, shares[1:]))
+        assert others <= 0.5 * most, (
+            f"||local|| is {others:.3g} on ranks that gave zeros alone, {most:.3g} on the one that "
+            "gave all the rest: it is not of this rank's own x"
+        )
+    _check_shares(compressor)
+
+
+def _check_shares(compressor: Compressor, when: str = "") -> None:
     for shape in ((2000,), (40, 50)):
         gradients = [heavy_tailed(2000, rank) for rank in range(3)]
         shares: list[Array] = []
@@ -184,28 +199,34 @@ def check_shares_make_the_mean(compressor: Compressor) -> None:
         mean = np.mean(np.asarray(shares, np.float64), axis=0)
         close = np.allclose(mean, out, rtol=1e-3, atol=1e-4 * float(np.abs(out).max()))
         assert close, (
-            f"the mean of what the ranks left in local is not the result: it is off by "
+            f"{when}the mean of what the ranks left in local is not the result: it is off by "
             f"{float(np.abs(mean - out).max()):.3g}"
         )
 
 
-@needs(*PURE)
+@needs(*PURE, "large_tensors", "shares_make_the_mean")
 def check_can_be_chained(compressor: Compressor) -> None:
     """'| int8' behind a compressor that says which of its arrays holds values must find them, on
     every rank, or training stops at its first step.
 
     Return the name of a float32 array that compress sends from chained_part(), or None, and from
-    chained_count(payload, n) how many values it has.
+    chained_count(payload, n) how many values it has. In rounds, mean = yield Round(values, "mean",
+    values) leaves in values what became of them: read them there for ``local``, or return None from
+    chained_part().
     """
+    if not by_payload(compressor):
+        if not isinstance(compressor, (Chain, Modifier)) and compressor.chained_part() is not None:
+            _check_shares(compressor | SharedInt(), "with '| shared_int' behind it ")
+        return
     cls = type(compressor)
     said = any(
         getattr(cls, name) not in (getattr(Compressor, name), getattr(Modifier, name))
         for name in ("chained_part", "chained_count")
     )
-    part = compressor.chained_part() if said and by_payload(compressor) else None
+    part = compressor.chained_part() if said else None
     if part is None:
         return
-    for x in (gaussian(2000, 1), spiky(2000, 2), gaussian(1, 3)):
+    for x in (gaussian(2000, 1), spiky(2000, 2), gaussian(1, 3), far_apart()[0]):
         payload = compressor.compress(x, context(x))
         assert part in payload, f"chained_part() says {part!r}, compress sends {sorted(payload)}"
         array = payload[part]

@@ -59,8 +59,9 @@ def simulate(
     """
     size, n = len(gradients), gradients[0].size
     held = states if states is not None else [{} for _ in gradients]
+    given = gradients[0].shape if shape is None else shape
     # Shared as among the tensors of an engine: who keeps scratch too long finds it overwritten.
-    fields: dict[str, Any] = {"shape": shape or gradients[0].shape, "workspace": Workspace()}
+    fields: dict[str, Any] = {"shape": given, "workspace": Workspace()}
     fields |= {"size": size, "step": step, "name": name, "seed": seed}
     contexts = [context(x, held[rank], rank=rank, **fields) for rank, x in enumerate(gradients)]
     now = compressor.at(step)
@@ -154,16 +155,18 @@ def _rounds(
         for x, out, ctx, own in zip(gradients, outs, contexts, local, strict=True)
     ]
     try:
-        return _in_step(generators, outs)
+        return _in_step(generators, outs, contexts[0].workspace)
     finally:
         for generator in generators:  # after a failure too, in this context and not in another
             generator.close()
 
 
-def _in_step(generators: Sequence[Exchange], outs: list[Array]) -> list[Array]:
+def _in_step(
+    generators: Sequence[Exchange], outs: list[Array], workspace: Workspace
+) -> list[Array]:
     received: list[Array | None] = [None] * len(generators)
     while True:
-        rounds = [_advance(g, r) for g, r in zip(generators, received, strict=True)]
+        rounds = [_advance(g, r, workspace) for g, r in zip(generators, received, strict=True)]
         for old in received:
             if old is not None:  # what was received is valid until the next yield
                 old.fill(np.nan if old.dtype.kind == "f" else -77)
@@ -183,7 +186,7 @@ def _in_step(generators: Sequence[Exchange], outs: list[Array]) -> list[Array]:
         received = [combined.copy() for _ in rounds]
 
 
-def _advance(generator: Exchange, received: Array | None) -> Round | None:
+def _advance(generator: Exchange, received: Array | None, workspace: Workspace) -> Round | None:
     try:
         asked = next(generator) if received is None else generator.send(received)
     except StopIteration:
@@ -198,6 +201,10 @@ def _advance(generator: Exchange, received: Array | None) -> Round | None:
         "integer: values.astype('float32')"
     )
     assert values.ndim == 1, f"exchange yielded Round({what}); yield a flat array: .reshape(-1)"
+    assert not workspace.lends(values), (
+        f"exchange yielded Round({what}) of scratch memory, which other tensors' exchanges use "
+        "meanwhile; yield a new array, or take it from ctx.workspace.held(n)"
+    )
     return asked
 
 

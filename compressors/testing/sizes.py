@@ -9,11 +9,12 @@ from ringlet.compressors.contract import Compressor
 from ringlet.compressors.testing.basics import PURE, by_payload
 from ringlet.compressors.testing.runner import needs
 from ringlet.compressors.testing.simulate import simulate
-from ringlet.compressors.testing.vectors import gaussian
+from ringlet.compressors.testing.vectors import far_apart, gaussian
 
 _STEPS = 8
 _RARELY = 2000  # steps in which an element is sent that is sent at random
 _MANY = 100
+_GROUP, _LIKE = 200, 0.25  # values that can be compared, and the cosine that they have at least
 # Beyond what 16 bits count, and beyond the integers that float32 holds.
 _LARGE = ((200_000, 150_000), ((1 << 24) + 40_000, 1 << 24))
 
@@ -24,7 +25,8 @@ def check_large_tensors(compressor: Compressor) -> None:
     elsewhere, in silence.
 
     Send indices as uint32, or relative to a block with the block's number; where the distance to
-    the next index is sent, send a stop in between where it does not fit. Add indices up in int64.
+    the next index is sent, send a stop in between where it does not fit; its code, such as 65535,
+    must not stand for a distance as well. Add indices up in int64.
     """
     everything = False
     # Rounds exchange no payload that indices could ride in.
@@ -42,6 +44,35 @@ def check_large_tensors(compressor: Compressor) -> None:
             "a count is too narrow"
         )
         everything = sent > 0.9 * values.size
+    if by_payload(compressor):
+        _check_distances(compressor)
+
+
+def _check_distances(compressor: Compressor) -> None:
+    """Raise AssertionError where values arrive elsewhere that lie just too far behind others."""
+    x, groups = far_apart()
+    try:
+        out = simulate(compressor, [x], step=1)[0].astype(np.float64)
+    except Exception as error:
+        distances = ", ".join(str(distance) for distance in groups)
+        error.add_note(f"There are entries that lie {distances} elements behind the one before.")
+        raise
+    arrived = {distance: np.flatnonzero(out[places]) for distance, places in groups.items()}
+    most = max(came.size for came in arrived.values())
+    if most < _GROUP:
+        return  # too few to compare
+    for distance, places in groups.items():
+        came = arrived[distance]
+        assert came.size >= most / 2, (
+            f"of 400 values {came.size} arrive that lie {distance} elements behind others, {most} "
+            "elsewhere: that distance is taken for another"
+        )
+        given, got = x[places][came].astype(np.float64), out[places][came]
+        likeness = float(got @ given) / float(np.linalg.norm(got) * np.linalg.norm(given))
+        assert likeness > _LIKE, (
+            f"values that lie {distance} elements behind others decode to something else: that "
+            "distance is taken for another"
+        )
 
 
 def _arrived(compressor: Compressor, n: int, first: int, values: Array) -> tuple[int, float]:

@@ -28,12 +28,13 @@ def with_feedback(compressor: Compressor) -> Compressor:
     return compressor if compressor.divergence() else compressor | ErrorFeedback()
 
 
-@needs(*PURE, "decoding_is_the_same_everywhere", "fast_paths_agree")
+@needs(*PURE, "decoding_is_the_same_everywhere", "fast_paths_agree", "every_rank_takes_part")
 def check_replicas_agree(compressor: Compressor) -> None:
     """The first promise: after every step all ranks hold the same bits.
 
     Let nothing that ends in the result depend on ctx.rank or on a rank's own values, but for what
-    is sent or yielded.
+    is sent or yielded. What all must draw alike, such as the hashes of a sketch, comes from
+    ctx.rng(shared=True): without it every rank draws its own.
     """
     for size in (1, 2, 3, 4):
         states: list[State] = [{} for _ in range(size)]
@@ -44,16 +45,24 @@ def check_replicas_agree(compressor: Compressor) -> None:
             assert agree, f"after step {step} the {size} ranks hold different results"
 
 
-@needs(*PURE, "decoding_is_the_same_everywhere", "fast_paths_agree", "sums_on_the_wire")
+@needs(*PURE, "sums_on_the_wire", "replicas_agree")
 def check_mean_of_equal_gradients(compressor: Compressor) -> None:
     """When all ranks have the same gradient, its mean is that gradient: more ranks must not make
     the result larger or smaller than one rank's own.
 
-    Leave the division to the engine: decode what was encoded, whatever ctx.size is.
+    Leave the division to the engine: decode what was encoded, whatever ctx.size is. In rounds,
+    Round(values, "sum") gives a sum: divide it by ctx.size, or ask for the "mean".
     """
-    if not by_payload(compressor) or compressor.traits().predivide:
+    if compressor.traits().predivide:
         return
     x = gaussian(3000, 6)
+    if not by_payload(compressor):
+        one, four = (simulate(compressor, [x] * size, step=1)[0] for size in (1, 4))
+        along = [float(np.dot(out.astype(np.float64), x)) for out in (one, four)]
+        assert along[0] <= 0 or 0.5 < along[1] / along[0] < 2, (
+            f"four equal ranks get {along[1] / along[0]:.3g} times what one rank gets"
+        )
+        return
     payloads = [encode(compressor, x, context(x, rank=r, size=4, step=1)) for r in (0, 2)]
     if not all(same(payloads[0][name], payloads[1][name]) for name in payloads[0]):
         return  # ranks draw their own noise

@@ -48,6 +48,24 @@ def spiked(n: int, period: int, below: int) -> Array:
 
 
 @functools.cache
+def far_apart() -> tuple[Array, dict[int, slice]]:
+    """Return groups of 400 values, each about as far behind the last as 8 or 16 bits count.
+
+    With the places of each group, by its distance to the one before. Not to be changed.
+    """
+    distances = (255, 256, 257, 65534, 65535, 65536, 65537, 131070, 131071, 131072)
+    places, stop = {}, 100_000  # entries that are zero may be selected too, the first ones mostly
+    for distance in (1, *distances):
+        start = stop - 1 + distance
+        stop = start + 400
+        places[distance] = slice(start, stop)
+    x = np.zeros(stop, np.float32)
+    for distance, group in places.items():
+        x[group] = gaussian(400, distance)
+    return _kept([x])[0], places
+
+
+@functools.cache
 def vectors() -> tuple[Array, ...]:
     """Return finite vectors of many kinds and lengths, small ones first; not to be changed."""
     kinds = (gaussian, heavy_tailed, spiky)

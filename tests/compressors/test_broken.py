@@ -159,11 +159,11 @@ CAUGHT = {
         "LeavesEarly": "every_rank_takes_part",
         "SecondRoundByOwnData": "every_rank_takes_part",
         "SizeByOwnData": "every_rank_takes_part",
-        "YieldsScratch": "mean_of_ranks",
-        "SumNotDivided": "mean_of_ranks",
+        "YieldsScratch": "compresses_a_tensor",
+        "SumNotDivided": "mean_of_equal_gradients",
         "OwnInsteadOfMean": "replicas_agree",
         "LocalOfNothing": "shares_make_the_mean",
-        "LocalForgotten": "shares_make_the_mean",
+        "LocalForgotten": "local_is_written",
         "NotInPlace": "results_may_replace_values",
         "KeepsReceived": "compresses_a_tensor",
         "NarrowSum": "every_length",
@@ -205,6 +205,42 @@ CAUGHT = {
         "NameInPayload": "deterministic",
         "ClaimsTooMuchDelta": "contraction",
     },
+    "written": {
+        "EpsilonBesideOmega": "unbiased",
+        "GapAsLargeAsAJump": "large_tensors",
+        "GapWithoutItsJump": "large_tensors",
+        "CountsJumps": "can_be_chained",
+        "HashesByName": "another_process_agrees",
+        "HashesOfOneRank": "replicas_agree",
+        "CandidatesByOwnData": "every_rank_takes_part",
+        "YieldsScratchLater": "compresses_a_tensor",
+        "ValuesNotDivided": "mean_of_equal_gradients",
+        "LocalNotWritten": "local_is_written",
+        "TakesNoLocal": "local_is_written",
+        "LocalIsOut": "shares_make_the_mean",
+        "LocalOfWhatWasMeant": "can_be_chained",
+        "ClaimsTooMuchInRounds": "mean_of_ranks",
+        "LooksAtWhatIsGone": "every_element_has_its_turn",
+        "WantsADimension": "every_length",
+        "RemembersInRounds": "memory_is_declared",
+    },
+}
+# By module and class: words of the message, without which its author would look elsewhere.
+SAYS = {
+    ("written", "EpsilonBesideOmega"): ("2^-40 times", "an epsilon"),
+    ("written", "HashesOfOneRank"): ("ctx.rng(shared=True)",),
+    ("written", "YieldsScratchLater"): ("ctx.workspace.held(n)",),
+    ("written", "ValuesNotDivided"): ('Round(values, "sum")', "ctx.size"),
+    ("written", "LocalNotWritten"): ("local[:] = 0",),
+    ("written", "LocalOfWhatWasMeant"): ("'| shared_int'", 'Round(values, "mean", values)'),
+    ("written", "ClaimsTooMuchInRounds"): ("for delta=0.5", "holds for every x"),
+    ("written", "LooksAtWhatIsGone"): ("0 in every one of 1000 steps", "before the next yield"),
+    ("written", "WantsADimension"): ("scalar",),
+    ("written", "LocalIsOut"): ("zeros alone", "this rank's own x"),
+    ("written", "GapAsLargeAsAJump"): ("65535",),
+    ("rounds", "SumNotDivided"): ('Round(values, "sum")',),
+    ("heldout", "AlwaysTheSamePlaces"): ("Among equals",),
+    ("rounds", "LocalOfNothing"): ('Round(values, "mean", values)',),
 }
 BASES = {"Stochastic", "Rounds"}
 CASES = [(module, name) for module, found in CAUGHT.items() for name in found]
@@ -236,6 +272,14 @@ def test_a_broken_plugin_is_caught_once(module, name):
 @pytest.mark.parametrize("name", plugins("right"))
 def test_a_right_plugin_raises_no_false_alarm(name):
     check_compressor(plugins("right")[name]())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("module", "name"), SAYS)
+def test_a_message_names_the_cure(module, name):
+    failures = "\n".join(failures_of(plugins(module)[name](), all_checks()))
+    for words in SAYS[module, name]:
+        assert words in failures
 
 
 def test_every_check_catches_a_mistake_or_is_named_here():

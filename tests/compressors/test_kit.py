@@ -465,13 +465,13 @@ class GrowsBehindFeedback(Compressor):
 
 
 GALLERY = {
-    YieldsSharedScratch: "the mean of",
+    YieldsSharedScratch: "scratch memory, which other tensors",
     ReplacesTooSoon: "in_place=True",
     ReturnsScratch: "is scratch of ctx.workspace",
     TakesAnyDtype: "is compressed without an error",
     ReplacesItsSlots: "does not fill the arrays",
     WritesInEights: "writes behind out",
-    SumsInsteadOfAveraging: "the mean of",
+    SumsInsteadOfAveraging: "four equal ranks get 4 times what one rank gets",
     DividesByRanksWhileDecoding: "the mean over four equal ranks",
     HasASizeOfItsOwn: "declare scales=False",
     DrawsTheSameOnAllRanks: "ranks draw the same noise",

@@ -173,6 +173,17 @@ def test_a_class_that_nobody_registered_is_named_by_its_place(tmp_path, monkeypa
         (f"{PLACE}:Nothing", f"{PLACE} has no compressor 'Nothing'"),
         (f"int8 | {PLACE}:simulate", "not a class derived from"),
         ("int8 json:X", "a '|' is missing before 'json:X'"),
+        ("ringlet.compressors:TopKk | ef", "did you mean 'TopK'?"),
+        ("ringlet.compressors:Topk", "did you mean 'TopK'?"),
+        ("/here/mine.py:Sign | ef", "'mine:Sign'"),
+        ("/here/mine.py:Sign | ef", "with /here in PYTHONPATH"),
+        ("int8 | mine.py:Sign", "'mine:Sign'"),
+        ("../here/mine.py:Sign(scale=2)", "'mine:Sign'"),
+        (r"C:\\here\\mine.py:Sign", "'mine:Sign'"),
+        ("here/mine:Sign", "'mine:Sign'"),
+        (f"{PLACE}:Workspace.array.x", "has no compressor 'Workspace.array.x'"),
+        (f"{PLACE}:__doc__.x", "has no compressor '__doc__.x'"),
+        ("no_such_plugin_here", "MODULE:NAME"),
     ],
 )
 def test_a_place_without_a_compressor_is_pointed_at(spec, says):

@@ -1,19 +1,22 @@
 """The examples that follow "Writing one" word for word are what they claim to be."""
 
+import dataclasses
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ringlet.compressors import Context, parse
+from ringlet.compressors import Context, Traits, parse
 from ringlet.compressors.states import fit, rescale
-from ringlet.compressors.testing import parametrize_with_checks, simulate
+from ringlet.compressors.testing import check_compressor, parametrize_with_checks, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from written_compressors import SketchFeedback
 
+PAGE = (Path(__file__).parents[2] / "docs" / "compressors.md").read_text()
 WRITTEN = [f"written_compressors:{name}" for name in ("LogQuantiser", "CountSketch", "DeltaTopK")]
 BEHIND = [
     "written_compressors:LogQuantiser | hadamard",
@@ -27,6 +30,23 @@ BEHIND = [
 @parametrize_with_checks([*WRITTEN, *BEHIND, *(f"{spec} | ef" for spec in WRITTEN)])
 def test_conformance(compressor, check):
     check(compressor)
+
+
+def test_the_page_names_every_trait():
+    for field in dataclasses.fields(Traits):
+        assert f"| `{field.name}=" in PAGE
+
+
+def test_what_the_page_has_as_a_whole_is_what_it_claims_to_be(tmp_path, monkeypatch):
+    found = re.findall(r"```python\n(class .*?)```", PAGE, re.DOTALL)
+    names = "Compressor, Round, Traits, option"
+    (tmp_path / "on_the_page.py").write_text(
+        f"from ringlet.compressors import {names}\n\n\n" + "\n\n".join(found)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (name,) = re.findall(r"class (\w+)\(Compressor\)", "".join(found))
+    for behind in ("", " | ef", " | shared_int | ef", "(ratio=1)", "(ratio=0.001) | ef"):
+        check_compressor(f"on_the_page:{name}{behind}")
 
 
 @pytest.mark.parametrize("spec", WRITTEN)

@@ -1,5 +1,7 @@
 """``ringlet check`` and ``ringlet new``, as their users type them."""
 
+import re
+import shlex
 import subprocess
 import sys
 
@@ -90,6 +92,17 @@ def test_new_makes_a_package_that_conforms(tmp_path):
     )
     assert tested.returncode == 0, tested.stdout + tested.stderr
     assert 'levels = "ringlet_levels:Levels"' in (made / "pyproject.toml").read_text()
+
+
+def test_what_the_new_package_says_can_be_typed(tmp_path):
+    ringlet("new", "levels", cwd=tmp_path)
+    made = tmp_path / "ringlet-levels"
+    said = re.search(r"`ringlet (check .*?)`", (made / "README.md").read_text())
+    assert said is not None
+    for extreme in ("Levels", "Levels(levels=1)"):
+        words = shlex.split(said[1].replace("Levels", extreme))
+        checked = ringlet(*words, cwd=made)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @pytest.mark.parametrize(

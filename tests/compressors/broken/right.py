@@ -172,3 +172,72 @@ class SharedScale(Compressor):
             if local is not None:
                 local[:] = codes.astype("float32") * step
             out[:] = total.astype("float32") * (step / np.float32(ctx.size))
+
+
+class Jumping(Compressor):
+    """A 64th of the entries, with 16-bit gaps: 65535 skips as many entries and has no value."""
+
+    jump = 65535
+
+    def chained_count(self, payload, n):
+        return int((payload["gaps"] != self.jump).sum())
+
+    def jumps(self, skipped):
+        return skipped // self.jump
+
+    def rest(self, skipped):
+        return skipped - self.jump * self.jumps(skipped)
+
+    def compress(self, x, ctx):
+        xp = ctx.xp
+        size = xp.where(xp.isnan(x), np.float32(np.inf), xp.abs(x))
+        places = xp.sort(xp.argsort(-size, kind="stable")[: -(-x.size // 64)])
+        skipped = xp.diff(places, prepend=-1) - 1
+        ends = xp.cumsum(self.jumps(skipped) + 1)
+        gaps = xp.full(int(ends[-1]) if x.size else 0, self.jump, "uint16")
+        gaps[ends - 1] = self.rest(skipped).astype("uint16")
+        return {"gaps": gaps, "values": x[places]}
+
+    def decompress(self, payload, out, ctx):
+        gaps = payload["gaps"].astype("int64")
+        places = ctx.xp.cumsum(gaps + (gaps != self.jump)) - 1
+        out[:] = 0
+        out[places[gaps != self.jump]] = payload["values"]
+
+
+class Sketched(Compressor):
+    """Adds count-sketches up over the ranks, and exchanges the largest entries exactly."""
+
+    def traits(self):
+        return Traits("rounds")
+
+    def rng(self, ctx):
+        return ctx.rng(shared=True)
+
+    def count(self, x, ctx):
+        return max(1, x.size // 50)
+
+    def exchange(self, x, out, ctx, local=None):
+        xp, width, rng = ctx.xp, max(1, x.size // 10), self.rng(ctx)
+        cells = rng.integers(0, width, (3, x.size))
+        signs = rng.integers(0, 2, (3, x.size)) * np.float32(2) - np.float32(1)
+        rows = [xp.bincount(c, s * x, width) for c, s in zip(cells, signs, strict=True)]
+        sketch = yield Round(xp.concatenate(rows).astype("float32"), "mean")
+        visible = (0 * sketch).sum()
+        rows = sketch.reshape(3, width)
+        guess = [r[c] * s for r, c, s in zip(rows, cells, signs, strict=True)]
+        size = xp.abs(xp.median(xp.stack(guess), axis=0))
+        size = xp.where(xp.isnan(size), np.float32(np.inf), size)
+        places = xp.argsort(-size, kind="stable")[: self.count(x, ctx)]
+        out[:] = visible
+        mine = x[places]
+        out[places] += yield from self.values(mine, ctx)
+        if local is not None:
+            self.share(local, places, mine, out)
+
+    def values(self, mine, ctx):
+        return (yield Round(mine, "mean", mine))
+
+    def share(self, local, places, mine, out):
+        local[:] = 0
+        local[places] = mine

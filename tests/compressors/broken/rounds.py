@@ -104,6 +104,9 @@ class NotInPlace(Rounds):
     def traits(self):
         return Traits("rounds", in_place=True)
 
+    def chained_part(self):
+        return None
+
     def exchange(self, x, out, ctx, local=None):
         out[:] = yield Round((x * np.float32(0.5)).copy(), "mean")
         rest = yield Round(x * np.float32(0.5), "mean")
