@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ringlet.compressors import Context, Workspace, parse, pool
-from ringlet.compressors.contract import empty_payload, encoded
+from ringlet.compressors import Context, Workspace, parse
+from ringlet.compressors.base.contract import empty_payload, encoded
+from ringlet.compressors.core import pool
 from ringlet.compressors.testing import simulate
 
 DOCS = Path(__file__).parents[1] / "docs" / "compressors.md"

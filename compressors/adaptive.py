@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringlet.compressors.context import Array, Context
-from ringlet.compressors.contract import Compressor
-from ringlet.compressors.errors import OptionError
-from ringlet.compressors.powersgd import LowRank
-from ringlet.compressors.spec import resolve
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.errors import OptionError
+from ringlet.compressors.lowrank.powersgd import LowRank
+from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.states import innermost
 
 Spec = str | Compressor

@@ -17,7 +17,7 @@ from ringlet.compressors.testing.runner import (
     check_compressor,
     parametrize_with_checks,
 )
-from ringlet.compressors.testing.simulate import simulate
+from ringlet.compressors.testing.tools.simulate import simulate
 
 __all__ = [
     "CheckFailed",

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ringlet.compressors.errors import CompressorError
-from ringlet.compressors.spec import resolve
+from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.testing.runner import Named, all_checks, failures_of
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ringlet.compressors.contract import Compressor
-from ringlet.compressors.spec import resolve
-from ringlet.compressors.testing.examples import told
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.specs.parser import resolve
+from ringlet.compressors.testing.tools.examples import told
 
 Check = Callable[[Any], None]
 
@@ -71,18 +71,20 @@ def needs(*names: str) -> Callable[[Check], Check]:
 
 def all_checks() -> list[Named]:
     """Return every check of the kit, each behind those that it needs."""
-    from ringlet.compressors.testing import (
+    from ringlet.compressors.testing.checks import (
         basics,
         buffers,
         claims,
         declared,
-        memory,
         overrides,
         processes,
         ranks,
         sizes,
         stages,
         training,
+    )
+    from ringlet.compressors.testing.checks import (
+        state as memory,
     )
 
     modules = (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ringlet.compressors import Context, Workspace
-from ringlet.compressors.first import one_first
+from ringlet.compressors.core.compile_lock import one_first
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.buckets.unscaling import Unscaling

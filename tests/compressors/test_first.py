@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from ringlet.compressors import first
-from ringlet.compressors.first import one_first
+from ringlet.compressors.core import compile_lock as first
+from ringlet.compressors.core.compile_lock import one_first
 
 
 @pytest.fixture(autouse=True)

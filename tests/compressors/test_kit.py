@@ -13,8 +13,8 @@ from ringlet.compressors import (
     TopK,
     Traits,
     register,
-    registry,
 )
+from ringlet.compressors.specs import registry
 from ringlet.compressors.testing import (
     CheckFailed,
     all_checks,

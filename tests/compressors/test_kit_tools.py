@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from ringlet.compressors.testing import vectors
-from ringlet.compressors.testing.examples import for_all
-from ringlet.compressors.testing.otherprocess import OtherProcess
+from ringlet.compressors.testing.tools import vectors
+from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.other_process import OtherProcess
 
 
 def drawn():

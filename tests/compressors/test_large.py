@@ -5,9 +5,9 @@ import pytest
 from numba import TypingError
 
 from ringlet.compressors import CompressorError, Context, parse
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels import blocks
-from ringlet.compressors.testing.simulate import decode, encode
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.kernels.cpu.sparsifiers import blocks
+from ringlet.compressors.testing.tools.simulate import decode, encode
 
 HUGE = [2**31, 2**32, 2**32 + 7]
 

@@ -16,8 +16,8 @@ from ringlet.compressors import (
     option,
     parse,
     register,
-    registry,
 )
+from ringlet.compressors.specs import registry
 
 
 @pytest.fixture(autouse=True)

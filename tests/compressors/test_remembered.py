@@ -13,15 +13,17 @@ from ringlet.compressors import (
     Workspace,
     parse,
 )
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels.cuda import bucketed, elementwise, hadamard, memory, randomk
-from ringlet.compressors.kernels.cuda import lowrank as cuda_lowrank
-from ringlet.compressors.kernels.cuda import select as cuda_select
-from ringlet.compressors.kernels.cuda import shared as cuda_shared
-from ringlet.compressors.lowrank import keep, orthonormal
-from ringlet.compressors.products import Source, product, product_and_lost
-from ringlet.compressors.registry import names
-from ringlet.compressors.testing.simulate import context, encode, simulate
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.kernels.cuda.common import bucketed, elementwise
+from ringlet.compressors.kernels.cuda.lowrank import factors as cuda_lowrank
+from ringlet.compressors.kernels.cuda.modifiers import hadamard, memory
+from ringlet.compressors.kernels.cuda.quantizers import shared_int as cuda_shared
+from ringlet.compressors.kernels.cuda.sparsifiers import randomk
+from ringlet.compressors.kernels.cuda.sparsifiers import topk as cuda_select
+from ringlet.compressors.lowrank.factors import keep, orthonormal
+from ringlet.compressors.lowrank.products import Source, product, product_and_lost
+from ringlet.compressors.specs.registry import names
+from ringlet.compressors.testing.tools.simulate import context, encode, simulate
 
 plain = types.ModuleType("plain")
 plain.__dict__.update(np.__dict__)

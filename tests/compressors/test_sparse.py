@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import PayloadError, parse
-from ringlet.compressors.kernels import select
-from ringlet.compressors.pool import limited
-from ringlet.compressors.randomk import first_places
-from ringlet.compressors.sparse import largest_into
+from ringlet.compressors.core.pool import limited
+from ringlet.compressors.kernels.cpu.sparsifiers import topk as select
+from ringlet.compressors.sparsifiers.randomk import first_places
+from ringlet.compressors.sparsifiers.threshold import largest_into
 from ringlet.compressors.testing import parametrize_with_checks
-from ringlet.compressors.testing.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 seeds = st.integers(0, 2**32 - 1)
 every_float = st.floats(width=32, allow_nan=True, allow_infinity=True)

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from ringlet.compressors import Modifier, TopK, parse
-from ringlet.compressors.kernels.cuda import device as devices
-from ringlet.compressors.kernels.cuda import elementwise, scatter, select
+from ringlet.compressors.kernels.cuda.common import elementwise, scatter
+from ringlet.compressors.kernels.cuda.runtime import device as devices
+from ringlet.compressors.kernels.cuda.sparsifiers import topk as select
 
 HEADER = Path(__file__).parent / "host.h"
 FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]

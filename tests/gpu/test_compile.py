@@ -10,21 +10,23 @@ import pytest
 
 import ringlet.compressors.kernels.cuda as package
 from ringlet.compressors import CompressorError, parse
-from ringlet.compressors.kernels.cuda import (
-    elementwise,
-    estimate,
-    hadamard,
-    lossless,
-    lowrank,
-    memory,
+from ringlet.compressors.kernels.cuda.common import elementwise, scatter
+from ringlet.compressors.kernels.cuda.dense import lossless
+from ringlet.compressors.kernels.cuda.lowrank import factors as lowrank
+from ringlet.compressors.kernels.cuda.modifiers import hadamard, memory
+from ringlet.compressors.kernels.cuda.quantizers import shared_int as shared
+from ringlet.compressors.kernels.cuda.runtime.compile import binary
+from ringlet.compressors.kernels.cuda.runtime.source import OPTIONS, Program
+from ringlet.compressors.kernels.cuda.sparsifiers import (
     randomk,
-    scatter,
-    select,
-    shared,
 )
-from ringlet.compressors.kernels.cuda.compile import binary
-from ringlet.compressors.kernels.cuda.source import OPTIONS, Program
-from ringlet.compressors.residuals import STORES
+from ringlet.compressors.kernels.cuda.sparsifiers import (
+    threshold as estimate,
+)
+from ringlet.compressors.kernels.cuda.sparsifiers import (
+    topk as select,
+)
+from ringlet.compressors.modifiers.residuals import STORES
 
 REASON = "needs NVRTC: pip install nvidia-cuda-nvrtc-cu12"
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=REASON)
@@ -64,8 +66,9 @@ def architectures():
 
 
 def test_every_source_file_is_compiled_here():
-    used = {"prelude"}.union(*(program.parts for program in programs()))
-    there = {path.stem for path in Path(package.__file__).parent.glob("*.cuh")}
+    used = {"runtime/prelude"}.union(*(program.parts for program in programs()))
+    root = Path(package.__file__).parent
+    there = {path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.cuh")}
     assert used == there
 
 
@@ -111,6 +114,6 @@ def test_a_compiler_error_is_shown(tmp_path, monkeypatch):
     cuda = pytest.importorskip("cupy.cuda")
     monkeypatch.setenv("RINGLET_KERNEL_CACHE", str(tmp_path))
     with pytest.raises(CompressorError, match="BITS"):
-        binary(Program(("values",), ()), 90, cuda.nvrtc)
+        binary(Program(("runtime/values",), ()), 90, cuda.nvrtc)
     with pytest.raises(CompressorError, match="does not know"):
         binary(Program((), ()), 20, cuda.nvrtc)

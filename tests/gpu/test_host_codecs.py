@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.contract import empty_payload
+from ringlet.compressors.base.contract import empty_payload
 
 SPECS = [
     "fp16", "bf16", "int8", "int8(stochastic=True)", "int8(bucket=40)", "int4",

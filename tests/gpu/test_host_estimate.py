@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.kernels.cuda import estimate, select
-from ringlet.compressors.kernels.cuda.estimate import Fit, Given, Sample, Sought, reaching
+from ringlet.compressors.kernels.cuda.sparsifiers import threshold as estimate
+from ringlet.compressors.kernels.cuda.sparsifiers import topk as select
+from ringlet.compressors.kernels.cuda.sparsifiers.threshold import (
+    Fit,
+    Given,
+    Sample,
+    Sought,
+    reaching,
+)
 
 SPECS = [
     "threshold(value=1.5)", "threshold(value=0.5, cap=0.02)", "threshold(value=1e30)",

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.contract import rehearse
-from ringlet.compressors.kernels.cuda import elementwise, lowrank
-from ringlet.compressors.kernels.cuda.lowrank import Rows
-from ringlet.compressors.lowrank import keep, orthonormal, poison_of
-from ringlet.compressors.products import product, product_and_lost
+from ringlet.compressors.base.contract import rehearse
+from ringlet.compressors.kernels.cuda.common import elementwise
+from ringlet.compressors.kernels.cuda.lowrank import factors as lowrank
+from ringlet.compressors.kernels.cuda.lowrank.factors import Rows
+from ringlet.compressors.lowrank.factors import keep, orthonormal, poison_of
+from ringlet.compressors.lowrank.products import product, product_and_lost
 
 # Sums of float32 in another order: the result differs by so much of its length.
 TOLERANCE = 1e-5

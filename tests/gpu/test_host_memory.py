@@ -5,10 +5,20 @@ import pytest
 from steps import MODIFIED, steps
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import encoded
-from ringlet.compressors.energy import clip, shrinking
-from ringlet.compressors.kernels.cuda import elementwise, estimate, memory, randomk, select
-from ringlet.compressors.kernels.cuda.memory import Memory, bounds, run
+from ringlet.compressors.base.contract import encoded
+from ringlet.compressors.base.norms import clip, shrinking
+from ringlet.compressors.kernels.cuda.common import elementwise
+from ringlet.compressors.kernels.cuda.modifiers import memory
+from ringlet.compressors.kernels.cuda.modifiers.memory import Memory, bounds, run
+from ringlet.compressors.kernels.cuda.sparsifiers import (
+    randomk,
+)
+from ringlet.compressors.kernels.cuda.sparsifiers import (
+    threshold as estimate,
+)
+from ringlet.compressors.kernels.cuda.sparsifiers import (
+    topk as select,
+)
 
 RNG = np.random.default_rng(31)
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels.cuda import select
-from ringlet.compressors.kernels.cuda.select import Selected, largest
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.kernels.cuda.sparsifiers import topk as select
+from ringlet.compressors.kernels.cuda.sparsifiers.topk import Selected, largest
 
 RNG = np.random.default_rng(5)
 SAMPLE = 4096  # entries that the kernel looks at first

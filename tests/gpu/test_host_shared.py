@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.kernels.cuda import shared
+from ringlet.compressors.kernels.cuda.quantizers import shared_int as shared
 
 RNG = np.random.default_rng(4)
 SPECS = ["shared_int", "shared_int(bits=16, bucket=100, stochastic=True)", "terngrad_shared"]
