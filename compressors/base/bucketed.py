@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Part, Payload, exercise
+from ringlet.compressors.base.contract import Compressor, Part, Payload, keeps
+from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError, PayloadError
 from ringlet.compressors.core.lengths import check_lengths, check_parts
-from ringlet.compressors.core.multitensor import MultiTensor, keeps
+from ringlet.compressors.core.multitensor import MultiTensor
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.packing import packed_size
 from ringlet.compressors.core.pool import run_ranges

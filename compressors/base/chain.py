@@ -16,17 +16,15 @@ from ringlet.compressors.base.contract import (
     Round,
     Traits,
     encoded,
-    exercise,
 )
-from ringlet.compressors.base.feedback import scale, settle, target_into
+from ringlet.compressors.base.exercise import exercise
+from ringlet.compressors.base.feedback import scale
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.options import wrapped
-from ringlet.compressors.dense.none import NoCompression
-from ringlet.compressors.sparsifiers.threshold import Selection
 
 
-class Chain(Compressor):
+class Chain(Compressor, joins=True):
     """``first | second``: the values of first's payload travel compressed by second.
 
     ``"topk(ratio=0.01) | int8"`` sends indices as they are and values in 8 bits. Which array
@@ -187,29 +185,10 @@ class Chain(Compressor):
             self.first.encode_into(x, outer | {self.part: values}, ctx)
             self.second.encode_into(values, inner, ctx.child("chain", values.size))
 
-    def feedback_into(
-        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
-    ) -> None:
-        """Behind a selection, only what it sent needs decoding."""
-        if ctx.xp is not np or not isinstance(self.first, Selection):
-            return super().feedback_into(x, residual, decay, payload, ctx)
-        target = ctx.workspace.array("feedback", x.size)
-        target_into(x, residual, decay, target, ctx)
-        self.encode_into(target, payload, ctx)
-        with self._decoded(payload, x.size, ctx) as whole:
-            settle(target, whole["indices"], whole[self.part], residual, ctx)
-        return None
-
-    def compress_feedback(self, x: Array, residual: Array, decay: float, ctx: Context) -> Payload:
-        """Do the same for payloads of variable size."""
-        if ctx.xp is not np or not isinstance(self.first, Selection):
-            return super().compress_feedback(x, residual, decay, ctx)
-        target = ctx.workspace.array("feedback", x.size)
-        target_into(x, residual, decay, target, ctx)
-        payload = self.compress(target, ctx)
-        with self._decoded(payload, x.size, ctx) as whole:
-            settle(target, whole["indices"], whole[self.part], residual, ctx)
-        return payload
+    def keep_residual(self, target: Array, payload: Payload, residual: Array, ctx: Context) -> None:
+        """Let first do it, which may look at what it sent alone."""
+        with self._decoded(payload, target.size, ctx) as whole:
+            self.first.keep_residual(target, whole, residual, ctx)
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode second's arrays into first's values, then those."""
@@ -224,7 +203,8 @@ class Chain(Compressor):
     def at(self, step: int) -> Compressor:
         """Chain what both sides' schedules say; in steps that first sends densely, nothing is."""
         first, second = self.first.at(step), self.second.at(step)
-        if isinstance(first, NoCompression):
+        traits = first.traits()
+        if traits.combine == "sum" and traits.omega == 0:  # values as they are, added on the wire
             return first
         unchanged = first is self.first and second is self.second
         return self if unchanged else Chain(first=first, second=second)

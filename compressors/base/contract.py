@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -18,13 +17,22 @@ import numpy as np
 from ringlet.compressors.base.feedback import keep_combined, keep_lost, target_into
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError, InputError, PayloadError
-from ringlet.compressors.core.multitensor import MultiTensor, Varying, exercise_many
+from ringlet.compressors.core.multitensor import MultiTensor, Varying
 from ringlet.compressors.core.options import bind_options, checked, options_of
 from ringlet.compressors.core.traits import Exchange, Part, Payload, Round, Traits, storage
 
 __all__ = [
-    "Compressor", "Exchange", "Part", "Payload", "Round", "Traits", "copy_payload", "encoded",
-    "exercise", "keep_residual", "rehearse", "storage",
+    "Compressor",
+    "Exchange",
+    "Part",
+    "Payload",
+    "Round",
+    "Traits",
+    "copy_payload",
+    "empty_payload",
+    "encoded",
+    "keeps",
+    "storage",
 ]  # fmt: skip
 
 
@@ -32,13 +40,16 @@ class Compressor:
     """Base class of compressors. Subclasses become frozen dataclasses by themselves."""
 
     spec_name: ClassVar[str] = ""
+    _joined: ClassVar[type[Compressor]]  # what ``|`` makes: ``Chain``, which is derived from this
 
     if TYPE_CHECKING:  # type checkers cannot follow options that have ranges
 
         def __init__(self, *args: Any, **options: Any) -> None: ...
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, joins: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if joins:
+            Compressor._joined = cls
         if "__init__" in cls.__dict__:
             raise TypeError(f"{cls.__name__}: declare options as attributes, not in __init__")
         cls.spec_name = ""
@@ -206,15 +217,21 @@ class Compressor:
         target = ctx.workspace.array("feedback", x.size)
         target_into(x, residual, decay, target, ctx)
         self.encode_into(target, payload, ctx)
-        keep_residual(self, target, payload, residual, ctx)
+        self.keep_residual(target, payload, residual, ctx)
 
     def compress_feedback(self, x: Array, residual: Array, decay: float, ctx: Context) -> Payload:
         """Do the same where the payload is of variable size: return it."""
         target = ctx.workspace.array("feedback", x.size)
         target_into(x, residual, decay, target, ctx)
         payload = self.compress(target, ctx)
-        keep_residual(self, target, payload, residual, ctx)
+        self.keep_residual(target, payload, residual, ctx)
         return payload
+
+    def keep_residual(self, target: Array, payload: Payload, residual: Array, ctx: Context) -> None:
+        """Set ``residual`` to ``target`` minus what ``payload`` encodes, where that is finite."""
+        decoded = ctx.workspace.array("decoded", target.size)
+        self.decompress(payload, decoded, ctx)
+        keep_lost(target, decoded, residual, ctx)
 
     def exchange_feedback(
         self,
@@ -274,9 +291,7 @@ class Compressor:
 
     def behind(self, first: Compressor) -> Compressor:
         """Return ``first | self``."""
-        from ringlet.compressors.base.chain import Chain
-
-        return Chain(first=first, second=self)
+        return self._joined(first=first, second=self)
 
     def __str__(self) -> str:
         name = self.spec_name or f"{type(self).__module__}:{type(self).__qualname__}"
@@ -354,38 +369,9 @@ def empty_payload(compressor: Compressor, n: int, ctx: Context) -> Payload:
     }
 
 
-def exercise(compressor: Compressor, ctx: Context) -> None:
-    """Run every method once on a few values: what ``warm_up`` does where kernels compile."""
-    x, out = ctx.xp.ones(64, "float32"), ctx.xp.zeros(64, "float32")
-    ctx = Context(shape=(64,), numel=64, xp=ctx.xp, workspace=ctx.workspace)
-    if compressor.traits().combine == "rounds":
-        rehearse(compressor.exchange(x, out, ctx))
-        return
-    payload = encoded(compressor, x, ctx)
-    compressor.decompress(payload, out, ctx)
-    compressor.accumulate(payload, out, ctx)
-    compressor.finish(out, ctx)
-    exercise_many(compressor, payload, ctx)
-    if compressor.traits().stateful:
-        return
-    if compressor.traits().fixed_size:
-        compressor.feedback_into(x, out, 1.0, payload, ctx)
-    else:
-        compressor.compress_feedback(x, out, 1.0, ctx)
+def keeps(compressor: Compressor, base: type[Compressor], *methods: str) -> bool:
+    """Whether ``methods`` are those of ``base``, in whose place its kernels work.
 
-
-def rehearse(rounds: Exchange) -> None:
-    """Run an exchange of one rank, which receives what it sends."""
-    asked = next(rounds)
-    with suppress(StopIteration):
-        while True:
-            asked = rounds.send(asked.values)
-
-
-def keep_residual(
-    compressor: Compressor, target: Array, payload: Payload, residual: Array, ctx: Context
-) -> None:
-    """Set ``residual`` to ``target`` minus what ``payload`` decodes to, where that is finite."""
-    decoded = ctx.workspace.array("decoded", target.size)
-    compressor.decompress(payload, decoded, ctx)
-    keep_lost(target, decoded, residual, ctx)
+    A subclass that compresses in its own way is not to be passed over.
+    """
+    return all(getattr(type(compressor), name) is getattr(base, name) for name in methods)

@@ -132,13 +132,12 @@ def advance(x: Array, residual: Array, decay: float, ctx: Context) -> Array:
 
 def settle(target: Array, indices: Array, decoded: Array, residual: Array, ctx: Context) -> None:
     """Keep ``target`` where nothing was sent, and what ``decoded`` lacks where it was. CPU only."""
-    from ringlet.compressors.kernels.cpu.common import feedback
-    from ringlet.compressors.kernels.cpu.sparsifiers import threshold as sparse
+    from ringlet.compressors.kernels.cpu.common import feedback, scatter
 
     check_lengths("error feedback", target.size, residual=residual)
     check_lengths("error feedback", indices.size, decoded=decoded)
     old = ctx.workspace.array("old", indices.size)
-    sparse.gather(residual, indices, old)
+    scatter.gather(residual, indices, old)
 
     def keep(start: int, stop: int) -> None:
         feedback.keep_finite(target[start:stop], residual[start:stop])

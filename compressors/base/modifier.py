@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringlet.compressors.base.contract import Compressor, Exchange, Part, Payload, Traits, exercise
+from ringlet.compressors.base.contract import Compressor, Exchange, Part, Payload, Traits
+from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.options import wrapped

@@ -48,12 +48,13 @@ def clip(x: Array, times: float, out: Array, ctx: Context) -> None:
         return
     limit = _bound_on_device("limit", x, times, ctx)
     if limit is not None:
-        from ringlet.compressors.kernels.cuda.modifiers import memory
+        from ringlet.compressors.kernels.cuda.common import norms
+        from ringlet.compressors.kernels.cuda.common.operands import Operands
         from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
         device = device_of(ctx.xp)
         assert device is not None, "it made the limit"
-        memory.run(device, "clip", [memory.Memory(x, out=out, bound=limit)])
+        norms.clip(device, [Operands(x, out=out, bound=limit)])
         return
     with np.errstate(over="ignore", invalid="ignore"):
         bound = times * ctx.xp.sqrt(ctx.xp.square(x.astype("float64")).sum() / x.size)
@@ -63,26 +64,27 @@ def clip(x: Array, times: float, out: Array, ctx: Context) -> None:
 
 def _bound_on_device(kernel: str, x: Array, bound: float, ctx: Context) -> Array | None:
     """Return what CUDA kernels make of the norm, one element; None where there are none."""
-    from ringlet.compressors.kernels.cuda.modifiers import memory
+    from ringlet.compressors.kernels.cuda.common import norms
+    from ringlet.compressors.kernels.cuda.common.operands import Operands
     from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
     device = device_of(ctx.xp)
     if device is None:
         return None
     found = ctx.workspace.array("norm", 1)
-    tensor = memory.Memory(x, bound=found)
-    memory.bounds(device, kernel, [tensor], bound, ctx.workspace.array)
+    tensor = Operands(x, bound=found)
+    norms.bounds(device, kernel, [tensor], bound, ctx.workspace.array)
     return found
 
 
 def _energy(x: Array, ctx: Context) -> float:
     """Return ||x||^2, added in float64; NaN or Inf where x has one. CPU only."""
-    from ringlet.compressors.kernels.cpu.common import norms as energy
+    from ringlet.compressors.kernels.cpu.common import norms as kernels
 
     sums = ctx.workspace.array("squares", -(-x.size // _CHUNK), np.float64)
 
     def square(start: int, stop: int) -> None:
-        energy.square(x[start:stop], _CHUNK, sums[start // _CHUNK : -(-stop // _CHUNK)])
+        kernels.square(x[start:stop], _CHUNK, sums[start // _CHUNK : -(-stop // _CHUNK)])
 
     run_ranges(x.size, _CHUNK, square)
     total = 0.0

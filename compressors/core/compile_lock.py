@@ -14,7 +14,7 @@ PATIENCE_S = 300.0  # for whoever was first, which may have been stopped
 
 
 @contextmanager
-def one_first(what: str = "kernels", patience: float = PATIENCE_S) -> Iterator[bool]:
+def compile_lock(what: str = "kernels", patience: float = PATIENCE_S) -> Iterator[bool]:
     """Enter at once if nobody is inside, else when the first is out again, with all that waited.
 
     Yields whether this one was first. ``what`` is part of a file's name, and belongs to the user

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringlet.compressors.core.rng import Drawn, uniform
+from ringlet.compressors.core.rng import DeviceGenerator, uniform
 
 Array = npt.NDArray[Any]
 State = dict[str, Any]
@@ -130,7 +130,7 @@ class Context:
         if stream:
             key = _mix(_mix(key) ^ _mix(stream)) | 1  # once more, or a stream would be a rank's
         generator = np.random.Generator(np.random.Philox(key=key))
-        return generator if self.xp is np else Drawn(generator, self.xp)  # type: ignore[return-value]
+        return generator if self.xp is np else DeviceGenerator(generator, self.xp)  # type: ignore[return-value]
 
     def uniform(self, n: int, shared: bool = False) -> Array:
         """Return n float32 in [0, 1) of ``xp``, one for each element from ``offset`` on.

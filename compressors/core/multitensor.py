@@ -6,15 +6,11 @@ methods that take a single tensor, bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.traits import Payload
-
-if TYPE_CHECKING:
-    from ringlet.compressors.base.contract import Compressor
 
 
 class Spaced(NamedTuple):
@@ -106,26 +102,3 @@ class Varying(Protocol):
 
     def decode(self, sums: Sequence[Sum], scale: float = 1.0) -> None:
         """Overwrite outputs, of one dtype, with scale * the sum of equally many payloads each."""
-
-
-def exercise_many(compressor: Compressor, payload: Payload, ctx: Context) -> None:
-    """Run multi-tensor kernels, if there are any, in every way once: on 64 values."""
-    kernels, traits = compressor.multi_tensor(ctx), compressor.traits()
-    if kernels is None:
-        return
-    for dtype in ("float32", "float16", "uint16"):
-        x, out = ctx.xp.ones(64, dtype), ctx.xp.zeros(64, dtype)
-        kernels.encode([Encoding(x, 64, payload, ctx)])
-        kernels.decode([Decoding(out, payload, ctx)])
-    if traits.combine == "gather" and traits.granularity is not None:
-        again = {name: ctx.xp.empty_like(array) for name, array in payload.items()}
-        owner = dataclasses.replace(ctx, stage=2)
-        kernels.encode([Encoding(None, 64, again, owner, payload)], Spaced(1, 0))
-
-
-def keeps(compressor: Compressor, base: type[Compressor], *methods: str) -> bool:
-    """Whether ``methods`` are those of ``base``, in whose place its kernels work.
-
-    A subclass that compresses in its own way is not to be passed over.
-    """
-    return all(getattr(type(compressor), name) is getattr(base, name) for name in methods)

@@ -9,9 +9,9 @@ import struct
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Payload
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.errors import PayloadError
+from ringlet.compressors.core.traits import Payload
 
 _DTYPES = (
     "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",

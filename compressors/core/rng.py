@@ -20,7 +20,7 @@ def uniform(xp: Any, key: int, start: int, n: int) -> Array:
     return drawn
 
 
-class Drawn:
+class DeviceGenerator:
     """A NumPy generator whose arrays are arrays of ``xp``: drawn on the host, then copied."""
 
     def __init__(self, generator: np.random.Generator, xp: Any) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, exercise
+from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
+from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import PayloadError
 from ringlet.compressors.core.lengths import check_countable, check_parts
-from ringlet.compressors.core.multitensor import Varying, keeps
+from ringlet.compressors.core.multitensor import Varying
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.pool import run_ranges
 from ringlet.compressors.dense import exponents
@@ -102,7 +103,7 @@ class Lossless(Compressor):
         device = device_of(ctx.xp)
         if device is None:
             return None
-        from ringlet.compressors.kernels.cuda.common.multitensor import Exponents
+        from ringlet.compressors.kernels.cuda.dense.lossless import Exponents
 
         return Exponents(device, self.dtype == "fp32", self._check_sizes)
 

@@ -41,9 +41,9 @@ def draw(rows: Array, ctx: Context, stream: int = 0) -> None:
 def poison_of(rows: Array, ctx: Context) -> Any:
     """Return 0 (float32), or NaN where a value is not finite: what adds it to a result shows it."""
     if ctx.xp is np:
-        from ringlet.compressors.kernels.cpu.lowrank import factors as lowrank
+        from ringlet.compressors.kernels.cpu.lowrank import factors as kernels
 
-        return np.float32(lowrank.poison_of(rows))
+        return np.float32(kernels.poison_of(rows))
     device = device_for(ctx)
     if device is not None:
         from ringlet.compressors.kernels.cuda.lowrank import factors as cuda
@@ -64,9 +64,9 @@ def keep(rows: Array, poison: Any, old: Array, ctx: Context) -> None:
     check_shapes("a factor to keep", old=(old, rows.shape))
     xp = ctx.xp
     if xp is np:
-        from ringlet.compressors.kernels.cpu.lowrank import factors as lowrank
+        from ringlet.compressors.kernels.cpu.lowrank import factors as kernels
 
-        lowrank.keep(rows, np.float32(0) if poison is None else poison, old)
+        kernels.keep(rows, np.float32(0) if poison is None else poison, old)
         return
     device = device_for(ctx)
     if device is not None:
@@ -98,11 +98,11 @@ def orthonormal(rows: Array, out: Array, ctx: Context) -> None:
     if xp is not np:
         out[...] = orthonormal_reference(xp, xp.where(xp.isfinite(rows), rows, np.float32(0)))
         return
-    from ringlet.compressors.kernels.cpu.lowrank import factors as lowrank
+    from ringlet.compressors.kernels.cpu.lowrank import factors as kernels
 
     r, n = rows.shape
     room = ctx.workspace.array("orthonormal", (r + 1) * n + r, np.float64)
-    lowrank.orthonormal(rows, _SMALL, room, out)
+    kernels.orthonormal(rows, _SMALL, room, out)
 
 
 def orthonormal_reference(xp: Any, rows: Array) -> Array:

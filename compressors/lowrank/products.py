@@ -50,15 +50,15 @@ class Source:
             with np.errstate(invalid="ignore", over="ignore"):
                 self._ctx.xp.matmul(right, self._matrix.T, out=out)
             return
-        from ringlet.compressors.kernels.cpu.lowrank import factors as lowrank
+        from ringlet.compressors.kernels.cpu.lowrank import products as kernels
 
         def multiply(start: int, stop: int) -> None:
             first, rows = start // m, slice(start // m, stop // m)
             if residual is None or target is None:
-                lowrank.times_rows(right, x[rows], first, out)
+                kernels.times_rows(right, x[rows], first, out)
             else:
                 held, sums = residual[rows], target[rows]
-                lowrank.sum_times_rows(right, x[rows], held, weight, sums, first, out)
+                kernels.sum_times_rows(right, x[rows], held, weight, sums, first, out)
 
         run_ranges(x.size, m, multiply)
         self._has_target()
@@ -72,16 +72,16 @@ class Source:
             with np.errstate(invalid="ignore", over="ignore"):
                 self._ctx.xp.matmul(left, matrix, out=out)
             return
-        from ringlet.compressors.kernels.cpu.lowrank import factors as lowrank
+        from ringlet.compressors.kernels.cpu.lowrank import products as kernels
 
         room = self._ctx.workspace.array("columns", len(left) * m)
 
         def multiply(start: int, stop: int) -> None:
             first, last = start // n, stop // n
             sums = room[first * len(left) : last * len(left)]
-            lowrank.times_columns(left, matrix, first, last, sums, out)
+            kernels.times_columns(left, matrix, first, last, sums, out)
 
-        run_ranges(n * m, n * lowrank.COLUMNS, multiply)
+        run_ranges(n * m, n * kernels.COLUMNS, multiply)
 
     def _add(self) -> None:
         if self._residual is not None and self._target is not None:
@@ -99,18 +99,18 @@ def product(factors: Factors, poison: Any, out: Array, ctx: Context) -> None:
     left, right = factors
     _check_factors(left, right, out)
     if ctx.xp is np:
-        from ringlet.compressors.kernels.cpu.lowrank import factors as lowrank
+        from ringlet.compressors.kernels.cpu.lowrank import products as kernels
 
         m = out.shape[1]
 
         def multiply(start: int, stop: int) -> None:
-            lowrank.product(left, poison, right, start // m, out[start // m : stop // m])
+            kernels.product(left, poison, right, start // m, out[start // m : stop // m])
 
         run_ranges(out.size, m, multiply)
         return
     device = device_for(ctx)
     if device is not None:
-        from ringlet.compressors.kernels.cuda.lowrank import factors as cuda
+        from ringlet.compressors.kernels.cuda.lowrank import products as cuda
 
         cuda.product(device, left, right, poison, out)
         return
@@ -140,19 +140,19 @@ def product_and_lost(
     check_shapes("a product", target=(target, out.shape), residual=(residual, out.shape))
     device = device_for(ctx)
     if device is not None:
-        from ringlet.compressors.kernels.cuda.lowrank import factors as cuda
+        from ringlet.compressors.kernels.cuda.lowrank import products as cuda
 
         cuda.product(
             device, left, right, poison, out,
             own_left=own_left, own_right=own_right, target=target, residual=residual,
         )  # fmt: skip
         return
-    from ringlet.compressors.kernels.cpu.lowrank import factors as lowrank
+    from ringlet.compressors.kernels.cpu.lowrank import products as kernels
 
     def multiply(start: int, stop: int) -> None:
         rows = slice(start // m, stop // m)
-        with ctx.workspace.held(lowrank.CHUNK) as room:
-            lowrank.product_and_lost(
+        with ctx.workspace.held(kernels.CHUNK) as room:
+            kernels.product_and_lost(
                 left, right, own_left, own_right, poison, start // m,
                 target[rows], out[rows], residual[rows], room,
             )  # fmt: skip

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import ClassVar, NamedTuple
 
-from ringlet.compressors.base.contract import Exchange, Payload, Traits, encoded
+from ringlet.compressors.base.contract import Exchange, Payload, Traits, encoded, keeps
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
@@ -26,7 +26,6 @@ from ringlet.compressors.core.multitensor import (
     Spaced,
     Sum,
     Varying,
-    keeps,
 )
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remembered

@@ -111,7 +111,8 @@ def _on_device(
     """Run a CUDA kernel; False if there are none for these arrays."""
     if ctx.xp is np:
         return False
-    from ringlet.compressors.kernels.cuda.modifiers.memory import Memory, run
+    from ringlet.compressors.kernels.cuda.common.operands import Operands as Memory
+    from ringlet.compressors.kernels.cuda.modifiers.memory import run
     from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
     device = device_of(ctx.xp)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ringlet.compressors.base.contract import Traits
+from ringlet.compressors.base.contract import Traits, keeps
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Context
-from ringlet.compressors.core.multitensor import MultiTensor, Varying, keeps
+from ringlet.compressors.core.multitensor import MultiTensor, Varying
 from ringlet.compressors.core.options import option
 from ringlet.compressors.specs.registry import register
 

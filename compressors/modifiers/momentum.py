@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Payload, Traits, keep_residual
+from ringlet.compressors.base.contract import Payload, Traits
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.base.norms import shrinking
 from ringlet.compressors.core.context import Array, Context
@@ -67,7 +67,7 @@ class MomentumCorrection(Modifier):
             advanced = np.float32(self.momentum) * u + (x if scale is None else scale * x)
             target = v + advanced
         payload = inner.compress(target, ctx)
-        keep_residual(inner, target, payload, v, ctx)
+        inner.keep_residual(target, payload, v, ctx)
         sent = ctx.workspace.array("momentum", x.size)
         inner.decompress(payload, sent, ctx)
         settle_reference(advanced, sent, self._masks(), u, ctx)

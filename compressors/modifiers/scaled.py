@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringlet.compressors.base.bucketed import Bucketed
-from ringlet.compressors.base.contract import Payload, Traits
+from ringlet.compressors.base.contract import Payload, Traits, keeps
 from ringlet.compressors.base.feedback import add_scaled, scale
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
-from ringlet.compressors.core.multitensor import Decoding, Encoding, MultiTensor, Spaced, keeps
+from ringlet.compressors.core.multitensor import Decoding, Encoding, MultiTensor, Spaced
 from ringlet.compressors.core.options import option
 from ringlet.compressors.specs.registry import register
 

@@ -130,6 +130,7 @@ class NVFP4(Bucketed):
 
     def cuda(self) -> Codec:
         """The kernels of the rounding."""
-        from ringlet.compressors.kernels.cuda.common.minifloats import Measured, codec
+        from ringlet.compressors.kernels.cuda.common.minifloats import codec
+        from ringlet.compressors.kernels.cuda.quantizers.nvfp4 import Measured
 
         return codec("quantizers/nvfp4", E2M1, BLOCK, self.stochastic, Measured)

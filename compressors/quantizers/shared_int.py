@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits, exercise
+from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits
+from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.base.norms import clip
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
@@ -111,11 +112,11 @@ class SharedInt(Compressor):
         self._check(x.size, largest)
         xp = ctx.xp
         if xp is np:
-            from ringlet.compressors.kernels.cpu.quantizers import shared_int as shared
+            from ringlet.compressors.kernels.cpu.quantizers import shared_int as kernels
 
             def measure(start: int, stop: int) -> None:
                 buckets = slice(start // self.bucket, -(-stop // self.bucket))
-                shared.extents(x[start:stop], self.bucket, largest[buckets])
+                kernels.extents(x[start:stop], self.bucket, largest[buckets])
 
             run_ranges(x.size, self.bucket, measure)
             return
@@ -164,14 +165,14 @@ class SharedInt(Compressor):
         **arrays: Array,
     ) -> bool:  # fmt: skip
         """Run a CUDA kernel; False if there are none for these arrays."""
-        from ringlet.compressors.kernels.cuda.quantizers import shared_int as shared
+        from ringlet.compressors.kernels.cuda.quantizers import shared_int as kernels
         from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
         device = device_of(ctx.xp)
         if device is None:
             return False
-        code = shared.program(self.bits, self.bucket, self.stochastic)
-        shared.run(device, code, kernel, n, extents, ctx.key(), ctx.offset, levels, **arrays)
+        code = kernels.program(self.bits, self.bucket, self.stochastic)
+        kernels.run(device, code, kernel, n, extents, ctx.key(), ctx.offset, levels, **arrays)
         return True
 
     def warm_up(self, ctx: Context) -> None:

@@ -13,25 +13,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ringlet.compressors.base.bucketed import lane_sums
-from ringlet.compressors.base.contract import Payload, Traits
+from ringlet.compressors.base.contract import Payload, Traits, keeps
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_countable
-from ringlet.compressors.core.multitensor import Varying, keeps
+from ringlet.compressors.core.multitensor import Varying
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.pool import run_ranges
 from ringlet.compressors.core.rng import squares
-from ringlet.compressors.sparsifiers.selection import (
-    largest_on_device,
-    reaching_many_on_device,
-    reaching_on_device,
-)
+from ringlet.compressors.sparsifiers.selection import Selection
 from ringlet.compressors.sparsifiers.threshold import (
-    Selection,
-    largest,
-    largest_array,
     magnitude_bits,
     reaching,
+    reaching_many_on_device,
+    reaching_on_device,
+    warm_up,
 )
+from ringlet.compressors.sparsifiers.topk import largest, largest_array, largest_on_device
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
@@ -101,6 +98,11 @@ class Estimated(Selection):
         own = keeps(self, Estimated, "compress", "compress_on_device") and self.scatters()
         return reaching_many_on_device(self.sought, self.count, ctx) if own else None
 
+    def warm_up(self, ctx: Context) -> None:
+        """Compile the kernels."""
+        super().warm_up(ctx)
+        warm_up(ctx)
+
     def reference(self, x: Array, ctx: Context) -> Payload:
         """Do the same in array code."""
         return self._select(x, ctx, fast=False)
@@ -145,10 +147,10 @@ class TopKSampled(Estimated):
         if drawn >= x.size:
             return math.nan
         if fast:
-            from ringlet.compressors.kernels.cpu.sparsifiers import threshold as sparse
+            from ringlet.compressors.kernels.cpu.sparsifiers import estimate
 
             bits = ctx.workspace.array("sample", drawn, np.int32)
-            sparse.sample(x, np.uint64(ctx.key()), bits)
+            estimate.sample(x, np.uint64(ctx.key()), bits)
         else:
             places = squares(ctx.xp, ctx.key(), 0, drawn).astype("uint64") * ctx.xp.uint64(x.size)
             taken = x[(places >> ctx.xp.uint64(32)).astype("int64")]
@@ -172,9 +174,9 @@ class TopKSampled(Estimated):
         """Compile the kernels, the one that samples included."""
         super().warm_up(ctx)
         if ctx.xp is np:
-            from ringlet.compressors.kernels.cpu.sparsifiers import threshold as sparse
+            from ringlet.compressors.kernels.cpu.sparsifiers import estimate
 
-            sparse.sample(np.ones(8, np.float32), np.uint64(ctx.key()), np.empty(8, np.int32))
+            estimate.sample(np.ones(8, np.float32), np.uint64(ctx.key()), np.empty(8, np.int32))
 
 
 @register("sidco")
@@ -230,13 +232,13 @@ class SIDCo(Estimated):
             rows[: x.size][~held] = 0
             sums = lane_sums(ctx.xp.abs(rows).reshape(chunks, _CHUNK).astype("float64"), ctx.xp)
             return _in_order(sums), int(held.sum())
-        from ringlet.compressors.kernels.cpu.sparsifiers import threshold as sparse
+        from ringlet.compressors.kernels.cpu.sparsifiers import estimate
 
         sums, counts = np.empty(chunks), np.empty(chunks, np.int64)
 
         def exceed(start: int, stop: int) -> None:
             first, end = start // _CHUNK, -(-stop // _CHUNK)
-            sparse.exceeding(x[start:stop], bits, _CHUNK, sums[first:end], counts[first:end])
+            estimate.exceeding(x[start:stop], bits, _CHUNK, sums[first:end], counts[first:end])
 
         run_ranges(x.size, _CHUNK, exceed)
         return _in_order(sums), int(counts.sum())

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, exercise
+from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.base.feedback import advance, on_device
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_countable, check_lengths, check_parts
@@ -106,9 +107,9 @@ class RandomK(Compressor):
         check_parts(self.label(), self.layout(out.size), payload)
         chosen = self.indices(out.size, ctx)
         if ctx.xp is np:
-            from ringlet.compressors.kernels.cpu.sparsifiers import threshold as sparse
+            from ringlet.compressors.kernels.cpu.common import scatter
 
-            sparse.scatter(chosen, payload["values"], out)
+            scatter.scatter(chosen, payload["values"], out)
             return
         out[...] = 0
         if not on_device("scatter", ctx, out, a=payload["values"], indices=chosen):
@@ -119,9 +120,9 @@ class RandomK(Compressor):
         check_parts(self.label(), self.layout(out.size), payload)
         chosen = self.indices(out.size, ctx)
         if ctx.xp is np:
-            from ringlet.compressors.kernels.cpu.sparsifiers import threshold as sparse
+            from ringlet.compressors.kernels.cpu.common import scatter
 
-            sparse.scatter_add(chosen, payload["values"], out)
+            scatter.scatter_add(chosen, payload["values"], out)
             return
         if not on_device("scatter_add", ctx, out, a=payload["values"], indices=chosen):
             out[chosen] += payload["values"]

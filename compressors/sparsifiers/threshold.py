@@ -1,4 +1,4 @@
-"""Sparsification by a threshold; the base of compressors that send as many entries as it takes.
+"""Sparsification by a threshold.
 
 How many that are is known where the values are: on a GPU, the host waits for it, once a tensor.
 
@@ -8,113 +8,23 @@ Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Payload, Traits, exercise
-from ringlet.compressors.base.feedback import advance, on_device
+from ringlet.compressors.base.contract import Payload, Traits, keeps
 from ringlet.compressors.core.context import Array, Context
-from ringlet.compressors.core.errors import CompressorError, PayloadError
-from ringlet.compressors.core.lengths import check_countable, check_entries, check_lengths
-from ringlet.compressors.core.multitensor import Varying, keeps
+from ringlet.compressors.core.lengths import check_countable
+from ringlet.compressors.core.multitensor import Varying
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.pool import run_ranges
-from ringlet.compressors.sparsifiers.selection import reaching_many_on_device, reaching_on_device
+from ringlet.compressors.sparsifiers.selection import Selection
+from ringlet.compressors.sparsifiers.topk import largest, largest_array
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.sparsifiers.threshold import Sought
-
-_NOTHING = np.empty(0, np.float32)
-
-
-class Selection(Compressor):
-    """Base of compressors that send indices (uint32, ascending) and values of some entries."""
-
-    def traits(self) -> Traits:
-        """Return that the payload's size depends on the values."""
-        return Traits()
-
-    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Put the values at their places among zeros."""
-        indices, values = check_entries(self.label(), payload)
-        if ctx.xp is not np:
-            out[...] = 0
-            if not on_device("scatter", ctx, out, a=values, indices=indices):
-                out[indices] = values
-            return
-        from ringlet.compressors.kernels.cpu.sparsifiers import threshold as sparse
-
-        self._inside(sparse.scatter(indices, values, out), out)
-
-    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
-        """Add the values at their places."""
-        indices, values = check_entries(self.label(), payload)
-        if ctx.xp is not np:
-            if not on_device("scatter_add", ctx, out, a=values, indices=indices):
-                out[indices] += values
-            return
-        from ringlet.compressors.kernels.cpu.sparsifiers import threshold as sparse
-
-        self._inside(sparse.scatter_add(indices, values, out), out)
-
-    def feedback_into(
-        self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
-    ) -> None:
-        """Add to the residual, select, and forget there what is sent."""
-        if self.selects_on_device(x, residual, decay, payload, ctx):
-            return
-        if ctx.xp is not np:
-            super().feedback_into(x, residual, decay, payload, ctx)
-            return
-        self.encode_into(advance(x, residual, decay, ctx), payload, ctx)
-        self._forget(payload, residual)
-
-    def selects_on_device(
-        self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
-    ) -> bool:
-        """Do all of it with CUDA kernels, if there are any for these arrays."""
-        return False
-
-    def compress_feedback(self, x: Array, residual: Array, decay: float, ctx: Context) -> Payload:
-        """Do the same for payloads of variable size."""
-        if ctx.xp is not np:
-            found = self.compress_on_device(x, residual, decay, ctx)
-            return super().compress_feedback(x, residual, decay, ctx) if found is None else found
-        payload = self.compress(advance(x, residual, decay, ctx), ctx)
-        self._forget(payload, residual)
-        return payload
-
-    def compress_on_device(
-        self, x: Array, residual: Array | None, decay: float, ctx: Context
-    ) -> Payload | None:
-        """Do all of it with CUDA kernels; None if there are none for these arrays."""
-        return None
-
-    def scatters(self) -> bool:
-        """Whether payloads are decoded here, and not by a subclass in its own way."""
-        own = keeps(self, Selection, "compress_feedback", "decompress", "accumulate")
-        return own and keeps(self, Compressor, "sum_into")
-
-    def _forget(self, payload: Payload, residual: Array) -> None:
-        from ringlet.compressors.kernels.cpu.common import feedback
-
-        feedback.forget(payload["indices"], payload["values"], residual)
-
-    def _inside(self, ok: bool, out: Array) -> None:
-        if not ok:
-            raise PayloadError(
-                f"{self.label()} received an index beyond the tensor's {out.size} elements"
-            )
-
-    def warm_up(self, ctx: Context) -> None:
-        """Compile the kernels."""
-        exercise(self, ctx)
-        if ctx.xp is np:
-            x = ctx.xp.ones(64, "float32")
-            reaching(x, 0, ctx)
-            largest(x, 1, ctx)
+    from ringlet.compressors.kernels.cuda.sparsifiers.threshold import Seek, Sought
 
 
 @register("threshold")
@@ -171,6 +81,11 @@ class Threshold(Selection):
         own = keeps(self, Threshold, "compress", "compress_on_device") and self.scatters()
         return reaching_many_on_device(self.sought, self.limit, ctx) if own else None
 
+    def warm_up(self, ctx: Context) -> None:
+        """Compile the kernels, the one included that a cap asks for."""
+        super().warm_up(ctx)
+        warm_up(ctx)
+
     def reference(self, x: Array, ctx: Context) -> Payload:
         """Do the same in array code."""
         xp = ctx.xp
@@ -187,89 +102,57 @@ def magnitude_bits(value: float) -> int:
         return int(np.float32(value).view(np.uint32)) & 0x7FFFFFFF
 
 
+def warm_up(ctx: Context) -> None:
+    """Compile what selects on a CPU: what reaches a threshold, and the largest."""
+    if ctx.xp is np:
+        x = np.ones(64, np.float32)
+        reaching(x, 0, ctx)
+        largest(x, 1, ctx)
+
+
 def reaching(x: Array, threshold: int, ctx: Context) -> Array:
     """Return the indices (uint32, ascending) of magnitudes with bits of at least ``threshold``."""
-    from ringlet.compressors.kernels.cpu.sparsifiers import threshold as sparse
+    from ringlet.compressors.kernels.cpu.sparsifiers import threshold as kernels
 
     scratch = ctx.workspace.array("candidates", x.size, np.uint32)
     counts: dict[int, int] = {}
 
     def collect(start: int, stop: int) -> None:
-        counts[start] = sparse.collect(x[start:stop], threshold, start, scratch[start:stop])
+        counts[start] = kernels.collect(x[start:stop], threshold, start, scratch[start:stop])
 
     run_ranges(x.size, 1, collect)
     # A copy: what is returned travels after the scratch array has been used again.
     return np.concatenate([scratch[start : start + counts[start]] for start in sorted(counts)])
 
 
-def largest(x: Array, k: int, ctx: Context) -> Payload:
-    """Return exactly the ``k`` entries of largest magnitude, the lowest index among equals."""
-    payload = {"indices": np.empty(k, np.uint32), "values": np.empty(k, np.float32)}
-    largest_into(x, payload, ctx)
-    return payload
+def reaching_on_device(sought: Sought, decay: float, ctx: Context) -> Payload | None:
+    """Return what reaches a threshold by CUDA kernels; None if there are none. GPU only.
 
-
-def largest_into(
-    x: Array, payload: Payload, ctx: Context, residual: Array | None = None, decay: float = 1.0
-) -> None:
-    """Do the same with as many entries as ``payload`` has room for. CPU only.
-
-    With a ``residual`` they are those of x + decay * residual; the residual keeps the others.
+    Waits for the device once: how many entries there are decides what is allocated for them.
     """
-    from ringlet.compressors.kernels.cpu.common.vectors import WIDTH
-    from ringlet.compressors.kernels.cpu.sparsifiers import topk as select
+    from ringlet.compressors.kernels.cuda.runtime.device import device_of
+    from ringlet.compressors.kernels.cuda.sparsifiers.threshold import reaching
 
-    indices, values = check_entries("the largest entries", payload)
-    n, k = x.size, values.size
-    check_lengths("the largest entries", n, residual=residual)
-    if k > n:
-        raise CompressorError(f"{k} entries cannot be the largest of {n}")
-    if k == 0:
-        return
-    feedback, weight = residual is not None, np.float32(decay)
-    held = _NOTHING if residual is None else residual  # not x, which may be read-only
-    listed = ctx.workspace.array("candidates", n, np.uint32)
-    found = ctx.workspace.array("magnitudes", n, np.int32)
-    sample = ctx.workspace.array("sample", select.SAMPLE, np.int32)
-    floor = select.sampled_floor(x, held, weight, feedback, k, sample)
-    counts: dict[int, int] = {}
-
-    def collect(start: int, stop: int) -> None:
-        at = slice(start, stop)
-        counts[start] = select.collect(
-            x[at], held[at], weight, feedback, start, floor, listed[at], found[at]
-        )
-
-    run_ranges(n, WIDTH, collect)
-    count = 0
-    for start, more in sorted(counts.items()):
-        if start != count:
-            listed[count : count + more] = listed[start : start + more]
-            found[count : count + more] = found[start : start + more]
-        count += more
-    if count < k:  # the sample was misleading
-        infinite = listed[:count][found[:count] >= select.INFINITE]
-        np.bitwise_and((held if feedback else x).view(np.int32), 0x7FFFFFFF, out=found)
-        if feedback:  # the residual took no part in those
-            with np.errstate(invalid="ignore", over="ignore"):
-                sums = x[infinite] + weight * held[infinite]
-            found[infinite] = sums.view(np.int32) & 0x7FFFFFFF
-        listed[:] = np.arange(n, dtype=np.uint32)
-        count = n
-    select.take(x, held, weight, feedback, listed[:count], found[:count], indices, values)
+    device = device_of(ctx.xp)
+    if device is None:
+        return None
+    if sought.x.size == 0:
+        return {"indices": ctx.xp.empty(0, "uint32"), "values": ctx.xp.empty(0, "float32")}
+    found = reaching(device, [sought], ctx.workspace.array, ctx.xp.empty, decay)
+    return dict(zip(("indices", "values"), found[0], strict=True))
 
 
-def largest_array(x: Array, k: int, ctx: Context) -> Payload:
-    """Do the same in array code."""
-    xp = ctx.xp
-    if k == 0:
-        return {"indices": xp.empty(0, "uint32"), "values": xp.empty(0, "float32")}
-    bits = x.view("uint32") & 0x7FFFFFFF
-    threshold = xp.partition(bits, x.size - k)[x.size - k]
-    above, equal = bits > threshold, bits == threshold
-    chosen = above | equal & (xp.cumsum(equal) <= k - above.sum())
-    # Where each goes is counted, not how many there are: nothing waits for a GPU.
-    places = xp.where(chosen, xp.cumsum(chosen) - 1, k)
-    indices = xp.empty(k + 1, "uint32")
-    indices[places] = xp.arange(x.size, dtype="uint32")
-    return {"indices": indices[:k], "values": x[indices[:k]]}
+def reaching_many_on_device(
+    seek: Seek, count: Callable[[int], int], ctx: Context
+) -> Varying | None:
+    """Return the CUDA kernels that do so for many tensors at once; None if there are none."""
+    if ctx.xp is np:
+        return None
+    from ringlet.compressors.kernels.cuda.runtime.device import device_of
+
+    device = device_of(ctx.xp)
+    if device is None:
+        return None
+    from ringlet.compressors.kernels.cuda.sparsifiers.threshold import ThresholdSelections
+
+    return ThresholdSelections(device, seek, count)

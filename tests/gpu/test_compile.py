@@ -10,21 +10,17 @@ import pytest
 
 import ringlet.compressors.kernels.cuda as package
 from ringlet.compressors import CompressorError, parse
-from ringlet.compressors.kernels.cuda.common import elementwise, scatter
+from ringlet.compressors.kernels.cuda.common import elementwise, norms, scatter
 from ringlet.compressors.kernels.cuda.dense import lossless
-from ringlet.compressors.kernels.cuda.lowrank import factors as lowrank
+from ringlet.compressors.kernels.cuda.lowrank import factors, products
 from ringlet.compressors.kernels.cuda.modifiers import hadamard, memory
-from ringlet.compressors.kernels.cuda.quantizers import shared_int as shared
+from ringlet.compressors.kernels.cuda.quantizers import shared_int
 from ringlet.compressors.kernels.cuda.runtime.compile import binary
 from ringlet.compressors.kernels.cuda.runtime.source import OPTIONS, Program
 from ringlet.compressors.kernels.cuda.sparsifiers import (
     randomk,
-)
-from ringlet.compressors.kernels.cuda.sparsifiers import (
-    threshold as estimate,
-)
-from ringlet.compressors.kernels.cuda.sparsifiers import (
-    topk as select,
+    threshold,
+    topk,
 )
 from ringlet.compressors.modifiers.residuals import STORES
 
@@ -49,15 +45,15 @@ def programs():
     found += [int8.program("encode", INPUT=kind) for kind in (0, 1, 2)]
     found += [int8.program("encode", SUMMED=1, FEEDBACK=1), int8.program("decode", ADDING=1)]
     found += [int8.program("decode", OUTPUT=kind) for kind in (1, 2)]
-    found += [select.program(0, 1), select.program(1, 0), elementwise.PROGRAM, scatter.PROGRAM]
-    found += [estimate.program(0, 1), estimate.program(2, 0)]
+    found += [topk.program(0, 1), topk.program(1, 0), elementwise.PROGRAM, scatter.PROGRAM]
+    found += [threshold.program(0, 1), threshold.program(2, 0)]
     for store in STORES.values():
         found += [store.cuda().program(kernel) for kernel in ("encode", "decode")]
     found += [randomk.PROGRAM, hadamard.program(1024), hadamard.program(8192)]
-    found += [memory.program(name, kind) for kind in (0, 1) for name in ("memory", "norm")]
+    found += [of.program(kind) for kind in (0, 1) for of in (memory, norms)]
     found += [lossless.program(0, True), lossless.program(1, False, True)]
-    found += [lowrank.ORTHONORMAL, lowrank.PRODUCT]
-    found += [shared.program(8, 512, True), shared.program(32, 100, False)]
+    found += [factors.ORTHONORMAL, products.PRODUCT]
+    found += [shared_int.program(8, 512, True), shared_int.program(32, 100, False)]
     return found
 
 

@@ -5,8 +5,8 @@ import pytest
 from remote import Remote, Waits, module
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.base.contract import encoded, rehearse
-from ringlet.compressors.core.multitensor import exercise_many
+from ringlet.compressors.base.contract import encoded
+from ringlet.compressors.base.exercise import exercise_many, rehearse
 from ringlet.compressors.kernels.cuda.runtime import device as devices
 from ringlet.compressors.specs import registry
 

@@ -13,11 +13,11 @@ from ringlet.compressors.base.contract import Compressor, Payload, storage
 from ringlet.compressors.core import pool
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
-from ringlet.compressors.testing.runner import needs
+from ringlet.compressors.testing.tools.check import needs
 from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.inputs import LENGTHS, gaussian, special, vectors
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
-from ringlet.compressors.testing.tools.uninitialised import littered
-from ringlet.compressors.testing.tools.vectors import LENGTHS, gaussian, special, vectors
+from ringlet.compressors.testing.tools.uninitialised import uninitialised_as
 
 # Without these, whatever else is found says nothing new.
 SOUND = (
@@ -131,7 +131,7 @@ def check_scratch_does_not_matter(compressor: Compressor) -> None:
         with np.errstate(all="ignore"), suppress(Exception):
             simulate(compressor, [gaussian(n, 1), gaussian(n, 2)])  # which compiles kernels
         for mark in (0x00, 0x00, 0xFF, 0xFF, 0x00):
-            with littered(mark), np.errstate(all="ignore"), suppress(Exception):
+            with uninitialised_as(mark), np.errstate(all="ignore"), suppress(Exception):
                 results.append(simulate(compressor, [gaussian(n, 1), gaussian(n, 2)])[0])
         if len(results) < 5 or not all(same(results[a], results[b]) for a, b in _ALIKE):
             continue  # something else is wrong, which another check tells

@@ -11,10 +11,10 @@ from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.errors import InputError
 from ringlet.compressors.core.payload import padded
 from ringlet.compressors.testing.checks.basics import PURE, by_payload, same_payload
-from ringlet.compressors.testing.runner import needs
+from ringlet.compressors.testing.tools.check import needs
 from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.inputs import gaussian, vectors
 from ringlet.compressors.testing.tools.simulate import context
-from ringlet.compressors.testing.tools.vectors import gaussian, vectors
 
 _MARK = 0xA5
 

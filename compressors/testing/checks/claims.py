@@ -18,10 +18,10 @@ from ringlet.compressors.testing.checks.basics import (
     same,
     same_payload,
 )
-from ringlet.compressors.testing.runner import needs
+from ringlet.compressors.testing.tools.check import needs
 from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiked, vectors
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
-from ringlet.compressors.testing.tools.vectors import gaussian, heavy_tailed, spiked, vectors
 
 _DRAWS = 400
 _FEW = 40

@@ -8,9 +8,9 @@ from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.testing.checks.basics import PURE, by_payload, same
-from ringlet.compressors.testing.runner import needs
+from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiky
 from ringlet.compressors.testing.tools.simulate import context, simulate
-from ringlet.compressors.testing.tools.vectors import gaussian, heavy_tailed, spiky
 
 _STEPS = 24
 _N = 2000

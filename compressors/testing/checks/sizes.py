@@ -7,9 +7,9 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.testing.checks.basics import PURE, by_payload
-from ringlet.compressors.testing.runner import needs
+from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.simulate import simulate
-from ringlet.compressors.testing.tools.vectors import gaussian
 
 _STEPS = 8
 _RARELY = 2000  # steps in which an element is sent that is sent at random

@@ -13,9 +13,9 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.testing.checks.basics import PURE
 from ringlet.compressors.testing.checks.training import with_feedback
-from ringlet.compressors.testing.runner import needs
+from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.simulate import simulate
-from ringlet.compressors.testing.tools.vectors import gaussian
 
 _STEPS = range(4, 9)
 # By shape: what was remembered of, and the tensor that finds it.
@@ -54,7 +54,7 @@ def check_memory_fits_its_tensor(compressor: Compressor) -> None:
 
     Look at the size of what ctx.state holds: average = ctx.state.get("average"), and begin anew if
     average is None or average.size != ctx.numel. CompressorError refuses it, which
-    ringlet.compressors.core.remembered does for you.
+    ringlet.compressors.remembered does for you.
     """
     if not compressor.traits().stateful:
         return

@@ -12,10 +12,10 @@ from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.modifiers.scaled import Scaled
 from ringlet.compressors.testing.checks.basics import PURE, by_payload, same
-from ringlet.compressors.testing.runner import needs
+from ringlet.compressors.testing.tools.check import needs
 from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, vectors
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
-from ringlet.compressors.testing.tools.vectors import gaussian, heavy_tailed, vectors
 
 # Residuals this many times as long as a gradient are growing: without a bound, 300 steps show it.
 _DIVERGED = 1000.0

@@ -14,7 +14,7 @@ from ringlet.compressors.core.context import Array, Workspace
 
 
 @contextmanager
-def littered(mark: int) -> Iterator[None]:
+def uninitialised_as(mark: int) -> Iterator[None]:
     """Let every byte of fresh and of borrowed memory be ``mark`` until the with-block ends.
 
     That is what ``np.empty``, ``np.empty_like`` and a ``Workspace`` give. For one thread at a time.

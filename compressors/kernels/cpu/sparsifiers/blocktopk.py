@@ -22,13 +22,7 @@ from ringlet.compressors.kernels.cpu.common.lanes import LANES, fold
 from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
 from ringlet.compressors.kernels.cpu.quantizers.onebit import nearest_bf16
 from ringlet.compressors.kernels.cpu.quantizers.quantize import TINY, round_up_bf16
-from ringlet.compressors.kernels.cpu.sparsifiers.blocks import (
-    pack_indices,
-    select,
-    transform,
-    transform_sparse,
-    unpack_indices,
-)
+from ringlet.compressors.kernels.cpu.sparsifiers.topk import select
 
 _NAN = 0x7FC0
 _MAGIC = 12582912.0  # adding 1.5 * 2**23 leaves a small float rounded to nearest even
@@ -269,6 +263,78 @@ def decoder(bits: int) -> Any:
         return True
 
     return decode
+
+
+@njit(nogil=True, cache=True)
+def pack_indices(picks: Any, k: int, width: int, out: Any) -> None:
+    """Pack ``k`` indices of 8, 12 or 16 bits into bytes, least significant first."""
+    if width == 8:
+        for j in range(k):
+            out[j] = types.uint8(picks[j])
+    elif width == 16:
+        for j in range(k):
+            out[2 * j] = types.uint8(picks[j] & 255)
+            out[2 * j + 1] = types.uint8(picks[j] >> 8)
+    else:
+        for j in range(k // 2):
+            both = picks[2 * j] | (picks[2 * j + 1] << 12)
+            out[3 * j] = types.uint8(both & 255)
+            out[3 * j + 1] = types.uint8((both >> 8) & 255)
+            out[3 * j + 2] = types.uint8((both >> 16) & 255)
+        if k % 2:
+            out[3 * (k // 2)] = types.uint8(picks[k - 1] & 255)
+            out[3 * (k // 2) + 1] = types.uint8(picks[k - 1] >> 8)
+
+
+@njit(nogil=True, cache=True)
+def unpack_indices(packed: Any, k: int, width: int, limit: int, picks: Any) -> Any:
+    """Undo ``pack_indices``; False if an index is not below ``limit``."""
+    if width == 8:
+        for j in range(k):
+            picks[j] = packed[j]
+    elif width == 16:
+        for j in range(k):
+            picks[j] = types.int32(packed[2 * j]) | (types.int32(packed[2 * j + 1]) << 8)
+    else:
+        for j in range(k):
+            low, high = types.int32(packed[j * 3 // 2]), types.int32(packed[j * 3 // 2 + 1])
+            both = low | (high << 8)
+            picks[j] = both >> 4 if j % 2 else both & 4095
+    top = types.int32(0)
+    for j in range(k):
+        top = max(top, picks[j])
+    return top < limit
+
+
+@njit(nogil=True, cache=True)
+def transform(x: Any, basis: Any, out: Any) -> None:
+    """Set ``out`` to the sum of x[j] * basis[j]: every element adds in the same order."""
+    out[:] = 0
+    full = x.size // 4 * 4
+    for j in range(0, full, 4):  # four rows at a time load and store ``out`` once
+        a, b, c, d = x[j], x[j + 1], x[j + 2], x[j + 3]
+        for i in range(out.size):
+            total = (out[i] + a * basis[j, i]) + b * basis[j + 1, i]
+            out[i] = (total + c * basis[j + 2, i]) + d * basis[j + 3, i]
+    for j in range(full, x.size):
+        for i in range(out.size):
+            out[i] += x[j] * basis[j, i]
+
+
+@njit(nogil=True, cache=True)
+def transform_sparse(picks: Any, values: Any, basis: Any, out: Any) -> None:
+    """Do the same for the given entries alone."""
+    out[:] = 0
+    full = values.size // 4 * 4
+    for j in range(0, full, 4):
+        a, b, c, d = values[j], values[j + 1], values[j + 2], values[j + 3]
+        e, f, g, h = picks[j], picks[j + 1], picks[j + 2], picks[j + 3]
+        for i in range(out.size):
+            total = (out[i] + a * basis[e, i]) + b * basis[f, i]
+            out[i] = (total + c * basis[g, i]) + d * basis[h, i]
+    for j in range(full, values.size):
+        for i in range(out.size):
+            out[i] += values[j] * basis[picks[j], i]
 
 
 __all__ = ["decoder", "encoder", "room_size"]

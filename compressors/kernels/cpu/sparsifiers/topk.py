@@ -24,8 +24,8 @@ from ringlet.compressors.kernels.cpu.common.vectors import (
     reaching,
     reaching_sum,
 )
-from ringlet.compressors.kernels.cpu.sparsifiers.blocks import keep_largest, kth
 
+_FEW = 128  # blocks no longer than this are bisected at once
 SAMPLE = 8192
 INFINITE = 0x7F800000
 
@@ -128,3 +128,107 @@ def _advance_one(x: Any, held: Any, decay: Any, i: Any) -> None:
     target = x[i] + decay * held[i]
     if _magnitude(target) < INFINITE:
         held[i] = target
+
+
+@njit(nogil=True, cache=True)
+def select(magnitudes: Any, k: int, picks: Any, found: Any, maxima: Any) -> None:
+    """Write the indices of the ``k`` largest to ``picks``, ascending, lowest first among equals.
+
+    ``picks`` and ``maxima`` (int32) and ``found`` (int32) are as long as a block, ``picks`` one
+    longer: entries behind the k-th are scratch.
+    """
+    n = magnitudes.size
+    if k == n:
+        for i in range(n):
+            picks[i] = i
+        return
+    count = 0
+    if n > _FEW and 8 * k <= n:
+        floor = _floor(magnitudes, k, maxima)
+        count = _collect(magnitudes, floor, picks, found)
+        threshold, reach = kth(found[:count], k, 0)
+        keep_largest(found[:count], threshold, reach, k, picks, picks)
+    else:
+        for i in range(n):
+            picks[i] = i
+        threshold, reach = kth(magnitudes, k, 0)
+        keep_largest(magnitudes, threshold, reach, k, picks, picks)
+
+
+@njit(nogil=True)
+def _floor(magnitudes: Any, k: int, maxima: Any) -> Any:
+    """Return a magnitude that at least ``k`` entries reach: the k-th largest of some maxima."""
+    groups = 64
+    while groups < 4 * k and 2 * groups <= magnitudes.size:
+        groups *= 2
+    maxima[:groups] = 0
+    for start in range(0, magnitudes.size, groups):
+        piece = magnitudes[start : start + groups]
+        for i in range(piece.size):
+            maxima[i] = max(maxima[i], piece[i])
+    return kth(maxima[:groups], k, k // 4)[0]
+
+
+@njit(nogil=True)
+def _collect(magnitudes: Any, floor: Any, picks: Any, found: Any) -> int:
+    count = 0
+    full = magnitudes.size // WIDTH * WIDTH
+    for at in range(0, full, WIDTH):
+        mask = reaching(magnitudes, at, floor)
+        while mask:
+            i = at + lowest(mask)
+            picks[count], found[count] = i, magnitudes[i]
+            count += 1
+            mask &= mask - types.uint32(1)
+    for i in range(full, magnitudes.size):
+        if magnitudes[i] >= floor:
+            picks[count], found[count] = i, magnitudes[i]
+            count += 1
+    return count
+
+
+@njit(nogil=True)
+def kth(values: Any, k: int, slack: int) -> Any:
+    """Return a threshold reached by k values, or by k to k + ``slack``, or the k-th largest.
+
+    And by how many it is reached.
+    """
+    low, high = types.int32(2147483647), types.int32(0)
+    for i in range(values.size):
+        low, high = min(low, values[i]), max(high, values[i])
+    reach, least, most = types.int32(values.size), types.int32(k), types.int32(k + slack)
+    while low < high:  # without branches, which would be mispredicted half of the time
+        middle = types.int32(low + ((high - low + 1) >> 1))
+        count = types.uint32(0)
+        for i in range(values.size):
+            count = types.uint32(count + types.uint32(values[i] >= middle))
+        found = types.int32(count)
+        enough = found >= least
+        low = middle if enough else low
+        reach = found if enough else reach
+        high = high if enough else types.int32(middle - 1)
+        high = low if enough & (found <= most) else high
+    return low, reach
+
+
+@njit(nogil=True)
+def keep_largest(values: Any, threshold: Any, reach: int, k: int, indices: Any, picks: Any) -> None:
+    """Keep the ``k`` indices whose values are largest; both arrays may be one.
+
+    ``reach`` values reach the threshold: more than k where some equal it.
+    """
+    taken = types.uint64(0)
+    if reach == k:
+        for i in range(types.uint64(values.size)):
+            picks[taken] = indices[i]
+            taken += types.uint64(values[i] >= threshold)
+        return
+    equal = k
+    for i in range(values.size):
+        equal -= values[i] > threshold
+    for i in range(types.uint64(values.size)):
+        tied = values[i] == threshold
+        kept = (values[i] > threshold) | (tied & (equal > 0))
+        equal -= tied & kept
+        picks[taken] = indices[i]
+        taken += types.uint64(kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.lengths import check_lengths
 from ringlet.compressors.kernels.cuda.runtime import table as tables
-from ringlet.compressors.kernels.cuda.runtime.device import Device
+from ringlet.compressors.kernels.cuda.runtime.device import Device, Scratch
 from ringlet.compressors.kernels.cuda.runtime.source import Program
 
 UNIT = 4096  # elements whose candidates lie together
@@ -24,7 +24,6 @@ SELECTION = np.dtype(
         ("places", "u8"), ("states", "u8"), ("taken", "u8"), ("sums", "u8"), ("passing", "u8"),
     ]
 )  # fmt: skip
-Scratch = Callable[[str, int, npt.DTypeLike], Array]
 
 
 class Wanted(NamedTuple):

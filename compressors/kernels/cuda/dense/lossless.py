@@ -7,15 +7,18 @@ bytes a tensor, because sizes depend on the values. Decoding takes three and wai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ringlet.compressors.core.context import Array
-from ringlet.compressors.kernels.cuda.common.bucketed import INPUTS
-from ringlet.compressors.kernels.cuda.common.candidates import Scratch
-from ringlet.compressors.kernels.cuda.runtime.device import Device
+from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.multitensor import Encoding, Sum
+from ringlet.compressors.core.traits import Payload
+from ringlet.compressors.kernels.cuda.common import scatter
+from ringlet.compressors.kernels.cuda.common.bucketed import INPUTS, Output
+from ringlet.compressors.kernels.cuda.common.multitensor import HALVES, rounded, scratch_arrays
+from ringlet.compressors.kernels.cuda.runtime.device import Device, Scratch
 from ringlet.compressors.kernels.cuda.runtime.source import THREADS, Program
 
 BLOCK, STREAMS = 512, 64
@@ -151,3 +154,53 @@ class _Launches:
         """Run a kernel with a warp for each block."""
         if self.blocks:
             self._device.launch(self._code, kernel, -(-self.blocks * 32 // THREADS), self._table)
+
+
+class Exponents:
+    """Kernels of ``lossless``: exponents in few bits; ``check(payload, n)`` raises PayloadError."""
+
+    feeds: ClassVar[bool] = False
+
+    def __init__(self, device: Device, exact: bool, check: Callable[[Payload, int], None]) -> None:
+        self._device, self._exact, self._check = device, exact, check
+
+    def compress(
+        self, tensors: Sequence[Encoding], scale: float = 1.0, decay: float = 1.0
+    ) -> list[Payload]:
+        """Encode in four launches for up to 32 tensors, scaled before where ``scale`` is not 1."""
+        ctx = tensors[0].ctx
+        xs = [t.x for t in tensors if t.x is not None]
+        if scale != 1.0:
+            xs = self._scaled(xs, scale, ctx)
+        return encode(self._device, xs, self._exact, ctx.workspace.array, ctx.xp.empty)
+
+    def decode(self, sums: Sequence[Sum], scale: float = 1.0) -> None:
+        """Decode the first payloads, and add the others, in three launches for up to 32 tensors."""
+        workspace = sums[0].ctx.workspace
+
+        def run(outs: Sequence[Array], factor: float) -> None:
+            for number in range(len(sums[0].payloads)):
+                coded = []
+                for out, t in zip(outs, sums, strict=True):
+                    self._check(t.payloads[number], out.size)
+                    coded.append(Coded(out, t.payloads[number]))
+                decode(self._device, coded, self._exact, number > 0, workspace.array)
+            if factor != 1.0:
+                scatter.multiply(self._device, outs, factor)
+
+        rounded(self._device, [t.out for t in sums], sums[0].ctx, scale, run)
+
+    def _scaled(self, xs: Sequence[Array], scale: float, ctx: Context) -> list[Array]:
+        """Return scale * x as float32, in scratch memory."""
+        wide, half = (
+            scratch_arrays("scaled", [x.size for x in xs], ctx),
+            HALVES.get(xs[0].dtype.name),
+        )
+        if half is None:
+            for x, copy in zip(xs, wide, strict=True):
+                copy[...] = x
+            scatter.multiply(self._device, wide, scale)
+        else:
+            outputs = [Output(out, ((x,),)) for x, out in zip(xs, wide, strict=True)]
+            half.decode(self._device, outputs, scale=scale)
+        return wide

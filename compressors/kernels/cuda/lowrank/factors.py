@@ -1,4 +1,4 @@
-"""Launches of ``orthonormal.cuh`` and ``product.cuh``; large products are those of cuBLAS."""
+"""Launches of ``factors.cuh``: orthonormal bases, and what the next step begins with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import numpy.typing as npt
 
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.lengths import check_shapes
-from ringlet.compressors.kernels.cuda.common.candidates import Scratch
-from ringlet.compressors.kernels.cuda.runtime.device import Device
-from ringlet.compressors.kernels.cuda.runtime.source import THREADS, Program
+from ringlet.compressors.kernels.cuda.runtime.device import Device, Scratch
+from ringlet.compressors.kernels.cuda.runtime.source import Program
 
 MOST = 64  # matrices of a launch
-_ROWS = 4  # rows that a thread does of a product, beside eight columns
 _BASIS = np.dtype(
     [
         ("rows", "u8"), ("add", "u8"), ("out", "u8"), ("poison", "u8"), ("room", "u8"), ("n", "i8"),
@@ -23,24 +21,12 @@ _BASIS = np.dtype(
     ]
 )  # fmt: skip
 _BASES = np.dtype([("bases", _BASIS, MOST), ("small", "f8"), ("count", "i4"), ("unused", "i4")])
-_PRODUCT = np.dtype(
-    [
-        ("left", "u8"), ("right", "u8"), ("own_left", "u8"), ("own_right", "u8"),
-        ("poison", "u8"), ("target", "u8"), ("out", "u8"), ("residual", "u8"), ("n", "i8"),
-        ("m", "i8"), ("r", "i4"), ("unused", "i4"),
-    ]
-)  # fmt: skip
 _CONSTANTS = (("BITS", 8), ("INPUT", 0))
 ORTHONORMAL = Program(
     ("runtime/table", "runtime/values", "runtime/scan", "lowrank/factors"),
     ("orthonormal", "inspect", "keep"),
     _CONSTANTS,
     512,
-)
-PRODUCT = Program(
-    ("runtime/table", "runtime/values", "lowrank/products"),
-    ("product", "product_and_lost"),
-    _CONSTANTS,
 )
 
 
@@ -92,30 +78,6 @@ def keep(device: Device, matrices: Sequence[Rows]) -> None:
         some = matrices[start : start + MOST]
         blocks = sum(rows.shape[0] for rows, *_ in some)
         device.launch(ORTHONORMAL, "keep", blocks, _table(device, some))
-
-
-def product(
-    device: Device, left: Array, right: Array, poison: Array, out: Array, **lost: Array
-) -> None:
-    """Fill ``out`` (n x m) with (left + poison)^T right, of r x n and r x m.
-
-    With ``own_left``, ``own_right``, ``target`` and ``residual``, set residual = target - (own_left
-    + poison)^T own_right where that and ``out`` are finite, in the same pass.
-    """
-    shapes = {"left": (len(left), len(out)), "right": (len(left), out.shape[1])}
-    shapes |= {f"own_{side}": shape for side, shape in shapes.items()}
-    for name, array in {"left": left, "right": right, **lost}.items():
-        check_shapes("a product", **{name: (array, shapes.get(name, out.shape))})
-    table = np.zeros(1, _PRODUCT)
-    table["n"], table["m"], table["r"] = *out.shape, len(left)
-    arrays = {"left": left, "right": right, "poison": poison, "out": out, **lost}
-    for name, array in arrays.items():
-        table[name] = device.address(array)
-    n, m = out.shape
-    units = -(-n // _ROWS) * -(-m // 8)
-    if units:
-        kernel = "product_and_lost" if lost else "product"
-        device.launch(PRODUCT, kernel, -(-units // THREADS), table)
 
 
 def _table(device: Device, matrices: Sequence[Rows]) -> npt.NDArray[np.void]:

@@ -14,6 +14,8 @@ from ringlet.compressors.core.context import Array
 from ringlet.compressors.kernels.cuda.runtime.compile import binary
 from ringlet.compressors.kernels.cuda.runtime.source import Program
 
+Scratch = Callable[[str, int, npt.DTypeLike], Array]  # uninitialised device memory by name
+
 
 class Device(Protocol):
     """What the launching code needs to know of a GPU."""

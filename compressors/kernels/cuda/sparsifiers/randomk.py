@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.lengths import check_lengths
-from ringlet.compressors.kernels.cuda.runtime.device import Device
+from ringlet.compressors.kernels.cuda.runtime.device import Device, Scratch
 from ringlet.compressors.kernels.cuda.runtime.source import THREADS, Program
 
 _DRAWING = np.dtype(
@@ -23,7 +21,6 @@ KERNELS = ("draw", "take", "inspect", "settle")
 PROGRAM = Program(
     ("runtime/table", "runtime/values", "sparsifiers/randomk"), KERNELS, (("BITS", 8), ("INPUT", 0))
 )
-Scratch = Callable[[str, int, npt.DTypeLike], Array]
 
 
 def draw(device: Device, n: int, key: int, grid: tuple[int, int], indices: Array) -> None:

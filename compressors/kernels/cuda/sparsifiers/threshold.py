@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ringlet.compressors.core.context import Array
+from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.lengths import check_entries
+from ringlet.compressors.core.multitensor import Encoding, Sum
+from ringlet.compressors.core.traits import Payload
+from ringlet.compressors.kernels.cuda.common import scatter
 from ringlet.compressors.kernels.cuda.common.bucketed import INPUTS
-from ringlet.compressors.kernels.cuda.common.candidates import SEARCH, Candidates, Scratch, Wanted
-from ringlet.compressors.kernels.cuda.runtime.device import Device
+from ringlet.compressors.kernels.cuda.common.candidates import SEARCH, Candidates, Wanted
+from ringlet.compressors.kernels.cuda.common.multitensor import rounded
+from ringlet.compressors.kernels.cuda.common.scatter import Entries, Sparse
+from ringlet.compressors.kernels.cuda.runtime.device import Device, Scratch
 from ringlet.compressors.kernels.cuda.runtime.source import Program
 from ringlet.compressors.kernels.cuda.runtime.table import MOST_SEGMENTS, PART
+from ringlet.compressors.kernels.cuda.sparsifiers.topk import Selected, largest
 
 CHUNK = 1 << 16  # elements that are summed in one piece
 PARTS = (
@@ -145,3 +152,61 @@ def _find_floors(candidates: Candidates, aims: Sequence[Given | Sample | Fit]) -
 def _weight(aim: Given | Sample | Fit, stage: int) -> float:
     """Return the weight of a stage; 0 where there is none."""
     return aim.weights[stage] if isinstance(aim, Fit) and stage < len(aim.weights) else 0.0
+
+
+Seek = Callable[[Array, Array | None, Context], Sought | None]
+
+
+class ThresholdSelections:
+    """Kernels that select what reaches a threshold, which ``seek`` tells; the host waits once.
+
+    ``seek(x, residual, ctx)`` returns None where the largest entries are wanted, ``count(n)`` many.
+    """
+
+    feeds: ClassVar[bool] = True
+
+    def __init__(self, device: Device, seek: Seek, count: Callable[[int], int]) -> None:
+        self._device, self._seek, self._count = device, seek, count
+
+    def compress(
+        self, tensors: Sequence[Encoding], scale: float = 1.0, decay: float = 1.0
+    ) -> list[Payload]:
+        """Select by thresholds, and exactly where there is none."""
+        ctx = tensors[0].ctx
+        scratch, empty = ctx.workspace.array, ctx.xp.empty
+        payloads: list[Payload] = [{} for _ in tensors]
+        sought: dict[int, Sought] = {}
+        exact: list[Selected] = []
+        for i, t in enumerate(tensors):
+            assert t.x is not None, "sums of selections are not compressed again"
+            found = self._seek(t.x, t.residual, t.ctx)
+            if found is not None:
+                sought[i] = found
+                continue
+            k = self._count(t.n)
+            indices, values = empty(k, "uint32"), empty(k, "float32")
+            payloads[i] = {"indices": indices, "values": values}
+            exact.append(Selected(t.x, indices, values, t.residual))
+        if exact:
+            largest(self._device, exact, scratch, decay, scale)
+        made = reaching(self._device, list(sought.values()), scratch, empty, decay, scale)
+        for i, (indices, values) in zip(sought, made, strict=True):
+            payloads[i] = {"indices": indices, "values": values}
+        return payloads
+
+    def decode(self, sums: Sequence[Sum], scale: float = 1.0) -> None:
+        """Clear outputs, and add the entries of one payload after the other."""
+        address = self._device.address
+
+        def entries(payload: Payload) -> Entries:
+            indices, values = check_entries("a sum of entries", payload)
+            return Entries(address(indices), address(values), values.size)
+
+        def run(outs: Sequence[Array], factor: float) -> None:
+            sparse = [
+                Sparse(out, [entries(payload) for payload in t.payloads])
+                for out, t in zip(outs, sums, strict=True)
+            ]  # fmt: skip
+            scatter.sums(self._device, sparse, factor)
+
+        rounded(self._device, [t.out for t in sums], sums[0].ctx, scale, run)

@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.lengths import check_lengths
+from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
+from ringlet.compressors.kernels.cuda.common import scatter
 from ringlet.compressors.kernels.cuda.common.bucketed import INPUTS
-from ringlet.compressors.kernels.cuda.common.candidates import SEARCH, Candidates, Scratch, Wanted
-from ringlet.compressors.kernels.cuda.runtime.device import Device
+from ringlet.compressors.kernels.cuda.common.candidates import SEARCH, Candidates, Wanted
+from ringlet.compressors.kernels.cuda.common.multitensor import rounded, summed
+from ringlet.compressors.kernels.cuda.common.scatter import Entries, Sparse
+from ringlet.compressors.kernels.cuda.runtime.device import Device, Scratch
 from ringlet.compressors.kernels.cuda.runtime.source import Program
 from ringlet.compressors.kernels.cuda.runtime.table import MOST_SEGMENTS
 
@@ -71,3 +75,58 @@ def program(input_: int, feedback: int) -> Program:
     """Return the program for an input dtype (see ``bucketed``), with feedback or without."""
     constants = (("BITS", 8), ("GROUP", 32), ("INPUT", input_), ("FEEDBACK", feedback))
     return Program(PARTS, KERNELS, constants)
+
+
+class TopKSelections:
+    """Kernels of ``topk``: payloads of indices (uint32) and values (float32), as many as wanted."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def encode(
+        self,
+        tensors: Sequence[Encoding],
+        spaced: Spaced | None = None,
+        scale: float = 1.0,
+        decay: float = 1.0,
+        weight: float = 1.0,
+    ) -> None:
+        """Select by a sampled threshold, then by radix; the host learns nothing in between."""
+        _unweighted(weight)
+        if spaced is not None:
+            tensors, scale = summed(self, tensors, spaced, scale, weight), 1.0
+        wanted = [
+            Selected(t.x, t.payload["indices"], t.payload["values"], t.residual)
+            for t in tensors
+            if t.x is not None
+        ]
+        largest(self._device, wanted, tensors[0].ctx.workspace.array, decay, scale)
+
+    def decode(
+        self,
+        tensors: Sequence[Decoding],
+        spaced: Spaced | None = None,
+        scale: float = 1.0,
+        weight: float = 1.0,
+    ) -> None:
+        """Clear outputs, and add the entries of one payload after the other."""
+        _unweighted(weight)
+        count, stride = spaced or (1, 0)
+        address = self._device.address
+
+        def run(outs: Sequence[Array], factor: float) -> None:
+            sums = []
+            for out, t in zip(outs, tensors, strict=True):
+                indices, values = t.source["indices"], t.source["values"]
+                places = address(indices), address(values)
+                steps = range(0, count * stride, stride) if stride else (0,)
+                entries = [Entries(places[0] + by, places[1] + by, values.size) for by in steps]
+                sums.append(Sparse(out, entries))
+            scatter.sums(self._device, sums, factor)
+
+        rounded(self._device, [t.out for t in tensors], tensors[0].ctx, scale, run)
+
+
+def _unweighted(weight: float) -> None:
+    if weight != 1.0:
+        raise ValueError("entries that are selected are decoded as they are")
