@@ -7,6 +7,9 @@ A compressor is a small frozen class; see ``Compressor``. It is chosen by a spec
 if __name__ != "ringlet.compressors":  # a bare `import compressors` would be a second registry
     raise ImportError("import this package as ringlet.compressors, not as compressors")
 
+import importlib
+import pkgutil
+
 from ringlet.compressors.base.chain import Chain
 from ringlet.compressors.base.contract import Compressor, Exchange, Part, Payload, Round, Traits
 from ringlet.compressors.base.modifier import Modifier
@@ -20,6 +23,7 @@ from ringlet.compressors.core.errors import (
     UnknownCompressor,
 )
 from ringlet.compressors.core.options import option
+from ringlet.compressors.core.remembered import remembered
 from ringlet.compressors.dense.casts import BF16, FP16
 from ringlet.compressors.dense.lossless import Lossless
 from ringlet.compressors.dense.none import NoCompression
@@ -45,7 +49,7 @@ from ringlet.compressors.sparsifiers.randomk import RandomK
 from ringlet.compressors.sparsifiers.threshold import Threshold
 from ringlet.compressors.sparsifiers.topk import TopK
 from ringlet.compressors.specs.parser import parse, resolve
-from ringlet.compressors.specs.registry import lookup, names, register
+from ringlet.compressors.specs.registry import built_in, lookup, names, register
 from ringlet.compressors.specs.routes import Router
 
 __all__ = [
@@ -107,5 +111,16 @@ __all__ = [
     "option",
     "parse",
     "register",
+    "remembered",
     "resolve",
 ]
+
+
+# Every module of these rooms registers what it holds; what the list above lacks is found here.
+for _room in ("dense", "quantizers", "sparsifiers", "lowrank", "modifiers"):
+    _package = importlib.import_module(f"{__name__}.{_room}")
+    for _module in pkgutil.iter_modules(_package.__path__):
+        importlib.import_module(f"{_package.__name__}.{_module.name}")
+for _class in built_in().values():
+    globals()[_class.__name__] = _class
+__all__ += [_class.__name__ for _class in built_in().values() if _class.__name__ not in __all__]

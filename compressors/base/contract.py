@@ -40,6 +40,7 @@ class Compressor:
     """Base class of compressors. Subclasses become frozen dataclasses by themselves."""
 
     spec_name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""  # first author, where and when; the module has the reference in full
     _joined: ClassVar[type[Compressor]]  # what ``|`` makes: ``Chain``, which is derived from this
 
     if TYPE_CHECKING:  # type checkers cannot follow options that have ranges

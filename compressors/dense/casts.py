@@ -5,7 +5,7 @@ Micikevicius et al., "Mixed precision training", ICLR 2018.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -80,6 +80,8 @@ class FP16(Cast):
     all ranks stays in range.
     """
 
+    paper: ClassVar[str] = "Micikevicius, ICLR 2018"
+
     def wire(self) -> str:
         """float16."""
         return "float16"
@@ -101,6 +103,8 @@ class FP16(Cast):
 @register("bf16")
 class BF16(Cast):
     """Send bfloat16: 16 bits with the range of float32, relative error at most 2**-8."""
+
+    paper: ClassVar[str] = "Kalamkar, arXiv:1905.12322"
 
     def wire(self) -> str:
         """bfloat16 (uint16 arrays in NumPy)."""

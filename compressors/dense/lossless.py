@@ -7,6 +7,8 @@ more and need no tables.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
@@ -32,6 +34,7 @@ class Lossless(Compressor):
     ``dtype="fp32"`` keeps every bit: 0.85 and 0.86 of float32's bytes. NaN and Inf travel as any.
     """
 
+    paper: ClassVar[str] = "Hao, arXiv:2410.20650"
     dtype: str = option("bf16", choices=("bf16", "fp32"), doc="what is exact: bfloat16 or float32")
 
     def traits(self) -> Traits:

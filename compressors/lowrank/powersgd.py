@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -119,6 +119,7 @@ class PowerSGD(LowRank):
     and after some hundred uncompressed steps: ``powersgd | ef | warmup(dense=1000)``.
     """
 
+    paper: ClassVar[str] = "Vogels, NeurIPS 2019"
     warm_start: bool = option(True, doc="begin with the last step's factor")
 
     def traits(self) -> Traits:
@@ -153,6 +154,8 @@ class ACPSGD(LowRank):
     Half of PowerSGD's bytes and rounds. The factor that does not travel is the one of the step
     before, made orthonormal. Use it with error feedback, and after some uncompressed steps.
     """
+
+    paper: ClassVar[str] = "Zhang, ICDCS 2023"
 
     def factors(self, source: Source, finish: Finish, ctx: Context) -> Exchange:
         """Average P in even steps and Q in odd ones; factors are held as rows."""

@@ -48,6 +48,7 @@ class ErrorFeedback(Modifier):
     so many steps, as LoCo does, so that no error grows old.
     """
 
+    paper: ClassVar[str] = "Karimireddy, ICML 2019"
     decay: float = option(1.0, gt=0, le=1, doc="how much of the residual is carried over")
     dtype: str = option("fp32", choices=("fp32", "bf16", "int8"), doc="what residuals are kept in")
     reset: int = option(0, ge=0, doc="steps after which residuals begin anew; 0: never")
@@ -187,6 +188,8 @@ class ServerErrorFeedback(ErrorFeedback):
     rank instead of on all. ``ef`` does both halves. Where payloads are gathered by everybody, as
     on few ranks, nothing is compressed a second time and there is nothing to do.
     """
+
+    paper: ClassVar[str] = "Tang, ICML 2019"
 
     def validate(self) -> None:
         """Refuse what is never compressed a second time."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 from ringlet.compressors.base.contract import Payload, Traits
 from ringlet.compressors.base.modifier import Modifier
@@ -28,6 +29,8 @@ class EF21(Modifier):
     contraction delta, ||g - x||^2 shrinks by 1 - delta per step. Takes the place of ``ef``. Where
     anybody's sum is not finite, nobody's g changes.
     """
+
+    paper: ClassVar[str] = "Richtarik, NeurIPS 2021"
 
     def validate(self) -> None:
         """Refuse what has no payload to decode again, sums that are rounded, a second memory."""

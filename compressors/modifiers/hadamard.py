@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class Hadamard(Modifier):
     behind: ``int4 | hadamard | ef``.
     """
 
+    paper: ClassVar[str] = "Suresh, ICML 2017"
     block: int = option(1024, ge=64, le=65536, doc="elements rotated together, a power of two")
 
     def validate(self) -> None:

@@ -7,7 +7,7 @@ training", ICLR 2018.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class MomentumCorrection(Modifier):
     sqrt(ranks) in norm. Costs two float32 per element. NaN and Inf are sent but not remembered.
     """
 
+    paper: ClassVar[str] = "Lin, ICLR 2018"
     momentum: float = option(0.9, ge=0, lt=1, doc="share of u that stays")
     clip: float = option(0.0, ge=0, doc="norm of a tensor's mean gradient; 0: no clipping")
     masking: bool = option(True, doc="forget the momentum of what was sent")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ringlet.compressors.base.bucketed import Bucketed
 from ringlet.compressors.base.contract import Payload, Traits, keeps
@@ -32,6 +32,7 @@ class Scaled(Modifier):
     A larger factor sends more at once, and contracts as long as it is below 2 / (1 + omega).
     """
 
+    paper: ClassVar[str] = "Beznosikov, JMLR 2023"
     factor: float = option(0.0, ge=0, le=1, doc="what is multiplied by; 0: 1 / (1 + omega)")
 
     def validate(self) -> None:

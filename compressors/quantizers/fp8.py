@@ -7,7 +7,7 @@ with MXFP8", arXiv:2506.08027.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class FP8(Bucketed):
     loses precision.
     """
 
+    paper: ClassVar[str] = "Rouhani, arXiv:2310.10537"
     format: str = option("e4m3", choices=("e4m3", "e5m2"), doc="bits of exponent and mantissa")
     block: int = option(32, ge=8, le=1024, doc="elements that share an exponent, a multiple of 8")
 

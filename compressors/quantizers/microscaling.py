@@ -6,7 +6,7 @@ learning", arXiv:2310.10537.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -132,6 +132,7 @@ class MXFP8(Microscaling):
     or 2**-29 of the largest.
     """
 
+    paper: ClassVar[str] = "Rouhani, arXiv:2310.10537"
     format: str = option("e4m3", choices=("e4m3", "e5m2"), doc="bits of exponent and mantissa")
 
     def form(self) -> MiniFloat:
@@ -146,6 +147,7 @@ class MXFP6(Microscaling):
     E2M3 suits blocks of like magnitudes; E3M2 keeps four octaves more of small values.
     """
 
+    paper: ClassVar[str] = "Rouhani, arXiv:2310.10537"
     format: str = option("e2m3", choices=("e2m3", "e3m2"), doc="bits of exponent and mantissa")
 
     def form(self) -> MiniFloat:
@@ -160,6 +162,8 @@ class MXFP4(Microscaling):
     Elements are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times the scale; a quarter of the largest value of a
     block is the most that saturates.
     """
+
+    paper: ClassVar[str] = "Rouhani, arXiv:2310.10537"
 
     def form(self) -> MiniFloat:
         """E2M1."""

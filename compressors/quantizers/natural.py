@@ -5,7 +5,7 @@ Horvath et al., "Natural compression for distributed deep learning", MSML 2022.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Natural(Packed):
     rounded down for certain. A bucket with a NaN or Inf decodes to NaN.
     """
 
+    paper: ClassVar[str] = "Horvath, MSML 2022"
     bits: int = fixed(8)
 
     def traits(self) -> Traits:

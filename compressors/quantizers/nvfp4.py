@@ -5,7 +5,7 @@ NVIDIA, "Pretraining large language models with NVFP4", arXiv:2509.25149.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class NVFP4(Bucketed):
     whole tensor, which is why it travels by all-gather, never in shards.
     """
 
+    paper: ClassVar[str] = "NVIDIA, arXiv:2509.25149"
     stochastic: bool = option(False, doc="round at random, without bias up to saturation")
 
     def traits(self) -> Traits:

@@ -7,7 +7,7 @@ compressed optimisation for non-convex problems", ICML 2018.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -74,6 +74,8 @@ class OneBit(Signs):
     bfloat16: the error depends on it only to second order, so 2**-8 costs a share of 2**-16.
     """
 
+    paper: ClassVar[str] = "Seide, Interspeech 2014"
+
     def traits(self) -> Traits:
         """Cut at buckets; contracts by ||x||_1^2 / (d ||x||_2^2), which is at least 1 / d."""
         return Traits(fixed_size=True, granularity=self.bucket, delta=(1 - 2.0**-12) / self.bucket)
@@ -105,6 +107,7 @@ class SignSGD(Signs):
     use ``onebit | ef``.
     """
 
+    paper: ClassVar[str] = "Bernstein, ICML 2018"
     scale: float = option(1.0, gt=0, doc="magnitude of the result, a power of two")
 
     def validate(self) -> None:

@@ -6,7 +6,7 @@ NeurIPS 2017; min-max buckets as in Markov et al., "CGX", Middleware 2022.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -161,6 +161,8 @@ class MaxNorm(BucketQuantizer):
     half a level; stochastic, it is below a level and zero in expectation.
     """
 
+    paper: ClassVar[str] = "Alistarh, NeurIPS 2017"
+
     def traits(self) -> Traits:
         """Cut at buckets; unbiased when stochastic."""
         # An element's variance is at most scale**2 / 4, and ||x||^2 is at least max|x|^2.
@@ -182,6 +184,7 @@ class MaxNorm(BucketQuantizer):
 class Int8(MaxNorm):
     """``maxnorm(bits=8)``: 8 bits and a scale per bucket."""
 
+    paper: ClassVar[str] = "Alistarh, NeurIPS 2017"
     bits: int = fixed(8)
 
 
@@ -189,6 +192,7 @@ class Int8(MaxNorm):
 class Int4(MaxNorm):
     """``maxnorm(bits=4)``: 4 bits and a scale per bucket."""
 
+    paper: ClassVar[str] = "Alistarh, NeurIPS 2017"
     bits: int = fixed(4)
 
 
@@ -199,6 +203,7 @@ class QSGD(BucketQuantizer):
     Alistarh et al., NeurIPS 2017. Unbiased. Below 8 bits ``maxnorm`` has a far smaller error.
     """
 
+    paper: ClassVar[str] = "Alistarh, NeurIPS 2017"
     bits: int = option(8, ge=2, le=8, doc="bits of a code, sign included")
     stochastic: bool = fixed(True)
 
@@ -236,6 +241,7 @@ class MinMax(BucketQuantizer):
     exceeds float32 decodes to NaN.
     """
 
+    paper: ClassVar[str] = "Markov, Middleware 2022"
     bits: int = option(4, ge=1, le=8, doc="bits of a code")
     bucket: int = option(1024, ge=32, le=65536, doc="elements that share a scale, a multiple of 8")
 

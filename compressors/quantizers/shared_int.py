@@ -6,7 +6,7 @@ accelerating distributed deep learning using tensor homomorphic compression", NS
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class SharedInt(Compressor):
     ``hadamard`` behind it to tame outliers.
     """
 
+    paper: ClassVar[str] = "Li, NSDI 2024"
     bits: int = option(8, choices=(8, 16, 32), doc="bits of an integer on the wire")
     bucket: int = option(512, ge=32, le=65536, doc="elements that share a scale")
     stochastic: bool = option(False, doc="round at random, without bias above 2**-16 of a level")
@@ -188,6 +189,7 @@ class TernGradShared(SharedInt):
     of their tensor first, which is the only bias; the sum allows 127 ranks.
     """
 
+    paper: ClassVar[str] = "Wen, NeurIPS 2017"
     bits: int = fixed(8)
     stochastic: bool = fixed(True)
     levels: int = fixed(1)

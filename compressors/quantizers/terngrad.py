@@ -6,7 +6,7 @@ NeurIPS 2017.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class TernGrad(Packed):
     or many ranks, or use it with error feedback. A bucket with a NaN or Inf decodes to NaN.
     """
 
+    paper: ClassVar[str] = "Wen, NeurIPS 2017"
     bits: int = fixed(2)
     clip: float = option(2.5, ge=1, doc="clip at this many root mean squares")
 

@@ -7,7 +7,7 @@ arXiv:2411.19870.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -49,6 +49,7 @@ class BlockTopK(Bucketed):
     ``block=64``. NaN counts as largest and is sent. Use it with error feedback.
     """
 
+    paper: ClassVar[str] = "Sarfi, arXiv:2508.15706"
     ratio: float = option(0.01, gt=0, le=1, doc="share of a block's entries that travels")
     block: int = option(4096, ge=16, le=65536, doc="elements of a block")
     bits: int = option(32, choices=(32, 16, 8, 2), doc="bits of a value")

@@ -8,7 +8,7 @@ MLSys 2021.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -139,6 +139,7 @@ class TopKSampled(Estimated):
     as largest and is sent. Use it with error feedback: ``topk_sampled | ef``.
     """
 
+    paper: ClassVar[str] = "Lin, ICLR 2018"
     sample: float = option(0.01, gt=0, le=1, doc="share of the entries that is sampled")
 
     def estimate(self, x: Array, k: int, ctx: Context, fast: bool) -> float:
@@ -190,6 +191,7 @@ class SIDCo(Estimated):
     largest and is sent. Use it with error feedback: ``sidco | ef``.
     """
 
+    paper: ClassVar[str] = "Abdelmoniem, MLSys 2021"
     stages: int = option(3, ge=1, le=8, doc="stages of the estimate, each a pass")
 
     def estimate(self, x: Array, k: int, ctx: Context, fast: bool) -> float:

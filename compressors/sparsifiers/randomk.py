@@ -7,7 +7,7 @@ sparsification for communication-efficient distributed optimization", NeurIPS 20
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class RandomK(Compressor):
     shows as NaN in the first value.
     """
 
+    paper: ClassVar[str] = "Stich, NeurIPS 2018"
     ratio: float = option(0.01, gt=0, le=1, doc="share of the entries that travel")
     unbiased: bool = option(True, doc="multiply by n / k, so that the expectation is right")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class Threshold(Selection):
     Use it with error feedback: ``threshold | ef``.
     """
 
+    paper: ClassVar[str] = "Strom, Interspeech 2015"
     value: float = option(1e-3, gt=0, doc="smallest magnitude that travels")
     cap: float = option(1.0, gt=0, le=1, doc="largest share of the entries that travels")
 

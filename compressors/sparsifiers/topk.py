@@ -6,6 +6,8 @@ Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
@@ -29,6 +31,7 @@ class TopK(Selection):
     is sent. An entry takes 8 bytes on the wire. Use it with error feedback: ``topk | ef``.
     """
 
+    paper: ClassVar[str] = "Aji, EMNLP 2017"
     ratio: float = option(0.01, gt=0, le=1, doc="share of the entries that travel")
 
     def count(self, n: int) -> int:

@@ -79,6 +79,12 @@ def names() -> list[str]:
     return sorted({*_registered, *(entry.name for entry in _plugins())})
 
 
+def built_in() -> dict[str, type[Compressor]]:
+    """Return Ringlet's own compressors by name, sorted."""
+    own = {name: cls for name, cls in _registered.items() if cls.__module__.startswith(f"{GROUP}.")}
+    return dict(sorted(own.items()))
+
+
 def _imported(module: str, name: str) -> type[Compressor]:
     try:
         found: object = importlib.import_module(module)

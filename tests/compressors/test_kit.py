@@ -21,6 +21,7 @@ from ringlet.compressors.testing import (
     check_compressor,
     parametrize_with_checks,
 )
+from ringlet.compressors.testing.tools.built_in import every_spec
 
 BUILT_IN = [
     "none",
@@ -91,7 +92,7 @@ BUILT_IN = [
 ]
 
 
-@parametrize_with_checks(BUILT_IN)
+@parametrize_with_checks(every_spec(BUILT_IN))
 def test_built_ins_conform(compressor, check):
     check(compressor)
 

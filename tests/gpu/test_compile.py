@@ -23,16 +23,17 @@ from ringlet.compressors.kernels.cuda.sparsifiers import (
     topk,
 )
 from ringlet.compressors.modifiers.residuals import STORES
+from ringlet.compressors.testing.tools.built_in import bucketed_specs
 
 REASON = "needs NVRTC: pip install nvidia-cuda-nvrtc-cu12"
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=REASON)
 # One spec for every path through the preprocessor.
-SPECS = [
+SPECS = bucketed_specs([
     "fp16", "int8", "int4(stochastic=True)", "qsgd(bits=3)", "minmax", "onebit", "signsgd",
     "natural", "terngrad", "fp8", "mxfp4(stochastic=True)", "nvfp4",
     "mxfp6(format='e3m2')", "block_topk", "block_topk(block=65536, ratio=0.5, bits=8)",
     "block_topk(ratio=0.25, block=64, dct=True)", "block_topk(bits=2)", "block_topk(bits=16)",
-]  # fmt: skip
+])  # fmt: skip
 
 
 def programs():
