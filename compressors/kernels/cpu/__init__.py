@@ -1,1 +1,1 @@
-"""Kernels for CPUs, in rooms like those of the compressors that they belong to."""
+"""Kernels for CPUs, compiled by Numba: they release the GIL and are cached on disk."""

@@ -1,5 +1,5 @@
-// Orthonormal bases of a few long rows, and what later steps begin with (see cpu/lowrank/factors.py, which
-// this equals bit for bit: every sum folds its second half onto the first, until one is left).
+// Orthonormal bases of a few long rows, and what later steps begin with (see cpu/lowrank/factors.py,
+// which this equals bit for bit: every sum folds its second half onto the first, until one is left).
 
 #define MOST_BASES 64
 

@@ -1,5 +1,5 @@
-// What EF21 and momentum correction remember (see cpu/modifiers/memory.py, which this equals bit for bit):
-// one pass over memory each, for many tensors.
+// What EF21 and momentum correction remember (see cpu/modifiers/memory.py, which this equals bit for
+// bit): one pass over memory each, for many tensors.
 
 // EF21: out = x - other, or (kept + x) - other.
 extern "C" __global__ void differ(const __grid_constant__ OperandTable all) {

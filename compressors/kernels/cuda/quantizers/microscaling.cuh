@@ -1,5 +1,5 @@
-// Blocks of small floats with a power of two each, as in OCP MX (see cpu/quantizers/microscaling.py, which
-// this equals bit for bit).
+// Blocks of small floats with a power of two each, as in OCP MX (see
+// cpu/quantizers/microscaling.py, which this equals bit for bit).
 
 #define EMAX ((LARGEST >> MANTISSA) - 128 + LOWEST)
 

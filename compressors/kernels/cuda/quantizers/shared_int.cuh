@@ -1,5 +1,5 @@
-// Integer codes on scales that all ranks share (see cpu/quantizers/shared_int.py, which this equals bit for
-// bit). CODE is the type of a code, BUCKET the elements that share a scale, any number of them.
+// Integer codes on scales that all ranks share (see cpu/quantizers/shared_int.py, which this equals
+// bit for bit). CODE is the type of a code, BUCKET the elements that share a scale, any number of them.
 
 #define TINY 1.2e-38f
 #define MAGIC 12582912.0f  // 1.5 * 2**23: adding it leaves a small float rounded to nearest even

@@ -1,5 +1,5 @@
-// Top-k inside blocks, a CUDA block for each (see cpu/sparsifiers/blocktopk.py, which this equals bit for bit).
-// BLOCK elements of which KEPT travel, indices of WIDTH bits, values of VALUE_BITS; ROTATED by DCT.
+// Top-k inside blocks, a CUDA block for each (see cpu/sparsifiers/blocktopk.py, which this equals
+// bit for bit). BLOCK elements of which KEPT travel, indices of WIDTH bits, values of VALUE_BITS; ROTATED by DCT.
 // A part's arrays are indices, values (or their codes), scales.
 
 #define CACHED (BLOCK <= 8192)
