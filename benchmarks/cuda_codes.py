@@ -5,10 +5,11 @@ import math
 import numpy as np
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import empty_payload, rehearse
-from ringlet.compressors.kernels.cuda.bucketed import Codec, Target
-from ringlet.compressors.kernels.cuda.device import device_of
-from ringlet.compressors.multitensor import Decoding, Encoding, Spaced
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.base.exercise import rehearse
+from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
+from ringlet.compressors.kernels.cuda.common.bucketed import Codec, Target
+from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
 SHARDS = 4
 HEADS = ["encode", "with ef", "decode", f"sum {SHARDS} + encode"]

@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ringlet.compressors import Context, Workspace, parse, pool
-from ringlet.compressors.contract import empty_payload
+from ringlet.compressors import Context, Workspace, parse
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.core import pool
 
 DEFAULT = [
     "fp16", "bf16", "fp8", "int8", "int8(stochastic=True)", "int4", "int4(stochastic=True)",

@@ -65,7 +65,7 @@ def payload_bytes(compressor, shape):
     if str(compressor) == "none":
         return 4 * n
     if traits.fixed_size:
-        from ringlet.compressors.contract import storage
+        from ringlet.compressors.base.contract import storage
 
         return sum(storage(p.dtype).itemsize * p.elements for p in compressor.layout(n))
     return 8 * max(1, int(n * compressor.ratio))  # an index and a value each

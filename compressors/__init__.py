@@ -7,14 +7,14 @@ A compressor is a small frozen class; see ``Compressor``. It is chosen by a spec
 if __name__ != "ringlet.compressors":  # a bare `import compressors` would be a second registry
     raise ImportError("import this package as ringlet.compressors, not as compressors")
 
-from ringlet.compressors.blocktopk import BlockTopK
-from ringlet.compressors.casts import BF16, FP16
-from ringlet.compressors.chain import Chain
-from ringlet.compressors.context import Context, Workspace
-from ringlet.compressors.contract import Compressor, Exchange, Part, Payload, Round, Traits
-from ringlet.compressors.ef import ErrorFeedback, ServerErrorFeedback
-from ringlet.compressors.ef21 import EF21
-from ringlet.compressors.errors import (
+import importlib
+import pkgutil
+
+from ringlet.compressors.base.chain import Chain
+from ringlet.compressors.base.contract import Compressor, Exchange, Part, Payload, Round, Traits
+from ringlet.compressors.base.modifier import Modifier
+from ringlet.compressors.core.context import Context, Workspace
+from ringlet.compressors.core.errors import (
     CompressorError,
     InputError,
     OptionError,
@@ -22,31 +22,35 @@ from ringlet.compressors.errors import (
     SpecError,
     UnknownCompressor,
 )
-from ringlet.compressors.estimate import SIDCo, TopKSampled
-from ringlet.compressors.fp8 import FP8
-from ringlet.compressors.hadamard import Hadamard
-from ringlet.compressors.lossless import Lossless
-from ringlet.compressors.microscaling import MXFP4, MXFP6, MXFP8
-from ringlet.compressors.minsize import MinSize
-from ringlet.compressors.modifier import Modifier
-from ringlet.compressors.momentum import MomentumCorrection
-from ringlet.compressors.natural import Natural
-from ringlet.compressors.none import NoCompression
-from ringlet.compressors.nvfp4 import NVFP4
-from ringlet.compressors.onebit import OneBit, SignSGD
-from ringlet.compressors.options import option
-from ringlet.compressors.powersgd import ACPSGD, PowerSGD
-from ringlet.compressors.quantize import QSGD, Int4, Int8, MaxNorm, MinMax
-from ringlet.compressors.randomk import RandomK
-from ringlet.compressors.registry import lookup, names, register
-from ringlet.compressors.routes import Router
-from ringlet.compressors.scaled import Scaled
-from ringlet.compressors.shared import SharedInt, TernGradShared
-from ringlet.compressors.sparse import Threshold
-from ringlet.compressors.spec import parse, resolve
-from ringlet.compressors.terngrad import TernGrad
-from ringlet.compressors.topk import TopK
-from ringlet.compressors.warmup import Warmup
+from ringlet.compressors.core.options import option
+from ringlet.compressors.core.remembered import remembered
+from ringlet.compressors.dense.casts import BF16, FP16
+from ringlet.compressors.dense.lossless import Lossless
+from ringlet.compressors.dense.none import NoCompression
+from ringlet.compressors.lowrank.powersgd import ACPSGD, PowerSGD
+from ringlet.compressors.modifiers.ef import ErrorFeedback, ServerErrorFeedback
+from ringlet.compressors.modifiers.ef21 import EF21
+from ringlet.compressors.modifiers.hadamard import Hadamard
+from ringlet.compressors.modifiers.minsize import MinSize
+from ringlet.compressors.modifiers.momentum import MomentumCorrection
+from ringlet.compressors.modifiers.scaled import Scaled
+from ringlet.compressors.modifiers.warmup import Warmup
+from ringlet.compressors.quantizers.fp8 import FP8
+from ringlet.compressors.quantizers.microscaling import MXFP4, MXFP6, MXFP8
+from ringlet.compressors.quantizers.natural import Natural
+from ringlet.compressors.quantizers.nvfp4 import NVFP4
+from ringlet.compressors.quantizers.onebit import OneBit, SignSGD
+from ringlet.compressors.quantizers.quantize import QSGD, Int4, Int8, MaxNorm, MinMax
+from ringlet.compressors.quantizers.shared_int import SharedInt, TernGradShared
+from ringlet.compressors.quantizers.terngrad import TernGrad
+from ringlet.compressors.sparsifiers.blocktopk import BlockTopK
+from ringlet.compressors.sparsifiers.estimate import SIDCo, TopKSampled
+from ringlet.compressors.sparsifiers.randomk import RandomK
+from ringlet.compressors.sparsifiers.threshold import Threshold
+from ringlet.compressors.sparsifiers.topk import TopK
+from ringlet.compressors.specs.parser import parse, resolve
+from ringlet.compressors.specs.registry import built_in, lookup, names, register
+from ringlet.compressors.specs.routes import Router
 
 __all__ = [
     "ACPSGD",
@@ -107,5 +111,16 @@ __all__ = [
     "option",
     "parse",
     "register",
+    "remembered",
     "resolve",
 ]
+
+
+# Every module of these rooms registers what it holds; what the list above lacks is found here.
+for _room in ("dense", "quantizers", "sparsifiers", "lowrank", "modifiers"):
+    _package = importlib.import_module(f"{__name__}.{_room}")
+    for _module in pkgutil.iter_modules(_package.__path__):
+        importlib.import_module(f"{_package.__name__}.{_module.name}")
+for _class in built_in().values():
+    globals()[_class.__name__] = _class
+__all__ += [_class.__name__ for _class in built_in().values() if _class.__name__ not in __all__]

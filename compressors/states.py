@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringlet.compressors.context import State
-from ringlet.compressors.contract import Compressor
-from ringlet.compressors.ef import ErrorFeedback
-from ringlet.compressors.errors import CompressorError
-from ringlet.compressors.modifier import Modifier
-from ringlet.compressors.powersgd import LowRank
-from ringlet.compressors.remembered import described
-from ringlet.compressors.residuals import broken, forget, plain, widen
-from ringlet.compressors.residuals import rescale as rescale_narrow
-from ringlet.compressors.spec import parse
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.base.modifier import Modifier
+from ringlet.compressors.core.context import State
+from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.core.remembered import described
+from ringlet.compressors.lowrank.powersgd import LowRank
+from ringlet.compressors.modifiers.ef import ErrorFeedback
+from ringlet.compressors.modifiers.residuals import broken, forget, plain, widen
+from ringlet.compressors.modifiers.residuals import rescale as rescale_narrow
+from ringlet.compressors.specs.parser import parse
 
 
 def rescale(state: State, compressor: Compressor, factor: float) -> None:

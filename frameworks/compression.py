@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ringlet.compressors import Compressor as RingletCompressor
 from ringlet.compressors import NoCompression, Router, resolve
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.specs.routes import Routes, Spec
 
 
 class Compressor:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ringlet.build import gpu_path
 from ringlet.compressors import Compressor, Context, Workspace, parse
-from ringlet.compressors.contract import storage
+from ringlet.compressors.base.contract import storage
 from ringlet.ring.command.cli import UsageError, add_hosts, reach_of, size_of
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.cost.link_probe import Link, measure_links

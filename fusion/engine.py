@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringlet.compressors import Compressor, NoCompression
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.fusion.autotune.choice import settled
 from ringlet.fusion.autotune.limits_control import LimitsControl
 from ringlet.fusion.background_loop import Loop

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ringlet.compressors import Compressor
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.fusion.buckets.group import Group, Ready
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.errors import (

@@ -12,8 +12,16 @@ MAY_IMPORT = {
     "ring": {"ring"},
     "fusion": {"fusion", "compressors", "ring"},
 }
-# Rooms (folders, or files of their own) from the ground up: each imports from those before it.
+# Rooms (folders, or files of their own) from the ground up: each imports from those before it. A
+# file is in the innermost room that is listed.
 FLOORS = {
+    "compressors": """core
+        kernels/cpu/common kernels/cpu/dense kernels/cpu/quantizers kernels/cpu/sparsifiers
+        kernels/cpu/lowrank kernels/cpu/modifiers
+        kernels/cuda/runtime kernels/cuda/common kernels/cuda/dense kernels/cuda/quantizers
+        kernels/cuda/sparsifiers kernels/cuda/lowrank kernels/cuda/modifiers
+        base specs dense quantizers sparsifiers lowrank modifiers states adaptive
+        testing/tools testing/checks testing""",
     "ring": """errors log variables dtypes arguments communicator float16 interrupt addresses
         safe_files wire transports pipeline control collectives cost rendezvous hosts processes
         launch elastic command""",
@@ -63,14 +71,23 @@ def modules(folder):
         yield parts, sorted(known & every.keys())
 
 
+def room_of(parts, folder):
+    """Return the room that a module is in, as ``FLOORS`` has it."""
+    rooms = FLOORS[folder].split()
+    found = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    room = next((name for name in found if name in rooms), None)
+    assert room is not None, f"{folder}/{'/'.join(parts)}.py stands in no room"
+    return room
+
+
 @pytest.mark.parametrize("folder", FLOORS)
 def test_no_room_imports_from_one_above_it(folder):
     floors = {room: floor for floor, room in enumerate(FLOORS[folder].split())}
     for parts, imported in modules(folder):
-        own = floors[parts[0]]  # a KeyError names what stands in no room
+        own = floors[room_of(parts, folder)]
         for other in imported:
             back = f"{folder}/{'/'.join(parts)}.py imports {'.'.join(other)}, which is above it"
-            assert floors[other[0]] <= own, back
+            assert floors[room_of(other, folder)] <= own, back
 
 
 @pytest.mark.parametrize("folder", FLOORS)
@@ -103,10 +120,27 @@ def test_one_stem_has_one_meaning():
     stems = {}
     for folder in FLOORS:
         for parts, _ in modules(folder):
-            stems.setdefault(parts[-1], []).append("/".join((folder, *parts)))
+            if parts[0] != "kernels":  # see below
+                stems.setdefault(parts[-1], []).append("/".join((folder, *parts)))
     several = {stem: paths for stem, paths in stems.items() if len(paths) > 1}
     # Every package has its errors; dense and compressed sums over two levels are one idea.
     assert set(several) == {"errors", "two_level"}, several
+
+
+def test_kernels_have_the_stem_of_what_they_belong_to():
+    """That is ROOM/STEM.py, kernels/cpu/ROOM/STEM.py, kernels/cuda/ROOM/STEM.py and .cuh."""
+    root = ROOT / "compressors"
+    files = [path for path in root.rglob("*.*") if path.suffix in (".py", ".cuh")]
+    files = [path.relative_to(root) for path in files if path.stem != "__init__"]
+    owners = {(path.parts[0], path.stem) for path in files if path.parts[0] != "kernels"}
+    shared = {stem: room for room, stem in owners}
+    for path in files:
+        if path.parts[0] == "kernels":
+            room, stem = path.parts[2], path.stem
+            if room in ("common", "runtime"):  # of several algorithms, or of the base classes
+                assert shared.get(stem, "base") in ("core", "base"), f"{path}: another {stem}"
+            else:
+                assert (room, stem) in owners, f"{path}: no compressors/{room}/{stem}.py"
 
 
 def test_the_tree_for_type_checkers_is_complete():
@@ -130,7 +164,7 @@ def test_every_package_is_listed_for_the_wheel():
 
 def test_the_design_lists_every_room_from_the_ground_up():
     expected = []
-    for folder in sorted(FLOORS):  # fusion, and then ring
+    for folder in sorted(FLOORS):
         for room in FLOORS[folder].split():
             path = ROOT / folder / room
             name = f"{room}/" if path.is_dir() else f"{room}.py"
@@ -138,7 +172,8 @@ def test_the_design_lists_every_room_from_the_ground_up():
             said = ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]
             expected.append(f"| `{folder}/{name}` | {said} |")
     design = (ROOT / "docs" / "design.md").read_text().splitlines()
-    assert [line for line in design if line.startswith(("| `fusion/", "| `ring/"))] == expected
+    rows = tuple(f"| `{folder}/" for folder in FLOORS)
+    assert [line for line in design if line.startswith(rows)] == expected
 
 
 @pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/design.md", "README.md"])

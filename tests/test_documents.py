@@ -3,10 +3,13 @@
 import re
 from pathlib import Path
 
+from ringlet.compressors import lookup, parse
+from ringlet.compressors.testing.tools.built_in import every_spec
 from ringlet.ring.variables import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 _READ = re.compile(r'RINGLET_[A-Z_]*[A-Z]|(?:_read|given)\(env, "([A-Z_]+)"')
+UNMEASURED = ("none", "warmup", "min_size")  # which change no payload
 _INTERNAL = {"RINGLET_LAUNCHER_SECRET"}  # between a launcher and its wrappers
 
 
@@ -26,3 +29,22 @@ def test_every_environment_variable_is_documented():
     # What init compares names with, lest it take one that is read for a slip.
     assert read - VARIABLES.keys() == set()
     assert VARIABLES.keys() - _INTERNAL - told == set()
+
+
+def test_the_table_of_compressors_has_all_of_them():
+    rows = re.findall(
+        r"^\| `(.+?)` \| [\d.]+ \|", (ROOT / "docs" / "compressors.md").read_text(), re.M
+    )
+    specs = [row.replace("\\|", "|") for row in rows]
+    assert len(specs) > 30
+    lacking = [spec for spec in every_spec(specs, UNMEASURED) if spec not in specs]
+    assert not lacking, "run benchmarks/compressor_table.py --add"
+
+
+def test_the_readme_names_compressors_that_there_are():
+    text = (ROOT / "README.md").read_text().split("### Compressors")[1].split("\n###")[0]
+    cells = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    assert len(cells) > 8
+    for spec in re.findall(r"`([^`]+)`", " ".join(cells)):
+        spec = spec.replace("\\|", "|").removeprefix("... | ")
+        assert lookup(spec) if spec.isidentifier() else parse(spec)

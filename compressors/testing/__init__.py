@@ -11,13 +11,10 @@ line. Every check is a property, tried on the same examples in every run; a fail
 one, and says in a sentence why it matters to whoever trains with the compressor, and what to do.
 """
 
-from ringlet.compressors.testing.runner import (
-    CheckFailed,
-    all_checks,
-    check_compressor,
-    parametrize_with_checks,
-)
-from ringlet.compressors.testing.simulate import simulate
+from ringlet.compressors.testing.catalogue import all_checks
+from ringlet.compressors.testing.runner import check_compressor, parametrize_with_checks
+from ringlet.compressors.testing.tools.check import CheckFailed
+from ringlet.compressors.testing.tools.simulate import simulate
 
 __all__ = [
     "CheckFailed",

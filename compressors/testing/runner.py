@@ -5,102 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ringlet.compressors.contract import Compressor
-from ringlet.compressors.spec import resolve
-from ringlet.compressors.testing.examples import told
-
-Check = Callable[[Any], None]
-
-
-class CheckFailed(AssertionError):
-    """A plugin broke a promise. The message says which, where, and why it matters."""
-
-
-class Named:
-    """A check with its name and its reason; calling it runs it.
-
-    ``resolve`` makes the object to be checked of a spec, ``label`` is what messages call it. The
-    first paragraph of the check's docstring is its reason, the second says what to do. ``needs``
-    names the checks without which this one says nothing new: see ``needs``.
-    """
-
-    def __init__(
-        self,
-        check: Check,
-        resolve: Callable[[Any], Any] = resolve,
-        label: Callable[[Any], str] = str,
-    ) -> None:
-        self._resolve, self._label = resolve, label
-        self.name = check.__name__.removeprefix("check_")
-        why, _, cure = (check.__doc__ or "").partition("\n\n")
-        self.why, self.cure = " ".join(why.split()), " ".join(cure.split())
-        self.needs: tuple[str, ...] = getattr(check, "needs", ())
-        self._check = check
-
-    def __call__(self, plugin: Any) -> None:
-        """Run the check on a plugin or spec; raises CheckFailed."""
-        target = self._resolve(plugin)
-        try:
-            self._check(target)
-        except Exception as error:
-            reason = str(error) if isinstance(error, AssertionError) else told(error)
-            notes = "\n".join(getattr(error, "__notes__", []))
-            raise CheckFailed(
-                f"{self._label(target)} fails {self.name!r}: {reason.strip()}\n"
-                + (f"{notes}\n" if notes else "")
-                + f"Why it matters: {self.why}"
-                + (f"\nWhat to do: {self.cure}" if self.cure else "")
-            ) from error
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def needs(*names: str) -> Callable[[Check], Check]:
-    """Mark a check that would only repeat what the checks ``names`` have found already.
-
-    Where one of them fails, it is not run, so that one cause is told once.
-    """
-
-    def mark(check: Check) -> Check:
-        check.needs = names  # type: ignore[attr-defined]
-        return check
-
-    return mark
-
-
-def all_checks() -> list[Named]:
-    """Return every check of the kit, each behind those that it needs."""
-    from ringlet.compressors.testing import (
-        basics,
-        buffers,
-        claims,
-        declared,
-        memory,
-        overrides,
-        processes,
-        ranks,
-        sizes,
-        stages,
-        training,
-    )
-
-    modules = (
-        declared, basics, buffers, overrides, processes, claims, sizes, stages, training, ranks,
-        memory,
-    )  # fmt: skip
-    return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
-
-
-def _behind_needs(checks: list[Named]) -> list[Named]:
-    ordered: dict[str, Named] = {}
-    waiting = checks
-    while waiting:
-        ready = [c for c in waiting if all(n in ordered for n in c.needs)]
-        assert ready, f"needed in a circle, or missing: {waiting}"
-        ordered[ready[0].name] = ready[0]
-        waiting = [c for c in waiting if c is not ready[0]]
-    return list(ordered.values())
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.specs.parser import resolve
+from ringlet.compressors.testing.catalogue import all_checks
+from ringlet.compressors.testing.tools.check import CheckFailed, Named
 
 
 def check_compressor(compressor: Compressor | str, checks: Iterable[Named] | None = None) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ringlet.compressors.registry import names
+from ringlet.compressors.specs.registry import names
 
 _PYPROJECT = """\
 [build-system]

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringlet.compressors.routes import Spec
+from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Request
 from ringlet.keras.agreement import common_names, unique
 from ringlet.keras.arrays import DTYPES, flat

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ringlet.compressors import Router
-from ringlet.compressors.context import State
-from ringlet.compressors.residuals import energy
+from ringlet.compressors.core.context import State
+from ringlet.compressors.modifiers.residuals import energy
 from ringlet.compressors.states import resize
 from ringlet.fusion import Group, Request
 from ringlet.keras.agreement import UNUSED, common_names

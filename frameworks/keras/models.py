@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.keras.optimizer import DistributedOptimizer
 from ringlet.keras.precision import fits
 from ringlet.precision import Policy, parse_policy

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import keras
 
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.keras import backends
 from ringlet.keras.accumulation import Accumulator
 from ringlet.keras.agreement import unique

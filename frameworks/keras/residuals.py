@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors import Router
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.compressors.states import fit
 from ringlet.ring.dtypes import Array
 

@@ -7,9 +7,9 @@ from math import prod
 import numpy as np
 
 from ringlet.compressors import Compressor, Context, ErrorFeedback, NoCompression, Workspace
-from ringlet.compressors.context import State
-from ringlet.compressors.contract import encoded
-from ringlet.compressors.payload import deserialise, serialise, serialised_size
+from ringlet.compressors.base.contract import encoded
+from ringlet.compressors.core.context import State
+from ringlet.compressors.core.payload import deserialise, serialise, serialised_size
 from ringlet.fusion import Handle, Request
 from ringlet.fusion.devices.convert import to_float32
 from ringlet.fusion.planning.strategy import effective

@@ -7,13 +7,13 @@ import importlib
 import os
 import sys
 
-from ringlet.compressors.testing import cli as compressors
+from ringlet.compressors.testing import check_command
 from ringlet.precision import Policy, parse_policy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``ringlet check``."""
-    compressors.add_arguments(parser)
+    check_command.add_arguments(parser)
     parser.description = "Check whether a compressor or a precision policy is what it claims to be."
     parser.add_argument(
         "--policy",
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print a line per check; return 1 if one fails, 2 if there is nothing to check."""
     if not options.policy:
-        return compressors.main(options)
+        return check_command.main(options)
     from ringlet.precision.testing import all_checks
 
     try:
@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"ringlet check: {error}", file=sys.stderr)
         return 2
-    return compressors.report(policy, all_checks())
+    return check_command.report(policy, all_checks())
 
 
 def _find(text: str) -> Policy:

@@ -23,7 +23,8 @@ import numpy as np
 
 from ringlet.compressors import resolve
 from ringlet.compressors.testing import CheckFailed, simulate
-from ringlet.compressors.testing.runner import Named, failures_of
+from ringlet.compressors.testing.runner import failures_of
+from ringlet.compressors.testing.tools.check import Named
 from ringlet.precision.policy import DTYPES, REDUCTIONS, Policy
 from ringlet.precision.registry import factory_of, parse_policy, registered_policies
 from ringlet.precision.scaler import LossScale

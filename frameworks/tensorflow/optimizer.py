@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.keras.accumulation import Accumulator
 from ringlet.keras.agreement import unique
 from ringlet.keras.compression import as_router

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringlet.compressors import BF16, FP16, NoCompression
-from ringlet.compressors.routes import Spec
+from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Request
 from ringlet.keras.arrays import flat, numpy_dtype, shaped
 from ringlet.keras.compression import as_compressor, legacy

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression
-from ringlet.compressors.routes import Spec
+from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Request
 from ringlet.fusion.devices.host import Place
 from ringlet.keras.arrays import allocate, flat

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.keras.compression import as_compressor, legacy
 from ringlet.keras.sparse_rows import RowExchange
 from ringlet.process_sets import InvalidArgument, ProcessSet

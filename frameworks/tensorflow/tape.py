@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.keras.agreement import unique
 from ringlet.keras.compression import as_router
 from ringlet.keras.gradients import Reducer, Settings

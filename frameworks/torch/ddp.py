@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ringlet.compressors import Compressor
-from ringlet.compressors.context import State
-from ringlet.compressors.routes import Router, Routes, Spec
+from ringlet.compressors.core.context import State
+from ringlet.compressors.specs.routes import Router, Routes, Spec
 from ringlet.fusion import Request
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.runtime import current
 from ringlet.torch.naming import Named
 from ringlet.torch.optimizer import DistributedOptimizer

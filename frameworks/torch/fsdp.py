@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringlet.compressors import Compressor, NoCompression
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.process_sets import InvalidArgument
 from ringlet.torch import residuals
 from ringlet.torch.compression import as_compressor

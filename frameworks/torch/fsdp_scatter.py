@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ringlet.compressors import Compressor, Context, NoCompression, Payload
-from ringlet.compressors.context import State
-from ringlet.compressors.contract import storage
-from ringlet.compressors.payload import padded
+from ringlet.compressors.base.contract import storage
+from ringlet.compressors.core.context import State
+from ringlet.compressors.core.payload import padded
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.planning.strategy import effective
 from ringlet.process_sets import InvalidArgument

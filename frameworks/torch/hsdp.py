@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ringlet.compressors import Compressor
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.fusion import Engine, Request
 from ringlet.process_sets import InvalidArgument
 from ringlet.ring.communicator import ReduceOp

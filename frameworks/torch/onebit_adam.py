@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.ring.communicator import ReduceOp
 from ringlet.runtime import current
 from ringlet.torch.naming import Named

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ringlet import plain
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.observe import step_skipped
 from ringlet.precision import Policy, parse_policy

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ringlet.compressors import Compressor
-from ringlet.compressors.context import State
-from ringlet.compressors.routes import Routes, Spec
+from ringlet.compressors.core.context import State
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.compressors.states import carry_over, rescale, resize
 from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression
-from ringlet.compressors.routes import Spec
+from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Request
 from ringlet.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp

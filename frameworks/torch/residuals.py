@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from ringlet.compressors import Compressor
-from ringlet.compressors.context import State
-from ringlet.compressors.residuals import energy
+from ringlet.compressors.core.context import State
+from ringlet.compressors.modifiers.residuals import energy
 from ringlet.compressors.states import fit, merged
 
 Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 
 
 class Undo:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ringlet.compressors import Context, Workspace
-from ringlet.compressors.first import one_first
+from ringlet.compressors.core.compile_lock import compile_lock
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.buckets.unscaling import Unscaling
@@ -132,7 +132,7 @@ class Group:
         once = {(str(m.compressor), m.place.name): m for m in self.members.values() if m.encoded}
         if not once:
             return
-        with one_first():
+        with compile_lock():
             for member in once.values():
                 place = member.place
                 try:

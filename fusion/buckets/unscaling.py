@@ -24,7 +24,9 @@ class Unscaling:
 
     def apply(self, members: Iterable[Member]) -> bool:
         """Divide the outputs of ``members``, in host memory; return whether all are finite."""
-        from ringlet.compressors.kernels.unscale import unscale  # Numba is slow to import
+        from ringlet.compressors.kernels.cpu.common.unscale import (
+            unscale,  # Numba is slow to import
+        )
 
         factor, finite = np.float32(1.0 / self.scale), True
         for member in members:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ringlet.compressors import Payload, PayloadError
-from ringlet.compressors.contract import storage
-from ringlet.compressors.payload import (
+from ringlet.compressors.base.contract import storage
+from ringlet.compressors.core.payload import (
     check_payload,
     deserialise,
     padded,

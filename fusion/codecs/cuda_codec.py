@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ringlet.compressors import PayloadError
-from ringlet.compressors.multitensor import Spaced
+from ringlet.compressors.core.multitensor import Spaced
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.codecs.multi_tensor import Launches, Shard
 from ringlet.fusion.planning.member import Member

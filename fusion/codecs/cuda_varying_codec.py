@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringlet.compressors import Payload, PayloadError
-from ringlet.compressors.contract import storage
-from ringlet.compressors.multitensor import Sum
-from ringlet.compressors.payload import padded
+from ringlet.compressors.base.contract import storage
+from ringlet.compressors.core.multitensor import Sum
+from ringlet.compressors.core.payload import padded
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.codecs.multi_tensor import TAKEN, Shard, by_dtype, call, in_common, outputs
 from ringlet.fusion.planning.member import Member

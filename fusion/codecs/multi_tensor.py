@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ringlet.compressors import Compressor, Context, Payload
-from ringlet.compressors.multitensor import Decoding, Encoding, MultiTensor, Spaced
+from ringlet.compressors.core.multitensor import Decoding, Encoding, MultiTensor, Spaced
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.planning.member import Member

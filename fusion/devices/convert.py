@@ -14,7 +14,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.casts import Casts
+    from ringlet.compressors.kernels.cpu.dense.casts import Casts
 
 _LONGER = dict.fromkeys(("int8", "uint8", "int16", "uint16"), "int32")
 _LONGER |= dict.fromkeys(("int32", "uint32"), "int64")
@@ -122,6 +122,6 @@ def scale_into(
 
 
 def _kernels(dtype: str) -> Casts:
-    from ringlet.compressors.kernels import casts  # Numba is slow to import
+    from ringlet.compressors.kernels.cpu.dense import casts  # Numba is slow to import
 
     return casts.f16 if dtype == "float16" else casts.bf16

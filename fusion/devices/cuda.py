@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.fusion.devices.host import Place
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array

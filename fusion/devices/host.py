@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ringlet.compressors import Workspace
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.fusion.devices.fusion_buffers import BufferPool
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import again

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors import NoCompression, Workspace
-from ringlet.compressors.residuals import plain, wide
+from ringlet.compressors.modifiers.residuals import plain, wide
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.recording.events import ObservedBucket

@@ -18,7 +18,7 @@ from ringlet.compressors import (
     Part,
     Workspace,
 )
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.fusion.devices.convert import from_float32, to_float32
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.errors import CompressionFailed

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ringlet.compressors import Compressor, CompressorError, NoCompression
-from ringlet.compressors.contract import storage
+from ringlet.compressors.base.contract import storage
 from ringlet.fusion.limits import UNKNOWN, Link
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.cost.cost_model import Constants, Job

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ringlet.compressors import Compressor, NoCompression, resolve
-from ringlet.compressors.context import State
+from ringlet.compressors.core.context import State
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import messages as m

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.compressors import Int4, Int8, OptionError, parse
-from ringlet.compressors.adaptive import Accordion, _cheapest, _measure, assign
+from ringlet.compressors.adaptive import Accordion, assign
+from ringlet.compressors.adaptive.lgreco import _cheapest, _measure
 
 
 def test_accordion_compresses_little_in_critical_regimes():

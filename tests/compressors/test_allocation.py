@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import empty_payload
+from ringlet.compressors.base.contract import empty_payload
 
 N = 1 << 18  # elements: 1 MiB
 # Python's own objects: closures, views of arrays, contexts. A buffer of a bucket each is far more.

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import CompressorError, OptionError, PayloadError, parse
-from ringlet.compressors.cosines import cosines
+from ringlet.compressors.sparsifiers.dct import cosines
 from ringlet.compressors.testing import parametrize_with_checks
-from ringlet.compressors.testing.simulate import context, decode, encode
+from ringlet.compressors.testing.tools.simulate import context, decode, encode
 
 SPECS = [
     "block_topk(ratio=0.1, block=64)",

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import Context, InputError, TopK, parse
-from ringlet.compressors.contract import storage
-from ringlet.compressors.testing.simulate import decode, encode
+from ringlet.compressors.base.contract import storage
+from ringlet.compressors.testing.tools.simulate import decode, encode
 
 SPECS = [
     "none",

@@ -22,7 +22,7 @@ from ringlet.compressors import (
     parse,
 )
 from ringlet.compressors.testing import check_compressor, parametrize_with_checks
-from ringlet.compressors.testing.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 SPECS = [
     "topk(ratio=0.3) | int8",

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import Compressor, CompressorError, Context, parse
-from ringlet.compressors.contract import empty_payload
+from ringlet.compressors.base.contract import empty_payload
 from ringlet.compressors.testing import parametrize_with_checks
-from ringlet.compressors.testing.simulate import context, encode, simulate
+from ringlet.compressors.testing.tools.simulate import context, encode, simulate
 
 array_code = types.ModuleType("array_code")  # NumPy under a name that no kernel is chosen for
 array_code.__dict__.update(vars(np))

@@ -13,14 +13,15 @@ from ringlet.compressors import (
     TopK,
     Traits,
     register,
-    registry,
 )
+from ringlet.compressors.specs import registry
 from ringlet.compressors.testing import (
     CheckFailed,
     all_checks,
     check_compressor,
     parametrize_with_checks,
 )
+from ringlet.compressors.testing.tools.built_in import every_spec
 
 BUILT_IN = [
     "none",
@@ -91,7 +92,7 @@ BUILT_IN = [
 ]
 
 
-@parametrize_with_checks(BUILT_IN)
+@parametrize_with_checks(every_spec(BUILT_IN))
 def test_built_ins_conform(compressor, check):
     check(compressor)
 

@@ -6,13 +6,13 @@ import sys
 import numpy as np
 import pytest
 
-from ringlet.compressors.testing import vectors
-from ringlet.compressors.testing.examples import for_all
-from ringlet.compressors.testing.otherprocess import OtherProcess
+from ringlet.compressors.testing.tools import inputs
+from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.other_process import OtherProcess
 
 
 def drawn():
-    return [x.tobytes() for x in (*vectors.vectors(), *vectors.special())]
+    return [x.tobytes() for x in (*inputs.vectors(), *inputs.special())]
 
 
 def hashed():
@@ -51,14 +51,14 @@ def test_examples_are_the_same_in_every_process(other):
 
 
 def test_examples_cannot_be_changed():
-    for x in (*vectors.vectors(), *vectors.special()):
+    for x in (*inputs.vectors(), *inputs.special()):
         assert not x.flags.writeable
 
 
 def test_examples_are_what_they_say():
-    assert {0, 1} < {x.size for x in vectors.vectors()}
-    assert all(np.isfinite(x).all() and (abs(x) <= 2.0**80).all() for x in vectors.vectors())
-    values = np.concatenate(vectors.special())
+    assert {0, 1} < {x.size for x in inputs.vectors()}
+    assert all(np.isfinite(x).all() and (abs(x) <= 2.0**80).all() for x in inputs.vectors())
+    values = np.concatenate(inputs.special())
     assert {np.inf, -np.inf, np.finfo("f4").max} < set(values[~np.isnan(values)].tolist())
     assert np.isnan(values).any()
     assert (values == np.finfo("f4").smallest_subnormal).any()
@@ -89,8 +89,8 @@ def test_what_an_example_is_made_of_may_be_written_to_by_nobody_else():
     def body(x):
         x[:] = 7
 
-    for_all(vectors.vectors(), body)
-    assert not any((x == 7).any() for x in vectors.vectors() if x.size > 80)
+    for_all(inputs.vectors(), body)
+    assert not any((x == 7).any() for x in inputs.vectors() if x.size > 80)
 
 
 def test_another_process_hashes_otherwise(other):

@@ -5,9 +5,9 @@ import pytest
 from numba import TypingError
 
 from ringlet.compressors import CompressorError, Context, parse
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels import blocks
-from ringlet.compressors.testing.simulate import decode, encode
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.kernels.cpu.sparsifiers import topk
+from ringlet.compressors.testing.tools.simulate import decode, encode
 
 HUGE = [2**31, 2**32, 2**32 + 7]
 
@@ -62,7 +62,7 @@ def test_pieces_far_behind_are_compressed_as_array_code_does(spec, offset):
 
 def test_the_search_counts_what_is_allowed():
     values = np.arange(1000, dtype=np.int32)
-    assert blocks.kth(values, 10, 0)[0] == 990
+    assert topk.kth(values, 10, 0)[0] == 990
 
 
 @pytest.mark.parametrize("gaps", [lambda x: np.repeat(x, 2)[::2], lambda x: x[::-1]])

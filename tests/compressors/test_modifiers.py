@@ -19,8 +19,8 @@ from ringlet.compressors import (
     TopK,
     parse,
 )
-from ringlet.compressors.contract import storage
-from ringlet.compressors.pool import MIN_ELEMENTS
+from ringlet.compressors.base.contract import storage
+from ringlet.compressors.core.pool import MIN_ELEMENTS
 from ringlet.compressors.testing import simulate
 
 plain = types.ModuleType("plain")

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import parse
 from ringlet.compressors.testing import parametrize_with_checks
-from ringlet.compressors.testing.simulate import context, decode, encode
+from ringlet.compressors.testing.tools.simulate import context, decode, encode
 
 SPECS = ["natural", "natural(bucket=32)", "terngrad", "terngrad(bucket=40, clip=7.0)"]
 array_code = types.ModuleType("array_code")  # NumPy under a name that no kernel is chosen for

@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import PayloadError
-from ringlet.compressors.payload import (
-    check_payload,
-    deserialise,
-    serialise,
-    serialised_size,
-)
+from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
 
 arrays = st.sampled_from(
     ["uint8", "int16", "uint32", "int64", "float16", "float32", "bool"]

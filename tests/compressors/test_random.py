@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.testing.simulate import simulate
+from ringlet.compressors.testing.tools.simulate import simulate
 
 
 def drawn(shared=False, stream=0, **fields):

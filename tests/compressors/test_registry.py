@@ -5,6 +5,7 @@ from importlib import metadata
 import numpy as np
 import pytest
 
+from ringlet import compressors
 from ringlet.compressors import (
     Compressor,
     CompressorError,
@@ -16,8 +17,8 @@ from ringlet.compressors import (
     option,
     parse,
     register,
-    registry,
 )
+from ringlet.compressors.specs import registry
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +124,9 @@ def test_entry_points_load_lazily_and_conflicts_are_told(monkeypatch):
         lookup("twice")
     with pytest.raises(UnknownCompressor, match="did you mean 'fromplugin'"):
         lookup("fromplugn")
+
+
+def test_every_compressor_of_our_own_is_a_name_of_the_package():
+    for name, cls in registry.built_in().items():
+        assert getattr(compressors, cls.__name__) is cls, name
+        assert cls.__name__ in compressors.__all__

@@ -13,15 +13,19 @@ from ringlet.compressors import (
     Workspace,
     parse,
 )
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels.cuda import bucketed, elementwise, hadamard, memory, randomk
-from ringlet.compressors.kernels.cuda import lowrank as cuda_lowrank
-from ringlet.compressors.kernels.cuda import select as cuda_select
-from ringlet.compressors.kernels.cuda import shared as cuda_shared
-from ringlet.compressors.lowrank import keep, orthonormal
-from ringlet.compressors.products import Source, product, product_and_lost
-from ringlet.compressors.registry import names
-from ringlet.compressors.testing.simulate import context, encode, simulate
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.kernels.cuda.common import bucketed, elementwise
+from ringlet.compressors.kernels.cuda.common.operands import Operands
+from ringlet.compressors.kernels.cuda.lowrank import factors as cuda_factors
+from ringlet.compressors.kernels.cuda.lowrank import products as cuda_products
+from ringlet.compressors.kernels.cuda.modifiers import hadamard, memory
+from ringlet.compressors.kernels.cuda.quantizers import shared_int as cuda_shared
+from ringlet.compressors.kernels.cuda.sparsifiers import randomk
+from ringlet.compressors.kernels.cuda.sparsifiers import topk as cuda_select
+from ringlet.compressors.lowrank.factors import keep, orthonormal
+from ringlet.compressors.lowrank.products import Source, product, product_and_lost
+from ringlet.compressors.specs.registry import names
+from ringlet.compressors.testing.tools.simulate import context, encode, simulate
 
 plain = types.ModuleType("plain")
 plain.__dict__.update(np.__dict__)
@@ -276,10 +280,10 @@ def test_launches_look_at_lengths():
         lambda: elementwise.run(device, "add", x, a=x, b=short),
         lambda: elementwise.run(device, "keep_combined", x, a=x, b=x, c=short),
         lambda: elementwise.run(device, "scatter", x, a=x, indices=indices),
-        lambda: memory.run(device, "differ", [memory.Memory(x, other=short, out=x)]),
-        lambda: memory.run(device, "commit", [memory.Memory(x, kept=x, other=short, out=x)]),
-        lambda: memory.run(device, "advance", [memory.Memory(x, kept=x, out=x, bound=x)]),
-        lambda: memory.run(device, "settle", [memory.Memory(x, kept=short, other=x)]),
+        lambda: memory.run(device, "differ", [Operands(x, other=short, out=x)]),
+        lambda: memory.run(device, "commit", [Operands(x, kept=x, other=short, out=x)]),
+        lambda: memory.run(device, "advance", [Operands(x, kept=x, out=x, bound=x)]),
+        lambda: memory.run(device, "settle", [Operands(x, kept=short, other=x)]),
         lambda: codec.encode(device, [bucketed.Target(x, 64, part, short)]),
         lambda: codec.encode(device, [bucketed.Target(short, 64, part)]),
         lambda: hadamard.run(device, "rotate", x, short, 64, 1, 0),
@@ -291,9 +295,9 @@ def test_launches_look_at_lengths():
         lambda: cuda_select.largest(
             device, [cuda_select.Selected(x, indices, np.ones(8, np.float32), short)], scratch
         ),
-        lambda: cuda_lowrank.keep(device, [cuda_lowrank.Rows(rows, fewer)]),
-        lambda: cuda_lowrank.product(device, rows, fewer, one, np.ones((8, 8), np.float32)),
-        lambda: cuda_lowrank.product(
+        lambda: cuda_factors.keep(device, [cuda_factors.Rows(rows, fewer)]),
+        lambda: cuda_products.product(device, rows, fewer, one, np.ones((8, 8), np.float32)),
+        lambda: cuda_products.product(
             device, rows, rows, one, np.ones((8, 8), np.float32), own_left=rows, own_right=rows,
             target=np.ones((8, 8), np.float32), residual=np.ones((7, 8), np.float32),
         ),

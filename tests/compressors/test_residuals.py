@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import CompressorError, Context, Workspace, parse
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.residuals import STORES, energy, wide
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.modifiers.residuals import STORES, energy, wide
 from ringlet.compressors.states import carry_over, fit, merged, rescale
-from ringlet.compressors.testing.simulate import simulate
+from ringlet.compressors.testing.tools.simulate import simulate
 
 plain = types.ModuleType("plain")  # takes the path of array code, as CuPy does
 plain.__dict__.update(np.__dict__)

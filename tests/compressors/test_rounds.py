@@ -16,10 +16,10 @@ from ringlet.compressors import (
     SharedInt,
     Workspace,
     parse,
-    pool,
 )
-from ringlet.compressors.lowrank import orthonormal, orthonormal_reference
-from ringlet.compressors.shared import TernGradShared
+from ringlet.compressors.core import pool
+from ringlet.compressors.lowrank.factors import orthonormal, orthonormal_reference
+from ringlet.compressors.quantizers.shared_int import TernGradShared
 
 plain = types.ModuleType("plain")
 plain.__dict__.update(np.__dict__)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import OptionError, parse
-from ringlet.compressors.contract import empty_payload
+from ringlet.compressors.base.contract import empty_payload
 from ringlet.compressors.testing import parametrize_with_checks
-from ringlet.compressors.testing.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 SPECS = ["onebit", "onebit(bucket=40)", "signsgd", "signsgd(scale=0.25, bucket=32)"]
 array_code = types.ModuleType("array_code")  # NumPy under a name that no kernel is chosen for

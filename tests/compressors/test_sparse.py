@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import PayloadError, parse
-from ringlet.compressors.kernels import select
-from ringlet.compressors.pool import limited
-from ringlet.compressors.randomk import first_places
-from ringlet.compressors.sparse import largest_into
+from ringlet.compressors.core.pool import limited
+from ringlet.compressors.kernels.cpu.sparsifiers import topk
+from ringlet.compressors.sparsifiers.randomk import first_places
+from ringlet.compressors.sparsifiers.topk import largest_into
 from ringlet.compressors.testing import parametrize_with_checks
-from ringlet.compressors.testing.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 seeds = st.integers(0, 2**32 - 1)
 every_float = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -290,8 +290,8 @@ def test_topk_of_large_tensors_is_exact_with_feedback(kind, threads):
     x = drawn(n, seed, "gauss" if kind in ("trap", "not finite") else kind)
     rng = np.random.default_rng(seed)
     if kind == "trap":  # every sampled entry is large
-        x[:: n // select.SAMPLE] *= 1e3
-        x[select.SAMPLE * (n // select.SAMPLE) :] = 0
+        x[:: n // topk.SAMPLE] *= 1e3
+        x[topk.SAMPLE * (n // topk.SAMPLE) :] = 0
     if kind == "not finite":
         x[rng.integers(0, n, 50)] = [np.nan, np.inf, -np.inf, 1.0, 2.0] * 10
     residual = rng.standard_normal(n).astype(np.float32) * np.float32(0.1)

@@ -143,7 +143,7 @@ def test_routes_take_the_first_match():
         Router({"*": "nope"})
 
 
-PLACE = "ringlet.compressors.testing.simulate"  # a module that registers nothing
+PLACE = "ringlet.compressors.testing.tools.simulate"  # a module that registers nothing
 
 
 def test_a_class_that_nobody_registered_is_named_by_its_place(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import Context
-from ringlet.compressors.contract import storage
+from ringlet.compressors.base.contract import storage
 
 # What is not NumPy itself takes the path of array code, as CuPy does.
 plain = types.ModuleType("plain")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringlet.torch as hvd
-from ringlet.compressors.kernels.unscale import unscale
+from ringlet.compressors.kernels.cpu.common.unscale import unscale
 from ringlet.precision import Policy, StaticScale
 
 VALUES = st.floats(width=32, allow_nan=True, allow_infinity=True)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 import ringlet.torch as hvd
-from ringlet.compressors import FP16, registry, resolve
+from ringlet.compressors import FP16, resolve
+from ringlet.compressors.specs import registry
 from ringlet.precision import (
     KEPT,
     DynamicScale,

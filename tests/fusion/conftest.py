@@ -8,7 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ringlet.compressors import Compressor, Context, Traits, parse, register, registry
+from ringlet.compressors import Compressor, Context, Traits, parse, register
+from ringlet.compressors.specs import registry
 from ringlet.fusion import Request
 
 

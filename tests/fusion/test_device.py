@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from standin import Enqueuing, OutOfOrder, on_gpu, on_ranks
 
-from ringlet.compressors import parse, registry
+from ringlet.compressors import parse
+from ringlet.compressors.specs import registry
 from ringlet.fusion import CompressionFailed, EngineClosed, Request
 from ringlet.fusion.devices import cuda as cuda_place
 from ringlet.fusion.devices.cuda import CudaPlace

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.compressors import Compressor, Context, parse, register, registry
+from ringlet.compressors import Compressor, Context, parse, register
+from ringlet.compressors.specs import registry
 from ringlet.fusion import (
     CompressionFailed,
     DuplicateName,

@@ -15,8 +15,8 @@ from ringlet.compressors import (
     option,
     parse,
     register,
-    registry,
 )
+from ringlet.compressors.specs import registry
 from ringlet.fusion import CompressionFailed, Request
 from ringlet.ring import ReduceOp
 

@@ -8,7 +8,7 @@ import pytest
 
 import ringlet
 from ringlet.compressors import parse
-from ringlet.compressors.registry import lookup, names
+from ringlet.compressors.specs.registry import lookup, names
 from ringlet.fusion import Engine, Limits, Request
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.negotiation.coordinator import Coordinator

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import parse
-from ringlet.compressors.errors import PayloadError
-from ringlet.compressors.multitensor import Spaced
+from ringlet.compressors.core.errors import PayloadError
+from ringlet.compressors.core.multitensor import Spaced
 from ringlet.fusion import CompressionFailed, Request
 from ringlet.fusion.codecs.cuda_codec import DeviceCodec
 from ringlet.fusion.codecs.multi_tensor import Launches, Shard

@@ -599,7 +599,8 @@ def test_a_failed_step_is_told_though_the_other_rank_has_left():
 
 
 def test_a_plugin_that_is_defined_anew_is_used():
-    from ringlet.compressors import Compressor, Traits, register, registry
+    from ringlet.compressors import Compressor, Traits, register
+    from ringlet.compressors.specs import registry
 
     def times(factor):
         registry._registered.pop("times", None)

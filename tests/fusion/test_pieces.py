@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.compressors import Compressor, Context, parse, register, registry
-from ringlet.compressors.residuals import wide
+from ringlet.compressors import Compressor, Context, parse, register
+from ringlet.compressors.modifiers.residuals import wide
+from ringlet.compressors.specs import registry
 from ringlet.fusion import CompressionFailed, Engine, Limits, Request
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.planning import pieces

@@ -6,16 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from ringlet.compressors import (
-    Compressor,
-    Modifier,
-    Part,
-    Round,
-    Traits,
-    parse,
-    register,
-    registry,
-)
+from ringlet.compressors import Compressor, Modifier, Part, Round, Traits, parse, register
+from ringlet.compressors.specs import registry
 from ringlet.fusion import CompressionFailed, Engine, EngineClosed, Limits, Request
 from ringlet.fusion.recording.events import Quiet
 from ringlet.ring import Mismatch, RingError

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from ringlet.compressors import Modifier, TopK, parse
-from ringlet.compressors.kernels.cuda import device as devices
-from ringlet.compressors.kernels.cuda import elementwise, scatter, select
+from ringlet.compressors.kernels.cuda.common import elementwise, scatter
+from ringlet.compressors.kernels.cuda.runtime import device as devices
+from ringlet.compressors.kernels.cuda.sparsifiers import topk
 
 HEADER = Path(__file__).parent / "host.h"
 FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]
@@ -106,7 +107,7 @@ def programs(spec, kinds=(0, 1, 2), feedback=(0, 1)):
     while isinstance(c, Modifier):
         c = c.inner
     if isinstance(c, TopK):
-        found = [select.program(kind, on) for kind in kinds for on in feedback]
+        found = [topk.program(kind, on) for kind in kinds for on in feedback]
         return [*found, scatter.PROGRAM, elementwise.PROGRAM]
     codec = c.cuda()
     found = [codec.program("encode", INPUT=kind, FEEDBACK=on) for kind in kinds for on in feedback]

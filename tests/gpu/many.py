@@ -4,8 +4,8 @@ import numpy as np
 from steps import to_host
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.multitensor import Decoding, Encoding, Spaced
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
 
 # A spec, and the dtype of its gradients: every codec, and every dtype, with feedback and without.
 SPECS = {

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import encoded
+from ringlet.compressors.base.contract import encoded
 
 MODIFIED = [
     "int8 | ef21", "topk(ratio=0.1) | ef21", "threshold(value=0.7) | ef21",

@@ -70,7 +70,7 @@ def test_every_kind_of_compressor_is_measured(cupy):
 
 
 def test_everything_with_kernels_is_measured_by_default():
-    from ringlet.compressors import registry
+    from ringlet.compressors.specs import registry
 
     names = {part.split("(")[0] for spec in kernels_cuda.DEFAULT for part in spec.split(" | ")}
     builtin = {n for n in registry.names() if registry.lookup(n).__module__.startswith("ringlet.")}

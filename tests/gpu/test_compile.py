@@ -10,31 +10,30 @@ import pytest
 
 import ringlet.compressors.kernels.cuda as package
 from ringlet.compressors import CompressorError, parse
-from ringlet.compressors.kernels.cuda import (
-    elementwise,
-    estimate,
-    hadamard,
-    lossless,
-    lowrank,
-    memory,
+from ringlet.compressors.kernels.cuda.common import elementwise, norms, scatter
+from ringlet.compressors.kernels.cuda.dense import lossless
+from ringlet.compressors.kernels.cuda.lowrank import factors, products
+from ringlet.compressors.kernels.cuda.modifiers import hadamard, memory
+from ringlet.compressors.kernels.cuda.quantizers import shared_int
+from ringlet.compressors.kernels.cuda.runtime.compile import binary
+from ringlet.compressors.kernels.cuda.runtime.source import OPTIONS, Program
+from ringlet.compressors.kernels.cuda.sparsifiers import (
     randomk,
-    scatter,
-    select,
-    shared,
+    threshold,
+    topk,
 )
-from ringlet.compressors.kernels.cuda.compile import binary
-from ringlet.compressors.kernels.cuda.source import OPTIONS, Program
-from ringlet.compressors.residuals import STORES
+from ringlet.compressors.modifiers.residuals import STORES
+from ringlet.compressors.testing.tools.built_in import bucketed_specs
 
 REASON = "needs NVRTC: pip install nvidia-cuda-nvrtc-cu12"
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=REASON)
 # One spec for every path through the preprocessor.
-SPECS = [
+SPECS = bucketed_specs([
     "fp16", "int8", "int4(stochastic=True)", "qsgd(bits=3)", "minmax", "onebit", "signsgd",
     "natural", "terngrad", "fp8", "mxfp4(stochastic=True)", "nvfp4",
     "mxfp6(format='e3m2')", "block_topk", "block_topk(block=65536, ratio=0.5, bits=8)",
     "block_topk(ratio=0.25, block=64, dct=True)", "block_topk(bits=2)", "block_topk(bits=16)",
-]  # fmt: skip
+])  # fmt: skip
 
 
 def programs():
@@ -47,15 +46,15 @@ def programs():
     found += [int8.program("encode", INPUT=kind) for kind in (0, 1, 2)]
     found += [int8.program("encode", SUMMED=1, FEEDBACK=1), int8.program("decode", ADDING=1)]
     found += [int8.program("decode", OUTPUT=kind) for kind in (1, 2)]
-    found += [select.program(0, 1), select.program(1, 0), elementwise.PROGRAM, scatter.PROGRAM]
-    found += [estimate.program(0, 1), estimate.program(2, 0)]
+    found += [topk.program(0, 1), topk.program(1, 0), elementwise.PROGRAM, scatter.PROGRAM]
+    found += [threshold.program(0, 1), threshold.program(2, 0)]
     for store in STORES.values():
         found += [store.cuda().program(kernel) for kernel in ("encode", "decode")]
     found += [randomk.PROGRAM, hadamard.program(1024), hadamard.program(8192)]
-    found += [memory.program(name, kind) for kind in (0, 1) for name in ("memory", "norm")]
+    found += [of.program(kind) for kind in (0, 1) for of in (memory, norms)]
     found += [lossless.program(0, True), lossless.program(1, False, True)]
-    found += [lowrank.ORTHONORMAL, lowrank.PRODUCT]
-    found += [shared.program(8, 512, True), shared.program(32, 100, False)]
+    found += [factors.ORTHONORMAL, products.PRODUCT]
+    found += [shared_int.program(8, 512, True), shared_int.program(32, 100, False)]
     return found
 
 
@@ -64,8 +63,9 @@ def architectures():
 
 
 def test_every_source_file_is_compiled_here():
-    used = {"prelude"}.union(*(program.parts for program in programs()))
-    there = {path.stem for path in Path(package.__file__).parent.glob("*.cuh")}
+    used = {"runtime/prelude"}.union(*(program.parts for program in programs()))
+    root = Path(package.__file__).parent
+    there = {path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.cuh")}
     assert used == there
 
 
@@ -111,6 +111,6 @@ def test_a_compiler_error_is_shown(tmp_path, monkeypatch):
     cuda = pytest.importorskip("cupy.cuda")
     monkeypatch.setenv("RINGLET_KERNEL_CACHE", str(tmp_path))
     with pytest.raises(CompressorError, match="BITS"):
-        binary(Program(("values",), ()), 90, cuda.nvrtc)
+        binary(Program(("runtime/values",), ()), 90, cuda.nvrtc)
     with pytest.raises(CompressorError, match="does not know"):
         binary(Program((), ()), 20, cuda.nvrtc)

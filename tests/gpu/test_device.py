@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import parse
-from ringlet.compressors.kernels.cuda import device as module
-from ringlet.compressors.kernels.cuda.device import CupyDevice, device_of
+from ringlet.compressors.kernels.cuda.runtime import device as module
+from ringlet.compressors.kernels.cuda.runtime.device import CupyDevice, device_of
 
 
 class Cupy:

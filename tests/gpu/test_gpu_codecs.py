@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels.cuda.bucketed import Target
-from ringlet.compressors.kernels.cuda.device import device_of
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.kernels.cuda.common.bucketed import Target
+from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
 pytestmark = pytest.mark.gpu
 SPECS = [

@@ -5,7 +5,8 @@ import pytest
 from steps import MODIFIED, steps, to_host
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import empty_payload, rehearse
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.base.exercise import rehearse
 
 pytestmark = pytest.mark.gpu
 RNG = np.random.default_rng(6)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.contract import empty_payload
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.testing.tools.built_in import bucketed_specs
 
-SPECS = [
+SPECS = bucketed_specs([
     "fp16", "bf16", "int8", "int8(stochastic=True)", "int8(bucket=40)", "int4",
     "int4(bucket=2048, stochastic=True)", "maxnorm(bits=3, bucket=32, stochastic=True)",
     "minmax", "minmax(bits=1, bucket=32)", "minmax(bits=6, bucket=64, stochastic=True)", "qsgd",
@@ -19,7 +20,7 @@ SPECS = [
     "block_topk(ratio=0.3, block=100, bits=16)", "block_topk(block=9000, ratio=0.02, bits=8)",
     "block_topk(ratio=0.25, block=64, dct=True)", "block_topk(ratio=0.1, bits=2)",
     "block_topk(ratio=1.0, block=32, bits=8, dct=True)", "block_topk(ratio=0.5, block=4096)",
-]  # fmt: skip
+])  # fmt: skip
 RNG = np.random.default_rng(7)
 
 

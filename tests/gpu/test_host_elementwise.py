@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.feedback import keep_combined, keep_lost, target_into
-from ringlet.compressors.kernels.cuda import elementwise
+from ringlet.compressors.base.feedback import keep_combined, keep_lost, target_into
+from ringlet.compressors.kernels.cuda.common import elementwise
 
 RNG = np.random.default_rng(2)
 

@@ -11,7 +11,7 @@ import pytest
 from standin import DeviceArray, on_gpu, on_ranks
 
 from ringlet.compressors import parse
-from ringlet.compressors.kernels.cuda import device as devices
+from ringlet.compressors.kernels.cuda.runtime import device as devices
 from ringlet.fusion import Request
 
 SPECS = [

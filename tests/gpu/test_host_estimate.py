@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.kernels.cuda import estimate, select
-from ringlet.compressors.kernels.cuda.estimate import Fit, Given, Sample, Sought, reaching
+from ringlet.compressors.kernels.cuda.sparsifiers import threshold, topk
+from ringlet.compressors.kernels.cuda.sparsifiers.threshold import (
+    Fit,
+    Given,
+    Sample,
+    Sought,
+    reaching,
+)
 
 SPECS = [
     "threshold(value=1.5)", "threshold(value=0.5, cap=0.02)", "threshold(value=1e30)",
@@ -17,8 +23,8 @@ RNG = np.random.default_rng(17)
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(host):
-    programs = [m.program(0, feedback) for m in (estimate, select) for feedback in (0, 1)]
-    host.prepare([*programs, estimate.program(1, 0), estimate.program(2, 0)])
+    programs = [m.program(0, feedback) for m in (threshold, topk) for feedback in (0, 1)]
+    host.prepare([*programs, threshold.program(1, 0), threshold.program(2, 0)])
 
 
 def normal(n):
@@ -79,7 +85,7 @@ def test_the_same_residuals_stay(spec, host):
 
 
 def test_sums_of_many_chunks_are_added_in_order(host):
-    n = 2 * estimate.CHUNK + 5
+    n = 2 * threshold.CHUNK + 5
     x, c = normal(n) * np.exp2(RNG.integers(-9, 9, n)).astype(np.float32), parse("sidco")
     assert_same(c.compress(x, context(n)), c.compress(x, context(n, host.module)), "chunks")
 

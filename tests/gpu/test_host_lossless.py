@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, PayloadError, Workspace, parse
-from ringlet.compressors.kernels.cuda import lossless
+from ringlet.compressors.kernels.cuda.dense import lossless
 
 RNG = np.random.default_rng(41)
 SPECS = ["lossless", "lossless(dtype='fp32')"]

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.contract import rehearse
-from ringlet.compressors.kernels.cuda import elementwise, lowrank
-from ringlet.compressors.kernels.cuda.lowrank import Rows
-from ringlet.compressors.lowrank import keep, orthonormal, poison_of
-from ringlet.compressors.products import product, product_and_lost
+from ringlet.compressors.base.exercise import rehearse
+from ringlet.compressors.kernels.cuda.common import elementwise
+from ringlet.compressors.kernels.cuda.lowrank import factors, products
+from ringlet.compressors.kernels.cuda.lowrank.factors import Rows
+from ringlet.compressors.lowrank.factors import keep, orthonormal, poison_of
+from ringlet.compressors.lowrank.products import product, product_and_lost
 
 # Sums of float32 in another order: the result differs by so much of its length.
 TOLERANCE = 1e-5
@@ -17,7 +18,7 @@ RNG = np.random.default_rng(23)
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(host):
-    host.prepare([elementwise.PROGRAM, lowrank.ORTHONORMAL, lowrank.PRODUCT])
+    host.prepare([elementwise.PROGRAM, factors.ORTHONORMAL, products.PRODUCT])
 
 
 def normal(*shape):
@@ -99,9 +100,9 @@ def test_many_matrices_share_a_launch(host):
     given = [normal(3, n) for n in lengths]
     made = [Rows(rows, np.zeros_like(rows), np.zeros(1, np.float32)) for rows in given]
     before, scratch = host.launches, lambda name, n, dtype: np.empty(n, dtype)
-    lowrank.orthonormal(host, made, 1e-9, scratch)
-    lowrank.inspect(host, made)
-    lowrank.keep(host, [Rows(m.out, m.rows, m.poison) for m in made])
+    factors.orthonormal(host, made, 1e-9, scratch)
+    factors.inspect(host, made)
+    factors.keep(host, [Rows(m.out, m.rows, m.poison) for m in made])
     assert host.launches == before + 3 * 2
     for rows, (kept, out, poison, _) in zip(given, made, strict=True):
         assert poison[0] == 0

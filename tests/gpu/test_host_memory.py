@@ -5,18 +5,26 @@ import pytest
 from steps import MODIFIED, steps
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import encoded
-from ringlet.compressors.energy import clip, shrinking
-from ringlet.compressors.kernels.cuda import elementwise, estimate, memory, randomk, select
-from ringlet.compressors.kernels.cuda.memory import Memory, bounds, run
+from ringlet.compressors.base.contract import encoded
+from ringlet.compressors.base.norms import clip, shrinking
+from ringlet.compressors.kernels.cuda.common import elementwise, norms
+from ringlet.compressors.kernels.cuda.common.norms import bounds
+from ringlet.compressors.kernels.cuda.common.operands import Operands
+from ringlet.compressors.kernels.cuda.modifiers import memory
+from ringlet.compressors.kernels.cuda.modifiers.memory import run
+from ringlet.compressors.kernels.cuda.sparsifiers import (
+    randomk,
+    threshold,
+    topk,
+)
 
 RNG = np.random.default_rng(31)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(host):
-    programs = [memory.program(name, kind) for kind in (0, 1, 2) for name in ("memory", "norm")]
-    programs += [m.program(0, feedback) for m in (estimate, select) for feedback in (0, 1)]
+    programs = [of.program(kind) for kind in (0, 1, 2) for of in (memory, norms)]
+    programs += [m.program(0, feedback) for m in (threshold, topk) for feedback in (0, 1)]
     for spec in "int8", "qsgd(bits=4)":
         codec = parse(spec).cuda()
         programs += [codec.program("encode", FEEDBACK=on) for on in (0, 1)]
@@ -62,7 +70,7 @@ def test_both_stages_of_a_reduction_remember(stage, host):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30, np.inf])
-@pytest.mark.parametrize("n", [1, 1000, 2 * memory.CHUNK + 77])
+@pytest.mark.parametrize("n", [1, 1000, 2 * norms.CHUNK + 77])
 def test_norms_and_what_they_clip(n, scale, host):
     x = values(n)
     x[0] = 1
@@ -82,14 +90,14 @@ def test_many_tensors_share_the_launches(host):
     tensors, expected = [], []
     for n in lengths:
         x, u, out = values(n), values(n), np.empty(n, np.float32)
-        tensors.append(Memory(x, kept=u, out=out))
+        tensors.append(Operands(x, kept=u, out=out))
         expected.append(np.float32(0.9) * u + x)
     before = host.launches
     run(host, "advance", tensors, momentum=0.9)
     assert host.launches == before + 2
     for tensor, want in zip(tensors, expected, strict=True):
         np.testing.assert_array_equal(tensor.out, want)
-    some = [Memory(t.x, bound=np.empty(1, np.float32)) for t in tensors if t.x.size]
+    some = [Operands(t.x, bound=np.empty(1, np.float32)) for t in tensors if t.x.size]
     bounds(host, "shrink", some, 1e-3, Workspace().array)
     assert host.launches == before + 2 + 2
     for tensor in some:
@@ -107,9 +115,9 @@ def test_gradients_of_half_precision_are_read_as_they_are(kind, host):
     kept, known, made = values(999), values(999), []
     for x in half, wide:
         ahead, apart, bound = (np.zeros(k, np.float32) for k in (999, 999, 1))
-        bounds(host, "limit", [Memory(x, bound=bound)], 1.0, Workspace().array)
-        run(host, "advance", [Memory(x, kept=kept, out=ahead, bound=bound)], momentum=0.5)
-        run(host, "differ", [Memory(x, kept=kept, other=known, out=apart)])
+        bounds(host, "limit", [Operands(x, bound=bound)], 1.0, Workspace().array)
+        run(host, "advance", [Operands(x, kept=kept, out=ahead, bound=bound)], momentum=0.5)
+        run(host, "differ", [Operands(x, kept=kept, other=known, out=apart)])
         made.append((ahead, apart, bound))
     for a, b in zip(*made, strict=True):
         assert a.tobytes() == b.tobytes()

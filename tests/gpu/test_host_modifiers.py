@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels.cuda import elementwise, hadamard, randomk
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.kernels.cuda.common import elementwise
+from ringlet.compressors.kernels.cuda.modifiers import hadamard
+from ringlet.compressors.kernels.cuda.sparsifiers import randomk
 
 RNG = np.random.default_rng(8)
 SPECS = [

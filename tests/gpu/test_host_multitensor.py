@@ -19,8 +19,8 @@ from many import (
 )
 
 from ringlet.compressors import FP16, Context, MinSize, Workspace, parse
-from ringlet.compressors.kernels.cuda.bucketed import INPUTS
-from ringlet.compressors.multitensor import Decoding, Encoding, Spaced, Sum
+from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced, Sum
+from ringlet.compressors.kernels.cuda.common.bucketed import INPUTS
 
 
 @pytest.fixture(scope="module")

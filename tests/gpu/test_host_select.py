@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels.cuda import select
-from ringlet.compressors.kernels.cuda.select import Selected, largest
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.kernels.cuda.sparsifiers import topk
+from ringlet.compressors.kernels.cuda.sparsifiers.topk import Selected, largest
 
 RNG = np.random.default_rng(5)
 SAMPLE = 4096  # entries that the kernel looks at first
@@ -14,7 +14,7 @@ SAMPLE = 4096  # entries that the kernel looks at first
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(host):
-    host.prepare([select.program(0, 0), select.program(0, 1)])
+    host.prepare([topk.program(0, 0), topk.program(0, 1)])
 
 
 def normal(n):

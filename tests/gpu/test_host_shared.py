@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.kernels.cuda import shared
+from ringlet.compressors.kernels.cuda.quantizers import shared_int
 
 RNG = np.random.default_rng(4)
 SPECS = ["shared_int", "shared_int(bits=16, bucket=100, stochastic=True)", "terngrad_shared"]
@@ -13,7 +13,7 @@ SPECS = ["shared_int", "shared_int(bits=16, bucket=100, stochastic=True)", "tern
 @pytest.fixture(scope="module", autouse=True)
 def compiled(host):
     options = [parse(spec) for spec in SPECS]
-    host.prepare([shared.program(c.bits, c.bucket, c.stochastic) for c in options])
+    host.prepare([shared_int.program(c.bits, c.bucket, c.stochastic) for c in options])
 
 
 def values(n):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.contract import empty_payload
-from ringlet.compressors.kernels.cuda.bucketed import Output, Target
+from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.kernels.cuda.common.bucketed import Output, Target
 
 RNG = np.random.default_rng(11)
 SPECS = ["fp16", "int8", "int4(stochastic=True)", "onebit", "minmax", "fp8"]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ringlet.compressors import registry
+from ringlet.compressors.specs import registry
 from ringlet.compressors.testing import check_compressor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "numba_compressor.py"

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from remote import Remote, Waits, module
 
-from ringlet.compressors import Context, Workspace, parse, registry
-from ringlet.compressors.contract import encoded, rehearse
-from ringlet.compressors.kernels.cuda import device as devices
-from ringlet.compressors.multitensor import exercise_many
+from ringlet.compressors import Context, Workspace, parse
+from ringlet.compressors.base.contract import encoded
+from ringlet.compressors.base.exercise import exercise_many, rehearse
+from ringlet.compressors.kernels.cuda.runtime import device as devices
+from ringlet.compressors.specs import registry
 
 SPECS = [
     "none", "fp16", "bf16", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "int8",

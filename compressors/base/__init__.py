@@ -1,0 +1,1 @@
+"""The base classes of compressors: the contract, chains, modifiers, bucketed codecs, feedback."""

@@ -1,0 +1,54 @@
+"""Running everything that a compressor does once, so that its kernels are compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+
+from ringlet.compressors.base.contract import Compressor, encoded
+from ringlet.compressors.core.context import Context
+from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
+from ringlet.compressors.core.traits import Exchange, Payload
+
+
+def exercise(compressor: Compressor, ctx: Context) -> None:
+    """Run every method once on a few values: what ``warm_up`` does where kernels compile."""
+    x, out = ctx.xp.ones(64, "float32"), ctx.xp.zeros(64, "float32")
+    ctx = Context(shape=(64,), numel=64, xp=ctx.xp, workspace=ctx.workspace)
+    if compressor.traits().combine == "rounds":
+        rehearse(compressor.exchange(x, out, ctx))
+        return
+    payload = encoded(compressor, x, ctx)
+    compressor.decompress(payload, out, ctx)
+    compressor.accumulate(payload, out, ctx)
+    compressor.finish(out, ctx)
+    exercise_many(compressor, payload, ctx)
+    if compressor.traits().stateful:
+        return
+    if compressor.traits().fixed_size:
+        compressor.feedback_into(x, out, 1.0, payload, ctx)
+    else:
+        compressor.compress_feedback(x, out, 1.0, ctx)
+
+
+def rehearse(rounds: Exchange) -> None:
+    """Run an exchange of one rank, which receives what it sends."""
+    asked = next(rounds)
+    with suppress(StopIteration):
+        while True:
+            asked = rounds.send(asked.values)
+
+
+def exercise_many(compressor: Compressor, payload: Payload, ctx: Context) -> None:
+    """Run multi-tensor kernels, if there are any, in every way once: on 64 values."""
+    kernels, traits = compressor.multi_tensor(ctx), compressor.traits()
+    if kernels is None:
+        return
+    for dtype in ("float32", "float16", "uint16"):
+        x, out = ctx.xp.ones(64, dtype), ctx.xp.zeros(64, dtype)
+        kernels.encode([Encoding(x, 64, payload, ctx)])
+        kernels.decode([Decoding(out, payload, ctx)])
+    if traits.combine == "gather" and traits.granularity is not None:
+        again = {name: ctx.xp.empty_like(array) for name, array in payload.items()}
+        owner = dataclasses.replace(ctx, stage=2)
+        kernels.encode([Encoding(None, 64, again, owner, payload)], Spaced(1, 0))

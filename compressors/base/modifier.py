@@ -1,0 +1,136 @@
+"""Modifiers: compressors that change how the compressor to their left works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringlet.compressors.base.contract import Compressor, Exchange, Part, Payload, Traits
+from ringlet.compressors.base.exercise import exercise
+from ringlet.compressors.core.context import Array, Context, State
+from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.core.options import wrapped
+
+
+class Modifier(Compressor):
+    """Base of modifiers: wraps the compressor in ``inner`` and passes everything on to it.
+
+    ``Int8() | ErrorFeedback()`` is ``ErrorFeedback(inner=Int8())``.
+    """
+
+    inner: Compressor | None = wrapped()
+
+    @property
+    def wrapped_compressor(self) -> Compressor:
+        """The compressor to the left; CompressorError when there is none."""
+        if self.inner is None:
+            raise CompressorError(
+                f"{self.label()!r} modifies the compressor to its left, and there is none; "
+                f"write for example 'int8 | {self.label()}'"
+            )
+        return self.inner
+
+    def is_bound(self) -> bool:
+        """Whether there is a compressor to the left, all the way down."""
+        return self.inner is not None and self.inner.is_bound()
+
+    def behind(self, first: Compressor) -> Compressor:
+        """Return ``first | self``: wrap ``first``, below whatever is wrapped already."""
+        inner = first if self.inner is None else first | self.inner
+        return self.replace(inner=inner)
+
+    def traits(self) -> Traits:
+        """Return the wrapped compressor's traits."""
+        return self.wrapped_compressor.traits()
+
+    def layout(self, n: int) -> tuple[Part, ...]:
+        """Return the wrapped compressor's layout."""
+        return self.wrapped_compressor.layout(n)
+
+    def chained_part(self) -> str | None:
+        """Return the wrapped compressor's part."""
+        return self.wrapped_compressor.chained_part()
+
+    def chained_count(self, payload: Payload, n: int) -> int:
+        """Return the wrapped compressor's count."""
+        return self.wrapped_compressor.chained_count(payload, n)
+
+    def divergence(self) -> str | None:
+        """Return the wrapped compressor's reason."""
+        return self.wrapped_compressor.divergence()
+
+    def refuse_second_memory(self) -> None:
+        """Raise CompressorError where a memory of payloads is not the only one, or diverges."""
+        traits = self.wrapped_compressor.traits()
+        if traits.combine == "rounds":
+            raise CompressorError(
+                f"{self.inner} exchanges in rounds; {self.label()} needs a payload to decode. "
+                "Use 'ef'"
+            )
+        if traits.stateful:
+            raise CompressorError(
+                f"{self.inner} remembers what it lost; {self.label()} takes its place"
+            )
+        self.refuse_divergence()
+
+    def refuse_divergence(self) -> None:
+        """Raise CompressorError if a memory of what was lost would grow without bound."""
+        inner = self.wrapped_compressor
+        for now in (inner, inner.at(0)):  # a schedule may begin with harder compression
+            reason = now.divergence()
+            if reason is not None:
+                raise CompressorError(f"{self.label()} behind {now} would diverge: {reason}")
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Compress with the wrapped compressor."""
+        return self.wrapped_compressor.compress(x, ctx)
+
+    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Encode with the wrapped compressor."""
+        self.wrapped_compressor.encode_into(x, payload, ctx)
+
+    def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Decode with the wrapped compressor."""
+        self.wrapped_compressor.decompress(payload, out, ctx)
+
+    def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Accumulate with the wrapped compressor."""
+        self.wrapped_compressor.accumulate(payload, out, ctx)
+
+    def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
+        """Sum with the wrapped compressor."""
+        self.wrapped_compressor.sum_into(payloads, out, ctx)
+
+    def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
+        """Exchange as the wrapped compressor does."""
+        yield from self.wrapped_compressor.exchange(x, out, ctx, local)
+
+    def finish(self, out: Array, ctx: Context) -> None:
+        """Finish as the wrapped compressor does."""
+        self.wrapped_compressor.finish(out, ctx)
+
+    def consolidate(self, states: Sequence[State]) -> State:
+        """Consolidate as the wrapped compressor does, and what is remembered here."""
+        return super().consolidate(states) | self.wrapped_compressor.consolidate(states)
+
+    def units_size(self, name: str, n: int) -> int:
+        """Return the wrapped compressor's, of what that one remembers."""
+        inner = self.wrapped_compressor
+        return inner.units_size(name, n) if name in inner.traits().gradient_units else n
+
+    def at(self, step: int) -> Compressor:
+        """Wrap what the wrapped compressor's schedule says."""
+        now = self.wrapped_compressor.at(step)
+        return self if now is self.inner else self.replace(inner=now)
+
+    def warm_up(self, ctx: Context) -> None:
+        """Warm the wrapped compressor up, and what is done to it."""
+        self.wrapped_compressor.warm_up(ctx)
+        exercise(self, ctx)
+
+    def __str__(self) -> str:
+        own = super().__str__()
+        return own if self.inner is None else f"{self.inner} | {own}"
+
+    def __repr__(self) -> str:
+        own = super().__repr__()
+        return own if self.inner is None else f"{self.inner!r} | {own}"

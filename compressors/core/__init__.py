@@ -1,0 +1,1 @@
+"""What compressors and kernels stand on: errors, options, contexts, traits, payloads, checks."""

@@ -1,0 +1,55 @@
+"""Counter-based random numbers: a function of a key and an element's index, nothing else.
+
+Widynski, "Squares: a fast counter-based RNG", arXiv:2004.06278. The same numbers come out of array
+code, of CPU kernels and of GPU kernels, for any number of threads and any way of cutting a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def uniform(xp: Any, key: int, start: int, n: int) -> Array:
+    """Return n float32 in [0, 1), for the counters start .. start + n - 1."""
+    drawn: Array = (squares(xp, key, start, n) >> 8).astype("float32") * xp.float32(2.0**-24)
+    return drawn
+
+
+class DeviceGenerator:
+    """A NumPy generator whose arrays are arrays of ``xp``: drawn on the host, then copied."""
+
+    def __init__(self, generator: np.random.Generator, xp: Any) -> None:
+        self._generator, self._xp = generator, xp
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._generator, name)
+        if not callable(found):
+            return found
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            drawn = found(*args, **kwargs)
+            return self._xp.asarray(drawn) if isinstance(drawn, np.ndarray) else drawn
+
+        return draw
+
+
+def squares(xp: Any, key: int, start: int, n: int) -> Array:
+    """Return 32 random bits (uint32) for each of the counters start .. start + n - 1."""
+    with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
+        x = xp.arange(start, start + n, dtype="uint64") * xp.uint64(key)
+        y, z = x.copy(), x + xp.uint64(key)
+        x = _turn(xp, x * x + y)
+        x = _turn(xp, x * x + z)
+        x = _turn(xp, x * x + y)
+        drawn: Array = ((x * x + z) >> xp.uint64(32)).astype("uint32")
+    return drawn
+
+
+def _turn(xp: Any, x: Array) -> Array:
+    turned: Array = (x >> xp.uint64(32)) | (x << xp.uint64(32))
+    return turned

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, compiled by Numba: they release the GIL and are cached on disk."""

@@ -1,0 +1,1 @@
+"""What CPU kernels of several rooms share: vectors, packing, random numbers, residuals."""

@@ -1,0 +1,1 @@
+"""CPU kernels of casts and of lossless coding."""

@@ -1,0 +1,1 @@
+"""CPU kernels of low-rank factors and their products."""

@@ -1,0 +1,1 @@
+"""CPU kernels of modifiers and of what they remember."""

@@ -1,0 +1,43 @@
+"""Updates of what EF21 and momentum correction remember, one pass each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit, types
+
+from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite
+
+
+@njit(nogil=True, cache=True)
+def commit(received: Any, sent: Any, worker: Any, server: Any) -> None:
+    """EF21: add what was received to ``server``, what was sent to ``worker``; return the server's.
+
+    Where the sum is not finite it is returned, and nothing is remembered.
+    """
+    for i in range(received.size):
+        total, own = server[i] + received[i], worker[i] + sent[i]
+        ok = is_finite(total) and is_finite(own)
+        worker[i] = own if ok else worker[i]
+        server[i] = total if is_finite(total) else server[i]
+        received[i] = total
+
+
+@njit(nogil=True, cache=True)
+def advance(x: Any, scale: Any, momentum: Any, velocity: Any, out: Any) -> None:
+    """Momentum: fill ``out`` with momentum * velocity + scale * x."""
+    for i in range(x.size):
+        out[i] = momentum * velocity[i] + scale * x[i]
+
+
+@njit(nogil=True, cache=True)
+def settle(advanced: Any, sent: Any, masking: bool, velocity: Any) -> None:
+    """Momentum: keep what ``advance`` gave, but zero where something was sent, if ``masking``.
+
+    Where either is not finite the old value stays.
+    """
+    for i in range(sent.size):
+        ok = is_finite(advanced[i]) and is_finite(sent[i])
+        masked = masking and (f32_bits(sent[i]) & types.uint32(0x7FFFFFFF)) != types.uint32(0)
+        value = types.float32(0) if masked else advanced[i]
+        velocity[i] = value if ok else velocity[i]

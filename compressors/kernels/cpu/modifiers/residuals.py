@@ -1,0 +1,85 @@
+"""Residuals that are kept in 16 or 8 bits; none decodes to what is not finite."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from numba import njit, types
+
+from ringlet.compressors.kernels.cpu.common.intrinsics import (
+    bf16_to_f32,
+    bits_f32,
+    f32_bits,
+    f32_to_bf16,
+)
+from ringlet.compressors.kernels.cpu.quantizers.quantize import TINY
+
+BLOCK = 128
+HIGHEST16 = 0x7F7F  # the largest finite bfloat16
+HIGHEST_SCALE = 0x7BFF  # the largest bfloat16 that is finite 128 times
+_MAGIC = 12582912.0  # adding 1.5 * 2**23 leaves a small float rounded to nearest even
+
+
+@njit(nogil=True, cache=True)
+def narrow16(x: Any, out: Any) -> None:
+    """Round float32 to bfloat16 bits (uint16), at most to the largest finite one."""
+    for i in range(x.size):
+        bits = types.uint32(f32_to_bf16(x[i]))
+        most = min(bits & types.uint32(0x7FFF), types.uint32(HIGHEST16))
+        out[i] = types.uint16(most | (bits & types.uint32(0x8000)))
+
+
+@cache
+def widen16(add: bool) -> Any:
+    """Return the kernel ``widen(bits, out)``; ``add`` accumulates."""
+
+    @njit(nogil=True, cache=True)
+    def widen(bits: Any, out: Any) -> None:
+        for i in range(bits.size):
+            value = bf16_to_f32(bits[i])
+            out[i] = out[i] + value if add else value
+
+    return widen
+
+
+@njit(nogil=True, cache=True)
+def narrow8(x: Any, codes: Any, scales: Any) -> None:
+    """Round float32 to multiples (uint8, two's complement) of a bfloat16 scale per 128 values."""
+    for b in range(scales.size):
+        values, target = x[b * BLOCK : (b + 1) * BLOCK], codes[b * BLOCK : (b + 1) * BLOCK]
+        top = types.uint32(0)
+        for i in range(values.size):
+            top = max(top, f32_bits(values[i]) & types.uint32(0x7FFFFFFF))
+        extent = bits_f32(top)
+        if extent < types.float32(TINY):
+            scales[b] = types.uint16(0)
+            target[:] = types.uint8(0)
+            continue
+        raised = (f32_bits(extent / types.float32(127)) + types.uint32(0xFFFF)) >> types.uint32(16)
+        scales[b] = types.uint16(min(raised, types.uint32(HIGHEST_SCALE)))
+        inverse = types.float32(1) / bf16_to_f32(scales[b])
+        for i in range(values.size):
+            rounded = (values[i] * inverse + types.float32(_MAGIC)) - types.float32(_MAGIC)
+            # 128, which the highest scale alone can ask for, has no code.
+            target[i] = types.uint8(
+                types.int32(min(max(rounded, types.float32(-127)), types.float32(127)))
+            )
+
+    return
+
+
+@cache
+def widen8(add: bool) -> Any:
+    """Return the kernel ``widen(codes, scales, out)``; ``add`` accumulates."""
+
+    @njit(nogil=True, cache=True)
+    def widen(codes: Any, scales: Any, out: Any) -> None:
+        for b in range(scales.size):
+            source, target = codes[b * BLOCK : (b + 1) * BLOCK], out[b * BLOCK : (b + 1) * BLOCK]
+            scale = bf16_to_f32(scales[b])
+            for i in range(target.size):
+                value = types.float32(types.int8(source[i])) * scale
+                target[i] = target[i] + value if add else value
+
+    return widen

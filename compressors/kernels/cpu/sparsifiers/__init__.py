@@ -1,0 +1,1 @@
+"""CPU kernels that select entries."""

@@ -1,0 +1,41 @@
+"""Selection by a threshold.
+
+Magnitudes are compared as the bits of a float32 without its sign, which order like them; NaN
+counts as largest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit, types
+
+from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits
+from ringlet.compressors.kernels.cpu.common.vectors import WIDTH, lowest, reaching
+
+
+@njit(inline="always")
+def _magnitude(value: Any) -> Any:
+    return types.int32(f32_bits(value) & types.uint32(0x7FFFFFFF))
+
+
+@njit(nogil=True, cache=True)
+def collect(x: Any, threshold: Any, first: Any, indices: Any) -> int:
+    """List ``first + i`` in ``indices`` (uint32) where |x[i]| has bits of at least ``threshold``.
+
+    Returns how many there are. ``indices`` has room for all of x.
+    """
+    count = 0
+    floor = types.int32(threshold)
+    full = x.size // WIDTH * WIDTH
+    for at in range(0, full, WIDTH):
+        mask = reaching(x, at, floor)
+        while mask:
+            indices[count] = first + at + lowest(mask)
+            count += 1
+            mask &= mask - types.uint32(1)
+    for i in range(full, x.size):
+        if _magnitude(x[i]) >= floor:
+            indices[count] = first + i
+            count += 1
+    return count

@@ -1,0 +1,1 @@
+"""CUDA kernels of low-rank factors and their products."""

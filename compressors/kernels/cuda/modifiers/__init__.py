@@ -1,0 +1,1 @@
+"""CUDA kernels of modifiers and of what they remember."""

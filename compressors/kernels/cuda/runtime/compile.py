@@ -1,0 +1,70 @@
+"""Compiling CUDA C++ with NVRTC, for one architecture, once: binaries are kept on disk.
+
+CuPy's own ``RawModule`` is of no use here: it flushes subnormal numbers to zero, which results
+equal to the CPU's do not allow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.kernels.cuda.runtime.source import OPTIONS, Program
+
+
+def binary(program: Program, capability: int, nvrtc: Any) -> bytes:
+    """Return ``program`` for GPUs of compute ``capability`` (90 for 9.0): machine code.
+
+    PTX where this NVRTC is older than the GPU. ``nvrtc`` is CuPy's module of that name. Raises
+    CompressorError with the compiler's log.
+    """
+    known = [arch for arch in nvrtc.getSupportedArchs() if arch <= capability]
+    if not known:
+        raise CompressorError(f"this NVRTC does not know GPUs of compute capability {capability}")
+    exact = known[-1] == capability
+    target = f"sm_{capability}" if exact else f"compute_{known[-1]}"
+    options = (*OPTIONS, f"--gpu-architecture={target}")
+    source = program.source()
+    said = (source, *options, str(nvrtc.getVersion()))
+    place = _folder() / hashlib.sha256("\0".join(said).encode()).hexdigest()
+    with contextlib.suppress(OSError):
+        return place.read_bytes()
+    made = _compiled(source, options, nvrtc, exact)
+    with contextlib.suppress(OSError):  # a cache that cannot be written is done without
+        _keep(place, made)
+    return made
+
+
+def _compiled(source: str, options: tuple[str, ...], nvrtc: Any, exact: bool) -> bytes:
+    handle = nvrtc.createProgram(source, "ringlet.cu", (), ())
+    try:
+        nvrtc.compileProgram(handle, options)
+        made = nvrtc.getCUBIN(handle) if exact else nvrtc.getPTX(handle)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(handle)
+        raise CompressorError(f"NVRTC refuses a kernel: {error}\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(handle)
+    return made.encode() if isinstance(made, str) else bytes(made)
+
+
+def _folder() -> Path:
+    named = os.environ.get("RINGLET_KERNEL_CACHE")
+    if named:
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "ringlet" / "kernels"
+
+
+def _keep(place: Path, made: bytes) -> None:
+    """Write as a whole or not at all: several ranks may compile at once."""
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=place.parent)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(made)
+    os.replace(name, place)

@@ -1,0 +1,1 @@
+"""CUDA kernels that select entries."""

@@ -1,0 +1,1 @@
+"""Compressors that send factors of a matrix of low rank."""

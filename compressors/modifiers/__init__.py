@@ -1,0 +1,1 @@
+"""What changes how the compressor to its left works: error feedback, momentum, rotations."""

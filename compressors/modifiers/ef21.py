@@ -1,0 +1,113 @@
+"""EF21: compress what changed since the last step.
+
+Richtarik, Sokolov and Fatkhullin, "EF21: a new, simpler, theoretically better, and practically
+faster error feedback", NeurIPS 2021; of both directions in Fatkhullin et al., "EF21 with bells &
+whistles", arXiv:2110.03294.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ringlet.compressors.base.contract import Payload, Traits
+from ringlet.compressors.base.modifier import Modifier
+from ringlet.compressors.core.context import Array, Context, State
+from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.core.remembered import remembered
+from ringlet.compressors.modifiers.memory import commit, difference_into
+from ringlet.compressors.specs.registry import register
+
+
+@register("ef21")
+class EF21(Modifier):
+    """Send C(x - g), and let g, which approximates x, follow by what was sent.
+
+    Every rank holds its own g ("worker") and the mean of all ("server"), which is the result: two
+    float32 per element. Gradients that stand still are approximated ever better; with a
+    contraction delta, ||g - x||^2 shrinks by 1 - delta per step. Takes the place of ``ef``. Where
+    anybody's sum is not finite, nobody's g changes.
+    """
+
+    paper: ClassVar[str] = "Richtarik, NeurIPS 2021"
+
+    def validate(self) -> None:
+        """Refuse what has no payload to decode again, sums that are rounded, a second memory."""
+        if not self.is_bound():
+            return
+        self.refuse_second_memory()
+        traits = self.wrapped_compressor.traits()
+        if traits.combine == "sum" and traits.delta != 1:
+            raise CompressorError(
+                f"sums of {self.inner} are rounded on the wire, which ef21 would add up for ever"
+            )
+
+    def traits(self) -> Traits:
+        """Return the wrapped traits; results depend on the steps before."""
+        inner = self.wrapped_compressor.traits()
+        return dataclasses.replace(
+            inner,
+            stateful=True,
+            gradient_units=("worker", "server", "sum", "known"),
+            omega=None,
+            delta=None,
+        )
+
+    def consolidate(self, states: Sequence[State]) -> State:
+        """Begin with the mean of all ranks' g, which is then the result's g as well.
+
+        That of a reduction in shards may lag behind: what it has still to send is not lost so.
+        """
+        found = super().consolidate(states)
+        if "worker" in found:
+            found["server"] = found["worker"].copy()
+        return found
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Compress the difference."""
+        inner, difference = self.wrapped_compressor, self._difference(x, ctx)
+        payload = inner.compress(difference, ctx)
+        self._sent(x, payload, ctx)
+        return payload
+
+    def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Encode the difference."""
+        self.wrapped_compressor.encode_into(self._difference(x, ctx), payload, ctx)
+        self._sent(x, payload, ctx)
+
+    def finish(self, out: Array, ctx: Context) -> None:
+        """Turn the mean of what was sent into the mean of all g, and let this rank's g follow."""
+        server = remembered("server", out.size, ctx)
+        for offset, (n, payload) in ctx.state.pop("sent", {}).items():
+            piece = slice(offset, offset + n)
+            sent = ctx.workspace.array("ef21", n)
+            at = dataclasses.replace(ctx, offset=offset)
+            self.wrapped_compressor.decompress(payload, sent, at)
+            commit(out[piece], sent, remembered("worker", n, at), server[piece], ctx)
+            for array in payload.values():
+                ctx.workspace.back(array)
+
+    def _difference(self, x: Array, ctx: Context) -> Array:
+        """Return x - g; the second stage of a reduction compresses a sum of what was sent."""
+        difference = ctx.workspace.array("ef21", x.size)
+        if ctx.stage == 1:
+            difference_into(x, None, remembered("worker", x.size, ctx), difference, ctx)
+        else:
+            total, known = (remembered(name, x.size, ctx) for name in ("sum", "known"))
+            difference_into(x, total, known, difference, ctx)
+        return difference
+
+    def _sent(self, x: Array, payload: Payload, ctx: Context) -> None:
+        """Remember what was sent: until ``finish``, or for good where the ranks know the same."""
+        if ctx.stage == 1:
+            copies = {}
+            for name, array in payload.items():
+                copies[name] = ctx.workspace.lend(array.size, array.dtype)
+                copies[name][...] = array
+            ctx.state.setdefault("sent", {})[ctx.offset] = (x.size, copies)
+            return
+        sent = ctx.workspace.array("ef21", x.size)
+        self.wrapped_compressor.decompress(payload, sent, ctx)
+        total, known = (remembered(name, x.size, ctx) for name in ("sum", "known"))
+        commit(sent, x, total, known, ctx)

@@ -1,0 +1,1 @@
+"""Compressors that send every value in few bits."""

@@ -1,0 +1,160 @@
+"""One bit per entry: signs with a scale, and signs put to the vote.
+
+Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Bernstein et al., "signSGD:
+compressed optimisation for non-convex problems", ICML 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ringlet.compressors.base.bucketed import NAN_BITS, Kernel, Packed, lane_sums, rounded
+from ringlet.compressors.base.contract import Payload, Traits
+from ringlet.compressors.base.feedback import on_device
+from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.errors import OptionError
+from ringlet.compressors.core.options import fixed, option
+from ringlet.compressors.core.packing import pack_bits, unpack_bits
+from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.specs.registry import register
+
+if TYPE_CHECKING:
+    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+
+
+class Signs(Packed):
+    """Base of the one-bit compressors: a bit per entry, set where it is negative.
+
+    A bucket with a NaN or Inf decodes to NaN, so that overflow stays visible.
+    """
+
+    bits: int = fixed(1)
+    bucket: int = option(1024, ge=32, le=65536, doc="elements that share a scale, a multiple of 8")
+
+    def magnitudes(self, rows: Array, counts: Array, xp: Any) -> Array:
+        """Return each row's scale (float32), NaN or Inf where it has one."""
+        raise TypeError(f"{type(self).__name__} has no scale")
+
+    def compress(self, x: Array, ctx: Context) -> Payload:
+        """Take signs; zero counts as positive."""
+        xp = ctx.xp
+        rows, counts = self.rows(x, xp), self.counts(x.size, xp)
+        with np.errstate(all="ignore"):
+            scale = self.magnitudes(rows, counts, xp)
+        finite = xp.isfinite(scale)
+        codes = ((rows < 0) & finite[:, None]).astype("uint8").reshape(-1)[: x.size]
+        return {
+            "codes": pack_bits(xp, codes, 1),
+            "scales": xp.where(finite, rounded(scale, xp), NAN_BITS).astype("uint16"),
+        }
+
+    def decode_array(self, payload: Payload, out: Array, ctx: Context) -> None:
+        """Put the signs to the scales."""
+        xp, n = ctx.xp, out.size
+        negative = unpack_bits(xp, payload["codes"], 1, n)
+        scale = self.spread(payload["scales"], n)
+        out[...] = xp.where(negative, -scale, scale)
+
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
+        """The kernel of both."""
+        from ringlet.compressors.kernels.cpu.quantizers import onebit
+
+        return self.decoding(onebit.decoder(add))
+
+
+@register("onebit")
+class OneBit(Signs):
+    """Send signs, and the mean magnitude of each bucket, which is the best scale for signs.
+
+    Seide et al., Interspeech 2014, with one mean instead of two. Loses much in a single step: use
+    it with error feedback, ``onebit | ef``. 32.5 times smaller than float32. The scale is a
+    bfloat16: the error depends on it only to second order, so 2**-8 costs a share of 2**-16.
+    """
+
+    paper: ClassVar[str] = "Seide, Interspeech 2014"
+
+    def traits(self) -> Traits:
+        """Cut at buckets; contracts by ||x||_1^2 / (d ||x||_2^2), which is at least 1 / d."""
+        return Traits(fixed_size=True, granularity=self.bucket, delta=(1 - 2.0**-12) / self.bucket)
+
+    def cuda(self) -> Codec:
+        """The kernels that find the mean."""
+        return self.cuda_codec("quantizers/onebit", GIVEN=0, PARAMETER=0.0)
+
+    def magnitudes(self, rows: Array, counts: Array, xp: Any) -> Array:
+        """Return each row's mean magnitude."""
+        mean: Array = (lane_sums(xp.abs(rows).astype("float64"), xp) / counts).astype("float32")
+        return mean
+
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+        """The kernel that finds the mean."""
+        from ringlet.compressors.kernels.cpu.quantizers import onebit
+
+        return self.encoding(onebit.encoder(given=False, feedback=feedback))
+
+
+@register("signsgd")
+class SignSGD(Signs):
+    """Send signs and take a majority vote: the result is +scale or -scale, and no mean.
+
+    Bernstein et al., ICML 2018. Votes are cast with the sign bit of x, zero counting as positive;
+    a tie, possible for an even number of ranks, is positive. Magnitudes are lost, so the learning
+    rate has to be chosen for steps of +-scale, and a loss scale must not divide them afterwards.
+    Error feedback cannot stand behind it, for votes do not grow with what is held back. For a mean
+    use ``onebit | ef``.
+    """
+
+    paper: ClassVar[str] = "Bernstein, ICML 2018"
+    scale: float = option(1.0, gt=0, doc="magnitude of the result, a power of two")
+
+    def validate(self) -> None:
+        """Votes are powers of two, so that they add up exactly and a tie is exactly zero."""
+        super().validate()
+        if math.frexp(self.scale)[0] != 0.5 or not 2.0**-100 <= self.scale <= 2.0**100:
+            raise OptionError(
+                f"signsgd: scale must be a power of two within 2**-100 and 2**100, "
+                f"got {self.scale!r}"
+            )
+
+    def traits(self) -> Traits:
+        """Cut at buckets; magnitudes are lost."""
+        return Traits(fixed_size=True, granularity=self.bucket, scales=False)
+
+    def divergence(self) -> str | None:
+        """A vote is of one size, however much is held back."""
+        return (
+            f"a vote is +-{self.scale:g} however large a gradient is, so that residuals of larger "
+            "ones grow without bound; use 'onebit' instead of 'signsgd'"
+        )
+
+    def cuda(self) -> Codec:
+        """The kernels that use a given scale."""
+        return self.cuda_codec("quantizers/onebit", GIVEN=1, PARAMETER=float(self.scale))
+
+    def magnitudes(self, rows: Array, counts: Array, xp: Any) -> Array:
+        """Return the scale that is given, where a row is finite."""
+        top = xp.abs(rows).max(axis=1)
+        given: Array = xp.where(xp.isfinite(top), np.float32(self.scale), top)
+        return given
+
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+        """The kernel that uses a given scale."""
+        from ringlet.compressors.kernels.cpu.quantizers import onebit
+
+        return self.encoding(onebit.encoder(given=True, feedback=feedback), self.scale)
+
+    def finish(self, out: Array, ctx: Context) -> None:
+        """Replace the sum or mean of the votes by its sign; NaN stays NaN."""
+        scale = np.float32(self.scale)
+        if on_device("vote", ctx, out, self.scale):
+            return
+        if ctx.xp is not np:
+            voted = ctx.xp.where(out >= 0, scale, -scale)
+            out[...] = ctx.xp.where(ctx.xp.isnan(out), out, voted)
+            return
+        from ringlet.compressors.kernels.cpu.quantizers import onebit
+
+        run_ranges(out.size, 1, lambda start, stop: onebit.vote(out[start:stop], scale))

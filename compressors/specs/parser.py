@@ -1,0 +1,145 @@
+"""Spec strings: ``"topk(ratio=0.01) | int8 | ef"`` as a safe subset of Python expressions.
+
+Names, calls with literal arguments, and ``|``. Nothing is evaluated. ``MODULE:NAME`` in place of a
+name is a class that nobody registered: that module is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import threading
+from typing import Any
+
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.core.errors import CompressorError, OptionError, SpecError
+from ringlet.compressors.specs.diagnosis import HELP, diagnose, named_file
+from ringlet.compressors.specs.registry import lookup, revision
+
+_parsing = threading.Lock()  # CPython 3.11 counts the parser's depth wrongly across threads
+_SPACES = str.maketrans("\r\n\t\f", "    ")  # a spec may go over several lines
+_PLACE = re.compile(r"""'[^']*'|"[^"]*"|([^\W\d]\w*(?:\.\w+)*:[^\W\d]\w*(?:\.\w+)*)""")
+# Letters that stand for the signs of MODULE:NAME while Python reads it as one name.
+_AS_NAME = str.maketrans(".:", "\ua78f\u02d0")
+_AS_PLACE = str.maketrans("\ua78f\u02d0", ".:")
+
+
+def parse(spec: str | Compressor) -> Compressor:
+    """Return the compressor that ``spec`` describes; a compressor is returned as it is.
+
+    ``parse(str(c)) == c``, with ``MODULE:NAME`` for classes that nobody registered. Raises
+    SpecError (with a caret at the place), UnknownCompressor or OptionError.
+    """
+    if isinstance(spec, Compressor):
+        return spec
+    if not isinstance(spec, str):
+        raise SpecError(f"a compressor spec is a string, not {type(spec).__name__}: {spec!r}")
+    written = spec.translate(_SPACES).strip()
+    text = _PLACE.sub(_one_name, written)
+    if not text:
+        raise SpecError("an empty compressor spec; write 'none' for no compression")
+    if (found := named_file(written)) is not None:
+        raise _at(text, *found)
+    try:
+        with _parsing:
+            tree = ast.parse(text, mode="eval")
+    except SyntaxError as error:
+        raise _at(text, *diagnose(text, (error.offset or 1) - 1)) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SpecError(f"unreadable compressor spec: {error}") from None
+    return _build(tree.body, text)
+
+
+def resolve(spec: str | Compressor | None) -> Compressor:
+    """Return a compressor that can compress: like ``parse``, but refuse a lone modifier.
+
+    One text gives one compressor until another class is registered, but for ``MODULE:NAME``.
+    """
+    if spec is None:
+        spec = "none"
+    if type(spec) is str and ":" not in spec:
+        return _resolved(spec, revision())
+    return _bound(parse(spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolved(text: str, revision: int) -> Compressor:
+    return _bound(parse(text))
+
+
+def _bound(compressor: Compressor) -> Compressor:
+    if not compressor.is_bound():
+        name = compressor.label()
+        raise SpecError(
+            f"{name!r} modifies the compressor to its left, and there is none; "
+            f"write for example 'int8 | {name}'"
+        )
+    return compressor
+
+
+def _one_name(match: re.Match[str]) -> str:
+    return match[0].translate(_AS_NAME) if match[1] else match[0]
+
+
+def _build(node: ast.expr, text: str) -> Compressor:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        left, right = _build(node.left, text), _build(node.right, text)
+        try:
+            return left | right
+        except SpecError:
+            raise
+        except CompressorError as error:
+            raise _at(text, _column(node.right, text), str(error)) from None
+    if isinstance(node, ast.Name):
+        return _make(node, [], {}, text)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        arguments = [_literal(argument, text) for argument in node.args]
+        options: dict[str, Any] = {}
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                raise _at(text, _column(keyword.value, text), "** is not possible here")
+            if keyword.arg in options:
+                raise _at(text, _column(keyword, text), f"{keyword.arg!r} is given twice")
+            options[keyword.arg] = _literal(keyword.value, text)
+        return _make(node.func, arguments, options, text)
+    if isinstance(node, (ast.BinOp, ast.Tuple)):
+        first = node.left if isinstance(node, ast.BinOp) else node.elts[0]
+        end = len(text.encode()[: first.end_col_offset].decode()) if first.end_col_offset else 0
+        end += len(text[end:]) - len(text[end:].lstrip(" )"))
+        raise _at(text, end, f"compressors are joined by '|', not by {text[end : end + 1]!r}")
+    raise _at(text, _column(node, text), HELP)
+
+
+def _make(name: ast.Name, args: list[Any], options: dict[str, Any], text: str) -> Compressor:
+    try:
+        cls = lookup(name.id.translate(_AS_PLACE))
+    except CompressorError as error:
+        raise type(error)(_pointed(text, _column(name, text), str(error))) from error
+    try:
+        return cls(*args, **options)
+    except OptionError as error:
+        raise OptionError(_pointed(text, _column(name, text), str(error))) from None
+
+
+def _literal(node: ast.expr, text: str) -> Any:
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        reason = "an option's value is a number, a string, True, False or None"
+        raise _at(text, _column(node, text), reason) from None
+    return value
+
+
+def _column(node: ast.expr | ast.keyword, text: str) -> int:
+    # ast counts bytes of UTF-8, a caret counts characters.
+    line = text.splitlines()[node.lineno - 1]
+    return len(line.encode()[: node.col_offset].decode(errors="replace"))
+
+
+def _at(text: str, column: int, reason: str) -> SpecError:
+    return SpecError(_pointed(text, column, f"cannot read the compressor spec: {reason}"))
+
+
+def _pointed(text: str, column: int, message: str) -> str:
+    return f"{message}\n    {text}\n    {' ' * column}^".translate(_AS_PLACE)

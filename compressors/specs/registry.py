@@ -1,0 +1,141 @@
+"""The registry: compressors by name, built in, registered at run time, or from other packages.
+
+Other packages announce a compressor in the entry-point group ``ringlet.compressors``; it is
+imported when its name is first used. A class that nobody announced is found by ``MODULE:NAME``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib import metadata
+from typing import TypeGuard, TypeVar
+
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.core.errors import CompressorError, UnknownCompressor, did_you_mean
+
+GROUP = "ringlet.compressors"
+
+C = TypeVar("C", bound=Compressor)
+
+_registered: dict[str, type[Compressor]] = {}
+_revision = 0
+
+
+def register(name: str) -> Callable[[type[C]], type[C]]:
+    """Register the decorated compressor class as ``name`` for spec strings.
+
+    Raises CompressorError if the name is no identifier or belongs to another class. A class of
+    the same module and qualified name replaces its former self, as when a notebook cell runs again.
+    """
+    if not name.isidentifier() or name != name.lower():
+        raise CompressorError(f"a compressor's name is a lower-case identifier, not {name!r}")
+
+    def add(cls: type[C]) -> type[C]:
+        if not (isinstance(cls, type) and issubclass(cls, Compressor)):
+            raise CompressorError(f"@register({name!r}) wants a subclass of Compressor, got {cls}")
+        other = _registered.get(name)
+        if other is not None and _place(other) != _place(cls):
+            raise CompressorError(
+                f"compressor {name!r} is {_place(other)} already; {_place(cls)} needs another name"
+            )
+        cls.spec_name = name
+        _registered[name] = cls
+        global _revision
+        _revision += 1
+        return cls
+
+    return add
+
+
+def lookup(name: str) -> type[Compressor]:
+    """Return the class registered as ``name``, importing its plugin if need be.
+
+    ``MODULE:NAME`` is a class that need not be registered. Raises UnknownCompressor with the
+    closest known name, and CompressorError where a module does not import or has no such class.
+    """
+    if ":" in name:
+        return _imported(*name.split(":", 1))
+    if name in _registered:
+        return _registered[name]
+    found = [entry for entry in _plugins() if entry.name == name]
+    if len({entry.value for entry in found}) > 1:
+        who = " and ".join(f"{e.value} (from {_origin(e)})" for e in found)
+        raise CompressorError(f"compressor {name!r} is offered by several packages: {who}")
+    if found:
+        return _load(found[0])
+    known = names()
+    hint = did_you_mean(name, known) or "."
+    raise UnknownCompressor(
+        f"unknown compressor {name!r}{hint} Known: {', '.join(known)}; and MODULE:NAME is a class "
+        "that is not registered"
+    )
+
+
+def revision() -> int:
+    """Return a number that grows whenever a class is registered."""
+    return _revision
+
+
+def names() -> list[str]:
+    """Return every known name, plugins included, sorted."""
+    return sorted({*_registered, *(entry.name for entry in _plugins())})
+
+
+def built_in() -> dict[str, type[Compressor]]:
+    """Return Ringlet's own compressors by name, sorted."""
+    own = {name: cls for name, cls in _registered.items() if cls.__module__.startswith(f"{GROUP}.")}
+    return dict(sorted(own.items()))
+
+
+def _imported(module: str, name: str) -> type[Compressor]:
+    try:
+        found: object = importlib.import_module(module)
+    except Exception as error:
+        file = module.removesuffix(".py")
+        hint = "" if file == module else f"; a module, not a file: write {f'{file}:{name}'!r}"
+        raise CompressorError(
+            f"{module} does not import: {type(error).__name__}: {error}{hint}"
+        ) from error
+    for attribute in name.split("."):
+        within, found = found, getattr(found, attribute, None)
+        if found is None:
+            inside = getattr(within, "__dict__", {})
+            classes = [n for n, value in inside.items() if _is_compressor(value)]
+            hint = did_you_mean(attribute, classes)
+            raise CompressorError(f"{module} has no compressor {name!r}{hint}")
+    if not _is_compressor(found):
+        raise CompressorError(
+            f"{module} has no compressor {name!r}: that is {found!r}, not a class derived from "
+            "ringlet.compressors.Compressor"
+        )
+    return found
+
+
+def _is_compressor(value: object) -> TypeGuard[type[Compressor]]:
+    return isinstance(value, type) and issubclass(value, Compressor)
+
+
+def _load(entry: metadata.EntryPoint) -> type[Compressor]:
+    try:
+        cls = entry.load()
+    except Exception as error:
+        raise CompressorError(
+            f"compressor {entry.name!r} of package {_origin(entry)} does not import: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if entry.name not in _registered:  # the module may have used @register itself
+        register(entry.name)(cls)
+    return _registered[entry.name]
+
+
+def _plugins() -> metadata.EntryPoints:
+    return metadata.entry_points(group=GROUP)
+
+
+def _origin(entry: metadata.EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "unknown"
+
+
+def _place(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

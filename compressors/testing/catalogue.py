@@ -1,0 +1,38 @@
+"""All checks of the kit, in the order in which they are run."""
+
+from __future__ import annotations
+
+from ringlet.compressors.testing.checks import (
+    basics,
+    buffers,
+    claims,
+    declared,
+    isolation,
+    overrides,
+    ranks,
+    sizes,
+    stages,
+    state,
+    training,
+)
+from ringlet.compressors.testing.tools.check import Named
+
+
+def all_checks() -> list[Named]:
+    """Return every check of the kit, each behind those that it needs."""
+    modules = (
+        declared, basics, buffers, overrides, isolation, claims, sizes, stages, training, ranks,
+        state,
+    )  # fmt: skip
+    return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
+
+
+def _behind_needs(checks: list[Named]) -> list[Named]:
+    ordered: dict[str, Named] = {}
+    waiting = checks
+    while waiting:
+        ready = [c for c in waiting if all(n in ordered for n in c.needs)]
+        assert ready, f"needed in a circle, or missing: {waiting}"
+        ordered[ready[0].name] = ready[0]
+        waiting = [c for c in waiting if c is not ready[0]]
+    return list(ordered.values())

@@ -1,0 +1,1 @@
+"""The checks of the conformance kit, one kind a file."""

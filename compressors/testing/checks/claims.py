@@ -1,0 +1,320 @@
+"""Checks of declared traits: the engine believes them, so they have to be true."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.core.context import Array, State
+from ringlet.compressors.states import rescale
+from ringlet.compressors.testing.checks.basics import (
+    PURE,
+    by_payload,
+    check_fits_layout,
+    same,
+    same_payload,
+)
+from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiked, vectors
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+
+_DRAWS = 400
+_FEW = 40
+_SPIKED = 1024
+_SCALE = 64.0  # by which a loss scale changes
+
+
+def _adverse() -> Iterator[tuple[str, Array]]:
+    """Yield vectors on which claims that were measured on Gaussians break, and what they are."""
+    for period in (8, 64, 512, _SPIKED):
+        for below in (1, 2, 3, 4, 6, 8, 10, 13):
+            what = f"one spike of 1 in {period} values of 2^-{below}"
+            yield what, spiked(_SPIKED, period, below)
+    one = np.zeros(_SPIKED, np.float32)
+    one[_SPIKED // 2] = -3
+    yield "a single value", one
+
+
+@needs(*PURE)
+def check_points_the_same_way(compressor: Compressor) -> None:
+    """A step along the decoded gradient must go down: a decoder that reads bits or entries in
+    another order than they were written, or with another sign, goes anywhere.
+
+    Decode one element, and see where it comes out: is a set bit plus or minus on both sides, does
+    packbits count bits from the same end as unpackbits, do indices count from 0, and does the
+    largest code fit its integer type?
+    """
+    n = 20_000
+    for step, x in enumerate((gaussian(n, 1), heavy_tailed(n, 2), gaussian(n, 3))):
+        out = simulate(compressor, [x], step=step, shape=(100, 200))[0].astype(np.float64)
+        _check_direction(x, out)
+    for large in (1000, -1000):
+        for place in (0, 777, 2999):
+            x = gaussian(3000, 3)
+            x[place] = large
+            came = float(simulate(compressor, [x])[0][place])
+            assert came * large >= 0, (
+                f"{large} among small values comes out as {came:.4g}: the largest code does not "
+                "fit its integer type"
+            )
+
+
+def _check_direction(x: Array, out: Array) -> None:
+    sent = np.where(out != 0, x.astype(np.float64), 0)
+    lengths = float(np.linalg.norm(out) * np.linalg.norm(sent))
+    likeness = float((out * sent).sum()) / lengths if lengths else 1.0
+    # Of m values in any order the cosine is about 1 / sqrt(m).
+    chance = min(4 / np.sqrt(np.count_nonzero(out)), 0.9) if lengths else 0.0
+    assert likeness > -chance, (
+        f"what is decoded points away from what went in (their cosine is {likeness:.3f}): a sign "
+        "is turned round"
+    )
+    assert likeness > chance, (
+        f"what is decoded has nothing to do with what went in (their cosine is {likeness:.3f}): "
+        "elements, bits or indices are in another order"
+    )
+
+
+@needs("every_length")
+def check_fixed_size(compressor: Compressor) -> None:
+    """Buffers of fixed-size payloads are laid out before anything is compressed: an array of
+    another length or dtype would overwrite its neighbour's bytes.
+
+    Send what layout(n) says whatever the values are, or leave fixed_size away.
+    """
+    traits = compressor.traits()
+    if not traits.fixed_size or not by_payload(compressor):
+        return
+
+    def body(x: Array) -> None:
+        check_fits_layout(compressor, compressor.compress(x, context(x)), x.size)
+
+    for_all(vectors(), body)
+
+
+@needs(*PURE, "decoding_is_the_same_everywhere")
+def check_sums_on_the_wire(compressor: Compressor) -> None:
+    """combine="sum" lets the network add payloads: decoding must carry over to the sum.
+
+    What all ranks must have in common before sums mean anything, such as a scale or the places of
+    values, comes from ctx.rng(shared=True), or from a round before: combine="rounds", and
+    scale = yield Round(own, "max") in exchange(). What is not linear takes combine="gather".
+    """
+    if compressor.traits().combine != "sum":
+        return
+    for size in (2, 3, 5):
+        gradients = [gaussian(2000, seed) for seed in range(size)]
+        parts = [simulate(compressor, [x])[0].astype(np.float64) for x in gradients]
+        got, expected = simulate(compressor, gradients)[0], np.mean(parts, axis=0)
+        largest = max(float(np.abs(part).max()) for part in parts)
+        close = np.allclose(got, expected, rtol=0.02, atol=0.02 * largest)
+        assert close, f"decoding the sum of {size} payloads is not the sum of the decoded"
+
+
+@needs(*PURE, "points_the_same_way", "extreme_values")
+def check_unbiased(compressor: Compressor) -> None:
+    """omega promises E C(x) = x and E||C(x) - x||^2 <= omega ||x||^2: convergence proofs, and the
+    choice of a learning rate, rest on both.
+
+    Declare the omega of the worst x, not of a usual one; most often that is a spike among small
+    values. Round at random without bias: floor(x / step + ctx.uniform(n)), with numbers that
+    ctx.step changes, and floor rather than a cast, which rounds towards zero. If it holds for
+    values of one size alone, there is an epsilon or a fixed step in the scale: leave it away.
+    """
+    omega = compressor.traits().omega
+    if omega is None or not by_payload(compressor):
+        return
+    for what, x in _adverse():
+        energy = float(np.square(x, dtype=np.float64).sum())
+        lost = [float(np.square(_draw(compressor, x, s) - x).sum()) for s in range(_FEW)]
+        share, luck = float(np.mean(lost)) / energy, 4 * float(np.std(lost)) / energy / _FEW**0.5
+        assert share - luck <= omega * 1.02 + 1e-9, (
+            f"E||C(x) - x||^2 is {share:.4g} ||x||^2 of {what}, declared are {omega:.4g}"
+        )
+    ordinary = gaussian(1500, 7)
+    for what, x in (
+        ("of a Gaussian", ordinary),
+        ("of heavy tails", heavy_tailed(1500, 8)),
+        ("of equal values", np.ones(1500, np.float32)),
+        ("of values 2^-40 times as large", ordinary * np.float32(2.0**-40)),
+        ("of values 2^40 times as large", ordinary * np.float32(2.0**40)),
+    ):
+        energy = float(np.square(x, dtype=np.float64).sum())
+        total, spread = np.zeros(x.size), 0.0
+        for step in range(_DRAWS):
+            drawn = _draw(compressor, x, step)
+            total += drawn
+            spread += float(np.square(drawn - x).sum()) / _DRAWS
+        assert spread <= omega * energy * 1.1 + 1e-9 * energy, (
+            f"E||C(x) - x||^2 is {spread / energy:.4g} ||x||^2 {what}, declared are {omega:.4g}"
+        )
+        # The mean of T draws is off by spread / T in square, if there is no bias.
+        off = float(np.square(total / _DRAWS - x).sum())
+        assert off <= 4 * spread / _DRAWS + 1e-9 * energy, (
+            f"the mean of {_DRAWS} draws {what} is off by {np.sqrt(off / energy):.3g} ||x||, noise "
+            f"explains {np.sqrt(spread / _DRAWS / energy):.3g}: it is biased"
+        )
+
+
+@needs(*PURE, "points_the_same_way", "extreme_values")
+def check_contraction(compressor: Compressor) -> None:
+    """delta promises E||C(x) - x||^2 <= (1 - delta) ||x||^2: without it error feedback may
+    diverge.
+
+    Declare the delta of the worst x, not of a usual one: a sign keeps 2 / pi of a Gaussian's
+    energy, and 1 / n of a spike's. Leave it away if nothing holds for every x.
+    """
+    delta = compressor.traits().delta
+    if delta is None or not by_payload(compressor):
+        return
+    usual = gaussian(_SPIKED, 1)
+    at_random = not same(_draw(compressor, usual, 0), _draw(compressor, usual, 1))
+    for what, x in _adverse():
+        _check_lost(compressor, x, delta, at_random, f"||x||^2 of {what}")
+    for_all(
+        [x for x in vectors() if 1e-26 < float(np.square(x, dtype=np.float64).sum()) < 1e30],
+        lambda x: _check_lost(compressor, x, delta, at_random, "||x||^2"),
+    )
+
+
+def _check_lost(compressor: Compressor, x: Array, delta: float, at_random: bool, what: str) -> None:
+    squares = np.square(x, dtype=np.float64)
+    energy = float(squares.sum()) or 1.0
+
+    draws = [_draw(compressor, x, step) for step in range(_FEW if at_random else 1)]
+    lost = [float(np.square(draw - x).sum()) / energy for draw in draws]
+    mean, error = float(np.mean(lost)), 6 * float(np.std(lost)) / np.sqrt(len(lost))
+    if at_random:  # what is kept now and then may not have been kept in any of these draws
+        error += 4 / _FEW * float(squares.max()) / energy
+    assert mean - error <= (1 - delta) + 1e-5, (
+        f"||C(x) - x||^2 is {mean:.4g} {what}, declared are at most {1 - delta:.4g}"
+    )
+
+
+@needs(*PURE, "nothing_is_declared_in_vain")
+def check_memory_is_declared(compressor: Compressor) -> None:
+    """A compressor that remembers needs a name for its tensor and a place in the checkpoint: the
+    engine asks for them only where ``stateful`` says so.
+
+    Write traits(self): return Traits(stateful=True), or remember nothing: '| ef' remembers for you
+    what was not sent.
+    """
+    if compressor.traits().stateful:
+        return
+    state: dict[str, Any] = {}
+    undeclared = "the result depends on earlier steps, but traits() does not say stateful=True"
+    if not by_payload(compressor):
+        for step in range(3):
+            x = gaussian(2000, step)
+            assert same(*(simulate(compressor, [x], held, step)[0] for held in ([state], None))), (
+                undeclared
+            )
+        return
+    x = gaussian(2000, 9)
+    for step in range(3):
+        remembering = encode(compressor, x, context(x, state, step=step))
+        fresh = encode(compressor, x, context(x, step=step))
+        assert same_payload(remembering, fresh), undeclared
+
+
+@needs(
+    *PURE,
+    "decoding_is_the_same_everywhere",
+    "memory_is_declared",
+    "pieces_remember_their_own",
+    "resumes_from_a_checkpoint",
+    "scales_with_its_values",
+)
+def check_gradient_units(compressor: Compressor) -> None:
+    """A loss scale that changes multiplies gradients, and with them what gradient_units names in
+    ctx.state: whatever else is in their units would be added to gradients of another size.
+
+    Name in traits(self) what ctx.state holds in units of the gradient: Traits(stateful=True,
+    gradient_units=("velocity",)).
+    """
+    traits = compressor.traits()
+    units = traits.gradient_units
+    named = isinstance(units, tuple) and all(isinstance(name, str) for name in units)
+    assert named, f"gradient_units is a tuple of names in ctx.state, not {units!r}"
+    assert traits.stateful or not units, "gradient_units names a state, stateful says there is none"
+    if not traits.stateful or not traits.scales:
+        return
+    for shape in ((40, 50), (2000,)):
+        given: dict[str, Any] = {"name": str(shape), "shape": shape}
+        states: list[State] = [{}, {}]
+        for step in range(3):
+            gradients = [gaussian(2000, 2 * step), gaussian(2000, 2 * step + 1)]
+            simulate(compressor, gradients, states, step=step, **given)
+        for name in states[0].keys() & set(units):
+            lengths = np.shape(states[0][name])
+            size = compressor.units_size(name, 2000)
+            assert lengths in ((), (size,)), (
+                f"of a tensor of 2000 elements ctx.state[{name!r}] is an array of shape "
+                f"{list(lengths)}: what gradient_units names is a flat array of as many elements "
+                "as the tensor, or as units_size(name, n) says, or a number, for a checkpoint's is "
+                "forgotten where it is not"
+            )
+        scaled = copy.deepcopy(states)
+        for state in scaled:
+            rescale(state, compressor, _SCALE)
+        gradients = [gaussian(2000, 7), gaussian(2000, 8)]
+        larger = [x * np.float32(_SCALE) for x in gradients]
+        expected = simulate(compressor, gradients, states, step=3, **given)[0] * _SCALE
+        got = simulate(compressor, larger, scaled, step=3, **given)[0]
+        off = float(np.abs(got - expected).max() / np.abs(expected).max())
+        assert off < 1e-3, (
+            f"gradients {_SCALE:.0f} times as large give a result that is off by {off:.2g} of the "
+            f"largest, though {list(units)} of {_names(states[0])} were multiplied as well: name "
+            "in gradient_units what is in units of the gradient, and nothing else"
+        )
+
+
+@needs(*PURE)
+def check_results_may_replace_values(compressor: Compressor) -> None:
+    """in_place=True lets the engine give ``exchange`` one array as ``x`` and as ``out``: what looks
+    at ``x`` after it has written to ``out`` would then see something else.
+
+    Write to out at the end, after the last look at x, or leave in_place away.
+    """
+    traits = compressor.traits()
+    if traits.combine != "rounds" or not traits.in_place:
+        return
+    states: list[list[dict[str, Any]]] = [[{}, {}], [{}, {}]]
+    for shape in ((40, 50), (2000,)):
+        for step in range(3):
+            gradients = [gaussian(2000, 2 * step), gaussian(2000, 2 * step + 1)]
+            given: dict[str, Any] = {"step": step, "name": str(shape), "shape": shape}
+            apart = simulate(compressor, gradients, states[0], **given)
+            within = simulate(compressor, gradients, states[1], **given, in_place=True)
+            assert same(apart[0], within[0]), (
+                f"step {step} of shape {shape} gives another result if out is x itself, but "
+                "traits() says in_place=True"
+            )
+        states = [[{}, {}], [{}, {}]]
+
+
+def _names(state: State) -> list[str]:
+    inner = [name for value in state.values() if isinstance(value, dict) for name in _names(value)]
+    return sorted([name for name, value in state.items() if not isinstance(value, dict)] + inner)
+
+
+def _draw(compressor: Compressor, x: Array, step: int) -> Array:
+    payload = encode(compressor, x, context(x, step=step))
+    return decode(compressor, payload, x.size, context(x, step=step)).astype(np.float64)
+
+
+CHECKS = (
+    check_fixed_size,
+    check_points_the_same_way,
+    check_sums_on_the_wire,
+    check_unbiased,
+    check_contraction,
+    check_memory_is_declared,
+    check_gradient_units,
+    check_results_may_replace_values,
+)

@@ -1,0 +1,207 @@
+"""Checks of what is declared: that it is possible, that it is read, and that it travels as text."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from ringlet.compressors.base.contract import Compressor, Traits
+from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.core.options import options_of
+from ringlet.compressors.specs.parser import parse
+from ringlet.compressors.testing.tools.check import needs
+
+# Words for what a trait says, the trait, and whether a value of it says so.
+_WORDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "unbiased": ("omega", lambda omega: omega is not None),
+    "contractive": ("delta", lambda delta: delta is not None),
+    "linear": ("combine", lambda combine: combine == "sum"),
+    "additive": ("combine", lambda combine: combine == "sum"),
+}
+_ALIKE = 0.85  # of 1: names that differ in a letter or an ending
+
+
+def check_traits_are_traits(compressor: Compressor) -> None:
+    """The engine chooses collectives by the traits; nonsense there breaks far from its cause.
+
+    Define ``def traits(self): return Traits(...)`` with the fields that "Writing one" lists, and
+    layout(n) where it says fixed_size=True.
+    """
+    assert callable(compressor.traits), "traits is a value; define it as a method, traits(self)"
+    traits = compressor.traits()
+    assert isinstance(traits, Traits), f"traits() returned {traits!r}"
+    assert traits == compressor.traits(), "traits() gives something else every time"
+    assert traits.combine in ("sum", "gather", "rounds"), (
+        f"combine is {traits.combine!r}, not 'sum', 'gather' or 'rounds'"
+    )
+    granule = traits.granularity
+    assert granule is None or (isinstance(granule, int) and granule > 0), (
+        f"granularity must be a number of elements, not {granule!r}; None says never to cut"
+    )
+    assert isinstance(traits.min_size, int), f"min_size must be a number, not {traits.min_size!r}"
+    assert traits.min_size >= 0, "min_size is negative"
+    assert traits.delta is None or 0 < traits.delta <= 1, (
+        f"delta is {traits.delta}; it is a share of the energy, above 0 and at most 1"
+    )
+    assert traits.omega is None or traits.omega >= 0, f"omega is {traits.omega}, below 0"
+    if traits.combine == "rounds":
+        return
+    if traits.fixed_size or traits.combine == "sum":
+        layout = compressor.layout(100)
+        assert layout == compressor.layout(100), "layout(n) gives something else every time"
+        assert traits.combine != "sum" or len(layout) == 1, (
+            f"a payload that is summed is one array, not {len(layout)}; what ranks must have in "
+            "common first, such as a scale, takes combine='rounds' and exchange()"
+        )
+
+
+@needs("traits_are_traits")
+def check_nothing_is_declared_in_vain(compressor: Compressor) -> None:
+    """What is written where nobody reads it is a promise that the engine does not know and the kit
+    does not test.
+
+    Promises go into traits(self), and nowhere else; a method is called if it has a hook's name.
+    """
+    traits = compressor.traits()
+    values = {field.name: getattr(traits, field.name) for field in dataclasses.fields(traits)}
+    undeclared = {n: value for n, value in values.items() if value == getattr(Traits(), n)}
+    own = {name for cls in _own_classes(compressor) for name in vars(cls)}
+    for name in sorted(own & undeclared.keys()):
+        value = _value(getattr(compressor, name))
+        assert value == undeclared[name] or value is NotImplemented, (
+            f"{name} = {value!r} is not read; write traits(self): return Traits({name}={value!r})"
+        )
+    for name in sorted(own & _WORDS.keys()):
+        trait, says = _WORDS[name]
+        if _value(getattr(compressor, name)) is True:
+            assert says(values[trait]), (
+                f"{name} = True is not read; write traits(self): return Traits({trait}=...) with "
+                f"what {trait} is"
+            )
+    if type(compressor).__module__.split(".")[0] == "ringlet":
+        return  # whose helpers other modules call
+    hooks = [n for n in vars(Compressor) if not n.startswith("_") and n != "spec_name"]
+    for cls in _own_classes(compressor):
+        called = set(_called(sys.modules[cls.__module__]))
+        for name, value in vars(cls).items():
+            if name in vars(Compressor) or name in called or not isinstance(value, FunctionType):
+                continue
+            meant = difflib.get_close_matches(name, hooks, 1, _ALIKE)
+            assert not meant, f"nothing calls {name}(); is {meant[0]}() meant?"
+
+
+@needs("traits_are_traits")
+def check_is_a_value(compressor: Compressor) -> None:
+    """Ranks compare compressors by their text, and checkpoints and workers carry copies of them:
+    equal options must mean an equal value, everywhere.
+
+    Options are class attributes with a type and a default that a spec can write; define neither
+    __eq__ nor __str__, and change no option in validate().
+    """
+    for part in _wrapped(compressor):
+        for name, field in options_of(type(part)).items():
+            assert _is_literal(field.default), (
+                f"option {name!r} of {part.label()} has the default {field.default!r}, which no "
+                "spec can write; use a number, a string, True, False or None, and look up by it "
+                "what it stands for"
+            )
+        copied = part.replace()
+        assert copied == part, (
+            f"the options of {part!r} given once more make {copied!r}; leave them as they are, and "
+            "compute what follows from them in a property"
+        )
+        for name, changed in _variations(part):
+            assert changed != part, f"it is equal to one with another {name}"
+            assert str(changed) != str(part), f"another {name} does not show in its spec"
+    try:
+        copy = pickle.loads(pickle.dumps(compressor))
+    except Exception as error:
+        raise AssertionError(
+            f"it cannot be pickled ({error}); define the class at the top of a module"
+        ) from error
+    assert copy == compressor, "a pickled copy is not equal to the original"
+    assert hash(copy) == hash(compressor), "equal compressors have different hashes"
+    assert str(copy) == str(compressor), "equal compressors have different specs"
+    text = str(compressor)
+    try:
+        again = parse(text)
+    except CompressorError as error:
+        raise AssertionError(f"its text {text!r} is no spec: {error}") from error
+    assert again == compressor, f"parse({text!r}) is {again!r}"
+
+
+def _own_classes(compressor: Compressor) -> Iterator[type]:
+    for cls in type(compressor).__mro__:
+        if issubclass(cls, Compressor) and cls is not Compressor:
+            yield cls
+
+
+def _value(found: Any) -> Any:
+    """Return what an attribute, or a method without arguments, gives."""
+    if not callable(found):
+        return found
+    try:
+        return found()
+    except TypeError:
+        return NotImplemented  # a helper with arguments
+
+
+def _called(module: Any) -> Iterator[str]:
+    """Yield the names that a module's functions and methods use."""
+    for value in list(vars(module).values()):
+        inside = vars(value).values() if isinstance(value, type) else ()
+        for function in (value, *inside):
+            code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+            if isinstance(code, CodeType):
+                yield from _names(code)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _wrapped(compressor: Compressor) -> Iterator[Compressor]:
+    yield compressor
+    for field in dataclasses.fields(compressor):  # type: ignore[arg-type]
+        inner = getattr(compressor, field.name)
+        if "wrapped" in field.metadata and isinstance(inner, Compressor):
+            yield from _wrapped(inner)
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _variations(compressor: Compressor) -> Iterator[tuple[str, Compressor]]:
+    """Yield an option's name and a copy in which it differs, for every option that can."""
+    for name, field in options_of(type(compressor)).items():
+        value = getattr(compressor, name)
+        others: list[Any] = list(field.metadata.get("choices") or ())
+        if isinstance(value, bool):
+            others += [not value]
+        elif isinstance(value, (int, float)):
+            others += [value + 1, value * 2, value / 2 if isinstance(value, float) else value // 2]
+        for other in others:
+            if other == value:
+                continue
+            try:
+                changed = compressor.replace(**{name: other})
+            except CompressorError:
+                continue
+            yield name, changed
+            break
+
+
+CHECKS = (check_traits_are_traits, check_nothing_is_declared_in_vain, check_is_a_value)

@@ -1,0 +1,152 @@
+"""Checks of what lies outside of one thread: other processes, and calls in between."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ringlet.compressors.base.contract import Compressor, Payload
+from ringlet.compressors.core.context import Array
+from ringlet.compressors.testing.checks.basics import PURE, by_payload, same, same_payload
+from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
+from ringlet.compressors.testing.tools.other_process import OtherProcess
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+
+_N = 3000
+_POINTS = 40
+_OURS = Path(__file__).parents[2]
+_OTHER = OtherProcess()
+
+
+@needs(*PURE, "is_a_value", "decoding_is_the_same_everywhere", "every_rank_takes_part")
+def check_another_process_agrees(compressor: Compressor) -> None:
+    """Ranks are processes: one that decodes a payload knows nothing of the process that made it,
+    and Python's hash() and the order of a set differ between the two.
+
+    Send what decompress needs; draw what both sides need from ctx.rng(shared=True); use sorted()
+    for the order of names and zlib.crc32 for hashes, and neither hash(), id() nor os.getpid().
+    """
+    sent = _sent(compressor)
+    here = answer(compressor, sent)
+    modules = {cls.__module__ for cls in _classes(compressor)}
+    there = _OTHER.ask(modules, answer, compressor, sent)
+    assert same(here["result"], there["result"]), (
+        "another process decodes the payload to something else"
+        if by_payload(compressor)
+        else "another process gets something else out of the same exchange"
+    )
+    if by_payload(compressor):
+        assert same_payload(here["payload"], there["payload"]), (
+            "another process compresses the same values to another payload"
+        )
+
+
+def answer(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:
+    """Return what this process makes of ``sent``, and of the same values."""
+    x = heavy_tailed(_N, 1)
+    if sent is None:
+        return {"result": simulate(compressor, [x, heavy_tailed(_N, 2)], step=2)[0]}
+    ctx = context(x, rank=1, size=4, step=2)
+    result = decode(compressor, sent, x.size, ctx)
+    return {"result": result, "payload": _sent(compressor)}
+
+
+def _sent(compressor: Compressor) -> Payload | None:
+    x = heavy_tailed(_N, 1)
+    if not by_payload(compressor):
+        return None
+    return encode(compressor, x, context(x, rank=1, size=4, step=2))
+
+
+def _classes(compressor: Compressor) -> set[type]:
+    found = {type(compressor)}
+    for inner in vars(compressor).values():
+        if isinstance(inner, Compressor):
+            found |= _classes(inner)
+    return found
+
+
+@needs(*PURE, "another_process_agrees")
+def check_calls_may_interleave(compressor: Compressor) -> None:
+    """Several tensors are compressed at a time, on several threads: what a call keeps anywhere but
+    in its own variables and its context is overwritten by another in the middle of it.
+
+    Take scratch memory from ctx.workspace, which every thread has for itself, and keep nothing in
+    a global or on the class.
+    """
+    files = {
+        method.__code__.co_filename
+        for cls in _classes(compressor)
+        for base in cls.__mro__
+        for method in map(_inside, vars(base).values())
+        if method is not None and not Path(method.__code__.co_filename).is_relative_to(_OURS)
+    }
+    if not by_payload(compressor) or not files:
+        return
+    x, y = gaussian(_N, 1), heavy_tailed(_N - 700, 2)
+    expected = _call(compressor, x), _call(compressor, y)
+    lines = _interrupt(lambda: _call(compressor, x), lambda: None, files, -1)[2]
+    for at in sorted({lines * point // _POINTS for point in range(_POINTS)}):
+        got = _interrupt(lambda: _call(compressor, x), lambda: _call(compressor, y), files, at)
+        for one, other, place in ((got[0], expected[0], got[3]), (got[1], expected[1], got[3])):
+            assert one is None or _equal(one, other), (
+                f"a call gives something else if another one runs in the middle of it, at {place}"
+            )
+
+
+def _inside(method: Any) -> Any:
+    method = getattr(method, "__wrapped__", method)
+    return method if hasattr(method, "__code__") else None
+
+
+def _call(compressor: Compressor, x: Array) -> tuple[Payload, Array]:
+    ctx = context(x, name=str(x.size))
+    payload = encode(compressor, x, ctx)
+    return payload, decode(compressor, payload, x.size, ctx)
+
+
+def _equal(a: tuple[Payload, Array], b: tuple[Payload, Array]) -> bool:
+    return same_payload(a[0], b[0]) and same(a[1], b[1])
+
+
+def _interrupt(
+    outer: Callable[[], Any], inner: Callable[[], Any], files: set[str], at: int
+) -> tuple[Any, Any, int, str]:
+    """Run ``inner`` on another thread before line ``at`` that ``outer`` executes of ``files``.
+
+    Returns both results, how many lines there were, and where the place was.
+    """
+    lines, place, found = 0, "its start", None
+
+    def trace(frame: FrameType, event: str, _arg: Any) -> Any:
+        nonlocal lines, place
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            if lines == at:
+                place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+                thread = threading.Thread(target=run, daemon=True)
+                thread.start()
+                thread.join(1)  # it waits for us where a lock makes calls follow each other
+            lines += 1
+        return trace
+
+    def run() -> None:
+        nonlocal found
+        found = inner()
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = outer()
+    finally:
+        sys.settrace(before)
+    return result, found, lines, place
+
+
+CHECKS = (check_another_process_agrees, check_calls_may_interleave)

@@ -1,0 +1,257 @@
+"""Checks of what several ranks have together: the mean, as exactly as the traits promise."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringlet.compressors.base.chain import Chain
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.base.modifier import Modifier
+from ringlet.compressors.core.context import Array, State
+from ringlet.compressors.quantizers.shared_int import SharedInt
+from ringlet.compressors.testing.checks.basics import PURE, by_payload, same
+from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.inputs import far_apart, gaussian, heavy_tailed, spiky
+from ringlet.compressors.testing.tools.simulate import context, simulate
+
+_STEPS = 24
+_N = 2000
+
+
+@needs(
+    *PURE,
+    "decoding_is_the_same_everywhere",
+    "another_process_agrees",
+    "replicas_agree",
+    "sums_on_the_wire",
+    "mean_of_equal_gradients",
+    "points_the_same_way",
+    "unbiased",
+    "contraction",
+)
+def check_mean_of_ranks(compressor: Compressor) -> None:
+    """What training sees is the mean over ranks: its error must be within what the traits promise
+    for one rank, and at least no larger than the ranks' own errors together.
+
+    Round(values, "sum") gives a sum: divide it by ctx.size. Quantise by a scale that all ranks have
+    received, not by this rank's own. Yield an array of your own, or one of
+    ctx.workspace.held(n), and not one of ctx.workspace.array. Copy what is received before the next
+    yield, if it is needed then. Declare a delta or omega only if it holds for every x.
+    """
+    if type(compressor.at(0)).finish is not Compressor.finish and not _averages(compressor):
+        return  # the result is no mean, such as a vote
+    delta, omega = compressor.at(0).traits().delta, compressor.at(0).traits().omega
+    for size in (2, 3, 8):
+        gradients = _alike(size)
+        lengths = [_norm(x) for x in gradients]
+        mean = np.mean(np.asarray(gradients, np.float64), axis=0)
+        errors = []
+        for step in range(_STEPS if omega or delta else 4):
+            outs = _at_step(compressor, gradients, step)
+            assert all(same(out, outs[0]) for out in outs), f"{size} ranks hold different results"
+            errors.append(float(np.square(outs[0] - mean).sum()))
+        error = float(np.sqrt(np.mean(errors)))
+        # The triangle inequality: the error of a mean is at most the mean of the errors.
+        if delta is not None:
+            bound, claim = np.sqrt(1 - delta) * np.mean(lengths), f"for delta={delta:.4g}"
+        elif omega is not None:
+            bound, claim = np.sqrt(omega) * np.mean(lengths) * 1.1, f"for omega={omega:.4g}"
+        else:
+            alone = [_alone(compressor, x) for x in gradients]
+            # Where ranks share a scale, it is the largest's, and each has a share of its levels.
+            lost = np.mean(alone) if by_payload(compressor) else size * np.max(alone)
+            bound, claim = 1.5 * lost, "by what single ranks lose"
+        assert error <= bound + 2e-3 * np.mean(lengths), (
+            f"the mean of {size} ranks is off by {error:.4g}, the bound {claim} is {bound:.4g} "
+            f"(the mean's own norm is {_norm(mean):.4g})"
+        )
+
+
+@needs(*PURE, "decoding_is_the_same_everywhere", "unbiased")
+def check_noise_averages_out(compressor: Compressor) -> None:
+    """Unbiased noise pays because it cancels: the mean over W ranks has a W-th of one rank's
+    variance, but only if ranks draw on their own. ctx.rng() does, unless it is shared.
+
+    Draw from ctx.rng() or ctx.uniform(n), not from a generator seeded with the seed or step alone.
+    """
+    traits = compressor.traits()
+    if not traits.omega or traits.combine != "gather":
+        return  # what is summed on the wire may have to be drawn alike
+    x = gaussian(_N, 3)
+    variance = {}
+    for size in (1, 6):
+        outs = [simulate(compressor, [x] * size, step=step)[0] for step in range(4 * _STEPS)]
+        variance[size] = float(np.mean([np.square(out - x.astype(float)).sum() for out in outs]))
+    assert variance[6] <= 1.6 * variance[1] / 6 + 1e-9 * _norm(x) ** 2, (
+        f"over 6 ranks the variance falls to {variance[6] / variance[1]:.3g} of one rank's, not "
+        "to a sixth: ranks draw the same noise"
+    )
+
+
+def _averages(compressor: Compressor) -> bool:
+    """Whether finishing leaves the mean of what is constant as it is, as EF21's first step does."""
+    x = np.full(64, 3, np.float32)
+    return bool(np.allclose(simulate(compressor, [x])[0], x, rtol=0.2))
+
+
+def _alike(size: int) -> list[Array]:
+    """Return gradients that are mostly one, so that a sum is no mean; the second is larger."""
+    common = heavy_tailed(_N, 1)
+    found = [common + gaussian(_N, 10 + rank, 0.3) for rank in range(size)]
+    found[1:2] = [x * np.float32(4) for x in found[1:2]]
+    return found
+
+
+def _at_step(compressor: Compressor, gradients: list[Array], step: int) -> list[Array]:
+    shape = (40, 50)
+    if compressor.traits().stateful or not by_payload(compressor):
+        step = 0  # of a first step something is known
+    return simulate(compressor.at(0), gradients, step=step, shape=shape)
+
+
+@needs(*PURE, "points_the_same_way", "non_finite_stays_visible")
+def check_scales_with_its_values(compressor: Compressor) -> None:
+    """Gradients carry a loss scale through compression, which is taken off the result, and shrink
+    by orders of magnitude while a model trains: a step or threshold that fits one run is wrong in
+    the next.
+
+    Take scales from the values, such as their largest magnitude, without adding an epsilon, and
+    send and remember them as float32, which float16 does not replace: it holds 6e-8 to 65504. What
+    goes by absolute sizes on purpose declares traits: scales=False.
+    """
+    if not compressor.traits().scales:
+        return
+    powers = (4, -4) if _in_halves(compressor) else (4, -4, 16, -16, 40, -40)
+    for x in (gaussian(3000, 8), heavy_tailed(3000, 9)):
+        one = _after_steps(compressor, x)
+        for power in powers:
+            by = np.float32(2.0**power)
+            more = _after_steps(compressor, by * x)
+            close = np.allclose(more / by, one, rtol=1e-2, atol=1e-3 * float(np.abs(x).max()))
+            times = str(int(by)) if power == 4 else f"2^{power}"
+            assert close, (
+                f"{times} times the values do not give {times} times the result: take the scale "
+                "from the values, or declare scales=False"
+            )
+
+
+def _after_steps(compressor: Compressor, x: Array) -> Array:
+    """Return the result for ``x``, of a third step where something is remembered."""
+    steps, states = range(3) if compressor.traits().stateful else range(1, 2), [State()]
+    return [simulate(compressor, [x], states, step)[0] for step in steps][-1]
+
+
+def _in_halves(compressor: Compressor) -> bool:
+    """Whether the values themselves travel as float16, whose range is known to everybody."""
+    if not by_payload(compressor):
+        return False
+    payload = compressor.compress(gaussian(3000, 8), context(gaussian(3000, 8)))
+    most = max(array.size for array in payload.values())
+    return any(a.dtype == np.float16 and a.size == most for a in payload.values())
+
+
+@needs("traits_are_traits", "compresses_a_tensor")
+def check_every_rank_takes_part(compressor: Compressor) -> None:
+    """A round is a collective: a rank that leaves it out, because it has only zeros or an overflow,
+    leaves the others waiting for ever.
+
+    Yield the same rounds, of the same lengths, on every rank, whatever its values are.
+    """
+    if by_payload(compressor):
+        return
+    n = 2000
+    overflow = gaussian(n, 1)
+    overflow[7] = np.inf
+    special = [np.zeros(n, np.float32), spiky(n, 2), gaussian(n, 3, 1e30), overflow]
+    for shape in ((n,), (40, 50)):
+        for other in special:
+            with np.errstate(all="ignore"):
+                simulate(compressor, [gaussian(n, 4), other], shape=shape)
+
+
+@needs("mean_of_ranks", "every_rank_takes_part", "scales_with_its_values")
+def check_shares_make_the_mean(compressor: Compressor) -> None:
+    """Error feedback behind rounds keeps what a rank's share of the result lacks of its gradient:
+    if the mean of the shares is not the result, something is lost or fed back twice.
+
+    Where ``local`` is given, write to it what of the result stands for this rank's own x, and not
+    the mean: what x became on the wire, decoded. What something chained behind makes of values is
+    left in a third argument: mean = yield Round(values, "mean", values), then read values.
+    """
+    if by_payload(compressor):
+        return
+    shares: list[Array] = []
+    if not compressor.traits().gradient_units:  # which may feed back by itself, to all ranks alike
+        simulate(compressor, [heavy_tailed(2000, 1), *np.zeros((2, 2000), "f4")], shares=shares)
+        most, others = _norm(shares[0]), max(map(_norm, shares[1:]))
+        assert others <= 0.5 * most, (
+            f"||local|| is {others:.3g} on ranks that gave zeros alone, {most:.3g} on the one that "
+            "gave all the rest: it is not of this rank's own x"
+        )
+    _check_shares(compressor)
+
+
+def _check_shares(compressor: Compressor, when: str = "") -> None:
+    for shape in ((2000,), (40, 50)):
+        gradients = [heavy_tailed(2000, rank) for rank in range(3)]
+        shares: list[Array] = []
+        out = simulate(compressor, gradients, shape=shape, shares=shares)[0]
+        mean = np.mean(np.asarray(shares, np.float64), axis=0)
+        close = np.allclose(mean, out, rtol=1e-3, atol=1e-4 * float(np.abs(out).max()))
+        assert close, (
+            f"{when}the mean of what the ranks left in local is not the result: it is off by "
+            f"{float(np.abs(mean - out).max()):.3g}"
+        )
+
+
+@needs(*PURE, "large_tensors", "shares_make_the_mean")
+def check_can_be_chained(compressor: Compressor) -> None:
+    """'| int8' behind a compressor that says which of its arrays holds values must find them, on
+    every rank, or training stops at its first step.
+
+    Return the name of a float32 array that compress sends from chained_part(), or None, and from
+    chained_count(payload, n) how many values it has. In rounds, mean = yield Round(values, "mean",
+    values) leaves in values what became of them: read them there for ``local``, or return None from
+    chained_part().
+    """
+    if not by_payload(compressor):
+        if not isinstance(compressor, (Chain, Modifier)) and compressor.chained_part() is not None:
+            _check_shares(compressor | SharedInt(), "with '| shared_int' behind it ")
+        return
+    cls = type(compressor)
+    said = any(
+        getattr(cls, name) not in (getattr(Compressor, name), getattr(Modifier, name))
+        for name in ("chained_part", "chained_count")
+    )
+    part = compressor.chained_part() if said else None
+    if part is None:
+        return
+    for x in (gaussian(2000, 1), spiky(2000, 2), gaussian(1, 3), far_apart()[0]):
+        payload = compressor.compress(x, context(x))
+        assert part in payload, f"chained_part() says {part!r}, compress sends {sorted(payload)}"
+        array = payload[part]
+        assert array.dtype == np.float32, f"{part!r} is of {array.dtype}, not float32"
+        rest = {name: other for name, other in payload.items() if name != part}
+        count = compressor.chained_count(rest, x.size)
+        assert count == array.size, (
+            f"chained_count() says {count} values of {x.size} elements, compress sends {array.size}"
+        )
+
+
+def _alone(compressor: Compressor, x: Array) -> float:
+    out = _at_step(compressor, [x], 0)[0]
+    return _norm(out - x.astype(np.float64))
+
+
+def _norm(x: Array) -> float:
+    return float(np.sqrt(np.square(x, dtype=np.float64).sum()))
+
+
+CHECKS = (
+    check_every_rank_takes_part,
+    check_mean_of_ranks,
+    check_noise_averages_out,
+    check_scales_with_its_values,
+    check_shares_make_the_mean,
+    check_can_be_chained,
+)

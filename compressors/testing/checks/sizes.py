@@ -1,0 +1,157 @@
+"""Checks of size: tensors that are large, and tensors that fill no whole number of blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.core.context import Array
+from ringlet.compressors.testing.checks.basics import PURE, by_payload
+from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.inputs import far_apart, gaussian
+from ringlet.compressors.testing.tools.simulate import simulate
+
+_STEPS = 8
+_RARELY = 2000  # steps in which an element is sent that is sent at random
+_MANY = 100
+_GROUP, _LIKE = 200, 0.25  # values that can be compared, and the cosine that they have at least
+# Beyond what 16 bits count, and beyond the integers that float32 holds.
+_LARGE = ((200_000, 150_000), ((1 << 24) + 40_000, 1 << 24))
+
+
+@needs(*PURE, "points_the_same_way")
+def check_large_tensors(compressor: Compressor) -> None:
+    """Embeddings have hundreds of millions of elements: an index that is too narrow puts a gradient
+    elsewhere, in silence.
+
+    Send indices as uint32, or relative to a block with the block's number; where the distance to
+    the next index is sent, send a stop in between where it does not fit; its code, such as 65535,
+    must not stand for a distance as well. Add indices up in int64.
+    """
+    everything = False
+    # Rounds exchange no payload that indices could ride in.
+    for n, start in _LARGE if by_payload(compressor) else _LARGE[:1]:
+        values = gaussian((n - start) // 2, 1)
+        if everything:
+            break  # there are no indices, then
+        sent, likeness = _arrived(compressor, n, start + 1, values)
+        if not sent:  # it may be that hardly anything ever is
+            lost = _arrived(compressor, n, 1, values)[0] > _MANY
+        else:  # of m values in any order the cosine is about 1 / sqrt(m)
+            lost = likeness < min(4 / np.sqrt(sent), 0.9)
+        assert not lost, (
+            f"of {n} elements, those behind element {start} decode to something else: an index or "
+            "a count is too narrow"
+        )
+        everything = sent > 0.9 * values.size
+    if by_payload(compressor):
+        _check_distances(compressor)
+
+
+def _check_distances(compressor: Compressor) -> None:
+    """Raise AssertionError where values arrive elsewhere that lie just too far behind others."""
+    x, groups = far_apart()
+    try:
+        out = simulate(compressor, [x], step=1)[0].astype(np.float64)
+    except Exception as error:
+        distances = ", ".join(str(distance) for distance in groups)
+        error.add_note(f"There are entries that lie {distances} elements behind the one before.")
+        raise
+    arrived = {distance: np.flatnonzero(out[places]) for distance, places in groups.items()}
+    most = max(came.size for came in arrived.values())
+    if most < _GROUP:
+        return  # too few to compare
+    for distance, places in groups.items():
+        came = arrived[distance]
+        assert came.size >= most / 2, (
+            f"of 400 values {came.size} arrive that lie {distance} elements behind others, {most} "
+            "elsewhere: that distance is taken for another"
+        )
+        given, got = x[places][came].astype(np.float64), out[places][came]
+        likeness = float(got @ given) / float(np.linalg.norm(got) * np.linalg.norm(given))
+        assert likeness > _LIKE, (
+            f"values that lie {distance} elements behind others decode to something else: that "
+            "distance is taken for another"
+        )
+
+
+def _arrived(compressor: Compressor, n: int, first: int, values: Array) -> tuple[int, float]:
+    """Send n elements, zeros but for every second one from ``first`` on.
+
+    Returns how many of those arrive, and the cosine of what they were and what they became.
+    """
+    x, places = np.zeros(n, np.float32), slice(first, first + 2 * values.size, 2)
+    x[places][: values.size] = values[: x[places].size]
+    out = simulate(compressor, [x], step=1)[0][places].astype(np.float64)
+    given = np.where(out != 0, x[places], 0).astype(np.float64)
+    lengths = float(np.linalg.norm(out) * np.linalg.norm(given))
+    return int(np.count_nonzero(out)), float(out @ given) / lengths if lengths else 0.0
+
+
+@needs(*PURE, "points_the_same_way", "every_element_has_its_turn")
+def check_the_last_element_counts(compressor: Compressor) -> None:
+    """Blocks and bytes are rarely full at the end of a tensor: what lies there is a gradient too.
+
+    Round numbers of blocks up: -(-n // block).
+    """
+    granule = _block(compressor)
+    for n in (9, 17, granule + 1, granule + 9, 3 * granule - 1):
+        middle = sum(_counts(compressor, n, n // 2, step) for step in range(_STEPS))
+        # What is kept at random may be kept rarely, and in the middle together with others.
+        tries = _RARELY if middle >= _STEPS // 2 else 0
+        last = any(_counts(compressor, n, n - 1, step) for step in range(tries))
+        assert last or not tries, f"the last one of {n} elements is lost"
+
+
+def _counts(compressor: Compressor, n: int, place: int, step: int) -> bool:
+    """Whether an element that stands out comes back with its sign, however small."""
+    x = gaussian(n, step, 1e-3)
+    came = []
+    for value in (5, -5):
+        x[place] = value
+        came.append(simulate(compressor, [x], step=step)[0][place])
+    return bool(came[0] > 0 > came[1])
+
+
+@needs(*PURE, "points_the_same_way", "the_last_element_counts")
+def check_padding_does_not_leak(compressor: Compressor) -> None:
+    """The last block of a tensor is filled up with zeros to be computed: if they count in its scale
+    or its mean, the values there come out too small or too coarse.
+
+    Leave padding out of mean, min and norm: divide by how many values there are, and pad with a
+    value that is there, such as the last one, before min or max.
+    """
+    block = _block(compressor)
+    signs = np.where(gaussian(block // 2, 1) < 0, -1, 1).astype(np.float32)
+    near = (100 + np.abs(gaussian(block // 2, 2))).astype(np.float32)
+    part, full = (_lost(compressor, x) for x in (signs, np.tile(signs, 2)))
+    assert full > 0.5 or part <= 4 * full + 0.05, _leak(block, part, full)
+    if _lost(compressor, gaussian(block, 3)) > 0.05:
+        return  # not a code of single values
+    part, full = (_lost(compressor, x) for x in (near, np.tile(near, 2)))
+    assert part <= 100 * full + 1e-9, _leak(block, part, full)
+
+
+def _leak(block: int, part: float, full: float) -> str:
+    return (
+        f"{block // 2} elements lose {part:.3g} of their energy, the same ones twice {full:.3g}: "
+        "what fills a block up leaks into it"
+    )
+
+
+def _lost(compressor: Compressor, x: Array) -> float:
+    """Return ||C(x) - x||^2 / ||x||^2, of which a selection may take its share anywhere."""
+    lost = [
+        np.square(simulate(compressor, [x], step=step)[0] - x.astype(float)).sum()
+        for step in range(4)
+    ]
+    return float(np.mean(lost) / np.square(x, dtype=float).sum())
+
+
+def _block(compressor: Compressor) -> int:
+    """Return a number of elements that fills whole blocks, as far as is known."""
+    granule = compressor.traits().granularity or 64
+    return granule if granule >= 8 and granule % 2 == 0 else 64
+
+
+CHECKS = (check_large_tensors, check_the_last_element_counts, check_padding_does_not_leak)

@@ -1,0 +1,126 @@
+"""Checks of scatter-reduce: pieces of a tensor, and sums that are compressed once more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.testing.checks.basics import PURE, by_payload, same
+from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, scatter
+
+_STEPS = 8
+_N = 1500
+
+
+@needs(*PURE)
+def check_granularity(compressor: Compressor) -> None:
+    """Scatter-reduce compresses shards: pieces cut at the granularity must give what the whole
+    tensor's payload has there, or results would depend on the number of ranks.
+
+    Declare a multiple of what shares a scale, or None. Size arrays by x.size, not by ctx.numel or
+    ctx.shape, which are the whole tensor's. Draw random numbers per element from ctx.uniform(n),
+    which knows ctx.offset; ctx.rng() begins anew in every piece.
+    """
+    granule = compressor.traits().granularity
+    if granule is None or not by_payload(compressor):
+        return
+    for n in (0, 1, granule, 3 * granule + 1, 5 * granule):
+        x = heavy_tailed(n, n)
+        whole = decode(compressor, encode(compressor, x, _piece(x, 0, n)), n, _piece(x, 0, n))
+        for cut in (0, granule, 2 * granule):
+            if cut > n:
+                continue
+            pieces = []
+            for start, stop in ((0, cut), (cut, n)):
+                ctx = _piece(x, start, n)
+                payload = encode(compressor, x[start:stop].copy(), ctx)
+                pieces.append(decode(compressor, payload, stop - start, _piece(x, start, n)))
+            assert same(np.concatenate(pieces), whole), (
+                f"{n} elements cut at {cut} decode to something else than the whole"
+            )
+
+
+@needs("granularity")
+def check_pieces_remember_their_own(compressor: Compressor) -> None:
+    """Where a tensor is cut, its pieces have one ctx.state: what one of them remembers must not be
+    taken for another's.
+
+    Keep ctx.numel elements, and use those from ctx.offset on: kept[ctx.offset : ctx.offset +
+    x.size].
+    """
+    traits = compressor.traits()
+    if traits.granularity is None or not traits.stateful or not by_payload(compressor):
+        return
+    n, cut = 5 * traits.granularity, 2 * traits.granularity
+    kept: list[dict[str, Any]] = [{}, {}]
+    for step in range(3):
+        x = heavy_tailed(n, step)
+        whole = _remembering(compressor, x, 0, n, kept[0], step)
+        pieces = [
+            _remembering(compressor, x, start, stop, kept[1], step)
+            for start, stop in ((0, cut), (cut, n))
+        ]
+        assert same(np.concatenate(pieces), whole), (
+            f"in step {step} {n} elements cut at {cut} decode to something else than the whole"
+        )
+
+
+def _remembering(
+    compressor: Compressor, x: Array, start: int, stop: int, state: dict[str, Any], step: int
+) -> Array:
+    ctx = context(x, state, offset=start, step=step)
+    payload = encode(compressor, x[start:stop].copy(), ctx)
+    return decode(compressor, payload, stop - start, ctx)
+
+
+@needs(
+    "granularity",
+    "pieces_remember_their_own",
+    "points_the_same_way",
+    "decoding_is_the_same_everywhere",
+)
+def check_second_stage(compressor: Compressor) -> None:
+    """In a scatter-reduce the owner of a shard compresses the mean of what all have sent, as
+    ctx.stage 2: that must lose no more than the first stage, and be the same for everybody.
+
+    Compress what is given, whatever the stage: it is a mean already, of ctx.numel elements, and
+    the payload's layout is the same.
+    """
+    traits = compressor.at(0).traits()
+    if traits.granularity is None or traits.combine != "gather" or not traits.fixed_size:
+        return
+    now = compressor.at(0)
+    lost = np.zeros(2)
+    for step in range(_STEPS):
+        x = heavy_tailed(_N, step)
+        for stage in (1, 2):
+            ctx = context(x, size=3, step=0 if traits.stateful else step, stage=stage, seed=step)
+            out = decode(now, encode(now, x, ctx), _N, ctx)
+            lost[stage - 1] += (
+                np.square(out - x.astype(float)).sum() / np.square(x, dtype=float).sum()
+            )
+    first, second = np.sqrt(lost / _STEPS)
+    assert second <= 1.5 * first + 2e-3, (
+        f"compressing as ctx.stage 2 is off by {second:.3g} ||x||, as stage 1 by {first:.3g}"
+    )
+    for size in (2, 3):
+        states: list[dict[str, Any]] = [{} for _ in range(size)]
+        for step in range(3):
+            gradients = [gaussian(_N, 10 * step + rank) for rank in range(size)]
+            outs = scatter(compressor, gradients, states, step)
+            assert all(same(out, outs[0]) for out in outs), (
+                f"after a scatter-reduce {size} ranks hold different results"
+            )
+            assert np.isfinite(outs[0]).all(), f"a scatter-reduce of {size} ranks gives NaN or Inf"
+
+
+def _piece(x: Array, offset: int, n: int) -> Context:
+    return Context(shape=(n,), numel=n, offset=offset, step=3)
+
+
+CHECKS = (check_granularity, check_pieces_remember_their_own, check_second_stage)

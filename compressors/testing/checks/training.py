@@ -1,0 +1,237 @@
+"""Checks over many steps and ranks: what a training run relies on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.core.context import Array, State
+from ringlet.compressors.modifiers.ef import ErrorFeedback
+from ringlet.compressors.modifiers.scaled import Scaled
+from ringlet.compressors.testing.checks.basics import PURE, by_payload, same
+from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, vectors
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+
+# Residuals this many times as long as a gradient are growing: without a bound, 300 steps show it.
+_DIVERGED = 1000.0
+
+
+def with_feedback(compressor: Compressor) -> Compressor:
+    """Return ``compressor | ef``, scaled before where it would diverge otherwise."""
+    if compressor.divergence() and compressor.traits().omega is not None:
+        return compressor | Scaled() | ErrorFeedback()
+    return compressor if compressor.divergence() else compressor | ErrorFeedback()
+
+
+@needs(*PURE, "decoding_is_the_same_everywhere", "fast_paths_agree", "every_rank_takes_part")
+def check_replicas_agree(compressor: Compressor) -> None:
+    """The first promise: after every step all ranks hold the same bits.
+
+    Let nothing that ends in the result depend on ctx.rank or on a rank's own values, but for what
+    is sent or yielded. What all must draw alike, such as the hashes of a sketch, comes from
+    ctx.rng(shared=True): without it every rank draws its own.
+    """
+    for size in (1, 2, 3, 4):
+        states: list[State] = [{} for _ in range(size)]
+        for step in range(4):
+            gradients = [heavy_tailed(2500, 10 * step + rank) for rank in range(size)]
+            outs = simulate(compressor, gradients, states, step)
+            agree = all(same(out, outs[0]) for out in outs)
+            assert agree, f"after step {step} the {size} ranks hold different results"
+
+
+@needs(*PURE, "sums_on_the_wire", "replicas_agree")
+def check_mean_of_equal_gradients(compressor: Compressor) -> None:
+    """When all ranks have the same gradient, its mean is that gradient: more ranks must not make
+    the result larger or smaller than one rank's own.
+
+    Leave the division to the engine: decode what was encoded, whatever ctx.size is. In rounds,
+    Round(values, "sum") gives a sum: divide it by ctx.size, or ask for the "mean".
+    """
+    if compressor.traits().predivide:
+        return
+    x = gaussian(3000, 6)
+    if not by_payload(compressor):
+        one, four = (simulate(compressor, [x] * size, step=1)[0] for size in (1, 4))
+        along = [float(np.dot(out.astype(np.float64), x)) for out in (one, four)]
+        assert along[0] <= 0 or 0.5 < along[1] / along[0] < 2, (
+            f"four equal ranks get {along[1] / along[0]:.3g} times what one rank gets"
+        )
+        return
+    payloads = [encode(compressor, x, context(x, rank=r, size=4, step=1)) for r in (0, 2)]
+    if not all(same(payloads[0][name], payloads[1][name]) for name in payloads[0]):
+        return  # ranks draw their own noise
+    one = simulate(compressor, [x], step=1)[0]
+    four = simulate(compressor, [x] * 4, step=1)[0]
+    close = np.allclose(four, one, rtol=1e-2, atol=1e-2 * float(np.abs(x).max()))
+    assert close, "the mean over four equal ranks differs from one rank's result"
+
+
+@needs(
+    *PURE,
+    "decoding_is_the_same_everywhere",
+    "points_the_same_way",
+    "memory_is_declared",
+    "fused_feedback_agrees",
+    "extreme_values",
+)
+def check_feedback_telescopes(compressor: Compressor) -> None:
+    """Error feedback converges because nothing is lost: what was sent plus what is held back is
+    what went in.
+
+    Leave the residual to '| ef', and take scratch memory under names of your own: "feedback" and
+    "decoded" are the engine's.
+    """
+    if not by_payload(compressor) or compressor.traits().stateful:
+        return
+    wrapped = with_feedback(compressor)
+    if wrapped is compressor:
+        return
+
+    def body(x: Array) -> None:
+        if not x.size or np.abs(x).max() > 1e4:
+            return
+        state: State = {}
+        sent, given, largest = np.zeros(x.size), np.zeros(x.size), 0.0
+        for step in range(4):
+            gradient = (x * (1 + step)).astype(np.float32)
+            payload = encode(wrapped, gradient, context(gradient, state, step=step))
+            decoded = decode(wrapped, payload, x.size, context(gradient, step=step))
+            sent += decoded
+            given += gradient
+            held = state["residual"]
+            # What is added in float32 is rounded at the size of the largest of all.
+            largest = max(largest, *(float(np.abs(a).max()) for a in (decoded, given, held)))
+        off = float(np.abs(sent + held - given).max())
+        assert off <= 2e-5 * largest + 1e-30, f"sent + held back is off by {off:.3g}"
+
+    for_all(vectors(), body)
+
+
+@needs("feedback_telescopes", "contraction", "unbiased")
+def check_feedback_stays_bounded(compressor: Compressor) -> None:
+    """A residual that grows without bound is a memory of stale gradients that ends in divergence;
+    contractive compressors cannot do that (Karimireddy et al., 2019), and others must say so by
+    divergence(), for users to be told when they declare it.
+
+    Send no more than there is: contract, as top-k does, rather than multiply what is sent; declare
+    omega, so that '| scaled | ef' is told to users, or return the reason from divergence().
+    """
+    if not by_payload(compressor) or compressor.traits().stateful or compressor.divergence():
+        return
+    wrapped, largest, n = compressor | ErrorFeedback(), 0.0, 1500
+    delta = compressor.traits().delta
+    state: State = {}
+    bound = np.sqrt(4 * (1 - delta)) / delta if delta else _DIVERGED
+    for step in range(300):
+        x = gaussian(n, step)
+        encode(wrapped, x, context(x, state, step=step))
+        largest = max(largest, float(np.linalg.norm(x)))
+        norm = float(np.linalg.norm(state["residual"]))
+        claim = f"the bound for delta={delta:.3g}" if delta else "where divergence() is None it"
+        grown = f"||residual|| is {norm:.3g} at step {step}, {claim} is at most"
+        rounding = 1e-6 * largest
+        assert norm <= bound * largest * 1.01 + rounding, f"{grown} {bound * largest:.3g}"
+
+
+@needs(
+    *PURE,
+    "decoding_is_the_same_everywhere",
+    "non_finite_stays_visible",
+    "feedback_telescopes",
+    "replicas_agree",
+    "every_rank_takes_part",
+)
+def check_one_overflow_is_survived(compressor: Compressor) -> None:
+    """Mixed precision overflows now and then, and skips the step: whatever a compressor remembers
+    must not be poisoned by it for the rest of the run.
+
+    Keep the old value where the new one is not finite: xp.copyto(kept, new,
+    where=xp.isfinite(new)). What is sent may be NaN, what is kept must not be.
+    """
+    wrapped = compressor if compressor.traits().stateful else with_feedback(compressor)
+    for bad in (np.nan, np.inf):
+        states: list[State] = [{}, {}]
+        for step in range(5):
+            gradients = [gaussian(3000, 2 * step + rank) for rank in (0, 1)]
+            if step == 1:
+                gradients[1][[7, 2222]] = bad
+            with np.errstate(all="ignore"):
+                out = simulate(wrapped, gradients, states, step)[0]
+            if step > 1:
+                assert np.isfinite(out).all(), f"step {step} still suffers from {bad} in step 1"
+        for state in states:
+            assert _finite(state), f"what is remembered holds {bad} for good"
+
+
+@needs(*PURE, "decoding_is_the_same_everywhere", "memory_is_declared", "replicas_agree")
+def check_resumes_from_a_checkpoint(compressor: Compressor) -> None:
+    """A run that was interrupted goes on as if it had not been: all memory is in ctx.state, as
+    arrays, numbers, strings and dicts of them, which a checkpoint can hold.
+
+    Keep arrays, numbers, strings and dicts of them in ctx.state, and make anew what else is needed.
+    """
+    gradients = [[gaussian(2000, 2 * step + r) for r in (0, 1)] for step in range(6)]
+
+    def go_on(states: list[State], first: int) -> list[Array]:
+        return [simulate(compressor, gradients[s], states, s)[0] for s in range(first, 6)]
+
+    states: list[State] = [{}, {}]
+    for step in range(3):
+        simulate(compressor, gradients[step], states, step)
+    for state in states:
+        _check_plain(state, "state")
+    saved = copy.deepcopy(states)
+    original, resumed = go_on(states, 3), go_on(saved, 3)
+    assert all(map(same, original, resumed)), "a restored run gives other results"
+
+
+@needs(*PURE, "decoding_is_the_same_everywhere")
+def check_tensors_do_not_mix(compressor: Compressor) -> None:
+    """One compressor serves every layer: what it remembers of one must not leak into another.
+
+    Keep nothing but in ctx.state, which is the tensor's own.
+    """
+    x = [gaussian(1800, seed) for seed in range(3)]
+    y = [heavy_tailed(700, seed) for seed in range(3)]
+    alone: list[State] = [{}]
+    expected = [simulate(compressor, [x[s]], alone, s, "x")[0] for s in range(3)]
+    own: list[State] = [{}]
+    other: list[State] = [{}]
+    for step in range(3):
+        simulate(compressor, [y[step]], other, step, "y")
+        out = simulate(compressor, [x[step]], own, step, "x")[0]
+        assert same(out, expected[step]), "another tensor's steps changed this tensor's results"
+
+
+def _finite(state: Any) -> bool:
+    if isinstance(state, dict):
+        return all(_finite(value) for value in state.values())
+    array = np.asarray(state)
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _check_plain(state: Any, where: str) -> None:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            assert isinstance(key, str), f"{where} has the key {key!r}; keys are strings"
+            _check_plain(value, f"{where}[{key!r}]")
+        return
+    plain = isinstance(state, (int, float, str, bool, np.generic)) or hasattr(state, "dtype")
+    assert plain, f"{where} is a {type(state).__name__}, which a checkpoint cannot hold"
+
+
+CHECKS = (
+    check_replicas_agree,
+    check_mean_of_equal_gradients,
+    check_feedback_telescopes,
+    check_feedback_stays_bounded,
+    check_one_overflow_is_survived,
+    check_resumes_from_a_checkpoint,
+    check_tensors_do_not_mix,
+)

@@ -1,0 +1,1 @@
+"""What checks are written with: examples, inputs, a simulated engine, another process."""

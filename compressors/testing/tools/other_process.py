@@ -1,0 +1,165 @@
+"""Another process to ask: one that knows nothing of this one, and hashes otherwise.
+
+It is started once and answers each question in a fork of its own, so that no plugin finds there
+what another one, or an earlier question, has left. What is asked of Ringlet's own compressors it
+answers itself: they leave nothing but kernels, which need not be loaded a second time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import os
+import pickle
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from typing import IO, Any
+
+_CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+_CHILD += "from ringlet.compressors.testing.tools.other_process import serve; serve()"
+_PATIENCE = 120.0  # seconds for an answer, which may begin with compiling kernels
+_FORK, _STAY = b"f", b"s"  # what a question begins with
+_HEAD = 8  # bytes before a message, which say how long it is
+
+
+class OtherProcess:
+    """A child with other ``hash()`` seeds, which lives until this process ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # the process that started it: a fork of that has no child
+        self._told: IO[bytes] | None = None
+
+    def ask(self, modules: set[str], function: Callable[..., Any], *args: Any) -> Any:
+        """Return ``function(*args)`` as computed there; AssertionError where that fails.
+
+        Everything is pickled; ``modules`` are those that it takes to load ``args``.
+        """
+        files = [(m, getattr(sys.modules[m], "__file__", None)) for m in sorted(modules)]
+        plugin = not all(module.startswith("ringlet.") for module in modules)
+        question = pickle.dumps((_path(), files, pickle.dumps((function, args))))
+        question = (_FORK if plugin else _STAY) + question
+        with self._lock:
+            child = self._started()
+            assert child.stdin is not None
+            assert child.stdout is not None
+            try:
+                _write(child.stdin, question)
+                ready = select.select([child.stdout], [], [], _PATIENCE)[0]
+                reply = _read(child.stdout) if ready else None
+            except BrokenPipeError:
+                reply = b""
+            if not reply:
+                why = f"gave no answer in {_PATIENCE:.0f} s" if reply is None else "ended"
+                told = self._close(kill=True)
+                raise AssertionError(f"another process that was asked {why}: {told}")
+        error, result = pickle.loads(reply)
+        assert not error, f"another process cannot use it:\n{error}"
+        return result
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        child = self._child
+        if child is not None and self._owner == os.getpid() and child.poll() is None:
+            return child
+        if self._owner != os.getpid():
+            atexit.register(self._close)
+        else:
+            self._close()
+        seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+        self._told = tempfile.TemporaryFile()  # noqa: SIM115, as long as the child
+        child = self._child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._told,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        self._owner = os.getpid()
+        assert child.stdin is not None
+        pickle.dump(_path(), child.stdin)
+        child.stdin.flush()
+        return child
+
+    def _close(self, kill: bool = False) -> str:
+        """End the child; return the end of what it said."""
+        child, told = self._child, self._told
+        if child is None or told is None or self._owner != os.getpid():
+            return ""
+        if kill:
+            child.kill()
+        try:
+            child.communicate(timeout=5)  # which ends its input, and with that the child
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            child.kill()
+            child.wait()
+        self._child = self._told = None
+        with told:
+            told.seek(0)
+            return told.read().decode(errors="replace").strip()[-2000:]
+
+
+def serve() -> None:
+    """Answer questions until there are no more: what the child does."""
+    source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a plugin prints is no answer
+    while question := _read(source):
+        if question[:1] == _STAY:
+            _write(answers, _answer(question[1:]))
+            continue
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            with os.fdopen(writing, "wb") as out:
+                out.write(_answer(question[1:]))
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as found:
+            reply = found.read()
+        status = os.waitpid(pid, 0)[1]
+        _write(answers, reply or pickle.dumps((f"it ended with status {status}", None)))
+
+
+def _answer(question: bytes) -> bytes:
+    """Return what went wrong, or nothing, and the result."""
+    try:
+        path, files, asked = pickle.loads(question)
+        sys.path[:] = path
+        for name, file in files:
+            _load(name, file)
+        function, args = pickle.loads(asked)
+        return pickle.dumps(("", function(*args)))
+    except BaseException:
+        return pickle.dumps((traceback.format_exc().strip(), None))
+
+
+def _load(name: str, file: str | None) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        spec = importlib.util.spec_from_file_location(name, file) if file else None
+        if spec is None or spec.loader is None:
+            raise
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+def _path() -> list[str]:
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+def _write(stream: IO[bytes], message: bytes) -> None:
+    stream.write(len(message).to_bytes(_HEAD, "little") + message)
+    stream.flush()
+
+
+def _read(stream: IO[bytes]) -> bytes:
+    """Return a message; nothing where the other side has ended."""
+    head = stream.read(_HEAD)
+    return stream.read(int.from_bytes(head, "little")) if len(head) == _HEAD else b""
