@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ringlet.insides import HorovodBasics
+from ringlet.horovod.basics import HorovodBasics
 from ringlet.ring.launch import api
 
 # What Horovod calls a module, and where Ringlet keeps the same names.
@@ -47,17 +47,17 @@ ALIASES = {
     "horovod.keras.callbacks": "ringlet.keras.callbacks",
     "horovod.keras.elastic": "ringlet.keras.elastic",
     "horovod.common": "",  # a package with nothing of its own
-    "horovod.common.process_sets": "ringlet.process_sets",
-    "horovod.common.elastic": "ringlet.elastic",
-    "horovod.common.basics": "ringlet.insides",
-    "horovod.common.exceptions": "ringlet.insides",
-    "horovod.common.util": "ringlet.insides",
+    "horovod.common.process_sets": "ringlet.job.process_sets",
+    "horovod.common.elastic": "ringlet.job.elastic",
+    "horovod.common.basics": "ringlet.horovod.basics",
+    "horovod.common.exceptions": "ringlet.horovod.basics",
+    "horovod.common.util": "ringlet.horovod.basics",
     "horovod.runner": "ringlet",
     "horovod.runner.util": "",
-    "horovod.runner.util.threads": "ringlet.insides",
+    "horovod.runner.util.threads": "ringlet.horovod.basics",
     "horovod.runner.common": "",
     "horovod.runner.common.util": "",
-    "horovod.runner.common.util.env": "ringlet.insides",
+    "horovod.runner.common.util.env": "ringlet.horovod.basics",
 }
 # Here Horovod keeps the operations, and an object that programs reach for.
 _OPERATIONS = ".mpi_ops"

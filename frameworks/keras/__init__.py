@@ -7,12 +7,13 @@ model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), compression="int
 model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
-from ringlet.requirements import need
+from ringlet.shared.requirements import need
 
 need("keras", "ringlet.keras")
 
 
-from ringlet.build import (
+from ringlet.fusion.errors import OutOfMemory, StepAbandoned
+from ringlet.job.capabilities import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -24,42 +25,17 @@ from ringlet.build import (
     nccl_built,
     rocm_built,
 )
-from ringlet.fusion.errors import OutOfMemory, StepAbandoned
-from ringlet.keras import callbacks, elastic
-from ringlet.keras.casting import apply_precision
-from ringlet.keras.checkpoint import (
-    compressor_state,
-    load_compressor_state,
-    save_compressor_state,
-    set_compressor_state,
-)
-from ringlet.keras.compression import Compression
-from ringlet.keras.functions import (
-    allgather,
-    allreduce,
-    broadcast,
-    broadcast_global_variables,
-    broadcast_variables,
-    reducescatter,
-)
-from ringlet.keras.models import load_model
-from ringlet.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from ringlet.keras.precision import set_precision
-from ringlet.keras.scaling import LossScaleOptimizer
-from ringlet.lifecycle import init
-from ringlet.objects import allgather_object, broadcast_object
-from ringlet.observe import start_metrics
-from ringlet.process_sets import (
+from ringlet.job.lifecycle import init
+from ringlet.job.objects import allgather_object, broadcast_object
+from ringlet.job.observation import start_metrics, start_timeline, stop_timeline, timeline_span
+from ringlet.job.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import RingError as HorovodInternalError
-from ringlet.runtime import is_initialized, shutdown
-from ringlet.timeline import start_timeline, stop_timeline, timeline_span
-from ringlet.topology import (
+from ringlet.job.session import is_initialized, shutdown
+from ringlet.job.topology import (
     cross_rank,
     cross_size,
     is_homogeneous,
@@ -70,6 +46,29 @@ from ringlet.topology import (
     size,
     stats,
 )
+from ringlet.keras import callbacks, elastic
+from ringlet.keras.checkpoint import (
+    compressor_state,
+    load_compressor_state,
+    save_compressor_state,
+    set_compressor_state,
+)
+from ringlet.keras.compression import Compression
+from ringlet.keras.dtype_policy import set_precision
+from ringlet.keras.functions import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_variables,
+    reducescatter,
+)
+from ringlet.keras.layer_dtypes import apply_precision
+from ringlet.keras.models import load_model
+from ringlet.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from ringlet.keras.scaling import LossScaleOptimizer
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.errors import RingError as HorovodInternalError
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

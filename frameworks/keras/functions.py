@@ -10,15 +10,16 @@ import numpy as np
 
 from ringlet.compressors.routes import Spec
 from ringlet.fusion import Request
-from ringlet.keras.agreement import common_names, unique
-from ringlet.keras.arrays import DTYPES, flat
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
 from ringlet.keras.backends import backend
-from ringlet.keras.compression import as_compressor
-from ringlet.keras.variables import name_of
-from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.runtime import current
+from ringlet.shared.arrays import DTYPES, flat
+from ringlet.shared.compression import as_compressor
+from ringlet.shared.digest import equal_on_all_ranks
+from ringlet.shared.model_agreement import common_names, unique
+from ringlet.shared.variable_names import name_of
 
 
 def allreduce(
@@ -124,6 +125,12 @@ def averaged(values: Sequence[float], name: str) -> list[float]:
     request = Request(name, "allreduce", "float64", array.shape, ReduceOp.AVERAGE)
     current().engine.submit(request, array).wait()
     return [float(value) for value in array]
+
+
+def variables_equal(variables: Sequence[Any]) -> bool:
+    """Whether variables are bit-equal on all ranks, whatever Keras runs on."""
+    arrays = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    return equal_on_all_ranks((f"{array.dtype}{array.shape}", array) for array in arrays)
 
 
 def _module() -> Any:

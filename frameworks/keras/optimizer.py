@@ -8,18 +8,18 @@ from typing import Any, NoReturn
 import keras
 
 from ringlet.compressors.routes import Routes, Spec
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
 from ringlet.keras import backends
-from ringlet.keras.accumulation import Accumulator
-from ringlet.keras.agreement import unique
-from ringlet.keras.compression import as_router
-from ringlet.keras.gradients import Reducer, Settings, Staying
-from ringlet.keras.precision import unscaled_first
 from ringlet.keras.scaling import with_loss_scale
-from ringlet.keras.variables import cohorts, identity, local_variables, name_of
 from ringlet.precision import Policy, parse_policy
-from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.precision.guards import unscaled_first
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
+from ringlet.shared.accumulation import Accumulator
+from ringlet.shared.compression import as_router
+from ringlet.shared.gradients import Reducer, Settings, Staying
+from ringlet.shared.model_agreement import unique
+from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
 
 
 class Distributed:

@@ -24,8 +24,8 @@ import numpy as np
 from ringlet.compressors import resolve
 from ringlet.compressors.testing import CheckFailed, simulate
 from ringlet.compressors.testing.runner import Named, failures_of
+from ringlet.precision.policies import factory_of, parse_policy, registered_policies
 from ringlet.precision.policy import DTYPES, REDUCTIONS, Policy
-from ringlet.precision.registry import factory_of, parse_policy, registered_policies
 from ringlet.precision.scaler import LossScale
 
 __all__ = ["CheckFailed", "all_checks", "check_policy"]

@@ -9,13 +9,14 @@ tape = hvd.DistributedGradientTape(tape, compression="int8 | ef")
 optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 """
 
-from ringlet.requirements import need
+from ringlet.shared.requirements import need
 
 need("tensorflow", "ringlet.tensorflow")
 need("keras", "ringlet.tensorflow")
 
 
-from ringlet.build import (
+from ringlet.fusion.errors import OutOfMemory, StepAbandoned
+from ringlet.job.capabilities import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -27,60 +28,16 @@ from ringlet.build import (
     nccl_built,
     rocm_built,
 )
-from ringlet.fusion.errors import OutOfMemory, StepAbandoned
-from ringlet.keras.casting import apply_precision
-from ringlet.keras.compression import Compression
-from ringlet.keras.precision import set_precision
-from ringlet.keras.scaling import LossScaleOptimizer
-from ringlet.lifecycle import init
-from ringlet.observe import start_metrics
-from ringlet.process_sets import (
+from ringlet.job.lifecycle import init
+from ringlet.job.observation import start_metrics, start_timeline, stop_timeline, timeline_span
+from ringlet.job.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import RingError as HorovodInternalError
-from ringlet.runtime import is_initialized, shutdown
-from ringlet.tensorflow import elastic
-from ringlet.tensorflow.checkpoint import CompressorState
-from ringlet.tensorflow.functions import (
-    allgather_object,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-)
-from ringlet.tensorflow.hooks import BroadcastGlobalVariablesHook
-from ringlet.tensorflow.movements import (
-    allgather,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    join,
-)
-from ringlet.tensorflow.optimizer import DistributedOptimizer
-from ringlet.tensorflow.reducescatter import grouped_reducescatter, reducescatter
-from ringlet.tensorflow.reductions import allreduce, grouped_allreduce
-from ringlet.tensorflow.replicas import replicas_equal
-from ringlet.tensorflow.sync_batch_norm import SyncBatchNormalization
-from ringlet.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from ringlet.tensorflow.topology import (
-    check_num_rank_power_of_2,
-    gpu_available,
-    local_rank_op,
-    local_size_op,
-    num_rank_is_power_2,
-    process_set_included_op,
-    rank_op,
-    size_op,
-)
-from ringlet.tensorflow.util import _executing_eagerly as _executing_eagerly
-from ringlet.timeline import start_timeline, stop_timeline, timeline_span
-from ringlet.topology import (
+from ringlet.job.session import is_initialized, shutdown
+from ringlet.job.topology import (
     cross_rank,
     cross_size,
     is_homogeneous,
@@ -91,6 +48,48 @@ from ringlet.topology import (
     size,
     stats,
 )
+from ringlet.keras.compression import Compression
+from ringlet.keras.dtype_policy import set_precision
+from ringlet.keras.layer_dtypes import apply_precision
+from ringlet.keras.scaling import LossScaleOptimizer
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.errors import RingError as HorovodInternalError
+from ringlet.tensorflow import elastic
+from ringlet.tensorflow.checkpoint import CompressorState
+from ringlet.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+    replicas_equal,
+)
+from ringlet.tensorflow.ops.movements import (
+    allgather,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+    join,
+)
+from ringlet.tensorflow.ops.reducescatter import grouped_reducescatter, reducescatter
+from ringlet.tensorflow.ops.reductions import allreduce, grouped_allreduce
+from ringlet.tensorflow.ops.topology_ops import (
+    check_num_rank_power_of_2,
+    gpu_available,
+    local_rank_op,
+    local_size_op,
+    num_rank_is_power_2,
+    process_set_included_op,
+    rank_op,
+    size_op,
+)
+from ringlet.tensorflow.optimizer import DistributedOptimizer
+from ringlet.tensorflow.sync_batch_norm import SyncBatchNormalization
+from ringlet.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from ringlet.tensorflow.util import _executing_eagerly as _executing_eagerly
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

@@ -9,19 +9,19 @@ import keras
 import tensorflow as tf
 
 from ringlet.compressors.routes import Routes, Spec
-from ringlet.keras.accumulation import Accumulator
-from ringlet.keras.agreement import unique
-from ringlet.keras.compression import as_router
-from ringlet.keras.gradients import Reducer, Settings
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
 from ringlet.keras.optimizer import DistributedOptimizer as KerasDistributedOptimizer
 from ringlet.keras.optimizer import refuse_keras_2
-from ringlet.keras.variables import cohorts, name_of
 from ringlet.precision import Policy, parse_policy
-from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
-from ringlet.tensorflow.bridge import as_written, in_graph
-from ringlet.tensorflow.gradients import reduced
+from ringlet.shared.accumulation import Accumulator
+from ringlet.shared.compression import as_router
+from ringlet.shared.gradients import Reducer, Settings
+from ringlet.shared.model_agreement import unique
+from ringlet.shared.variable_names import cohorts, name_of
+from ringlet.tensorflow.ops.bridge import as_written, in_graph
+from ringlet.tensorflow.ops.gradient_node import reduced
 
 _V1: Any = tf.compat.v1.train.Optimizer
 

@@ -10,17 +10,17 @@ from typing import Any
 import tensorflow as tf
 
 from ringlet.compressors.routes import Routes, Spec
-from ringlet.keras.agreement import unique
-from ringlet.keras.compression import as_router
-from ringlet.keras.gradients import Reducer, Settings
-from ringlet.keras.precision import guards
-from ringlet.keras.variables import cohorts, identity, local_variables, name_of
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
 from ringlet.precision import Policy, parse_policy
-from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.precision.guards import guards
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
-from ringlet.tensorflow.bridge import as_written
-from ringlet.tensorflow.gradients import reduced
+from ringlet.shared.compression import as_router
+from ringlet.shared.gradients import Reducer, Settings
+from ringlet.shared.model_agreement import unique
+from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
+from ringlet.tensorflow.ops.bridge import as_written
+from ringlet.tensorflow.ops.gradient_node import reduced
 
 
 class _Distributed:

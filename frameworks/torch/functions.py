@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from ringlet import plain
-from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.job import json_exchange
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch, RingError
-from ringlet.runtime import current
-from ringlet.torch.handles import Handle
-from ringlet.torch.movements import broadcast_async_
-from ringlet.torch.residuals import STATE_KEY
-from ringlet.torch.state_trees import assembled, dissected, is_tree, rooms
-from ringlet.torch.tensors import check
+from ringlet.torch.ops.handles import Handle
+from ringlet.torch.ops.movements import broadcast_async_
+from ringlet.torch.optimizer.checkpoint import STATE_KEY
+from ringlet.torch.tensors.state_trees import assembled, dissected, is_tree, rooms
+from ringlet.torch.tensors.views import check
 
 _STEPS = "ringlet_steps"
 
@@ -67,7 +67,7 @@ def broadcast_optimizer_state(
 
     Compressors' residuals are not part of it: they belong to each rank. State travels as JSON and
     tensors, which are read without executing anything; RingError, the same on every rank, when it
-    holds something else (``ringlet.torch.state_trees``). As in Horovod, parameters of an
+    holds something else (``ringlet.torch.tensors.state_trees``). As in Horovod, parameters of an
     optimizer that has no state yet have gradients afterwards: zeros. ``model`` is accepted for
     Horovod's sake, and not needed.
     """
@@ -86,7 +86,9 @@ def broadcast_optimizer_state(
         except Exception as error:
             told = {"problem": f"{type(error).__name__}: {error}"}
     name = "broadcast_optimizer_state"
-    told = plain.broadcast(told, root_rank, name, process_set, "an optimizer's state", _is_state)
+    told = json_exchange.broadcast(
+        told, root_rank, name, process_set, "an optimizer's state", _is_state
+    )
     if "problem" in told:
         raise RingError(
             f"the optimizer state of rank {root_rank} cannot be broadcast: {told['problem']}"
@@ -94,7 +96,7 @@ def broadcast_optimizer_state(
     if runtime.rank != root_rank:
         arrays = rooms(told["state"])
     names = [f"{name}.{i}" for i in range(len(arrays))]
-    plain.broadcast_arrays(arrays, names, root_rank, process_set)
+    json_exchange.broadcast_arrays(arrays, names, root_rank, process_set)
     # The root too: loading converts values to the parameters' dtype, and must do so everywhere.
     state = assembled(told["state"], arrays)
     steps = state.pop(_STEPS, None)
@@ -122,9 +124,11 @@ def _agree_on_names(names: list[str], process_set: ProcessSet) -> None:
     """Raise Mismatch, on every rank, unless all have the same names."""
     digest = hashlib.blake2b("\0".join(sorted(names)).encode(), digest_size=16).digest()
     label = "broadcast_parameters names"
-    if plain.alike(digest, label, process_set):
+    if json_exchange.alike(digest, label, process_set):
         return
-    lists = plain.gather(names, f"{label} in full", process_set, "a list of names", _are_names)
+    lists = json_exchange.gather(
+        names, f"{label} in full", process_set, "a list of names", _are_names
+    )
     every = dict.fromkeys(name for one in lists for name in one)
     sets = [set(one) for one in lists]
     odd = next(n for n in every if any(n not in one for one in sets))

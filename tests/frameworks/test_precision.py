@@ -20,6 +20,7 @@ from sklearn.datasets import load_digits
 
 import ringlet.torch as hvd
 from ringlet.compressors import FP16, registry, resolve
+from ringlet.job.session import current
 from ringlet.precision import (
     KEPT,
     DynamicScale,
@@ -31,7 +32,6 @@ from ringlet.precision import (
     registered_policies,
 )
 from ringlet.precision.reduction import carrier
-from ringlet.runtime import current
 
 ROOT = Path(__file__).parents[2]
 IN_UNITS_OF_THE_SCALE = {"residual", "u", "v", "worker", "server", "known", "sum"}
