@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -35,7 +36,7 @@ def allreduce(
 
     The result is a tensor of Keras's backend. See ``ringlet.tensorflow.allreduce``.
     """
-    module, tensor = _module(), keras.ops.convert_to_tensor(value)
+    module, tensor = _operations(), keras.ops.convert_to_tensor(value)
     return module.allreduce(
         tensor,
         average=average,
@@ -49,17 +50,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Return every rank's ``value`` behind one another along the first dimension."""
-    return _module().allgather(keras.ops.convert_to_tensor(value), name=name)
+    return _operations().allgather(keras.ops.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Return rank ``root_rank``'s ``value``."""
-    return _module().broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
+    return _operations().broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE) -> Any:
     """Return this rank's rows of ``value`` combined over all ranks."""
-    return _module().reducescatter(keras.ops.convert_to_tensor(value), name=name, op=op)
+    return _operations().reducescatter(keras.ops.convert_to_tensor(value), name=name, op=op)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -133,12 +134,10 @@ def variables_equal(variables: Sequence[Any]) -> bool:
     return equal_on_all_ranks((f"{array.dtype}{array.shape}", array) for array in arrays)
 
 
-def _module() -> Any:
-    """Return the adapter of Keras's backend."""
+def _operations() -> SimpleNamespace:
+    """Return the operations of the adapter of Keras's backend, by their names."""
     if backend() == "tensorflow":
-        import ringlet.tensorflow
-
-        return ringlet.tensorflow
-    import ringlet.torch
-
-    return ringlet.torch
+        from ringlet.tensorflow.ops import movements, reducescatter, reductions
+    else:
+        from ringlet.torch.ops import movements, reducescatter, reductions
+    return SimpleNamespace(**vars(movements) | vars(reducescatter) | vars(reductions))

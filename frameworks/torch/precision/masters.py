@@ -12,16 +12,41 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.precision import LossScale, Policy
-from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.precision.visible_gradients import Shown
 
 PRECISION_KEY = "ringlet_precision"  # masters and loss scale in an optimizer's state_dict
+
+
+class Reductions(Protocol):
+    """What masters ask of the reducer that reduces the gradients of a model's parameters."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    cure: str
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that is ``unscaled`` is finite."""
+
+    def deliver(self, results: Mapping[str, torch.Tensor]) -> None:
+        """Let results go to ``results``, by name."""
+
+    def delivered(self, name: str) -> torch.Tensor | None:
+        """Return where the last result was delivered to; None if it is in the gradient."""
+
+    def unscaled(self, name: str) -> bool:
+        """Whether the last result is divided by the loss scale, and was looked at, already."""
+
+    def undo(self) -> None:
+        """Let compressors forget the last step, which is skipped."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals, which are in units of a loss scale that has changed."""
 
 
 class Masters:
@@ -61,7 +86,7 @@ class Masters:
                 else:
                     self._wide.append((name_of.get(id(p), ""), p))
 
-    def deliver_to(self, reducer: Reducer) -> None:
+    def deliver_to(self, reducer: Reductions) -> None:
         """Let ``reducer`` write what it reduces of 16-bit parameters to their masters' gradients.
 
         Sums are not rounded to 16 bits for that, and the loss scale is off before a bucket is done.
@@ -83,7 +108,7 @@ class Masters:
             group | {"params": [own.get(id(p), p) for p in group["params"]]} for group in groups
         ]
 
-    def take_gradients(self, reducer: Reducer) -> None:
+    def take_gradients(self, reducer: Reductions) -> None:
         """Hand the reduced gradients to the masters, unscaled, and see if one ``overflow``ed.
 
         Reduced gradients are the same bits on every rank, and so is what is found. Raises
@@ -150,7 +175,7 @@ class Masters:
                 if p._version != self._versions.get(name):
                     master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))
 
-    def advance(self, reducer: Reducer) -> None:
+    def advance(self, reducer: Reductions) -> None:
         """Move the loss scale on; residuals, which are in its units, follow.
 
         What a skipped step changed in them is taken back.
