@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -36,9 +35,8 @@ def allreduce(
 
     The result is a tensor of Keras's backend. See ``ringlet.tensorflow.allreduce``.
     """
-    module, tensor = _operations(), keras.ops.convert_to_tensor(value)
-    return module.allreduce(
-        tensor,
+    return _operation("allreduce")(
+        keras.ops.convert_to_tensor(value),
         average=average,
         name=name,
         op=op,
@@ -50,17 +48,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Return every rank's ``value`` behind one another along the first dimension."""
-    return _operations().allgather(keras.ops.convert_to_tensor(value), name=name)
+    return _operation("allgather")(keras.ops.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Return rank ``root_rank``'s ``value``."""
-    return _operations().broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
+    return _operation("broadcast")(keras.ops.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE) -> Any:
     """Return this rank's rows of ``value`` combined over all ranks."""
-    return _operations().reducescatter(keras.ops.convert_to_tensor(value), name=name, op=op)
+    return _operation("reducescatter")(keras.ops.convert_to_tensor(value), name=name, op=op)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -134,10 +132,18 @@ def variables_equal(variables: Sequence[Any]) -> bool:
     return equal_on_all_ranks((f"{array.dtype}{array.shape}", array) for array in arrays)
 
 
-def _operations() -> SimpleNamespace:
-    """Return the operations of the adapter of Keras's backend, by their names."""
-    if backend() == "tensorflow":
-        from ringlet.tensorflow.ops import movements, reducescatter, reductions
-    else:
-        from ringlet.torch.ops import movements, reducescatter, reductions
-    return SimpleNamespace(**vars(movements) | vars(reducescatter) | vars(reductions))
+def _operation(name: str) -> Any:
+    """Return the operation of that name in the adapter of Keras's backend."""
+    return (_of_tensorflow() if backend() == "tensorflow" else _of_torch())[name]
+
+
+def _of_tensorflow() -> dict[str, Any]:
+    from ringlet.tensorflow.ops import movements, reducescatter, reductions
+
+    return vars(movements) | vars(reducescatter) | vars(reductions)
+
+
+def _of_torch() -> dict[str, Any]:
+    from ringlet.torch.ops import movements, reducescatter, reductions
+
+    return vars(movements) | vars(reducescatter) | vars(reductions)

@@ -9,6 +9,7 @@ import numpy as np
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.gradients import Slot
+from ringlet.shared.requests import check_passes
 from ringlet.shared.sparse_rows import summed
 
 
@@ -16,8 +17,7 @@ class Accumulator:
     """Sums, or averages, the gradients of ``passes`` backward passes on this rank."""
 
     def __init__(self, passes: int, average: bool = False) -> None:
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+        check_passes(passes)
         self.passes, self._average = passes, average
         self._sums: dict[str, tuple[Array, ...]] = {}
         self._count = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ringlet.compressors import Compressor as RingletCompressor
@@ -52,6 +53,16 @@ def legacy(compression: Any) -> type[Compressor] | None:
         return None
     both = callable(getattr(cls, "compress", None)) and callable(getattr(cls, "decompress", None))
     return compression if both else None
+
+
+def around(
+    cast: type[Compressor], tensors: Sequence[Any], combine: Callable[[list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Return what ``combine`` makes of ``tensors`` that ``cast`` compresses, decompressed again."""
+    pairs = [cast.compress(tensor) for tensor in tensors]
+    combined = combine([small for small, _ in pairs])
+    both = zip(combined, pairs, strict=True)
+    return [cast.decompress(tensor, context) for tensor, (_, context) in both]
 
 
 def as_compressor(compression: Any) -> RingletCompressor:

@@ -21,6 +21,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
 from ringlet.shared.arrays import all_finite, allocate, flat
 from ringlet.shared.model_agreement import UNUSED, common_names
+from ringlet.shared.requests import check_predivide
 from ringlet.shared.sparse_rows import RowExchange, densified
 from ringlet.shared.variable_names import alike
 
@@ -69,10 +70,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise ValueError for arguments that do not go together."""
-        if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
-            raise ValueError("gradient_predivide_factor needs op=Average")
-        if not (self.predivide > 0 and math.isfinite(self.predivide)):
-            raise ValueError(f"gradient_predivide_factor must be above 0, got {self.predivide}")
+        check_predivide(self.predivide, self.op)
         if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
             raise ValueError(f"op must be Average, Sum or Adasum, not {self.op.name.title()}")
 

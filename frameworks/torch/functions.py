@@ -13,7 +13,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch, RingError
-from ringlet.torch.ops.handles import Handle
+from ringlet.shared.requests import wait_all
 from ringlet.torch.ops.movements import broadcast_async_
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
 from ringlet.torch.tensors.state_trees import assembled, dissected, is_tree, rooms
@@ -43,18 +43,12 @@ def broadcast_parameters(
     for name, tensor in named.items():
         check(tensor, f"parameter {name!r}")
     _agree_on_names(list(named), process_set)
-    handles: list[Handle] = []
-    for name, value in named.items():
-        unique = f"broadcast_parameters.{name}"
-        handles.append(broadcast_async_(value, root_rank, unique, process_set))
-    errors: list[RingError] = []
-    for handle in handles:  # all of them: names must not be in flight when this returns
-        try:
-            handle.wait()
-        except RingError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    wait_all(
+        [
+            broadcast_async_(value, root_rank, f"broadcast_parameters.{name}", process_set)
+            for name, value in named.items()
+        ]
+    )
 
 
 def broadcast_optimizer_state(

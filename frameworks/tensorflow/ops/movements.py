@@ -15,10 +15,17 @@ from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import allocate, flat, shaped
+from ringlet.shared.requests import (
+    check_some,
+    check_splits,
+    member_names,
+    rows_to_send,
+    wait_all,
+)
 from ringlet.tensorflow.ops.autodiff import differentiable
 from ringlet.tensorflow.ops.bridge import Name, as_written, operation_name, run
 from ringlet.tensorflow.ops.placement import direct
-from ringlet.tensorflow.ops.reductions import grouped_allreduce, wait_all
+from ringlet.tensorflow.ops.reductions import grouped_allreduce
 from ringlet.tensorflow.ops.tensors import dense, dtype_of, signed, unsigned
 
 
@@ -45,8 +52,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gather several tensors, all together or none, in one graph node. See ``allgather``."""
-    if not tensors:
-        raise InvalidArgument("a grouped allgather needs at least one tensor")
+    check_some(tensors, "allgather")
     return _allgather(list(tensors), name, process_set)
 
 
@@ -163,10 +169,8 @@ def alltoall(
     """
     equal = splits is None
     rows = tf.constant([], tf.int64) if equal else tf.convert_to_tensor(splits)
-    if not (rows.dtype.is_integer and rows.shape.rank in (None, 1)):
-        raise InvalidArgument(
-            f"splits must be whole numbers in one dimension, not {rows.dtype.name}{rows.shape}"
-        )
+    fits = rows.dtype.is_integer and rows.shape.rank in (None, 1)
+    check_splits(rows.dtype.name, rows.shape, fits)
     rows = tf.stop_gradient(tf.cast(rows, tf.int64))
 
     def forward(given: list[Any]) -> tuple[list[Any], Any]:
@@ -243,22 +247,16 @@ def _gather(
     named = operation_name(kind, name, tensors[0], number)
 
     def move(arrays: list[Array]) -> list[Array]:
-        base = named()
         # No group: rows may differ between ranks, so that some members are cached, others not.
+        names = member_names(named(), count, single)
         items = [
             (
-                Request(
-                    base if single else f"{base}_{i + 1}of{count}",
-                    "allgather",
-                    dtype,
-                    array.shape,
-                    process_set=number,
-                ),
+                Request(name, "allgather", dtype, array.shape, process_set=number),
                 flat(array),
                 None,
                 None,
             )
-            for i, (array, dtype) in enumerate(zip(arrays, dtypes, strict=True))
+            for name, array, dtype in zip(names, arrays, dtypes, strict=True)
         ]
         handles = current().engine.submit_all(items)
         wait_all(handles)
@@ -286,7 +284,7 @@ def _alltoall(
 
     def move(arrays: list[Array]) -> list[Array]:
         array, shares = arrays
-        rows = _rows(None if equal else shares, array.shape, size)
+        rows = rows_to_send(None if equal else shares, array.shape, size)
         request = Request(named(), "alltoall", dtype, array.shape, process_set=number, splits=rows)
         handle = current().engine.submit(request, flat(array))
         handle.wait()
@@ -296,25 +294,6 @@ def _alltoall(
     shape = None if tensor.shape.rank is None else (None, *tensor.shape[1:])
     moved, received = run(move, [given, splits], [(dtype, shape), ("int32", (size,))])
     return [unsigned(moved, tensor), received]
-
-
-def _rows(splits: Array | None, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return how many rows go to each rank; InvalidArgument if that cannot be."""
-    if not shape:
-        raise InvalidArgument("alltoall needs a tensor with at least one dimension")
-    if splits is None:
-        if shape[0] % size:
-            raise InvalidArgument(
-                f"alltoall without splits needs a first dimension that {size} ranks divide, not "
-                f"{shape[0]}; pass splits"
-            )
-        return (shape[0] // size,) * size
-    rows = tuple(int(n) for n in splits)
-    if len(rows) != size or sum(rows) != shape[0] or min(rows) < 0:
-        raise InvalidArgument(
-            f"splits {list(rows)} must give each of {size} ranks a share of {shape[0]} rows"
-        )
-    return rows
 
 
 def _averaged(grads: Sequence[Any], name: str | None, process_set: ProcessSet) -> list[Any]:

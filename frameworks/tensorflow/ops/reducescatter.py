@@ -7,19 +7,24 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringlet.compressors import BF16, FP16, NoCompression
 from ringlet.compressors.routes import Spec
-from ringlet.fusion import Request
-from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
+from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
 from ringlet.shared.arrays import flat, numpy_dtype, shaped
-from ringlet.shared.compression import as_compressor, legacy
+from ringlet.shared.compression import around, as_compressor, legacy
+from ringlet.shared.requests import (
+    check_scatter,
+    check_some,
+    group_requests,
+    scatter_gradient,
+    scattered_as,
+    wait_all,
+)
 from ringlet.tensorflow.ops.autodiff import differentiable, no_gradient
 from ringlet.tensorflow.ops.bridge import as_written, operation_name, run
 from ringlet.tensorflow.ops.movements import grouped_allgather
-from ringlet.tensorflow.ops.reductions import wait_all
 from ringlet.tensorflow.ops.tensors import check_defined, dense, dtype_of
 
 
@@ -55,8 +60,7 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce-scatter several tensors, all of them together or none, in one graph node."""
-    if not tensors:
-        raise InvalidArgument("a grouped reducescatter needs at least one tensor")
+    check_some(tensors, "reducescatter")
     factors = prescale_factor, postscale_factor
     return _scatter(list(tensors), name, op, process_set, factors, compression)
 
@@ -71,25 +75,23 @@ def _scatter(
     single: bool = False,
 ) -> list[Any]:
     op, given = ReduceOp(op), [dense(tensor) for tensor in tensors]
-    if op is ReduceOp.ADASUM:
-        raise InvalidArgument("reducescatter takes op Average, Sum, Min, Max or Product")
-    if any(tensor.shape.rank == 0 for tensor in given):
-        raise InvalidArgument("reducescatter needs a tensor with at least one dimension")
+    check_scatter(op, [tensor.shape.rank for tensor in given])
     cast = legacy(compression)
     if cast is not None:
-        pairs = [cast.compress(tensor) for tensor in given]
-        small = [pair[0] for pair in pairs]
-        shares = _scatter(small, name, op, process_set, factors, None, single)
-        return [cast.decompress(t, pair[1]) for t, pair in zip(shares, pairs, strict=True)]
-    wire = _wire(as_compressor(compression))
+        return around(
+            cast,
+            given,
+            lambda small: _scatter(small, name, op, process_set, factors, None, single),
+        )
+    wire = scattered_as(as_compressor(compression))
 
     def forward(inputs: list[Any]) -> tuple[list[Any], Any]:
         return _run(inputs, name, op, process_set, factors, single, wire), None
 
     def backward(grads: list[Any], _: Any) -> list[Any]:
-        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        factor = scatter_gradient(op, factors, process_set)
+        if factor is None:
             no_gradient(f"reducescatter with op={op.name.title()}")
-        factor = factors[0] * factors[1] * (process_set.size() if op is ReduceOp.SUM else 1)
         scaled = [grad * tf.cast(factor, grad.dtype) for grad in grads]
         again = None if name is None else f"{name}.grad"
         return grouped_allgather(scaled, again, process_set=process_set)
@@ -106,7 +108,7 @@ def _run(
     single: bool,
     wire: str | None,
 ) -> list[Any]:
-    number, count, rank = process_set.number(), len(tensors), process_set.rank()
+    number, rank = process_set.number(), process_set.rank()
     dtypes = [dtype_of(tensor) for tensor in tensors]
     wires = [wire if wire and dtype in FLOATS else dtype for dtype in dtypes]
     check_defined("reducescatter", name, wires, op, factors)
@@ -114,22 +116,20 @@ def _run(
     named = operation_name(kind, name, tensors[0], number)
 
     def combine(arrays: list[Array]) -> list[Array]:
-        base, items = named(), []
-        for i, (array, each) in enumerate(zip(arrays, wires, strict=True)):
-            request = Request(
-                base if single else f"{base}_{i + 1}of{count}",
-                "reducescatter",
-                each,
-                array.shape,
-                op,
-                prescale=factors[0],
-                postscale=factors[1],
-                process_set=number,
-                group="" if single else base,
-                group_size=0 if single else count,
-            )
-            source = array.astype(numpy_dtype(each), copy=False)
-            items.append((request, flat(source), None, None))
+        requests = group_requests(
+            "reducescatter",
+            named(),
+            single,
+            wires,
+            [array.shape for array in arrays],
+            op=op,
+            prescale=factors[0],
+            postscale=factors[1],
+            process_set=number,
+        )
+        both = zip(arrays, wires, strict=True)
+        sources = [flat(array.astype(numpy_dtype(wire), copy=False)) for array, wire in both]
+        items = [(r, source, None, None) for r, source in zip(requests, sources, strict=True)]
         handles = current().engine.submit_all(items)
         wait_all(handles)
         return [
@@ -144,14 +144,3 @@ def _run(
         for dtype, t in zip(dtypes, tensors, strict=True)
     ]
     return run(combine, tensors, outputs)
-
-
-def _wire(compressor: Any) -> str | None:
-    if isinstance(compressor, NoCompression):
-        return None
-    if isinstance(compressor, FP16 | BF16):
-        return "float16" if isinstance(compressor, FP16) else "bfloat16"
-    raise InvalidArgument(
-        f"reducescatter takes compression 'none', 'fp16' or 'bf16', not {str(compressor)!r}: "
-        "others are decoded on every rank, so use allreduce"
-    )

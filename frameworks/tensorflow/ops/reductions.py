@@ -11,23 +11,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringlet.compressors import BF16, FP16, Compressor, NoCompression
+from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.routes import Spec
-from ringlet.fusion import Request
 from ringlet.fusion.devices.host import Place
-from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
+from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.dtypes import FLOATS, Array
+from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import allocate, flat
-from ringlet.shared.compression import as_compressor, legacy
+from ringlet.shared.compression import around, as_compressor, legacy
+from ringlet.shared.requests import (
+    SUMS,
+    check_nameable,
+    check_some,
+    group_requests,
+    reduce_op,
+    reduced_as,
+    wait_all,
+)
 from ringlet.tensorflow.ops.autodiff import differentiable, no_gradient
 from ringlet.tensorflow.ops.bridge import as_written, operation_name, run
 from ringlet.tensorflow.ops.indexed_slices import allreduce_slices, refuse_other_ops
 from ringlet.tensorflow.ops.placement import direct
 from ringlet.tensorflow.ops.tensors import check_defined, dense, dtype_of
-
-_SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
 
 @as_written
@@ -82,8 +88,7 @@ def grouped_allreduce(
     """
     chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
     given = list(tensors)
-    if not given:
-        raise InvalidArgument("a grouped allreduce needs at least one tensor")
+    check_some(given, "allreduce")
     places = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
     results: list[Any] = list(given)
     if len(places) < len(given):
@@ -100,15 +105,6 @@ def grouped_allreduce(
     return results
 
 
-def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """Return the op that Horovod's two ways of naming it mean; ValueError if both are used."""
-    if average is not None and op is not None:
-        raise ValueError("pass op or average (which is deprecated), not both")
-    if op is not None:
-        return ReduceOp(op)
-    return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
-
-
 def _allreduce(
     tensors: Sequence[Any],
     op: ReduceOp,
@@ -121,22 +117,20 @@ def _allreduce(
     given = [dense(tensor) for tensor in tensors]
     cast = legacy(compression)
     if cast is not None:
-        pairs = [cast.compress(tensor) for tensor in given]
-        small = [pair[0] for pair in pairs]
-        summed = _allreduce(small, op, factors, name, process_set, None, single)
-        return [cast.decompress(t, pair[1]) for t, pair in zip(summed, pairs, strict=True)]
-    compressor = as_compressor(compression)
-    if name is None and compressor.traits().stateful:
-        raise ValueError(
-            f"compression={str(compressor)!r} remembers what it did to each tensor, so the tensor "
-            "needs a name: pass name=..."
+        return around(
+            cast,
+            given,
+            lambda small: _allreduce(small, op, factors, name, process_set, None, single),
         )
+    compressor = as_compressor(compression)
+    if name is None:
+        check_nameable(compressor)
 
     def forward(inputs: list[Any]) -> tuple[list[Any], Any]:
         return _run(inputs, op, factors, name, process_set, compressor, single), None
 
     def backward(grads: list[Any], _: Any) -> list[Any]:
-        if op not in _SUMS:
+        if op not in SUMS:
             no_gradient(f"allreduce with op={op.name.title()}")
         again = None if name is None else f"{name}.grad"
         return _run(grads, op, factors, again, process_set, NoCompression(), single)
@@ -153,38 +147,32 @@ def _run(
     compressor: Compressor,
     single: bool,
 ) -> list[Any]:
-    number, count = process_set.number(), len(tensors)
+    number = process_set.number()
     dtypes = [dtype_of(tensor) for tensor in tensors]
-    wires = [_wire(dtype, op, compressor) for dtype in dtypes]
+    wires = [reduced_as(dtype, op, compressor) for dtype in dtypes]
     check_defined("allreduce", name, wires, op, factors)
-    used = compressor if op in _SUMS else NoCompression()
+    used = compressor if op in SUMS else NoCompression()
     kind = "allreduce" if single else "grouped_allreduce"
     named = operation_name(kind, name, tensors[0], number)
 
     def submit(
         shapes: list[tuple[int, ...]], sources: list[Array], targets: list[Array], place: str
     ) -> None:
-        base = named()
-        names = [base] if single else [f"{base}_{i}of{count}" for i in range(1, count + 1)]
-        items = []
-        arrays = zip(names, wires, shapes, sources, targets, strict=True)
-        for each, wire, shape, source, target in arrays:
-            request = Request(
-                each,
-                "allreduce",
-                wire,
-                shape,
-                op,
-                str(used),
-                prescale=factors[0],
-                postscale=factors[1],
-                process_set=number,
-                group="" if single else base,
-                group_size=0 if single else count,
-                place=place,
-            )
-            items.append((request, source, target, used))
-        wait_all(current().engine.submit_all(items))
+        requests = group_requests(
+            "allreduce",
+            named(),
+            single,
+            wires,
+            shapes,
+            [place] * len(wires),
+            op=op,
+            spec=str(used),
+            prescale=factors[0],
+            postscale=factors[1],
+            process_set=number,
+        )
+        each = zip(requests, sources, targets, strict=True)
+        wait_all(current().engine.submit_all([(*item, used) for item in each]))
 
     def combine(arrays: list[Array]) -> list[Array]:
         shapes = [array.shape for array in arrays]
@@ -202,26 +190,3 @@ def _run(
         return way.run(partial(submit, [tuple(tensor.shape) for tensor in tensors]))
     outputs = [(dtype, t.shape) for dtype, t in zip(dtypes, tensors, strict=True)]
     return run(combine, tensors, outputs)
-
-
-def wait_all(handles: Sequence[Any]) -> None:
-    """Wait for every handle, so that all names are free again; then raise the first error."""
-    errors: list[Exception] = []
-    for handle in handles:
-        try:
-            handle.wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-def _wire(dtype: str, op: ReduceOp, compressor: Compressor) -> str:
-    """Return the dtype that is handed in: for minima and the like, a 16-bit cast happens here."""
-    if op in _SUMS or dtype not in FLOATS or isinstance(compressor, NoCompression):
-        return dtype
-    if isinstance(compressor, FP16 | BF16):
-        return "float16" if isinstance(compressor, FP16) else "bfloat16"
-    raise InvalidArgument(
-        f"op={op.name.title()} needs compression 'none', 'fp16' or 'bf16', not {str(compressor)!r}"
-    )

@@ -10,6 +10,7 @@ import torch
 
 from ringlet.fusion import Handle as EngineHandle
 from ringlet.ring.errors import RingError
+from ringlet.shared.requests import wait_all
 from ringlet.torch.tensors.views import note_written
 
 Tensors = Sequence[torch.Tensor]
@@ -48,14 +49,7 @@ class Handle:
 
     def wait(self) -> Result:
         """Wait, and return the result; raises what went wrong, the same on every rank."""
-        errors: list[Exception] = []
-        for operation in self._operations:  # all of them: names must be free when this returns
-            try:
-                operation.wait()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        wait_all(self._operations)
         return self._outcome()
 
     def _outcome(self) -> Result:

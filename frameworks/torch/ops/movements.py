@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ringlet.fusion import Request
-from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
+from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
+from ringlet.shared.requests import check_some, check_splits, group_requests, rows_to_send
 from ringlet.torch.ops.handles import Handle, Tensors, differentiable
 from ringlet.torch.ops.reductions import grouped_allreduce
 from ringlet.torch.tensors.placement import Room, flat_at, packed, place_of
@@ -141,7 +142,11 @@ def alltoall_async(
     check(tensor)
     runtime, number = current(), process_set.number()
     shape, place = tuple(tensor.shape), place_of(tensor, None)
-    rows = _splits(splits, shape, process_set.size())
+    if isinstance(splits, torch.Tensor):
+        whole = not (splits.is_floating_point() or splits.dtype is torch.bool)
+        check_splits(splits.dtype, list(splits.shape), whole and splits.dim() == 1)
+        splits = splits.tolist()
+    rows = rows_to_send(splits, shape, process_set.size())
     source = packed(tensor, place)
     room = Room(source, place)
     request = Request(
@@ -208,34 +213,20 @@ def join(device: int = -1) -> int:
 def _gather(
     tensors: Tensors, name: str | None, process_set: ProcessSet, single: bool = False
 ) -> Handle:
-    if not tensors:
-        raise InvalidArgument("a grouped allgather needs at least one tensor")
+    check_some(tensors, "allgather")
     for tensor in tensors:
         check(tensor)
     runtime, number = current(), process_set.number()
     base = name or runtime.unnamed("allgather" if single else "grouped_allgather", number)
-    count = len(tensors)
     places = [place_of(tensor, None) for tensor in tensors]
     devices = [tensor.device for tensor in tensors]
     sources = [packed(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
     rooms = [Room(source, place) for source, place in zip(sources, places, strict=True)]
+    dtypes, shapes = [dtype_of(s) for s in sources], [s.shape for s in sources]
+    requests = group_requests("allgather", base, single, dtypes, shapes, places, process_set=number)
     items = [
-        (
-            Request(
-                base if single else f"{base}_{i + 1}of{count}",
-                "allgather",
-                dtype_of(source),
-                tuple(source.shape),
-                process_set=number,
-                group="" if single else base,
-                group_size=0 if single else count,
-                place=places[i],
-            ),
-            flat_at(source, places[i]),
-            rooms[i].output,
-            None,
-        )
-        for i, source in enumerate(sources)
+        (request, flat_at(source, request.place), room.output, None)
+        for request, source, room in zip(requests, sources, rooms, strict=True)
     ]
 
     def result(done: Any) -> Any:
@@ -246,32 +237,6 @@ def _gather(
         return gathered[0] if single else gathered
 
     return Handle(runtime.engine.submit_all(items), result)
-
-
-def _splits(splits: Any, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return how many rows go to each rank; InvalidArgument if that cannot be."""
-    if not shape:
-        raise InvalidArgument("alltoall needs a tensor with at least one dimension")
-    if splits is None:
-        if shape[0] % size:
-            raise InvalidArgument(
-                f"alltoall without splits needs a first dimension that {size} ranks divide, not "
-                f"{shape[0]}; pass splits"
-            )
-        return (shape[0] // size,) * size
-    if isinstance(splits, torch.Tensor):
-        if splits.is_floating_point() or splits.dtype is torch.bool or splits.dim() != 1:
-            raise InvalidArgument(
-                f"splits must be whole numbers in one dimension, not {splits.dtype}"
-                f"{list(splits.shape)}"
-            )
-        splits = splits.tolist()
-    rows = tuple(int(n) for n in splits)
-    if len(rows) != size or sum(rows) != shape[0] or min(rows) < 0:
-        raise InvalidArgument(
-            f"splits {list(rows)} must give each of {size} ranks a share of {shape[0]} rows"
-        )
-    return rows
 
 
 def _averaged(grads: Tensors, name: str, process_set: ProcessSet) -> list[torch.Tensor]:

@@ -12,16 +12,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringlet.compressors import BF16, FP16, Compressor, NoCompression
+from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.routes import Spec
 from ringlet.fusion import Request
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.compression import as_compressor, legacy
+from ringlet.shared.compression import around, as_compressor, legacy
+from ringlet.shared.requests import (
+    SUMS,
+    check_nameable,
+    check_some,
+    group_requests,
+    reduce_op,
+    reduced_as,
+)
 from ringlet.torch.ops.handles import Handle, Tensors, WrittenHandle, differentiable
 from ringlet.torch.tensors.placement import flat_at, packed, place_of
 from ringlet.torch.tensors.views import (
+    DTYPES,
     check,
     dtype_of,
     flat,
@@ -30,7 +39,6 @@ from ringlet.torch.tensors.views import (
     without_graph,
 )
 
-_SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 _PLAIN = as_compressor(None)
 
 
@@ -84,10 +92,12 @@ def allreduce(
     chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
     cast = legacy(compression)
     if cast is not None:
-        small, context = cast.compress(tensor)
-        combined = allreduce(small, None, name, None, chosen, *factors, process_set)
-        wide: torch.Tensor = cast.decompress(combined, context)
-        return wide
+
+        def combine(small: Tensors) -> Tensors:
+            return [allreduce(small[0], None, name, None, chosen, *factors, process_set)]
+
+        wide: list[torch.Tensor] = around(cast, [tensor], combine)
+        return wide[0]
 
     def start(tensors: Tensors) -> Handle:
         return _start_one(tensors[0], None, name, chosen, factors, process_set, compression)
@@ -166,11 +176,11 @@ def grouped_allreduce(
     chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
     cast = legacy(compression)
     if cast is not None:
-        pairs = [cast.compress(tensor) for tensor in tensors]
-        small = [pair[0] for pair in pairs]
-        combined = grouped_allreduce(small, None, name, None, chosen, *factors, process_set)
-        both = zip(combined, pairs, strict=True)
-        return [cast.decompress(tensor, context) for tensor, (_, context) in both]
+
+        def combine(small: Tensors) -> Tensors:
+            return grouped_allreduce(small, None, name, None, chosen, *factors, process_set)
+
+        return around(cast, tensors, combine)
 
     def start(given: Tensors) -> Handle:
         return _start(given, None, name, chosen, factors, process_set, compression)
@@ -202,15 +212,6 @@ def grouped_allreduce_(
     handle = _start(tensors, tensors, name, chosen, factors, process_set, compression)
     result: list[torch.Tensor] = handle.wait()
     return result
-
-
-def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """Return the op that Horovod's two ways of naming it mean; ValueError if both are used."""
-    if average is not None and op is not None:
-        raise ValueError("pass op or average (which is deprecated), not both")
-    if op is not None:
-        return op if type(op) is ReduceOp else ReduceOp(op)
-    return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
 
 
 def refuse_mean(tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -284,8 +285,7 @@ def _start(
     The handle returns all outputs, or the ``single`` one.
     """
     tensors = list(tensors)
-    if not tensors:
-        raise InvalidArgument("a grouped allreduce needs at least one tensor")
+    check_some(tensors, "allreduce")
     for tensor in tensors:
         check(tensor)
         refuse_mean(tensor, op)
@@ -310,8 +310,21 @@ def _start(
     base = name or _unnamed(runtime, number, compressor, single)
     places = [place_of(tensor, op) for tensor in tensors]
     sources = [_source(t, op, compressor, p) for t, p in zip(tensors, places, strict=True)]
-    plain = compressor if op in _SUMS else NoCompression()
-    requests = _requests(sources, places, base, op, plain, factors, number, single)
+    plain = compressor if op in SUMS else NoCompression()
+    dtypes, shapes = [dtype_of(s) for s in sources], [s.shape for s in sources]
+    requests = group_requests(
+        "allreduce",
+        base,
+        single,
+        dtypes,
+        shapes,
+        places,
+        op=op,
+        spec=str(plain),
+        prescale=factors[0],
+        postscale=factors[1],
+        process_set=number,
+    )
     if direct and name is not None and all(map(is_, sources, tensors)):
         if len(known) >= _ASKED:
             known.clear()
@@ -351,43 +364,8 @@ def _asked_of(runtime: Runtime) -> dict[tuple[int, str | None], _Asked]:
     return known
 
 
-def _requests(
-    sources: Tensors,
-    places: Sequence[str],
-    base: str,
-    op: ReduceOp,
-    used: Compressor,
-    factors: tuple[float, float],
-    number: int,
-    single: bool,
-) -> list[Request]:
-    count = len(sources)
-    names = [base] if single else [f"{base}_{i}of{count}" for i in range(1, count + 1)]
-    return [
-        Request(
-            name,
-            "allreduce",
-            dtype_of(source),
-            tuple(source.shape),
-            op,
-            str(used),
-            prescale=factors[0],
-            postscale=factors[1],
-            process_set=number,
-            group="" if single else base,
-            group_size=0 if single else count,
-            place=place,
-        )
-        for name, source, place in zip(names, sources, places, strict=True)
-    ]
-
-
 def _unnamed(runtime: Runtime, number: int, compressor: Compressor, single: bool) -> str:
-    if compressor.traits().stateful:
-        raise ValueError(
-            f"compression={str(compressor)!r} remembers what it did to each tensor, so the tensor "
-            "needs a name: pass name=..."
-        )
+    check_nameable(compressor)
     return runtime.unnamed("allreduce" if single else "grouped_allreduce", number)
 
 
@@ -399,16 +377,9 @@ def _can_hold(output: torch.Tensor, source: torch.Tensor) -> bool:
 
 def _source(tensor: torch.Tensor, op: ReduceOp, compressor: Compressor, place: str) -> torch.Tensor:
     """Return what is handed in: for minima and the like, a 16-bit cast happens here."""
-    source = packed(tensor, place)
-    if op in _SUMS or not tensor.is_floating_point() or isinstance(compressor, NoCompression):
-        return source
-    if isinstance(compressor, FP16 | BF16):
-        return source.to(torch.float16 if isinstance(compressor, FP16) else torch.bfloat16)
-    raise InvalidArgument(
-        f"op={op.name.title()} needs compression 'none', 'fp16' or 'bf16', not {str(compressor)!r}"
-    )
+    return packed(tensor, place).to(DTYPES[reduced_as(dtype_of(tensor), op, compressor)])
 
 
 def _refuse_gradient(op: ReduceOp) -> None:
-    if op not in _SUMS:
+    if op not in SUMS:
         raise RuntimeError(f"allreduce with op={op.name.title()} has no gradient")

@@ -17,6 +17,7 @@ from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.compression import as_router
+from ringlet.shared.requests import check_passes
 from ringlet.torch.ops.reductions import grouped_allreduce_
 
 
@@ -38,8 +39,7 @@ class AdasumMixin:
         process_set: ProcessSet,
     ) -> dict[str, Any]:
         """Return the attributes of an instance; ValueError for arguments that Adasum cannot use."""
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+        check_passes(passes)
         router = as_router(compression)
         compressor = router("")
         if router.by_name or not isinstance(compressor, NoCompression | FP16 | BF16):
@@ -68,8 +68,7 @@ class AdasumMixin:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accept how many passes add up; with Adasum ranks meet in ``step`` only."""
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+        check_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take this rank's step, then replace it by what Adasum makes of all ranks' steps."""

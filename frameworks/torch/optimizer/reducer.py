@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import math
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
 from ringlet.shared.compression import as_router
+from ringlet.shared.requests import check_passes, check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.ops.replicas import Comparison
@@ -72,10 +72,7 @@ class Reducer:
         check_passes(passes)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
-        if predivide != 1.0 and op is not ReduceOp.AVERAGE:
-            raise ValueError("gradient_predivide_factor needs op=Average")
-        if not (predivide > 0 and math.isfinite(predivide)):
-            raise ValueError(f"gradient_predivide_factor must be above 0, got {predivide}")
+        check_predivide(predivide, op)
         self.parameters = named
         self.compared: Mapping[str, torch.Tensor] | None = named  # from the first step on
         self._comparison: Comparison | None = None
@@ -546,12 +543,6 @@ def _is_in_ddp(hooks: GradHooks) -> bool:
         issubclass(type(found), wrapper) and any(p in hooks for p in found.parameters())
         for found in gc.get_objects()
     )
-
-
-def check_passes(passes: int) -> None:
-    """Raise ValueError unless ``passes`` is a possible backward_passes_per_step."""
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
 
 
 def _at_work() -> AbstractContextManager[None]:

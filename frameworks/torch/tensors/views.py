@@ -26,7 +26,7 @@ _NAMES = {
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
@@ -34,7 +34,7 @@ def dtype_of(tensor: torch.Tensor) -> str:
     try:
         return _NAMES[tensor.dtype]
     except KeyError:
-        listed = ", ".join(_DTYPES)
+        listed = ", ".join(DTYPES)
         raise TypeError(f"tensors of {tensor.dtype} cannot be reduced; use {listed}") from None
 
 
