@@ -16,7 +16,7 @@ from ringlet.compressors import BF16, FP16, NoCompression
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.compression import as_router
+from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes
 from ringlet.torch.ops.reductions import grouped_allreduce_
 
@@ -32,16 +32,10 @@ class AdasumMixin:
     _ringlet_original: Any
 
     @staticmethod
-    def prepared(
-        named: dict[str, torch.nn.Parameter],
-        compression: Any,
-        passes: int,
-        process_set: ProcessSet,
-    ) -> dict[str, Any]:
+    def prepared(named: dict[str, torch.nn.Parameter], options: Options) -> dict[str, Any]:
         """Return the attributes of an instance; ValueError for arguments that Adasum cannot use."""
-        check_passes(passes)
-        router = as_router(compression)
-        compressor = router("")
+        check_passes(options.backward_passes_per_step)
+        router, compressor = options.router, options.router("")
         if router.by_name or not isinstance(compressor, NoCompression | FP16 | BF16):
             raise ValueError(
                 "op=Adasum combines whole steps, and takes one compression for all: 'none', "
@@ -50,7 +44,7 @@ class AdasumMixin:
         return {
             "_ringlet_named": named,
             "_ringlet_compression": compressor,
-            "_ringlet_process_set": process_set,
+            "_ringlet_process_set": options.process_set,
             "_ringlet_label": current().unnamed("AdasumOptimizer"),
         }
 

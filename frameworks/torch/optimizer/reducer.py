@@ -19,12 +19,12 @@ from ringlet.compressors.routes import Routes, Spec
 from ringlet.compressors.states import carry_over, rescale
 from ringlet.fusion import Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
-from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current, is_initialized
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
 from ringlet.shared.compression import as_router
+from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
@@ -50,25 +50,21 @@ class Reducer:
 
     Parameters belong to the newest reducer that names them: an older one gives all of its hooks
     up, and its ``synchronize`` raises RuntimeError. A reducer that nobody holds is gone.
-    ``reduction`` is a policy's. With ``unscaling``, a policy's too, a step can be taken back. What
-    compressors remember, and steps, are those of the reducer ``before``, if any.
+    ``groups`` are names of those that travel together. With ``unscaling``, a policy's, a step can
+    be taken back. What compressors remember, and steps, are those of the reducer ``before``.
     """
 
     def __init__(
         self,
         named: dict[str, torch.nn.Parameter],
-        compression: Spec | Routes,
-        passes: int,
-        op: ReduceOp,
-        predivide: float,
-        process_set: ProcessSet = global_process_set,
+        options: Options,
         groups: Sequence[Sequence[str]] = (),
-        sparse_as_dense: bool = False,
-        reduction: str = "wire",
         unscaling: Unscaling | None = None,
         before: Reducer | None = None,
         title: str = "DistributedOptimizer",  # in timelines and reports
     ) -> None:
+        passes, op = options.backward_passes_per_step, options.op
+        predivide, process_set = options.gradient_predivide_factor, options.process_set
         check_passes(passes)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
@@ -87,16 +83,16 @@ class Reducer:
         self._left = dict.fromkeys(named, passes)
         self._label = current().unnamed("DistributedOptimizer", process_set.process_set_id or 0)
         self._title = title
-        self._rows = Rows(named, self._label, op, process_set, sparse_as_dense)
+        self._rows = Rows(named, self._label, op, process_set, options.sparse_as_dense)
         self._handed = Handed(op)
         self._hooks = GradHooks(self, named)
-        self._reduction, self._unscaling = reduction, unscaling
+        self._reduction, self._unscaling = options.policy.reduction, unscaling
         self._undo = None if unscaling is None else Undo()
         self._group: Group | None = None
         self._finalizer: Any = None
         self._alone = False  # whether it is known that nobody else reduces
         self._included = process_set.included()
-        self._router = as_router(compression)
+        self._router = options.router
         warn_of_unmatched(self._router, named, stacklevel=3)
         self._declare(0 if before is None else self._inherit(before))
         self._take_over()

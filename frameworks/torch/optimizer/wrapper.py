@@ -19,10 +19,11 @@ from ringlet.job import json_exchange
 from ringlet.job.observation import step_skipped
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
-from ringlet.precision import Policy, parse_policy
+from ringlet.precision import Policy
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import Mismatch
-from ringlet.shared.compression import as_router
+from ringlet.shared.optimizer_options import Options
+from ringlet.shared.wrapping import refuse_wrapped, wrapped
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
@@ -340,51 +341,31 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     classes of optimizers;
     ValueError for names that do not fit the parameters; SpecError for a bad ``compression``.
     """
-    if isinstance(optimizer, _Distributed | AdasumMixin):
-        raise ValueError(
-            "this optimizer is a DistributedOptimizer already; wrap the original optimizer"
-        )
+    options = Options.among(locals())
+    refuse_wrapped(optimizer, (_Distributed, AdasumMixin))
     if num_groups:
         warnings.warn("num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
     named = name_parameters(optimizer, named_parameters)
-    policy = parse_policy(precision)
-    if compression is None:
-        compression = policy.compression
-    check_policy(policy, named, ReduceOp(op))
-    check_wire(policy, as_router(compression).compressors)
+    policy = options.policy
+    check_policy(policy, named, options.op)
+    check_wire(policy, options.router.compressors)
     _agree_on_class(type(optimizer), process_set)
     mixin: type = _Distributed
     extra: dict[str, Any]
-    if ReduceOp(op) is ReduceOp.ADASUM:
-        mixin = AdasumMixin
-        extra = AdasumMixin.prepared(named, compression, backward_passes_per_step, process_set)
+    if options.op is ReduceOp.ADASUM:
+        mixin, extra = AdasumMixin, AdasumMixin.prepared(named, options)
     else:
         unscaling = Unscaling(policy.scale.scale) if policy.scale.watches else None
-        reducer = Reducer(
-            named,
-            compression,
-            backward_passes_per_step,
-            ReduceOp(op),
-            gradient_predivide_factor,
-            process_set,
-            grouped_names(named, groups),
-            sparse_as_dense,
-            policy.reduction,
-            unscaling,
-            _reducer_of(optimizer),
-            type(optimizer).__name__,
-        )
+        groups_of_names = grouped_names(named, options.grouping)
+        before, title = _reducer_of(optimizer), type(optimizer).__name__
+        reducer = Reducer(named, options, groups_of_names, unscaling, before, title)
         _reducers[optimizer] = weakref.ref(reducer)
         masters = None
         if acts(policy):
             masters = Masters(optimizer, named, policy, unscaling)
             masters.deliver_to(reducer)
         extra = {"_ringlet": reducer, "_ringlet_implied": False, "_ringlet_masters": masters}
-    base = type(optimizer)
-    cls: Any = type(base.__name__, (mixin, base), {"__doc__": base.__doc__})
-    distributed: Any = cls.__new__(cls)
-    distributed.__dict__.update(optimizer.__dict__)
+    distributed: Any = wrapped(optimizer, mixin)
     distributed.__dict__.update(extra)
     # A scheduler made for the original has wrapped its step on the instance; ours must be found.
     distributed.__dict__.pop("step", None)

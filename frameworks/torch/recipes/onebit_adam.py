@@ -13,7 +13,7 @@ import torch
 
 from ringlet.compressors.routes import Routes, Spec
 from ringlet.job.session import current
-from ringlet.ring.communicator import ReduceOp
+from ringlet.shared.optimizer_options import Options
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named
 from ringlet.torch.optimizer.reducer import Reducer
@@ -52,9 +52,8 @@ class OneBitAdam(torch.optim.Optimizer):
         self._loaded: Callable[[], None] | None = None  # brings residuals, once they are in use
         # What is reduced travels as the gradient of a stand-in: a gradient first, momentum later.
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
-        self._reducer = Reducer(
-            self._carriers, "none", 1, ReduceOp.AVERAGE, 1.0, title="OneBitAdam"
-        )
+        uncompressed = Options(compression="none")
+        self._reducer = Reducer(self._carriers, uncompressed, title="OneBitAdam")
         self._reducer.compared = named
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
