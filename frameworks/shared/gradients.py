@@ -12,13 +12,13 @@ import numpy as np
 
 from ringlet.compressors import Router
 from ringlet.compressors.context import State
-from ringlet.compressors.residuals import energy
 from ringlet.fusion import Group, Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
+from ringlet.shared import residual_store
 from ringlet.shared.arrays import all_finite, allocate, flat
 from ringlet.shared.model_agreement import UNUSED, common_names
 from ringlet.shared.requests import check_predivide
@@ -145,7 +145,7 @@ class Reducer:
 
     def norm(self) -> float:
         """Return the Euclidean norm of all residuals of this rank."""
-        return math.sqrt(sum(_energy(state) for state in self.states.values()))
+        return residual_store.norm(self.states)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -352,9 +352,3 @@ class _Step:
             self._group.abandon(f"{type(error).__name__}: {error}")
         for exchange in gathering:
             exchange.forget()
-
-
-def _energy(state: State) -> float:
-    """Return the sum of squares of residuals, those of tables' rows among them."""
-    rows = np.asarray(state.get("rows", ()), np.float64).reshape(-1)
-    return energy(state) + float(rows @ rows)

@@ -1,32 +1,152 @@
-"""What a rank's compressors remember, as bytes for a checkpoint: arrays and numbers, no code."""
+"""What a rank's compressors remember, as a record for checkpoints, and as bytes: no code in either.
+
+A record holds plain numbers, specs, and arrays in whatever form the framework saves them.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ringlet.compressors import Router
+from ringlet.compressors import Compressor, Router
 from ringlet.compressors.context import State
+from ringlet.compressors.residuals import energy
 from ringlet.compressors.states import fit
 from ringlet.ring.dtypes import Array
 
+Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is
+
 VERSION = 1
+_SHOWN = 8  # tensors that a warning names
+_ARRAY = "ringlet.array"  # the key that stands for an array
+_ADVICE = "Save and restore compressor state on every rank"
+
+
+def record(
+    states: Mapping[str, State],
+    rank: int,
+    size: int,
+    step: int,
+    specs: Mapping[str, str],
+    leaf: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """Return ``states`` that remember something with the specs that they are of, and whose.
+
+    ``leaf`` makes of an array what is saved, and leaves numbers alone.
+    """
+    plain = {name: mapped(state, leaf) for name, state in states.items() if state}
+    return {
+        "version": VERSION, "rank": rank, "size": size, "step": step, "states": plain,
+        "specs": {name: spec for name, spec in specs.items() if name in plain},
+    }  # fmt: skip
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with each leaf of its dicts, lists and tuples replaced by ``leaf(it)``."""
+    if isinstance(value, dict):
+        return {key: mapped(inner, leaf) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(inner, leaf) for inner in value]
+    made = leaf(value)
+    return made.item() if isinstance(made, np.generic) else made
+
+
+def put(state: State, given: State) -> None:
+    """Make ``state`` equal to ``given``; dicts in it stay the same objects, for they are in use."""
+    for key in state.keys() - given.keys():
+        if isinstance(state[key], dict):
+            put(state[key], {})
+        else:
+            del state[key]
+    for key, value in given.items():
+        if isinstance(value, dict):
+            put(state.setdefault(key, {}), value)
+        else:
+            state[key] = value
+
+
+def fit_all(
+    found: Mapping[str, State],
+    specs: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    size: int,
+    average: bool,
+) -> list[str]:
+    """Keep of what was ``found`` what fits ``tensors``; return in words what does not."""
+    strange = []
+    for name, state in found.items():
+        if name in tensors:
+            compressor, numel = tensors[name]
+            told = fit(state, specs.get(name), compressor, numel, size, average)
+            strange += [f"{name!r} {what}" for what in told]
+    return strange
+
+
+def warn_of_misfits(strange: Sequence[str], stacklevel: int) -> None:
+    """Warn of what is ``strange`` in a checkpoint, if anything is."""
+    if not strange:
+        return
+    more = f"; and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
+    warnings.warn(
+        "what compressors remember in the checkpoint does not fit this job everywhere: "
+        f"{'; '.join(strange[:_SHOWN])}{more}",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def warn_of_loss(
+    given: Mapping[str, Any] | None, rank: int, size: int, advice: str, stacklevel: int
+) -> None:
+    """Warn that a checkpoint holds another rank's residuals, or none."""
+    whose = (
+        "holds no residuals"
+        if given is None
+        else f"holds the residuals of rank {given['rank']} of {given['size']}"
+    )
+    warnings.warn(
+        f"the checkpoint {whose}, this is rank {rank} of {size}: what compression held back is "
+        f"lost. {advice}",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def is_own(given: Mapping[str, Any], rank: int, size: int) -> bool:
+    """Whether a record is that of this rank, in a job of as many."""
+    return bool(given["rank"] == rank and given["size"] == size)
+
+
+def norm(states: Mapping[str, State]) -> float:
+    """Return the Euclidean norm of all residuals, those of tables' rows among them."""
+    return math.sqrt(sum(energy(state) + _energy_of_rows(state) for state in states.values()))
+
+
+def _energy_of_rows(state: State) -> float:
+    rows = np.asarray(state.get("rows", ()), np.float64).reshape(-1)
+    return float(rows @ rows)
+
+
+# -- as bytes -----------------------------------------------------------------------------------
 
 
 def dumps(states: Mapping[str, State], rank: int, size: int, step: int, router: Router) -> bytes:
     """Return ``states``, and the specs that they are of, in NumPy's ``npz`` format."""
     arrays: dict[str, Array] = {}
-    plain = {name: _emptied(state, arrays) for name, state in states.items() if state}
-    specs = {name: str(router(name)) for name in plain}
-    head = {
-        "version": VERSION, "rank": rank, "size": size, "step": step, "states": plain,
-        "specs": specs,
-    }  # fmt: skip
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        name = f"array{len(arrays)}"
+        arrays[name] = value
+        return {_ARRAY: name}
+
+    specs = {name: str(router(name)) for name, state in states.items() if state}
+    head = record(states, rank, size, step, specs, leaf)
     stream = io.BytesIO()
     encoded = np.frombuffer(json.dumps(head).encode(), np.uint8)
     np.savez(stream, allow_pickle=False, head=encoded, **arrays)
@@ -52,51 +172,25 @@ def loads(
         raise ValueError(f"these bytes hold no compressor state: {error}") from error
     if version != VERSION:
         raise ValueError(f"compressor state of version {version} needs another Ringlet")
-    if (head["rank"], head["size"]) != (rank, size):
-        warnings.warn(
-            f"the checkpoint holds the residuals of rank {head['rank']} of {head['size']}, this is "
-            f"rank {rank} of {size}: what compression held back is lost. Save and restore "
-            "compressor state on every rank",
-            stacklevel=3,
-        )
+    if not is_own(head, rank, size):
+        warn_of_loss(head, rank, size, _ADVICE, stacklevel=3)
         return {}, int(head["step"])
     states = {name: _filled(state, arrays) for name, state in head["states"].items()}
-    specs, strange = head.get("specs", {}), []
-    for name, state in states.items():
-        told = fit(state, specs.get(name), router(name), None, size, average)
-        strange += [f"{name!r} {what}" for what in told]
-    if strange:
-        warnings.warn(
-            "what compressors remember in the checkpoint does not fit this job everywhere: "
-            f"{'; '.join(strange)}",
-            stacklevel=3,
-        )
+    tensors = {name: (router(name), None) for name in states}
+    strange = fit_all(states, head.get("specs", {}), tensors, size, average)
+    warn_of_misfits(strange, stacklevel=3)
     return states, head["step"]
 
 
 def replace(states: dict[str, State], given: Mapping[str, State], step: int) -> None:
     """Make ``states`` equal to ``given``; what is not in it starts anew at ``step``."""
     for name in states.keys() | given.keys():
-        state = states.setdefault(name, {})
-        state.clear()
-        state.update(given.get(name, {"step": step}))
-
-
-def _emptied(value: Any, arrays: dict[str, Array]) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _emptied(inner, arrays) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_emptied(inner, arrays) for inner in value]
-    if isinstance(value, np.ndarray):
-        name = f"array{len(arrays)}"
-        arrays[name] = value
-        return {"ringlet.array": name}
-    return value.item() if isinstance(value, np.generic) else value
+        put(states.setdefault(name, {}), given.get(name, {"step": step}))
 
 
 def _filled(value: Any, arrays: Mapping[str, Array]) -> Any:
     if isinstance(value, dict):
-        if value.keys() == {"ringlet.array"}:
-            return arrays[value["ringlet.array"]]
+        if value.keys() == {_ARRAY}:
+            return arrays[value[_ARRAY]]
         return {key: _filled(inner, arrays) for key, inner in value.items()}
     return [_filled(inner, arrays) for inner in value] if isinstance(value, list) else value

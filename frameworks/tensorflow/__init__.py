@@ -15,45 +15,12 @@ need("tensorflow", "ringlet.tensorflow")
 need("keras", "ringlet.tensorflow")
 
 
-from ringlet.fusion.errors import OutOfMemory, StepAbandoned
-from ringlet.job.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from ringlet.job.lifecycle import init
-from ringlet.job.observation import start_metrics, start_timeline, stop_timeline, timeline_span
-from ringlet.job.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from ringlet.job.session import is_initialized, shutdown
-from ringlet.job.topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    reset_stats,
-    size,
-    stats,
-)
+from ringlet.horovod import interface
+from ringlet.horovod.interface import *  # noqa: F403
 from ringlet.keras.compression import Compression
 from ringlet.keras.dtype_policy import set_precision
 from ringlet.keras.layer_dtypes import apply_precision
 from ringlet.keras.scaling import LossScaleOptimizer
-from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.tensorflow import elastic
 from ringlet.tensorflow.checkpoint import CompressorState
 from ringlet.tensorflow.functions import (
@@ -91,34 +58,15 @@ from ringlet.tensorflow.sync_batch_norm import SyncBatchNormalization
 from ringlet.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from ringlet.tensorflow.util import _executing_eagerly as _executing_eagerly
 
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
-
 __all__ = [
-    "Adasum",
-    "Average",
     "BroadcastGlobalVariablesHook",
     "Compression",
     "CompressorState",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "HorovodInternalError",
     "LossScaleOptimizer",
-    "Max",
-    "Min",
-    "OutOfMemory",
     "PartialDistributedGradientTape",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "StepAbandoned",
-    "Sum",
     "SyncBatchNormalization",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -131,48 +79,21 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "ccl_built",
     "check_num_rank_power_of_2",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "gpu_available",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "num_rank_is_power_2",
     "process_set_included_op",
-    "rank",
     "rank_op",
     "reducescatter",
-    "remove_process_set",
     "replicas_equal",
-    "reset_stats",
-    "rocm_built",
     "set_precision",
-    "shutdown",
-    "size",
     "size_op",
-    "start_metrics",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
-    "timeline_span",
 ]
+__all__ += interface.__all__

@@ -15,42 +15,9 @@ from ringlet.shared.requirements import need
 need("torch", "ringlet.torch")
 
 
-from ringlet.fusion.errors import OutOfMemory, StepAbandoned
-from ringlet.job.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from ringlet.job.lifecycle import init
+from ringlet.horovod import interface
+from ringlet.horovod.interface import *  # noqa: F403
 from ringlet.job.objects import allgather_object, broadcast_object
-from ringlet.job.observation import start_metrics, start_timeline, stop_timeline, timeline_span
-from ringlet.job.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from ringlet.job.session import is_initialized, shutdown
-from ringlet.job.topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    reset_stats,
-    size,
-    stats,
-)
-from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.torch import elastic
 from ringlet.torch.casting import apply_precision
 from ringlet.torch.compression import Compression
@@ -96,31 +63,12 @@ from ringlet.torch.recipes.diloco import DiLoCo
 from ringlet.torch.recipes.onebit_adam import OneBitAdam
 from ringlet.torch.sync_batch_norm import SyncBatchNorm
 
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
-
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DiLoCo",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
     "OneBitAdam",
-    "OutOfMemory",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "StepAbandoned",
-    "Sum",
     "SyncBatchNorm",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -139,18 +87,10 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
     "compress_fsdp",
     "compress_hsdp",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "ddp_hook",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -159,31 +99,12 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
     "replicas_equal",
-    "reset_stats",
-    "rocm_built",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_metrics",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
     "synchronize",
-    "timeline_span",
 ]
+__all__ += interface.__all__

@@ -7,8 +7,6 @@ saved as ones in host memory, and restored there; the engine brings them back.
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,14 +15,26 @@ import torch
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.context import State
-from ringlet.compressors.residuals import energy
 from ringlet.compressors.states import fit, merged
+from ringlet.shared.residual_store import (
+    Tensor,
+    fit_all,
+    is_own,
+    mapped,
+    norm,
+    put,
+    record,
+    warn_of_loss,
+    warn_of_misfits,
+)
 
-Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is
+__all__ = ["STATE_KEY", "Tensor", "norm", "reshard", "restore", "saved", "shards_of"]
 
-VERSION = 1
 STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
-_SHOWN = 8  # tensors that a warning names
+_ADVICE = (
+    "Save and load optimizer.state_dict() on every rank, or pass all ranks' state_dicts to "
+    "optimizer.load_sharded()"
+)
 
 
 def saved(
@@ -40,12 +50,8 @@ def saved(
     """
     if step is None:
         step = max((int(state.get("step", 0)) for state in states.values()), default=0)
-    plain = {name: _to_tensors(state) for name, state in states.items() if state}
-    specs = {name: str(c) for name, c in (compressors or {}).items() if name in plain}
-    return {
-        "version": VERSION, "rank": rank, "size": size, "step": step, "states": plain,
-        "specs": specs,
-    }  # fmt: skip
+    specs = {name: str(compressor) for name, compressor in (compressors or {}).items()}
+    return record(states, rank, size, step, specs, _tensor)
 
 
 def restore(
@@ -65,45 +71,23 @@ def restore(
     it. Warns, too, of what does not fit ``tensors``, which is forgotten. Gradients are reduced
     ``among`` so many of the ``size`` ranks, by default all.
     """
-    own = given is not None and given["rank"] == rank and given["size"] == size
+    own = given is not None and is_own(given, rank, size)
     if not own and (given is not None or any(s.keys() - {"step"} for s in states.values())):
-        whose = (
-            "holds no residuals"
-            if given is None
-            else f"holds the residuals of rank {given['rank']} of {given['size']}"
-        )
-        warnings.warn(
-            f"the checkpoint {whose}, this is rank {rank} of {size}: what compression held back "
-            "is lost. Save and load optimizer.state_dict() on every rank, or pass all ranks' "
-            "state_dicts to optimizer.load_sharded()",
-            stacklevel=4,
-        )
+        warn_of_loss(given, rank, size, _ADVICE, stacklevel=4)
     saved_states = given["states"] if given is not None and own else {}
     specs: Mapping[str, str] = {} if given is None else given.get("specs", {})
-    strange = [f"{name!r} is not in this job" for name in saved_states if name not in states]
+    found = {name: mapped(saved_states.get(name, {}), _array) for name in states}
+    if tensors is not None:
+        strange = [f"{name!r} is not in this job" for name in saved_states if name not in states]
+        strange += fit_all(found, specs, tensors, among or size, average)
+        warn_of_misfits(strange, stacklevel=4)
     for name, state in states.items():
-        found = _to_arrays(saved_states.get(name, {}))
-        if tensors is not None and name in tensors:
-            compressor, numel = tensors[name]
-            told = fit(found, specs.get(name), compressor, numel, among or size, average)
-            strange += [f"{name!r} {what}" for what in told]
-        _replace(state, found)
-    if strange and tensors is not None:
-        _warn_of(strange)
+        put(state, found[name])
     step = 0 if given is None else int(given["step"])
     for name, state in states.items():
         if given is not None and not own:  # shared random numbers depend on the count
             state["step"] = int(given["states"].get(name, {}).get("step", step))
     return step
-
-
-def _warn_of(strange: Sequence[str]) -> None:
-    more = f"; and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
-    warnings.warn(
-        "what compressors remember in the checkpoint does not fit this job everywhere: "
-        f"{'; '.join(strange[:_SHOWN])}{more}",
-        stacklevel=5,
-    )
 
 
 def reshard(
@@ -135,14 +119,13 @@ def reshard(
         specs |= shard.get("specs", {})
     for name, state in states.items():
         compressor, numel = tensors[name]
-        parts = [_to_arrays(shard["states"].get(name, {})) for shard in in_order]
+        parts = [mapped(shard["states"].get(name, {}), _array) for shard in in_order]
         found, told = merged(parts, specs.get(name), compressor, size, average)
         told += fit(found, None, compressor, numel, size, average)
         strange += [f"{name!r} {what}" for what in told]
         counts = [int(part["step"]) for part in parts if "step" in part]
-        _replace(state, found | {"step": max(counts, default=step)})
-    if strange:
-        _warn_of(strange)
+        put(state, found | {"step": max(counts, default=step)})
+    warn_of_misfits(strange, stacklevel=4)
     return step
 
 
@@ -155,40 +138,11 @@ def shards_of(
     return {key: value for key, value in own.items() if key != STATE_KEY}, shards
 
 
-def norm(states: Mapping[str, State]) -> float:
-    """Return the Euclidean norm of all residuals."""
-    return math.sqrt(sum(energy(state) for state in states.values()))
-
-
-def _replace(state: State, given: State) -> None:
-    """Make ``state`` equal to ``given``; dicts in it stay the same objects, for they are in use."""
-    for key in state.keys() - given.keys():
-        if isinstance(state[key], dict):
-            _replace(state[key], {})
-        else:
-            del state[key]
-    for key, value in given.items():
-        if isinstance(value, dict):
-            _replace(state.setdefault(key, {}), value)
-        else:
-            state[key] = value
-
-
-def _to_tensors(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _to_tensors(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_tensors(inner) for inner in value]
+def _tensor(value: Any) -> Any:
     if hasattr(value, "__cuda_array_interface__"):
         return torch.from_numpy(value.get())
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
-    return value.item() if isinstance(value, np.generic) else value
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
 
 
-def _to_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _to_arrays(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_to_arrays(inner) for inner in value]
+def _array(value: Any) -> Any:
     return value.numpy().copy() if isinstance(value, torch.Tensor) else value
