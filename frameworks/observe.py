@@ -1,4 +1,4 @@
-"""Metrics of a run, under the name that ``ringlet.observe`` has had: see ``ringlet.job``."""
+"""Metrics of a run, under their public name: what ``ringlet.job`` records while it goes on."""
 
 from ringlet.fusion.observe.metrics_control import Recording
 from ringlet.job.observation import start_metrics, step_skipped

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ringlet.horovod.aliases import ALIASES
+
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "compressors": {"compressors"},
@@ -146,6 +148,14 @@ def test_what_adapters_share_knows_no_framework():
         for path in (ROOT / "frameworks" / room).rglob("*.py"):
             for name in imports(path):
                 assert name.split(".")[0] not in FRAMEWORKS, f"{path} imports {name}"
+
+
+def test_no_room_has_the_name_of_a_package_of_horovods():
+    # `import horovod.common` sets the attribute `common` of what `horovod` is then: `ringlet`.
+    for name, target in ALIASES.items():
+        if not target:
+            room = ROOT.joinpath("frameworks", *name.split(".")[1:])
+            assert not room.exists(), f"{name} would hide {room}"
 
 
 def test_the_tree_for_type_checkers_is_complete():

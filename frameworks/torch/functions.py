@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,8 @@ from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
-from ringlet.ring.errors import Mismatch, RingError
+from ringlet.ring.errors import RingError
+from ringlet.shared.model_agreement import SAME_MODEL, agree
 from ringlet.shared.requests import wait_all
 from ringlet.torch.ops.movements import broadcast_async_
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
@@ -42,7 +42,8 @@ def broadcast_parameters(
     named = {name: p for name, p in params.items() if isinstance(p, torch.Tensor)}
     for name, tensor in named.items():
         check(tensor, f"parameter {name!r}")
-    _agree_on_names(list(named), process_set)
+    names = [(name, "") for name in sorted(named)]  # handed in by name, in whatever order
+    agree("broadcast_parameters", "broadcast_parameters names", names, process_set, SAME_MODEL)
     wait_all(
         [
             broadcast_async_(value, root_rank, f"broadcast_parameters.{name}", process_set)
@@ -112,30 +113,6 @@ def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
     for p in (p for group in groups for p in group["params"]):
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
-
-
-def _agree_on_names(names: list[str], process_set: ProcessSet) -> None:
-    """Raise Mismatch, on every rank, unless all have the same names."""
-    digest = hashlib.blake2b("\0".join(sorted(names)).encode(), digest_size=16).digest()
-    label = "broadcast_parameters names"
-    if json_exchange.alike(digest, label, process_set):
-        return
-    lists = json_exchange.gather(
-        names, f"{label} in full", process_set, "a list of names", _are_names
-    )
-    every = dict.fromkeys(name for one in lists for name in one)
-    sets = [set(one) for one in lists]
-    odd = next(n for n in every if any(n not in one for one in sets))
-    ranks = process_set.ranks or range(len(lists))
-    having = [r for r, one in zip(ranks, lists, strict=False) if odd in one]
-    raise Mismatch(
-        f"broadcast_parameters: ranks pass different names; {odd!r} is there on rank(s) "
-        f"{', '.join(map(str, having))} only"
-    )
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _is_state(value: Any) -> bool:

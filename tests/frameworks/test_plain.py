@@ -109,7 +109,7 @@ def exchange_everything(forbidden=False):
 def check_texts(texts):
     assert texts[0] == texts[1]
     names, state, differing, named = texts[0]
-    assert "'w0' is there on rank(s) 0 only" in names
+    assert "'w0' is there on rank(s) 0 but not on rank(s) 1" in names
     assert "rank 0 cannot be broadcast: TypeError: state['param_groups']" in state
     assert "['hook'] is function, which cannot travel" in state
     assert "'b' differs between ranks (rank 0: 0; rank 1: 1)" in differing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import warnings
 import weakref
@@ -15,13 +14,12 @@ import torch
 
 from ringlet.compressors.routes import Routes, Spec
 from ringlet.fusion.buckets.unscaling import Unscaling
-from ringlet.job import json_exchange
 from ringlet.job.observation import step_skipped
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.precision import Policy
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import Mismatch
+from ringlet.shared.model_agreement import agree
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.wrapping import refuse_wrapped, wrapped
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
@@ -397,12 +395,6 @@ def _agree_on_class(base: type, process_set: ProcessSet) -> None:
     if not process_set.included() or process_set.size() == 1:
         return
     label = current().unnamed("DistributedOptimizer class", process_set.process_set_id or 0)
-    digest = hashlib.blake2b(base.__name__.encode(), digest_size=8).digest()
-    if json_exchange.alike(digest, label, process_set):
-        return
-    names = json_exchange.gather(
-        base.__name__, label, process_set, "a name", lambda n: isinstance(n, str)
-    )
-    ranks = process_set.ranks or range(len(names))
-    listed = "; ".join(f"rank {r}: {name}" for r, name in zip(ranks, names, strict=False))
-    raise Mismatch(f"DistributedOptimizer: ranks wrap optimizers of different classes: {listed}")
+    what = "the class of the optimizer that is wrapped"
+    remedy = "wrap optimizers of one class on all ranks"
+    agree("DistributedOptimizer", label, [(what, base.__name__)], process_set, remedy)
