@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import keras
@@ -200,7 +201,7 @@ def distributed(optimizer: Any, name: str | None, options: Options) -> Any:
     base = type(optimizer)
 
     def from_config(_: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        return distributed(base.from_config(config, *args, **kwargs), None, options)
+        return distributed(base.from_config(config, *args, **kwargs), None, replace(options))
 
     # What is saved names the original class, as it is registered.
     registered = keras.saving.get_registered_name(base)
