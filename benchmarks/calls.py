@@ -19,9 +19,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ringlet.fusion import Request
-from ringlet.objects import broadcast_object
+from ringlet.job.objects import broadcast_object
+from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
 
 ELEMENTS = 256  # float32: 1 KB
 TURNS = 3  # of all ways, so that a busy while of the machine does not meet one way alone

@@ -19,8 +19,8 @@ import time
 import numpy as np
 
 from ringlet.fusion import Request
+from ringlet.job.session import init
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import init
 
 
 def resnet_sizes() -> list[int]:
@@ -134,7 +134,7 @@ def peers(runtime):
     import torch
     import torch.distributed as dist
 
-    from ringlet.objects import broadcast_object
+    from ringlet.job.objects import broadcast_object
 
     place = broadcast_object(tempfile.mkdtemp() if runtime.rank == 0 else None)
     dist.init_process_group(

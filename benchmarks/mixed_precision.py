@@ -29,7 +29,7 @@ from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.rendezvous.connect import connect
-from ringlet.torch.tensors import flat
+from ringlet.torch.tensors.views import flat
 
 TWO, BROKEN, DDP = "two streams", "broken at every change", "DDP"
 WIDE, FLOOR = "sums in float32", "no communication"

@@ -27,10 +27,10 @@ from pathlib import Path
 import netns
 import numpy as np
 
-from ringlet import runtime
 from ringlet.compressors import parse
 from ringlet.fusion import Engine
 from ringlet.fusion.requests.request import Request
+from ringlet.job import session
 from ringlet.ring import ReduceOp, Topology
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.cost.link_probe import measure_links
@@ -109,8 +109,8 @@ class Raw:
 
 def run_rank(options):
     comm = connect()  # for barriers and figures; the engine has one of its own
-    runtime.init()
-    engine = runtime.current().engine
+    session.init()
+    engine = session.current().engine
     side = round((options.megabytes * (1 << 20) / 4) ** 0.5)
     rng = np.random.default_rng(comm.rank)
     source = rng.standard_normal(side * side, dtype=np.float32)
@@ -169,7 +169,7 @@ def run_rank(options):
         )
     for used in engines.values():
         used.shutdown()
-    runtime.shutdown()
+    session.shutdown()
     comm.close()
 
 

@@ -16,10 +16,13 @@ from ringlet.ring.errors import RingError
 # `main(options) -> int`, and what it does. Only the module that is needed is imported.
 COMMANDS = {
     "run": ("ringlet.ring.command.cli", "start a program on several ranks, on one or more hosts"),
-    "doctor": ("ringlet.doctor", "say what is installed, and what the network can do"),
-    "report": ("ringlet.observe.report", "draw what compression saved or cost in a run"),
-    "timeline": ("ringlet.timeline", "merge the parts of a timeline that a crash left behind"),
-    "check": ("ringlet.precision.cli", "check whether a compressor or policy is what it claims"),
+    "doctor": ("ringlet.cli.doctor", "say what is installed, and what the network can do"),
+    "report": ("ringlet.cli.draw_report", "draw what compression saved or cost in a run"),
+    "timeline": (
+        "ringlet.cli.merge_timeline",
+        "merge the parts of a timeline that a crash left behind",
+    ),
+    "check": ("ringlet.cli.check", "check whether a compressor or policy is what it claims"),
     "new": ("ringlet.compressors.testing.scaffold", "make a package for a compressor of your own"),
 }
 

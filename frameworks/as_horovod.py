@@ -6,97 +6,17 @@ ringlet run -np 4 python -m ringlet.as_horovod train.py --epochs 3
 
 from __future__ import annotations
 
-import importlib
 import os
 import runpy
 import sys
 from collections.abc import MutableMapping
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec, spec_from_loader
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from ringlet.insides import HorovodBasics
+from ringlet.horovod.aliases import Aliases
 from ringlet.ring.launch import api
 
-# What Horovod calls a module, and where Ringlet keeps the same names.
-ALIASES = {
-    "horovod": "ringlet",
-    "horovod.torch": "ringlet.torch",
-    "horovod.torch.mpi_ops": "ringlet.torch",
-    "horovod.torch.functions": "ringlet.torch",
-    "horovod.torch.optimizer": "ringlet.torch",
-    "horovod.torch.sync_batch_norm": "ringlet.torch",
-    "horovod.torch.compression": "ringlet.torch.compression",
-    "horovod.torch.elastic": "ringlet.torch.elastic",
-    "horovod.torch.elastic.sampler": "ringlet.torch.elastic.sampler",
-    "horovod.torch.elastic.state": "ringlet.torch.elastic.state",
-    "horovod.tensorflow": "ringlet.tensorflow",
-    "horovod.tensorflow.mpi_ops": "ringlet.tensorflow",
-    "horovod.tensorflow.functions": "ringlet.tensorflow",
-    "horovod.tensorflow.compression": "ringlet.keras.compression",
-    "horovod.tensorflow.sync_batch_norm": "ringlet.tensorflow.sync_batch_norm",
-    "horovod.tensorflow.elastic": "ringlet.tensorflow.elastic",
-    "horovod.tensorflow.util": "ringlet.tensorflow.util",
-    "horovod.tensorflow.keras": "ringlet.tensorflow.keras",
-    "horovod.tensorflow.keras.callbacks": "ringlet.tensorflow.keras.callbacks",
-    "horovod.tensorflow.keras.elastic": "ringlet.tensorflow.keras.elastic",
-    "horovod.keras": "ringlet.keras",
-    "horovod.keras.callbacks": "ringlet.keras.callbacks",
-    "horovod.keras.elastic": "ringlet.keras.elastic",
-    "horovod.common": "",  # a package with nothing of its own
-    "horovod.common.process_sets": "ringlet.process_sets",
-    "horovod.common.elastic": "ringlet.elastic",
-    "horovod.common.basics": "ringlet.insides",
-    "horovod.common.exceptions": "ringlet.insides",
-    "horovod.common.util": "ringlet.insides",
-    "horovod.runner": "ringlet",
-    "horovod.runner.util": "",
-    "horovod.runner.util.threads": "ringlet.insides",
-    "horovod.runner.common": "",
-    "horovod.runner.common.util": "",
-    "horovod.runner.common.util.env": "ringlet.insides",
-}
-# Here Horovod keeps the operations, and an object that programs reach for.
-_OPERATIONS = ".mpi_ops"
-_WITH_KERAS = ("horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras")
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-
-
-class _Aliases(MetaPathFinder, Loader):
-    """Finds ``horovod.*`` in Ringlet."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "horovod" and not name.startswith("horovod."):
-            return None
-        if name not in ALIASES:
-            raise ModuleNotFoundError(
-                f"Ringlet has nothing that stands for {name}; see its README for what it covers",
-                name=name,
-            )
-        return spec_from_loader(name, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        if not ALIASES[name]:
-            return
-        target = importlib.import_module(ALIASES[name])
-        if name.endswith(_OPERATIONS):
-            vars(module).update(vars(target) | {"_basics": HorovodBasics(), "__name__": name})
-            return
-        sys.modules[name] = target
-        parent, _, child = name.rpartition(".")
-        if parent in sys.modules and not hasattr(sys.modules[parent], child):
-            setattr(sys.modules[parent], child, target)
-        if name + _OPERATIONS in ALIASES:
-            importlib.import_module(name + _OPERATIONS)
-        if name in _WITH_KERAS:
-            importlib.import_module("ringlet.keras.keras2").install()
 
 
 def _tell_place(env: MutableMapping[str, str]) -> None:
@@ -113,11 +33,11 @@ def install_as_horovod() -> None:
     HOROVOD_RANK and its likes are set as well, for programs that read them. Raises ImportError
     when Horovod itself is imported already.
     """
-    if any(isinstance(finder, _Aliases) for finder in sys.meta_path):
+    if any(isinstance(finder, Aliases) for finder in sys.meta_path):
         return
     if "horovod" in sys.modules:
         raise ImportError("horovod is imported already; call install_as_horovod() before that")
-    sys.meta_path.insert(0, _Aliases())
+    sys.meta_path.insert(0, Aliases())
     _tell_place(os.environ)
     api.runner[:] = ["-m", "ringlet.as_horovod"]  # ranks of horovod.run() import it as well
 

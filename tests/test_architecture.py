@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ringlet.horovod.aliases import ALIASES
+
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "compressors": {"compressors"},
@@ -27,7 +29,16 @@ FLOORS = {
         launch elastic command""",
     "fusion": """errors limits devices requests planning codecs recording process_set buckets
         negotiation queue worker extensions observe autotune lifetime background_loop engine""",
+    # Keras stands on TensorFlow's operations, and TensorFlow's optimizer and tape on Keras.
+    "frameworks": """precision metrics job observe shared horovod report cli as_horovod
+        torch/tensors torch/ops torch/precision torch/optimizer torch/functions torch/elastic
+        torch/parallel torch/recipes torch
+        tensorflow/ops tensorflow/functions keras tensorflow __main__""",
 }
+# Modules that Horovod has in every adapter, and programs import by these names.
+HOROVODS = {"callbacks", "compression", "elastic", "functions", "optimizer", "sync_batch_norm"}
+# What each adapter says in the terms of its framework, so that who knows one knows all.
+ADAPTERS = {"checkpoint", "movements", "placement", "reducescatter", "reductions"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "mxnet", "pyspark", "ray"}
 
 
@@ -53,41 +64,52 @@ def test_dependencies_point_one_way(folder):
 
 
 def modules(folder):
-    """Return the modules of a package by their dotted names within it, with what they import."""
-    every = {
-        path.relative_to(ROOT / folder).with_suffix("").parts: path
+    """Return the modules of a package by their dotted names within it, with what they import.
+
+    A package that is imported for what it exports counts as a module: its ``__init__``.
+    """
+    package = "ringlet" if folder == "frameworks" else f"ringlet.{folder}"
+    paths = {
+        f"{package}.{'.'.join(path.relative_to(ROOT / folder).with_suffix('').parts)}": path
         for path in (ROOT / folder).rglob("*.py")
-        if path.name != "__init__.py"
     }
-    for parts, path in every.items():
+
+    def known(name):
+        return name if name in paths else f"{name}.__init__" if f"{name}.__init__" in paths else ""
+
+    for own, path in paths.items():
         found = set()
         for node in ast.walk(ast.parse(path.read_text())):  # late and TYPE_CHECKING ones too
             if isinstance(node, ast.ImportFrom):
-                found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+                each = [f"{node.module}.{alias.name}" for alias in node.names]
+                found |= {known(name) or known(node.module) for name in each}
             elif isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-        inside = [name.split(".")[2:] for name in found if name.startswith(f"ringlet.{folder}.")]
-        known = {tuple(name[:n]) for name in inside for n in range(1, len(name) + 1)}
-        yield parts, sorted(known & every.keys())
+                found |= {known(alias.name) for alias in node.names}
+        inside = sorted(found - {"", f"{package}.__init__"})
+        yield _within(own, package), [_within(name, package) for name in inside]
 
 
-def room_of(parts, folder):
-    """Return the room that a module is in, as ``FLOORS`` has it."""
-    rooms = FLOORS[folder].split()
-    found = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    room = next((name for name in found if name in rooms), None)
-    assert room is not None, f"{folder}/{'/'.join(parts)}.py stands in no room"
-    return room
+def _within(name, package):
+    return tuple(name.removeprefix(f"{package}.").split("."))
 
 
 @pytest.mark.parametrize("folder", FLOORS)
 def test_no_room_imports_from_one_above_it(folder):
-    floors = {room: floor for floor, room in enumerate(FLOORS[folder].split())}
+    floors = {tuple(room.split("/")): floor for floor, room in enumerate(FLOORS[folder].split())}
+
+    def floor(parts):
+        lengths = range(len(parts), 0, -1)
+        found = next((floors[parts[:n]] for n in lengths if parts[:n] in floors), None)
+        if found is None and parts[-1] == "__init__":  # of what holds rooms
+            return len(floors)
+        assert found is not None, f"{folder}/{'/'.join(parts)}.py stands in no room"
+        return found
+
     for parts, imported in modules(folder):
-        own = floors[room_of(parts, folder)]
+        own = floor(parts)
         for other in imported:
             back = f"{folder}/{'/'.join(parts)}.py imports {'.'.join(other)}, which is above it"
-            assert floors[room_of(other, folder)] <= own, back
+            assert floor(other) <= own, back
 
 
 @pytest.mark.parametrize("folder", FLOORS)
@@ -120,11 +142,29 @@ def test_one_stem_has_one_meaning():
     stems = {}
     for folder in FLOORS:
         for parts, _ in modules(folder):
-            if parts[0] != "kernels":  # see below
-                stems.setdefault(parts[-1], []).append("/".join((folder, *parts)))
+            if parts[-1] == "__init__" or (folder, parts[0]) == ("compressors", "kernels"):
+                continue  # kernels: see below
+            stems.setdefault(parts[-1], []).append("/".join((folder, *parts)))
     several = {stem: paths for stem, paths in stems.items() if len(paths) > 1}
     # Every package has its errors; dense and compressed sums over two levels are one idea.
-    assert set(several) == {"errors", "two_level"}, several
+    assert set(several) == {"errors", "two_level"} | HOROVODS | ADAPTERS, several
+    for stem in HOROVODS | ADAPTERS:
+        assert all(path.startswith("frameworks/") for path in several[stem]), several[stem]
+
+
+def test_what_adapters_share_knows_no_framework():
+    for room in ("precision", "shared"):
+        for path in (ROOT / "frameworks" / room).rglob("*.py"):
+            for name in imports(path):
+                assert name.split(".")[0] not in FRAMEWORKS, f"{path} imports {name}"
+
+
+def test_no_room_has_the_name_of_a_package_of_horovods():
+    # `import horovod.common` sets the attribute `common` of what `horovod` is then: `ringlet`.
+    for name, target in ALIASES.items():
+        if not target:
+            room = ROOT.joinpath("frameworks", *name.split(".")[1:])
+            assert not room.exists(), f"{name} would hide {room}"
 
 
 def test_kernels_have_the_stem_of_what_they_belong_to():

@@ -13,7 +13,7 @@ one, and says in a sentence why it matters to whoever trains with the compressor
 
 from ringlet.compressors.testing.catalogue import all_checks
 from ringlet.compressors.testing.runner import check_compressor, parametrize_with_checks
-from ringlet.compressors.testing.tools.check import CheckFailed
+from ringlet.compressors.testing.tools.named_check import CheckFailed
 from ringlet.compressors.testing.tools.simulate import simulate
 
 __all__ = [

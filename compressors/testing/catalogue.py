@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from ringlet.compressors.testing.checks import (
-    basics,
     buffers,
     claims,
     declared,
     isolation,
+    many_steps,
+    one_call,
     overrides,
     ranks,
     sizes,
     stages,
-    state,
     training,
 )
-from ringlet.compressors.testing.tools.check import Named
+from ringlet.compressors.testing.tools.named_check import Named
 
 
 def all_checks() -> list[Named]:
     """Return every check of the kit, each behind those that it needs."""
     modules = (
-        declared, basics, buffers, overrides, isolation, claims, sizes, stages, training, ranks,
-        state,
+        declared, one_call, buffers, overrides, isolation, claims, sizes, stages, training, ranks,
+        many_steps,
     )  # fmt: skip
     return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
 

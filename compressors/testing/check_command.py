@@ -13,7 +13,7 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.testing.catalogue import all_checks
 from ringlet.compressors.testing.runner import failures_of
-from ringlet.compressors.testing.tools.check import Named
+from ringlet.compressors.testing.tools.named_check import Named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

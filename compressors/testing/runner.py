@@ -8,7 +8,7 @@ from typing import Any
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.testing.catalogue import all_checks
-from ringlet.compressors.testing.tools.check import CheckFailed, Named
+from ringlet.compressors.testing.tools.named_check import CheckFailed, Named
 
 
 def check_compressor(compressor: Compressor | str, checks: Iterable[Named] | None = None) -> None:

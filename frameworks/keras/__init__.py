@@ -7,26 +7,15 @@ model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), compression="int
 model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
-from ringlet.requirements import need
+from ringlet.shared.requirements import need
 
 need("keras", "ringlet.keras")
 
 
-from ringlet.build import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from ringlet.fusion.errors import OutOfMemory, StepAbandoned
+from ringlet.horovod import interface
+from ringlet.horovod.interface import *  # noqa: F403
+from ringlet.job.objects import allgather_object, broadcast_object
 from ringlet.keras import callbacks, elastic
-from ringlet.keras.casting import apply_precision
 from ringlet.keras.checkpoint import (
     compressor_state,
     load_compressor_state,
@@ -34,6 +23,7 @@ from ringlet.keras.checkpoint import (
     set_compressor_state,
 )
 from ringlet.keras.compression import Compression
+from ringlet.keras.dtype_policy import set_precision
 from ringlet.keras.functions import (
     allgather,
     allreduce,
@@ -42,59 +32,16 @@ from ringlet.keras.functions import (
     broadcast_variables,
     reducescatter,
 )
+from ringlet.keras.layer_dtypes import apply_precision
 from ringlet.keras.models import load_model
 from ringlet.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from ringlet.keras.precision import set_precision
 from ringlet.keras.scaling import LossScaleOptimizer
-from ringlet.lifecycle import init
-from ringlet.objects import allgather_object, broadcast_object
-from ringlet.observe import start_metrics
-from ringlet.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import RingError as HorovodInternalError
-from ringlet.runtime import is_initialized, shutdown
-from ringlet.timeline import start_timeline, stop_timeline, timeline_span
-from ringlet.topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    reset_stats,
-    size,
-    stats,
-)
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
-    "HorovodInternalError",
     "LossScaleOptimizer",
-    "Max",
-    "Min",
-    "OutOfMemory",
     "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "StepAbandoned",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -104,40 +51,13 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
-    "ccl_built",
     "compressor_state",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "load_compressor_state",
     "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "reset_stats",
-    "rocm_built",
     "save_compressor_state",
     "set_compressor_state",
     "set_precision",
-    "shutdown",
-    "size",
-    "start_metrics",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
-    "timeline_span",
 ]
+__all__ += interface.__all__

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from ringlet.keras.accumulation import Accumulator
-from ringlet.keras.arrays import numpy_dtype
-from ringlet.keras.gradients import Reducer, Slot
+from ringlet.shared.accumulation import Accumulator
+from ringlet.shared.arrays import numpy_dtype
+from ringlet.shared.gradients import Reducer, Slot
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 SUPPORTED = ("tensorflow", "torch")
@@ -47,7 +47,7 @@ def reduce_gradients(
 ) -> tuple[Any, list[Any]]:
     """Return whether a step ends with this pass, and the gradients reduced over all ranks."""
     if backend() == "tensorflow":
-        from ringlet.tensorflow.gradients import reduced
+        from ringlet.tensorflow.ops.gradient_node import reduced
 
         return reduced(reducer, variables, names, gradients, cohorts, accumulator)
     return _reduce_torch(reducer, accumulator, names, gradients, cohorts)
@@ -60,7 +60,7 @@ def _reduce_torch(
     gradients: Sequence[Any],
     cohorts: Sequence[str],
 ) -> tuple[bool, list[Any]]:
-    from ringlet.torch.tensors import as_tensor, check, dtype_of, flat
+    from ringlet.torch.tensors.views import as_tensor, check, dtype_of, flat
 
     slots, arrays = [], []
     for name, gradient, cohort in zip(names, gradients, cohorts, strict=True):

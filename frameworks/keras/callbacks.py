@@ -9,11 +9,11 @@ from typing import Any
 
 import keras
 
-from ringlet.keras.agreement import agree
+from ringlet.job.process_sets import global_process_set
+from ringlet.job.session import current
 from ringlet.keras.checkpoint import load_compressor_state, save_compressor_state, state_path
 from ringlet.keras.functions import averaged, broadcast_variables
-from ringlet.process_sets import global_process_set
-from ringlet.runtime import current
+from ringlet.shared.model_agreement import agree
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

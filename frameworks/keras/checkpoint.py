@@ -6,17 +6,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ringlet.keras import residuals
-from ringlet.keras.gradients import Reducer
+from ringlet.job.session import current
 from ringlet.ring.safe_files import replacing
-from ringlet.runtime import current
+from ringlet.shared import residual_store
+from ringlet.shared.gradients import Reducer
 
 
 def compressor_state(optimizer: Any) -> bytes:
     """Return what this rank's compressors remember for ``optimizer``, a DistributedOptimizer."""
     runtime, reducer = current(), reducer_of(optimizer)
     where = runtime.rank, runtime.size, reducer.step
-    return residuals.dumps(reducer.states, *where, reducer.settings.router)
+    return residual_store.dumps(reducer.states, *where, reducer.settings.router)
 
 
 def set_compressor_state(optimizer: Any, data: bytes) -> None:
@@ -26,8 +26,8 @@ def set_compressor_state(optimizer: Any, data: bytes) -> None:
     """
     runtime, reducer = current(), reducer_of(optimizer)
     where = runtime.rank, runtime.size, reducer.settings.router, reducer.settings.averages
-    states, step = residuals.loads(data, *where)
-    residuals.replace(reducer.states, states, step)
+    states, step = residual_store.loads(data, *where)
+    residual_store.replace(reducer.states, states, step)
     reducer.restart(step)
 
 

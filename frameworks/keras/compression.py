@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringlet.compression import Compressor, NoneCompressor, as_compressor, as_router, legacy
 from ringlet.compressors import FP16
+from ringlet.shared.compression import Compressor, NoneCompressor, as_compressor, as_router, legacy
 
 __all__ = [
     "Compression",

@@ -8,12 +8,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringlet.elastic import HostsUpdatedInterrupt, ObjectState, State, run
-from ringlet.keras import residuals
+from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+from ringlet.job.objects import broadcast_object
 from ringlet.keras.functions import broadcast_variables
-from ringlet.keras.gradients import Reducer
-from ringlet.objects import broadcast_object
 from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared import residual_store
+from ringlet.shared.gradients import Reducer
 
 __all__ = [
     "CommitStateCallback",
@@ -61,7 +61,7 @@ class KerasState(ObjectState):
         reducer = self._reducer()
         if reducer is not None:
             states, step = self._remembered
-            residuals.replace(reducer.states, copy.deepcopy(states), step)
+            residual_store.replace(reducer.states, copy.deepcopy(states), step)
             reducer.restart(step)
         super().restore()
 

@@ -10,15 +10,16 @@ import numpy as np
 
 from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Request
-from ringlet.keras.agreement import common_names, unique
-from ringlet.keras.arrays import DTYPES, flat
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
 from ringlet.keras.backends import backend
-from ringlet.keras.compression import as_compressor
-from ringlet.keras.variables import name_of
-from ringlet.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.runtime import current
+from ringlet.shared.arrays import DTYPES, flat
+from ringlet.shared.compression import as_compressor
+from ringlet.shared.digest import equal_on_all_ranks
+from ringlet.shared.model_agreement import common_names, unique
+from ringlet.shared.variable_names import name_of
 
 
 def allreduce(
@@ -34,9 +35,8 @@ def allreduce(
 
     The result is a tensor of Keras's backend. See ``ringlet.tensorflow.allreduce``.
     """
-    module, tensor = _module(), keras.ops.convert_to_tensor(value)
-    return module.allreduce(
-        tensor,
+    return _operation("allreduce")(
+        keras.ops.convert_to_tensor(value),
         average=average,
         name=name,
         op=op,
@@ -48,17 +48,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Return every rank's ``value`` behind one another along the first dimension."""
-    return _module().allgather(keras.ops.convert_to_tensor(value), name=name)
+    return _operation("allgather")(keras.ops.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Return rank ``root_rank``'s ``value``."""
-    return _module().broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
+    return _operation("broadcast")(keras.ops.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE) -> Any:
     """Return this rank's rows of ``value`` combined over all ranks."""
-    return _module().reducescatter(keras.ops.convert_to_tensor(value), name=name, op=op)
+    return _operation("reducescatter")(keras.ops.convert_to_tensor(value), name=name, op=op)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -126,12 +126,24 @@ def averaged(values: Sequence[float], name: str) -> list[float]:
     return [float(value) for value in array]
 
 
-def _module() -> Any:
-    """Return the adapter of Keras's backend."""
-    if backend() == "tensorflow":
-        import ringlet.tensorflow
+def variables_equal(variables: Sequence[Any]) -> bool:
+    """Whether variables are bit-equal on all ranks, whatever Keras runs on."""
+    arrays = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    return equal_on_all_ranks((f"{array.dtype}{array.shape}", array) for array in arrays)
 
-        return ringlet.tensorflow
-    import ringlet.torch
 
-    return ringlet.torch
+def _operation(name: str) -> Any:
+    """Return the operation of that name in the adapter of Keras's backend."""
+    return (_of_tensorflow() if backend() == "tensorflow" else _of_torch())[name]
+
+
+def _of_tensorflow() -> dict[str, Any]:
+    from ringlet.tensorflow.ops import movements, reducescatter, reductions
+
+    return vars(movements) | vars(reducescatter) | vars(reductions)
+
+
+def _of_torch() -> dict[str, Any]:
+    from ringlet.torch.ops import movements, reducescatter, reductions
+
+    return vars(movements) | vars(reducescatter) | vars(reductions)

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.keras.dtype_policy import fits
 from ringlet.keras.optimizer import DistributedOptimizer
-from ringlet.keras.precision import fits
 from ringlet.precision import Policy, parse_policy
 
 

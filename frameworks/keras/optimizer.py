@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import keras
 
 from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
 from ringlet.keras import backends
-from ringlet.keras.accumulation import Accumulator
-from ringlet.keras.agreement import unique
-from ringlet.keras.compression import as_router
-from ringlet.keras.gradients import Reducer, Settings, Staying
-from ringlet.keras.precision import unscaled_first
 from ringlet.keras.scaling import with_loss_scale
-from ringlet.keras.variables import cohorts, identity, local_variables, name_of
-from ringlet.precision import Policy, parse_policy
-from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.precision import Policy
+from ringlet.precision.guards import unscaled_first
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
+from ringlet.shared.accumulation import Accumulator
+from ringlet.shared.gradients import Reducer, Staying
+from ringlet.shared.model_agreement import unique
+from ringlet.shared.optimizer_options import Options
+from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
+from ringlet.shared.wrapping import refuse_wrapped, wrapped
 
 
 class Distributed:
@@ -176,10 +178,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     already; SpecError for a bad ``compression``; when gradients of different variables meet,
     Mismatch (in a tf.function where that is called), the same on every rank.
     """
-    if isinstance(optimizer, Distributed):
-        raise ValueError(
-            "this optimizer is a DistributedOptimizer already; wrap the original optimizer"
-        )
+    return distributed(optimizer, name, Options.among(locals()))
+
+
+def distributed(optimizer: Any, name: str | None, options: Options) -> Any:
+    """Return ``optimizer`` as one that reduces gradients: see ``DistributedOptimizer``."""
+    refuse_wrapped(optimizer, Distributed)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         refuse_keras_2(optimizer)
         raise TypeError(f"optimizer is a keras.optimizers.Optimizer, not {optimizer!r}")
@@ -188,61 +192,32 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "the optimizer inside this LossScaleOptimizer is a DistributedOptimizer already; wrap "
             "the LossScaleOptimizer alone"
         )
-    if ReduceOp(op) not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"op must be Average or Sum, not {ReduceOp(op).name.title()}")
+    options.check_sums()
     backends.backend()
     current()
-    policy = parse_policy(precision)
-    optimizer = with_loss_scale(optimizer, policy)
-    router = as_router(policy.compression if compression is None else compression)
+    optimizer = with_loss_scale(optimizer, options.policy)
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    settings = Settings(
-        router,
-        ReduceOp(op),
-        gradient_predivide_factor,
-        process_set,
-        sparse_as_dense,
-        guard=scales and unscaled_first(router),
-        reduction=policy.reduction,
-    )
+    settings = options.settings(guard=scales and unscaled_first(options.router))
     base = type(optimizer)
 
     def from_config(_: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        return DistributedOptimizer(
-            base.from_config(config, *args, **kwargs),
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor,
-            op=op,
-            backward_passes_per_step=backward_passes_per_step,
-            average_aggregated_gradients=average_aggregated_gradients,
-            num_groups=num_groups,
-            groups=groups,
-            process_set=process_set,
-            scale_local_gradients=scale_local_gradients,
-            precision=precision,
-        )
+        return distributed(base.from_config(config, *args, **kwargs), None, replace(options))
 
-    content = {"__doc__": base.__doc__, "from_config": classmethod(from_config)}
     # What is saved names the original class, as it is registered.
-    cls: Any = type(keras.saving.get_registered_name(base), (Distributed, base), content)
-    cls.__module__ = base.__module__
-    distributed = cls.__new__(cls)
-    distributed.__dict__.update(optimizer.__dict__)
-    distributed.__dict__.update(
+    registered = keras.saving.get_registered_name(base)
+    content = {"from_config": classmethod(from_config), "__module__": base.__module__}
+    made = wrapped(optimizer, Distributed, registered, content)
+    made.__dict__.update(
         _ringlet=Reducer("DistributedOptimizer", settings, name or optimizer.name),
-        _ringlet_accumulator=Accumulator(backward_passes_per_step, average_aggregated_gradients),
-        _ringlet_staying=(
-            Staying("local variables", settings),
-            Accumulator(backward_passes_per_step, average_aggregated_gradients),
-        ),
-        _ringlet_groups=num_groups if groups is None and num_groups else groups,
+        _ringlet_accumulator=options.accumulator(),
+        _ringlet_staying=(Staying("local variables", settings), options.accumulator()),
+        _ringlet_groups=options.grouping,
         _ringlet_local=set(),
-        _ringlet_scale_local=scale_local_gradients,
+        _ringlet_scale_local=options.scale_local_gradients,
     )
     if name is not None:
-        distributed.__dict__["name"] = name
-    return distributed
+        made.__dict__["name"] = name
+    return made
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -268,26 +243,10 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     ``local_layers`` is a Keras layer or several, built already, such as embeddings that are divided
     over the ranks.
     """
-    distributed = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-        precision,
-    )
+    made = distributed(optimizer, name, Options.among(locals()))
     for variable in local_variables(local_layers):
-        distributed.register_local_var(variable)
-    return distributed
+        made.register_local_var(variable)
+    return made
 
 
 def refuse_keras_2(optimizer: Any) -> None:

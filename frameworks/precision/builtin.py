@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ringlet.precision.policies import register_policy
 from ringlet.precision.policy import KEPT, Policy
-from ringlet.precision.registry import register_policy
 from ringlet.precision.scaler import DynamicScale, LossScale, StaticScale
 
 Patterns = tuple[str, ...]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+from ringlet.precision import appliers
 from ringlet.precision.scaler import LossScale, NoScale
 
 M = TypeVar("M")
@@ -94,23 +94,11 @@ class Policy:
         See ``ringlet.torch.apply_precision`` and ``ringlet.keras.apply_precision``. TypeError for a
         model of another framework.
         """
-        # A Keras layer may be a torch module as well; what was never imported is neither.
-        keras = sys.modules.get("keras")
-        if keras is not None and isinstance(model, keras.layers.Layer):
-            from ringlet.keras.casting import give as give_keras
-
-            give_keras(model, self)
-            return model
-        import torch
-
-        from ringlet.torch.casting import give
-
-        if not isinstance(model, torch.nn.Module):
+        if not appliers.apply(model, self):
             raise TypeError(
                 "a policy is applied to a torch.nn.Module or a Keras model, not "
                 f"{type(model).__name__}"
             )
-        give(model, self)
         return model
 
     def autocast(self, device: str | None = None) -> AbstractContextManager[Any]:
@@ -122,11 +110,7 @@ class Policy:
         """
         if not self.autocasts:
             return nullcontext()
-        import torch
-
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.autocast(device, dtype=getattr(torch, self.compute))
+        return appliers.autocast(self.compute, device)
 
     def keras_dtype(self) -> str:
         """Return Keras' name for this policy's dtypes: its variables are float32 masters."""

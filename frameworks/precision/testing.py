@@ -24,9 +24,9 @@ import numpy as np
 from ringlet.compressors import resolve
 from ringlet.compressors.testing import CheckFailed, simulate
 from ringlet.compressors.testing.runner import failures_of
-from ringlet.compressors.testing.tools.check import Named
+from ringlet.compressors.testing.tools.named_check import Named
+from ringlet.precision.policies import factory_of, parse_policy, registered_policies
 from ringlet.precision.policy import DTYPES, REDUCTIONS, Policy
-from ringlet.precision.registry import factory_of, parse_policy, registered_policies
 from ringlet.precision.scaler import LossScale
 
 __all__ = ["CheckFailed", "all_checks", "check_policy"]

@@ -9,51 +9,30 @@ tape = hvd.DistributedGradientTape(tape, compression="int8 | ef")
 optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 """
 
-from ringlet.requirements import need
+from ringlet.shared.requirements import need
 
 need("tensorflow", "ringlet.tensorflow")
 need("keras", "ringlet.tensorflow")
 
 
-from ringlet.build import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from ringlet.fusion.errors import OutOfMemory, StepAbandoned
-from ringlet.keras.casting import apply_precision
+from ringlet.horovod import interface
+from ringlet.horovod.interface import *  # noqa: F403
 from ringlet.keras.compression import Compression
-from ringlet.keras.precision import set_precision
+from ringlet.keras.dtype_policy import set_precision
+from ringlet.keras.layer_dtypes import apply_precision
 from ringlet.keras.scaling import LossScaleOptimizer
-from ringlet.lifecycle import init
-from ringlet.observe import start_metrics
-from ringlet.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import RingError as HorovodInternalError
-from ringlet.runtime import is_initialized, shutdown
 from ringlet.tensorflow import elastic
 from ringlet.tensorflow.checkpoint import CompressorState
 from ringlet.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
     allgather_object,
     broadcast_global_variables,
     broadcast_object,
     broadcast_object_fn,
     broadcast_variables,
+    replicas_equal,
 )
-from ringlet.tensorflow.hooks import BroadcastGlobalVariablesHook
-from ringlet.tensorflow.movements import (
+from ringlet.tensorflow.ops.movements import (
     allgather,
     alltoall,
     barrier,
@@ -62,13 +41,9 @@ from ringlet.tensorflow.movements import (
     grouped_allgather,
     join,
 )
-from ringlet.tensorflow.optimizer import DistributedOptimizer
-from ringlet.tensorflow.reducescatter import grouped_reducescatter, reducescatter
-from ringlet.tensorflow.reductions import allreduce, grouped_allreduce
-from ringlet.tensorflow.replicas import replicas_equal
-from ringlet.tensorflow.sync_batch_norm import SyncBatchNormalization
-from ringlet.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from ringlet.tensorflow.topology import (
+from ringlet.tensorflow.ops.reducescatter import grouped_reducescatter, reducescatter
+from ringlet.tensorflow.ops.reductions import allreduce, grouped_allreduce
+from ringlet.tensorflow.ops.topology_ops import (
     check_num_rank_power_of_2,
     gpu_available,
     local_rank_op,
@@ -78,48 +53,20 @@ from ringlet.tensorflow.topology import (
     rank_op,
     size_op,
 )
+from ringlet.tensorflow.optimizer import DistributedOptimizer
+from ringlet.tensorflow.sync_batch_norm import SyncBatchNormalization
+from ringlet.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from ringlet.tensorflow.util import _executing_eagerly as _executing_eagerly
-from ringlet.timeline import start_timeline, stop_timeline, timeline_span
-from ringlet.topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    reset_stats,
-    size,
-    stats,
-)
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
 
 __all__ = [
-    "Adasum",
-    "Average",
     "BroadcastGlobalVariablesHook",
     "Compression",
     "CompressorState",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "HorovodInternalError",
     "LossScaleOptimizer",
-    "Max",
-    "Min",
-    "OutOfMemory",
     "PartialDistributedGradientTape",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "StepAbandoned",
-    "Sum",
     "SyncBatchNormalization",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -132,48 +79,21 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "ccl_built",
     "check_num_rank_power_of_2",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "gpu_available",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "num_rank_is_power_2",
     "process_set_included_op",
-    "rank",
     "rank_op",
     "reducescatter",
-    "remove_process_set",
     "replicas_equal",
-    "reset_stats",
-    "rocm_built",
     "set_precision",
-    "shutdown",
-    "size",
     "size_op",
-    "start_metrics",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
-    "timeline_span",
 ]
+__all__ += interface.__all__

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringlet.keras import residuals
+from ringlet.job.session import current
 from ringlet.keras.checkpoint import reducer_of
-from ringlet.keras.gradients import Reducer
-from ringlet.runtime import current
+from ringlet.shared import residual_store
+from ringlet.shared.gradients import Reducer
 from ringlet.tensorflow.tape import reducer_of_tape
 
 
@@ -32,14 +32,14 @@ class CompressorState(tf.train.experimental.PythonState):
         """Return what ``deserialize`` takes."""
         reducer, runtime = self._reducer(), current()
         where = runtime.rank, runtime.size, reducer.step
-        return residuals.dumps(reducer.states, *where, reducer.settings.router)
+        return residual_store.dumps(reducer.states, *where, reducer.settings.router)
 
     def deserialize(self, string_value: bytes) -> None:
         """Go on with what this rank saved; warns, and starts anew, if another rank saved it."""
         reducer, runtime = self._reducer(), current()
         where = runtime.rank, runtime.size, reducer.settings.router, reducer.settings.averages
-        states, step = residuals.loads(string_value, *where)
-        residuals.replace(reducer.states, states, step)
+        states, step = residual_store.loads(string_value, *where)
+        residual_store.replace(reducer.states, states, step)
         reducer.restart(step)
 
     def _reducer(self) -> Reducer:

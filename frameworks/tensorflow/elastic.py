@@ -11,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringlet.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.keras.elastic import KerasState
 from ringlet.ring.dtypes import Array
-from ringlet.tensorflow.bridge import in_graph
 from ringlet.tensorflow.functions import broadcast_variables
+from ringlet.tensorflow.ops.bridge import in_graph
 
 __all__ = [
     "HostsUpdatedInterrupt",

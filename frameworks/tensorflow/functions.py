@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from ringlet import objects
-from ringlet.keras.agreement import common_names, unique
-from ringlet.keras.variables import name_of
-from ringlet.process_sets import ProcessSet, global_process_set
-from ringlet.tensorflow.bridge import as_written, in_graph, operation_name, refuse_graph, run
-from ringlet.tensorflow.movements import broadcast_all
-from ringlet.tensorflow.tensors import dense
+from ringlet.job import objects
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.shared.digest import equal_on_all_ranks
+from ringlet.shared.model_agreement import common_names, unique
+from ringlet.shared.variable_names import name_of
+from ringlet.tensorflow.ops.bridge import as_written, in_graph, operation_name, refuse_graph, run
+from ringlet.tensorflow.ops.movements import broadcast_all
+from ringlet.tensorflow.ops.tensors import dense
 
 
 @as_written
@@ -110,3 +112,32 @@ def allgather_object(
         refuse_graph("allgather_object", "call it outside and pass what it returns as an argument")
     named = operation_name("allgather_object", name, None, process_set.number())
     return objects.allgather_object(obj, named(), process_set)
+
+
+def replicas_equal(variables: Sequence[Any]) -> bool:
+    """Whether variables are bit-equal on all ranks. Collective, the same answer on every rank."""
+    refuse_graph("replicas_equal", "call it outside")
+    arrays = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    return equal_on_all_ranks((f"{array.dtype}{array.shape}", array) for array in arrays)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Broadcast all variables from ``root_rank`` once a session has initialised them.
+
+    ``device`` is accepted for Horovod's sake.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._operation: Any = None
+
+    def begin(self) -> None:
+        """Add the broadcast to the graph, if that is a new one."""
+        graph = tf.compat.v1.get_default_graph()
+        if self._operation is None or self._operation.graph is not graph:
+            self._operation = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run the broadcast."""
+        session.run(self._operation)

@@ -9,19 +9,19 @@ import keras
 import tensorflow as tf
 
 from ringlet.compressors.specs.routes import Routes, Spec
-from ringlet.keras.accumulation import Accumulator
-from ringlet.keras.agreement import unique
-from ringlet.keras.compression import as_router
-from ringlet.keras.gradients import Reducer, Settings
-from ringlet.keras.optimizer import DistributedOptimizer as KerasDistributedOptimizer
-from ringlet.keras.optimizer import refuse_keras_2
-from ringlet.keras.variables import cohorts, name_of
-from ringlet.precision import Policy, parse_policy
-from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
+from ringlet.keras.optimizer import distributed, refuse_keras_2
+from ringlet.precision import Policy
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
-from ringlet.tensorflow.bridge import as_written, in_graph
-from ringlet.tensorflow.gradients import reduced
+from ringlet.shared.accumulation import Accumulator
+from ringlet.shared.gradients import Reducer
+from ringlet.shared.model_agreement import unique
+from ringlet.shared.optimizer_options import Options
+from ringlet.shared.variable_names import cohorts, name_of
+from ringlet.shared.wrapping import refuse_wrapped, wrapped
+from ringlet.tensorflow.ops.bridge import as_written, in_graph
+from ringlet.tensorflow.ops.gradient_node import reduced
 
 _V1: Any = tf.compat.v1.train.Optimizer
 
@@ -102,56 +102,30 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     no loss scale, which the ``precision`` "fp16" needs. Raises ValueError for that, and for an
     optimizer that is wrapped already; TypeError for anything else.
     """
+    options = Options.among(locals())
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        return KerasDistributedOptimizer(
-            optimizer,
-            name,
-            device_dense,
-            device_sparse,
-            compression,
-            sparse_as_dense,
-            gradient_predivide_factor,
-            op,
-            backward_passes_per_step,
-            average_aggregated_gradients,
-            num_groups,
-            groups,
-            process_set,
-            scale_local_gradients,
-            precision,
-        )
-    if isinstance(optimizer, _Distributed):
-        raise ValueError(
-            "this optimizer is a DistributedOptimizer already; wrap the original optimizer"
-        )
+        return distributed(optimizer, name, options)
+    refuse_wrapped(optimizer, _Distributed)
     refuse_keras_2(optimizer)
     if not isinstance(optimizer, _V1):
         raise TypeError(
             "optimizer is a keras.optimizers.Optimizer or a tf.compat.v1.train.Optimizer, not "
             f"{type(optimizer).__name__}"
         )
-    if ReduceOp(op) not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"op must be Average or Sum, not {ReduceOp(op).name.title()}")
+    options.check_sums()
     current()
-    policy, predivide = parse_policy(precision), gradient_predivide_factor
-    if policy.scale.watches:
+    if options.policy.scale.watches:
         raise ValueError(
-            f"policy {policy.name!r} has a loss scale, and optimizers of tf.compat.v1 cannot have "
-            "one; take 'bf16', or a Keras optimizer"
+            f"policy {options.policy.name!r} has a loss scale, and optimizers of tf.compat.v1 "
+            "cannot have one; take 'bf16', or a Keras optimizer"
         )
-    router = as_router(policy.compression if compression is None else compression)
-    settings = Settings(
-        router, ReduceOp(op), predivide, process_set, sparse_as_dense, reduction=policy.reduction
-    )
-    base = type(optimizer)
-    cls: Any = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
-    distributed = cls.__new__(cls)
-    distributed.__dict__.update(optimizer.__dict__)
-    distributed.__dict__.update(
-        _ringlet=Reducer("DistributedOptimizer", settings, name or optimizer.get_name()),
-        _ringlet_accumulator=Accumulator(backward_passes_per_step, average_aggregated_gradients),
-        _ringlet_groups=num_groups if groups is None and num_groups else groups,
+    title = name or optimizer.get_name()
+    made = wrapped(optimizer, _Distributed)
+    made.__dict__.update(
+        _ringlet=Reducer("DistributedOptimizer", options.settings(), title),
+        _ringlet_accumulator=options.accumulator(),
+        _ringlet_groups=options.grouping,
         _ringlet_ends=None,
         _optimizer=optimizer,  # where Horovod's users look for what they wrapped
     )
-    return distributed
+    return made

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
-from ringlet.tensorflow.reductions import allreduce
+from ringlet.tensorflow.ops.reductions import allreduce
 
 
 @keras.saving.register_keras_serializable(package="ringlet")

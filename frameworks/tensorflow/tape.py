@@ -10,17 +10,18 @@ from typing import Any
 import tensorflow as tf
 
 from ringlet.compressors.specs.routes import Routes, Spec
-from ringlet.keras.agreement import unique
-from ringlet.keras.compression import as_router
-from ringlet.keras.gradients import Reducer, Settings
-from ringlet.keras.precision import guards
-from ringlet.keras.variables import cohorts, identity, local_variables, name_of
-from ringlet.precision import Policy, parse_policy
-from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
+from ringlet.precision import Policy
+from ringlet.precision.guards import guards
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
-from ringlet.tensorflow.bridge import as_written
-from ringlet.tensorflow.gradients import reduced
+from ringlet.shared.gradients import Reducer, Settings
+from ringlet.shared.model_agreement import unique
+from ringlet.shared.optimizer_options import Options
+from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
+from ringlet.shared.wrapping import wrapped
+from ringlet.tensorflow.ops.bridge import as_written
+from ringlet.tensorflow.ops.gradient_node import reduced
 
 
 class _Distributed:
@@ -123,28 +124,19 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     a bad ``compression``; ValueError for a tape that is distributed already; RuntimeError under
     ``jit_compile=True``.
     """
+    return _distributed(gradtape, Options.among(locals()))
+
+
+def _distributed(gradtape: Any, options: Options) -> Any:
     if isinstance(gradtape, _Distributed):
         raise ValueError("this tape is a DistributedGradientTape already; wrap a tf.GradientTape")
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"gradtape is a tf.GradientTape, not {type(gradtape).__name__}")
     current()
-    base = type(gradtape)
-    cls: Any = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
-    tape = cls.__new__(cls)
-    tape.__dict__.update(gradtape.__dict__)
-    policy = parse_policy(precision)
-    router = as_router(policy.compression if compression is None else compression)
-    tape._ringlet_settings = Settings(
-        router,
-        ReduceOp(op),
-        gradient_predivide_factor,
-        process_set,
-        sparse_as_dense,
-        guard=guards(policy, router),
-        reduction=policy.reduction,
-    )
-    tape._ringlet_groups = num_groups if groups is None and num_groups else groups
-    tape._ringlet_local, tape._ringlet_scale_local = set(), scale_local_gradients
+    tape = wrapped(gradtape, _Distributed)
+    tape._ringlet_settings = options.settings(guards(options.policy, options.router))
+    tape._ringlet_groups = options.grouping
+    tape._ringlet_local, tape._ringlet_scale_local = set(), options.scale_local_gradients
     return tape
 
 
@@ -168,20 +160,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
 
     ``local_layers`` is a Keras layer or several, such as embeddings divided over the ranks.
     """
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-        precision,
-    )
+    tape = _distributed(gradtape, Options.among(locals()))
     for variable in local_variables(local_layers):
         tape.register_local_source(variable)
     return tape

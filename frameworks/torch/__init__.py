@@ -10,58 +10,20 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 """
 
-from ringlet.requirements import need
+from ringlet.shared.requirements import need
 
 need("torch", "ringlet.torch")
 
 
-from ringlet.build import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from ringlet.fusion.errors import OutOfMemory, StepAbandoned
-from ringlet.lifecycle import init
-from ringlet.objects import allgather_object, broadcast_object
-from ringlet.observe import start_metrics
-from ringlet.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import RingError as HorovodInternalError
-from ringlet.runtime import is_initialized, shutdown
-from ringlet.timeline import start_timeline, stop_timeline, timeline_span
-from ringlet.topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    reset_stats,
-    size,
-    stats,
-)
+from ringlet.horovod import interface
+from ringlet.horovod.interface import *  # noqa: F403
+from ringlet.job.objects import allgather_object, broadcast_object
 from ringlet.torch import elastic
 from ringlet.torch.casting import apply_precision
 from ringlet.torch.compression import Compression
-from ringlet.torch.ddp import ddp_hook
-from ringlet.torch.diloco import DiLoCo
-from ringlet.torch.fsdp import compress_fsdp
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ringlet.torch.handles import poll, synchronize
-from ringlet.torch.hsdp import compress_hsdp
-from ringlet.torch.movements import (
+from ringlet.torch.ops.handles import poll, synchronize
+from ringlet.torch.ops.movements import (
     allgather,
     allgather_async,
     alltoall,
@@ -75,15 +37,13 @@ from ringlet.torch.movements import (
     grouped_allgather_async,
     join,
 )
-from ringlet.torch.onebit_adam import OneBitAdam
-from ringlet.torch.optimizer import DistributedOptimizer
-from ringlet.torch.reducescatter import (
+from ringlet.torch.ops.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from ringlet.torch.reductions import (
+from ringlet.torch.ops.reductions import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -93,35 +53,22 @@ from ringlet.torch.reductions import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from ringlet.torch.replicas import replicas_equal
-from ringlet.torch.sparse import sparse_allreduce_async
+from ringlet.torch.ops.replicas import replicas_equal
+from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
+from ringlet.torch.optimizer.wrapper import DistributedOptimizer
+from ringlet.torch.parallel.ddp import ddp_hook
+from ringlet.torch.parallel.fsdp import compress_fsdp
+from ringlet.torch.parallel.hsdp import compress_hsdp
+from ringlet.torch.recipes.diloco import DiLoCo
+from ringlet.torch.recipes.onebit_adam import OneBitAdam
 from ringlet.torch.sync_batch_norm import SyncBatchNorm
 
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
-
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DiLoCo",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
     "OneBitAdam",
-    "OutOfMemory",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "StepAbandoned",
-    "Sum",
     "SyncBatchNorm",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -140,18 +87,10 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
     "compress_fsdp",
     "compress_hsdp",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "ddp_hook",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -160,31 +99,12 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
     "replicas_equal",
-    "reset_stats",
-    "rocm_built",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_metrics",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
     "synchronize",
-    "timeline_span",
 ]
+__all__ += interface.__all__

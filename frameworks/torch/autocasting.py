@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ringlet.torch.tensors import cast
+from ringlet.torch.tensors.views import cast
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 

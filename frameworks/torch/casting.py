@@ -5,6 +5,7 @@ Micikevicius et al., "Mixed precision training", ICLR 2018.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from ringlet.precision import Policy, parse_policy
-from ringlet.torch.tensors import cast
+from ringlet.precision.appliers import Applier, register_applier
+from ringlet.torch.tensors.views import cast
 
 _NORMS = (_NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 _WHOLE = (torch.nn.RNNBase,)  # these hold their parameters in lists of their own
@@ -145,3 +147,19 @@ def _narrow(module: Any, _: Any) -> None:
 def _forget(module: Any, _: Any, __: Any) -> None:
     for layer, name in module._ringlet_copied.pop():
         del layer.__dict__[name]
+
+
+def _given(model: Any, policy: Policy) -> bool:
+    if not isinstance(model, torch.nn.Module):
+        return False
+    give(model, policy)
+    return True
+
+
+def _autocast(dtype: str, device: str | None) -> AbstractContextManager[Any]:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.autocast(device, dtype=getattr(torch, dtype))
+
+
+register_applier("torch", Applier(_given, _autocast))

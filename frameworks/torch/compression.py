@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ringlet.compression import Compressor, NoneCompressor, as_compressor, as_router, legacy
 from ringlet.compressors import FP16
+from ringlet.shared.compression import Compressor, NoneCompressor, as_compressor, as_router, legacy
 
 __all__ = [
     "Compression",

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ringlet import plain
-from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.job import json_exchange
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
-from ringlet.ring.errors import Mismatch, RingError
-from ringlet.runtime import current
-from ringlet.torch.handles import Handle
-from ringlet.torch.movements import broadcast_async_
-from ringlet.torch.residuals import STATE_KEY
-from ringlet.torch.state_trees import assembled, dissected, is_tree, rooms
-from ringlet.torch.tensors import check
+from ringlet.ring.errors import RingError
+from ringlet.shared.model_agreement import SAME_MODEL, agree
+from ringlet.shared.requests import wait_all
+from ringlet.torch.ops.movements import broadcast_async_
+from ringlet.torch.optimizer.checkpoint import STATE_KEY
+from ringlet.torch.tensors.state_trees import assembled, dissected, is_tree, rooms
+from ringlet.torch.tensors.views import check
 
 _STEPS = "ringlet_steps"
 
@@ -42,19 +42,14 @@ def broadcast_parameters(
     named = {name: p for name, p in params.items() if isinstance(p, torch.Tensor)}
     for name, tensor in named.items():
         check(tensor, f"parameter {name!r}")
-    _agree_on_names(list(named), process_set)
-    handles: list[Handle] = []
-    for name, value in named.items():
-        unique = f"broadcast_parameters.{name}"
-        handles.append(broadcast_async_(value, root_rank, unique, process_set))
-    errors: list[RingError] = []
-    for handle in handles:  # all of them: names must not be in flight when this returns
-        try:
-            handle.wait()
-        except RingError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    names = [(name, "") for name in sorted(named)]  # handed in by name, in whatever order
+    agree("broadcast_parameters", "broadcast_parameters names", names, process_set, SAME_MODEL)
+    wait_all(
+        [
+            broadcast_async_(value, root_rank, f"broadcast_parameters.{name}", process_set)
+            for name, value in named.items()
+        ]
+    )
 
 
 def broadcast_optimizer_state(
@@ -67,7 +62,7 @@ def broadcast_optimizer_state(
 
     Compressors' residuals are not part of it: they belong to each rank. State travels as JSON and
     tensors, which are read without executing anything; RingError, the same on every rank, when it
-    holds something else (``ringlet.torch.state_trees``). As in Horovod, parameters of an
+    holds something else (``ringlet.torch.tensors.state_trees``). As in Horovod, parameters of an
     optimizer that has no state yet have gradients afterwards: zeros. ``model`` is accepted for
     Horovod's sake, and not needed.
     """
@@ -86,7 +81,9 @@ def broadcast_optimizer_state(
         except Exception as error:
             told = {"problem": f"{type(error).__name__}: {error}"}
     name = "broadcast_optimizer_state"
-    told = plain.broadcast(told, root_rank, name, process_set, "an optimizer's state", _is_state)
+    told = json_exchange.broadcast(
+        told, root_rank, name, process_set, "an optimizer's state", _is_state
+    )
     if "problem" in told:
         raise RingError(
             f"the optimizer state of rank {root_rank} cannot be broadcast: {told['problem']}"
@@ -94,7 +91,7 @@ def broadcast_optimizer_state(
     if runtime.rank != root_rank:
         arrays = rooms(told["state"])
     names = [f"{name}.{i}" for i in range(len(arrays))]
-    plain.broadcast_arrays(arrays, names, root_rank, process_set)
+    json_exchange.broadcast_arrays(arrays, names, root_rank, process_set)
     # The root too: loading converts values to the parameters' dtype, and must do so everywhere.
     state = assembled(told["state"], arrays)
     steps = state.pop(_STEPS, None)
@@ -116,28 +113,6 @@ def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
     for p in (p for group in groups for p in group["params"]):
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
-
-
-def _agree_on_names(names: list[str], process_set: ProcessSet) -> None:
-    """Raise Mismatch, on every rank, unless all have the same names."""
-    digest = hashlib.blake2b("\0".join(sorted(names)).encode(), digest_size=16).digest()
-    label = "broadcast_parameters names"
-    if plain.alike(digest, label, process_set):
-        return
-    lists = plain.gather(names, f"{label} in full", process_set, "a list of names", _are_names)
-    every = dict.fromkeys(name for one in lists for name in one)
-    sets = [set(one) for one in lists]
-    odd = next(n for n in every if any(n not in one for one in sets))
-    ranks = process_set.ranks or range(len(lists))
-    having = [r for r, one in zip(ranks, lists, strict=False) if odd in one]
-    raise Mismatch(
-        f"broadcast_parameters: ranks pass different names; {odd!r} is there on rank(s) "
-        f"{', '.join(map(str, having))} only"
-    )
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _is_state(value: Any) -> bool:

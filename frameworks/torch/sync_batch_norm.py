@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.runtime import current
-from ringlet.torch.movements import allgather
-from ringlet.torch.reductions import allreduce
+from ringlet.torch.ops.movements import allgather
+from ringlet.torch.ops.reductions import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):

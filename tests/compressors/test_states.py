@@ -9,7 +9,7 @@ from ringlet.compressors import Compressor, Modifier, Traits, option, parse
 from ringlet.compressors.states import carry_over, fit, merged, rescale, resize
 from ringlet.compressors.testing import CheckFailed, check_compressor
 from ringlet.compressors.testing.checks.claims import check_gradient_units
-from ringlet.compressors.testing.tools.check import Named
+from ringlet.compressors.testing.tools.named_check import Named
 from ringlet.compressors.testing.tools.simulate import simulate
 
 N, SHAPE = 2000, (40, 50)

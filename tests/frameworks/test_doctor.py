@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ringlet import doctor
-from ringlet.build import gpu_path
-from ringlet.doctor import Codec, _compare, _crossing, _verdict
+from ringlet.cli import doctor
+from ringlet.cli.doctor import Codec, _compare, _crossing, _verdict
+from ringlet.job.capabilities import gpu_path
 from ringlet.ring.cost.link_probe import Link
 from ringlet.ring.launch import start
 from ringlet.ring.transports.local import run_local, this_thread

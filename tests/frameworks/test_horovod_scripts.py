@@ -33,7 +33,7 @@ def main() -> None:
     import tensorflow as tf
     import torch
 
-    from ringlet.runtime import current, shutdown
+    from ringlet.job.session import current, shutdown
 
     tf.keras.datasets.mnist.load_data = digits
     os.chdir(sys.argv[1] if os.environ["RINGLET_RANK"] == "0" else "/")

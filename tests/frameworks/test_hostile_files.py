@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from ringlet.cli import draw_report
 from ringlet.fusion.autotune.sample_log import Log
 from ringlet.fusion.observe.merge import merge, rank_file, rank_files
 from ringlet.fusion.observe.sinks import JsonLines
 from ringlet.fusion.observe.tracefile import TraceFile
-from ringlet.observe import report
-from ringlet.observe.summary import read
+from ringlet.report.summary import read
 
 EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
 ALLOWED = set(
@@ -74,7 +74,7 @@ def drawn(records, path, capsys):
     """Return the page of these records, or None where they hold no step."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = SimpleNamespace(metrics=[path], output=path.with_suffix(".html"))
-    code = report.main(options)
+    code = draw_report.main(options)
     said = capsys.readouterr()
     assert code in (0, 2)
     if code == 2:
@@ -163,7 +163,7 @@ def test_a_report_is_not_written_through_a_link(tmp_path, capsys):
     (tmp_path / "run.html").symlink_to(target)
     path = tmp_path / "run.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in good()))
-    assert report.main(SimpleNamespace(metrics=[path], output=None)) == 2
+    assert draw_report.main(SimpleNamespace(metrics=[path], output=None)) == 2
     assert "is a symbolic link" in capsys.readouterr().err
     assert target.read_text() == "precious"
 

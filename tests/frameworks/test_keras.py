@@ -18,9 +18,9 @@ import pytest
 import ringlet
 import ringlet.keras as hvd
 from ringlet.compressors import Router
-from ringlet.keras.arrays import all_finite, numpy_dtype
-from ringlet.keras.gradients import Reducer, Settings, Slot
-from ringlet.keras.replicas import variables_equal
+from ringlet.keras.functions import variables_equal
+from ringlet.shared.arrays import all_finite, numpy_dtype
+from ringlet.shared.gradients import Reducer, Settings, Slot
 
 
 def made(policy="float32", seed=0, rows=0):

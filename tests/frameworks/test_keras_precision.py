@@ -15,7 +15,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 import ringlet.keras as hvd
-from ringlet.keras.replicas import variables_equal
+from ringlet.keras.functions import variables_equal
 from ringlet.precision import KEPT, DynamicScale, LossScale, Policy, StaticScale, parse_policy
 
 L = keras.layers

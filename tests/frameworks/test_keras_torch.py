@@ -22,7 +22,7 @@ def main():
     import torch
 
     import ringlet.keras as hvd
-    from ringlet.keras.replicas import variables_equal
+    from ringlet.keras.functions import variables_equal
     from ringlet.precision import DynamicScale, Policy, StaticScale
 
     torch.set_num_threads(1)

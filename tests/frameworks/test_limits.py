@@ -3,9 +3,10 @@
 import pytest
 
 from ringlet.fusion import Limits
-from ringlet.lifecycle import init
+from ringlet.job.lifecycle import init
+from ringlet.job.session import shutdown
+from ringlet.job.settings import limits_from
 from ringlet.ring.transports.local import run_local
-from ringlet.runtime import limits_from, shutdown
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ import socket
 import numpy as np
 import pytest
 
-import ringlet.network as network
-import ringlet.runtime as runtime_module
+import ringlet.job.link as network
+import ringlet.job.session as runtime_module
 from ringlet.fusion import Limits, Request
 from ringlet.fusion.limits import UNKNOWN
-from ringlet.network import parse_link
+from ringlet.job.link import parse_link
+from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring import ReduceOp, RingError
 from ringlet.ring.cost import link_probe as links_module
 from ringlet.ring.transports.hierarchical import LEAST, HierarchicalCommunicator
 from ringlet.ring.transports.local import run_local, this_thread
-from ringlet.runtime import limits_from, wishes_from
 
 
 @pytest.fixture

@@ -10,14 +10,15 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-import ringlet.runtime as runtime_module
+import ringlet.job.session as runtime_module
 from ringlet.__main__ import main
 from ringlet.compressors import parse
 from ringlet.fusion import Request
+from ringlet.job.observation import start_timeline, stop_timeline, timeline_span
+from ringlet.metrics.prometheus import Prometheus, serve
 from ringlet.observe import start_metrics, step_skipped
-from ringlet.observe.charts import scale
-from ringlet.observe.prometheus import Prometheus, serve
-from ringlet.observe.summary import (
+from ringlet.report.charts import scale
+from ringlet.report.summary import (
     NotARun,
     Run,
     amount,
@@ -28,7 +29,6 @@ from ringlet.observe.summary import (
     verdict,
 )
 from ringlet.ring.transports.local import run_local
-from ringlet.timeline import start_timeline, stop_timeline, timeline_span
 
 
 def train(steps=4, spec="int8 | ef"):
@@ -151,7 +151,7 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", lacking)
     with pytest.raises(ImportError, match=r"pip install 'ringlet\[viz\]'"):
         Prometheus(0)
-    from ringlet.observe.tensorboard import TensorBoard
+    from ringlet.metrics.tensorboard import TensorBoard
 
     with pytest.raises(ImportError, match=r"pip install 'ringlet\[torch,viz\]'"):
         TensorBoard("/tmp/none")

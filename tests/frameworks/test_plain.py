@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 import ringlet
-from ringlet import plain
 from ringlet.fusion import Request
-from ringlet.process_sets import ProcessSet, global_process_set
+from ringlet.job import json_exchange
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
+from ringlet.job.session import init as start
+from ringlet.job.session import shutdown as stop
 from ringlet.ring import Mismatch
 from ringlet.ring.errors import ProtocolError
 from ringlet.ring.transports.local import run_local
-from ringlet.runtime import current
-from ringlet.runtime import init as start
-from ringlet.runtime import shutdown as stop
 
 TORCH = pytest.importorskip("torch")
 
@@ -56,9 +56,9 @@ def exchange_everything(forbidden=False):
     import torch
 
     import ringlet.torch as hvd
-    from ringlet.keras.agreement import agree, common_names
-    from ringlet.keras.replicas import variables_equal
-    from ringlet.process_sets import process_set_ranks
+    from ringlet.job.process_sets import process_set_ranks
+    from ringlet.keras.functions import variables_equal
+    from ringlet.shared.model_agreement import agree, common_names
 
     if not forbidden:
         forbid_pickle(setattr)
@@ -109,7 +109,7 @@ def exchange_everything(forbidden=False):
 def check_texts(texts):
     assert texts[0] == texts[1]
     names, state, differing, named = texts[0]
-    assert "'w0' is there on rank(s) 0 only" in names
+    assert "'w0' is there on rank(s) 0 but not on rank(s) 1" in names
     assert "rank 0 cannot be broadcast: TypeError: state['param_groups']" in state
     assert "['hook'] is function, which cannot travel" in state
     assert "'b' differs between ranks (rank 0: 0; rank 1: 1)" in differing
@@ -171,7 +171,9 @@ def test_what_is_not_expected_is_told_with_the_rank_on_every_rank(data):
         if rank == 1:
             raw(data, "x")
             return ""
-        return complaint(lambda: plain.gather([], "x", global_process_set, "a list", is_list))
+        return complaint(
+            lambda: json_exchange.gather([], "x", global_process_set, "a list", is_list)
+        )
 
     first, _, third = on_ranks(3, body)
     assert first == third
@@ -186,18 +188,22 @@ def test_lengths_are_looked_at_before_memory_is_taken():
             sizes = Request("x.sizes", "allgather", "uint8", (1 << 60, 0))
             current().engine.submit(sizes, np.empty(0, np.uint8)).wait(60)
             return ""
-        return complaint(lambda: plain.gather([], "x", global_process_set, "a list", is_list))
+        return complaint(
+            lambda: json_exchange.gather([], "x", global_process_set, "a list", is_list)
+        )
 
     first, _, third = on_ranks(3, body)
     assert first == third
-    assert f"x: rank 1 announces {1 << 60} bytes, and at most {plain.LIMIT} are" in first
+    assert f"x: rank 1 announces {1 << 60} bytes, and at most {json_exchange.LIMIT} are" in first
 
 
 def test_a_broadcast_is_read_by_its_root_too():
     def body(rank):
-        good = plain.broadcast([rank], 1, "y", global_process_set, "a list", is_list)
+        good = json_exchange.broadcast([rank], 1, "y", global_process_set, "a list", is_list)
         return good, complaint(
-            lambda: plain.broadcast({"a": rank}, 2, "x", global_process_set, "a list", is_list)
+            lambda: json_exchange.broadcast(
+                {"a": rank}, 2, "x", global_process_set, "a list", is_list
+            )
         )
 
     results = on_ranks(3, body)
@@ -208,8 +214,8 @@ def test_a_broadcast_is_read_by_its_root_too():
 
 def test_digests_are_alike_or_not_on_every_rank():
     def body(rank):
-        same = plain.alike(bytes(range(16)), "d", global_process_set)
-        other = plain.alike(bytes([rank == 2] * 16), "d", global_process_set)
+        same = json_exchange.alike(bytes(range(16)), "d", global_process_set)
+        other = json_exchange.alike(bytes([rank == 2] * 16), "d", global_process_set)
         return same, other
 
     assert on_ranks(3, body) == [(True, False)] * 3
@@ -232,14 +238,14 @@ TREES = [
 
 @pytest.mark.parametrize("tree", TREES, ids=json.dumps)
 def test_trees_of_states_are_looked_at_before_they_are_used(tree):
-    from ringlet.torch.state_trees import is_tree
+    from ringlet.torch.tensors.state_trees import is_tree
 
     assert not is_tree(tree)
     assert not is_tree({"dict": [["state", tree]]})
 
 
 def test_a_state_survives_the_journey():
-    from ringlet.torch.state_trees import assembled, dissected, is_tree, rooms
+    from ringlet.torch.tensors.state_trees import assembled, dissected, is_tree, rooms
 
     torch = TORCH
     value = {

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import faulthandler
 import io
+import pickle
 import runpy
 import warnings
 from dataclasses import replace
@@ -21,6 +22,7 @@ from sklearn.datasets import load_digits
 import ringlet.torch as hvd
 from ringlet.compressors import FP16, resolve
 from ringlet.compressors.specs import registry
+from ringlet.job.session import current
 from ringlet.precision import (
     KEPT,
     DynamicScale,
@@ -32,7 +34,6 @@ from ringlet.precision import (
     registered_policies,
 )
 from ringlet.precision.reduction import carrier
-from ringlet.runtime import current
 
 ROOT = Path(__file__).parents[2]
 IN_UNITS_OF_THE_SCALE = {"residual", "u", "v", "worker", "server", "known", "sum"}
@@ -625,6 +626,34 @@ def case_fp8_travels_without_a_dtype_of_torchs():
     finally:
         for name in names:
             setattr(torch, name, kept[name])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "casting _cast_input",
+        "casting _cast_output",
+        "autocasting _enter",
+        "autocasting _leave",
+        "sync_batch_norm SyncBatchNorm",
+    ],
+)
+def test_models_that_were_saved_whole_are_found_again(place):
+    # What pickle wrote of a model's hooks and layers: these modules keep their names.
+    module, name = place.split()
+    found = pickle.loads(f"cringlet.torch.{module}\n{name}\n.".encode())
+    assert found.__module__ == f"ringlet.torch.{module}"
+
+
+@pytest.mark.parametrize("spec", ["fp16(static=128.0)", "amp_bf16"])
+def test_a_model_is_saved_whole(spec):
+    model = hvd.apply_precision(torch.nn.Sequential(torch.nn.Linear(3, 2)), spec)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    x = torch.ones(1, 3)
+    assert torch.equal(loaded(x), model(x))
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

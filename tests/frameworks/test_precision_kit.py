@@ -123,10 +123,10 @@ def test_every_check_has_a_policy_that_fails_it():
 
 @pytest.mark.parametrize("name", GALLERY)
 def test_mistakes_are_found_and_explained(name, monkeypatch):
-    from ringlet.precision import registry
+    from ringlet.precision import policies
 
     changing = iter(range(99))
-    monkeypatch.setitem(registry._factories, "kit_changes", lambda: Policy(f"odd{next(changing)}"))
+    monkeypatch.setitem(policies._factories, "kit_changes", lambda: Policy(f"odd{next(changing)}"))
     (check,) = (check for check in all_checks() if check.name == name)
     with pytest.raises(CheckFailed, match=f"fails {name!r}") as caught:
         check(GALLERY[name])

@@ -24,10 +24,10 @@ from standin import DeviceArray, Gpu, engine_on
 from standin.streams import Memory
 
 import ringlet.tensorflow as hvd
-from ringlet import runtime
+from ringlet.job import session as runtime
 from ringlet.ring.dtypes import storage
 from ringlet.ring.transports.local import run_local
-from ringlet.tensorflow import device
+from ringlet.tensorflow.ops import placement
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def on_both(monkeypatch):
         mine.viewed.append(DeviceArray(raw, Memory(mine.gpu), base=keeper))
         return mine.viewed[-1]
 
-    monkeypatch.setattr(device, "_array", array)
-    monkeypatch.setattr(device, "_gpu_of", lambda place, pointer: mine.number)
-    monkeypatch.setattr(device, "_on_gpu", lambda tensor: mine.direct)
+    monkeypatch.setattr(placement, "_array", array)
+    monkeypatch.setattr(placement, "_gpu_of", lambda place, pointer: mine.number)
+    monkeypatch.setattr(placement, "_on_gpu", lambda tensor: mine.direct)
     monkeypatch.setattr(
         runtime, "Engine", lambda comm, control, limits, places: engine_on(mine.gpu, comm, limits)
     )
@@ -106,7 +106,7 @@ def test_reductions_and_broadcasts(on_both):
             hvd.allreduce(tf.cast(9 * x, tf.int32), name="h"),
             hvd.allreduce(x, name="i", op=hvd.Max, compression="fp16"),
             hvd.allreduce(x, name="j", op=hvd.Adasum),
-            tf.function(lambda y: tf.constant(device.direct([y], hvd.Sum) is None))(x),
+            tf.function(lambda y: tf.constant(placement.direct([y], hvd.Sum) is None))(x),
             hvd.allgather(x, name="l"),
         ]
         with tf.GradientTape() as tape:
@@ -121,7 +121,7 @@ def test_reductions_and_broadcasts(on_both):
 
 
 def test_tensors_on_another_gpu_are_staged_with_a_warning(on_both, caplog):
-    device._warn_of.cache_clear()
+    placement._warn_of.cache_clear()
     assert same(on_both(lambda: [hvd.allreduce(drawn(hvd.rank(), 5), name="a")], number=3)) == [
         0,
         0,
@@ -130,14 +130,14 @@ def test_tensors_on_another_gpu_are_staged_with_a_warning(on_both, caplog):
 
 
 def test_what_is_exported_is_the_tensors_own_memory():
-    for dtype in device._NEW:
+    for dtype in placement._NEW:
         tensor = tf.zeros([3, 4], dtype)
-        result = device._empty_like(tensor)
-        (source, _), (target, keeper) = device._export(tensor), device._export(result)
+        result = placement._empty_like(tensor)
+        (source, _), (target, keeper) = placement._export(tensor), placement._export(result)
         nbytes = 12 * storage(dtype).itemsize
         ctypes.memset(target, 1, nbytes)
         assert source != target
         assert result.numpy().tobytes() == b"\1" * nbytes
         assert not tensor.numpy().any()
         del result, keeper
-    assert device._export(tf.zeros([0, 4]))[0] == 0
+    assert placement._export(tf.zeros([0, 4]))[0] == 0

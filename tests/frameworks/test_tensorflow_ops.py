@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import ringlet.tensorflow as hvd
 from ringlet.ring.errors import PeerLost
-from ringlet.tensorflow import bridge, graph_errors
+from ringlet.tensorflow.ops import bridge, graph_errors
 
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
 DTYPES = ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64")

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import ringlet.torch as hvd
-from ringlet.runtime import current
-from ringlet.torch.ddp import DdpState, _reduce
+from ringlet.job.session import current
+from ringlet.torch.parallel.ddp import DdpState, _reduce
 
 
 class Far(torch.Tensor):

@@ -23,16 +23,17 @@ from standin.streams import Memory
 from standin.torch_groups import Group
 
 import ringlet.torch as hvd
-from ringlet import runtime
 from ringlet.compressors import parse
+from ringlet.job import session
 from ringlet.ring.transports import torch_nccl
 from ringlet.ring.transports.local import LocalWorld, run_local, this_thread
 from ringlet.ring.transports.torch_nccl import TorchNcclCommunicator
-from ringlet.torch import device, fsdp_transport
-from ringlet.torch.ddp import DdpState, _reduce
-from ringlet.torch.fsdp import FsdpState
-from ringlet.torch.fsdp_scatter import CompressedReduceScatter
-from ringlet.torch.fsdp_transport import Ways
+from ringlet.torch.parallel import fsdp_transport
+from ringlet.torch.parallel.ddp import DdpState, _reduce
+from ringlet.torch.parallel.fsdp import FsdpState
+from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
+from ringlet.torch.parallel.fsdp_transport import Ways
+from ringlet.torch.tensors import placement
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def on_both(monkeypatch):
         memory = Memory(mine.gpu)
         memory.touch(write=True)  # by torch, on the stream that is current
         mine.viewed.append(memory)
-        return DeviceArray(device.flat(tensor), memory)
+        return DeviceArray(placement.flat(tensor), memory)
 
     def main(gpu, body):
         mine.gpu, mine.viewed, mine.made = gpu, [], []
@@ -76,7 +77,7 @@ def on_both(monkeypatch):
                 mine.direct = direct
                 return main(Gpu(), body)
 
-            monkeypatch.setattr(device, "_gpu_of", lambda tensor, gpu=0 if direct else None: gpu)
+            monkeypatch.setattr(placement, "_gpu_of", lambda tensor, gpu=0 if direct else None: gpu)
             found.append(run_local(rank_main, 2))
         return found
 
@@ -87,11 +88,11 @@ def on_both(monkeypatch):
 
     run.direct = lambda: mine.direct
     run.made = lambda: len(mine.made)  # results of the calling rank that the engine made room for
-    monkeypatch.setattr(device, "_view", view)
-    monkeypatch.setattr(device, "behind", behind)
-    monkeypatch.setattr(device, "_use_here", lambda tensor: mine.made.append(tensor))
-    monkeypatch.setattr("ringlet.torch.ddp.behind", behind)
-    monkeypatch.setattr(runtime, "Engine", engine)
+    monkeypatch.setattr(placement, "_view", view)
+    monkeypatch.setattr(placement, "behind", behind)
+    monkeypatch.setattr(placement, "_use_here", lambda tensor: mine.made.append(tensor))
+    monkeypatch.setattr("ringlet.torch.parallel.ddp.behind", behind)
+    monkeypatch.setattr(session, "Engine", engine)
     return run
 
 
@@ -248,14 +249,14 @@ def test_memory_comes_from_torch_on_the_stream_that_uses_it(monkeypatch):
         ),
         get_current_stream=lambda: SimpleNamespace(ptr=77),
     )
-    allocate = device.TorchOnGpu(SimpleNamespace(cuda=cuda)).allocator()
+    allocate = placement.TorchOnGpu(SimpleNamespace(cuda=cuda)).allocator()
     monkeypatch.setattr(
         torch.cuda, "caching_allocator_alloc", lambda *asked: taken.append(asked) or 4096
     )
     monkeypatch.setattr(torch.cuda, "caching_allocator_delete", given.append)
     pointer, give_back = allocate(100)
     give_back(pointer)
-    device._give_back(8192, 3, ending=lambda: True)
+    placement._give_back(8192, 3, ending=lambda: True)
     assert (taken, given) == ([(100, 3, 77)], [4096])
 
     def full(*_):
@@ -278,7 +279,7 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
     sizes, worlds = (1500, 40, 700), {}
 
     def place():
-        return runtime.current().engine.place("cuda")
+        return session.current().engine.place("cuda")
 
     def connections(group, own):
         assert not own
@@ -333,10 +334,10 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_rank_0_may_have_all_staged(staged, monkeypatch):
-    monkeypatch.setattr(runtime, "places_of", lambda comm: ["a GPU"])
+    monkeypatch.setattr(session, "places_of", lambda comm: ["a GPU"])
     wishes = lambda env: {"staged"} if staged and this_thread().rank == 0 else set()  # noqa: E731
-    monkeypatch.setattr(runtime, "wishes_from", wishes)
-    assert run_local(runtime.agreed_places, 2) == [[] if staged else ["a GPU"]] * 2
+    monkeypatch.setattr(session, "wishes_from", wishes)
+    assert run_local(session.agreed_places, 2) == [[] if staged else ["a GPU"]] * 2
 
 
 class Bucket:
@@ -363,14 +364,14 @@ class Bucket:
 def waited(future):
     """Return a future's value behind its work, for which torch's event on a GPU would wait."""
     result = future.wait().clone()
-    place = runtime.current().engine.place("cuda")
+    place = session.current().engine.place("cuda")
     place.done(()).collect()
     return result
 
 
 def test_buckets_of_ddp(on_both):
     def body():
-        state, rank = DdpState("int8 | ef", None, runtime.current()), hvd.rank()
+        state, rank = DdpState("int8 | ef", None, session.current()), hvd.rank()
         parameters = [torch.zeros(40, 50), torch.zeros(1000)]
         outs = [waited(_reduce(state, Bucket(2 * step + rank, parameters))) for step in range(2)]
         state.load_state_dict(state.state_dict())

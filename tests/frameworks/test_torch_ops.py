@@ -15,7 +15,7 @@ import torch
 
 import ringlet.torch as hvd
 from ringlet.compressors import FP16, Int8
-from ringlet.runtime import NotInitialized
+from ringlet.job.session import NotInitialized
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

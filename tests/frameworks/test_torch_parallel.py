@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from standin.memory import device
 
 import ringlet.torch as hvd
-from ringlet import runtime
+from ringlet.job import session
 from ringlet.ring.transports import torch_nccl
 from ringlet.ring.transports import torch_subgroups as ring_connections
 from ringlet.ring.transports.torch_subgroups import connections
@@ -277,7 +277,7 @@ def case_connections_of_our_own_in_a_group():
         comm.close()
     hvd.shutdown()
     hvd.init(dist.group.WORLD)
-    assert runtime.current().transport == "gloo"
+    assert session.current().transport == "gloo"
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
     hvd.shutdown()
     hvd.init()

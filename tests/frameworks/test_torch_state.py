@@ -11,7 +11,7 @@ import torch
 
 import ringlet.torch as hvd
 from ringlet.compressors import parse
-from ringlet.torch import residuals
+from ringlet.torch.optimizer import checkpoint
 
 
 def model(seed=0):
@@ -384,12 +384,12 @@ def test_state(run_case, case, transport, size):
 
 def test_another_number_of_ranks_keeps_the_mean_of_residuals():
     old = [{"w": {"step": 7, "residual": torch.randn(9).numpy()}} for _ in range(3)]
-    shards = [residuals.saved(states, rank, 3, 7) for rank, states in enumerate(old)]
+    shards = [checkpoint.saved(states, rank, 3, 7) for rank, states in enumerate(old)]
     for size in (1, 2, 5):
         new = [{"w": {}} for _ in range(size)]
         for rank, states in enumerate(new):
             tensors = {"w": (parse("topk | ef"), 9)}
-            assert residuals.reshard(states, shards, rank, size, tensors) == 7
+            assert checkpoint.reshard(states, shards, rank, size, tensors) == 7
         mean = sum(s["w"]["residual"] for s in old) / 3
         again = sum(s["w"]["residual"] for s in new) / size
         assert abs(mean - again).max() < 1e-6
@@ -397,32 +397,32 @@ def test_another_number_of_ranks_keeps_the_mean_of_residuals():
     steps = torch.arange(27, dtype=torch.int8).reshape(3, 9).numpy()
     scales = torch.tensor([0x3C80], dtype=torch.int16).numpy()
     narrow = [{"w": {"step": 7, "residual_int8": s, "residual_scales": scales}} for s in steps]
-    shards = [residuals.saved(states, rank, 3, 7) for rank, states in enumerate(narrow)]
+    shards = [checkpoint.saved(states, rank, 3, 7) for rank, states in enumerate(narrow)]
     new = {"w": {}}
-    assert residuals.reshard(new, shards, 0, 2, {"w": (parse("topk | ef(dtype='int8')"), 9)}) == 7
+    assert checkpoint.reshard(new, shards, 0, 2, {"w": (parse("topk | ef(dtype='int8')"), 9)}) == 7
     assert abs(new["w"]["residual"] - steps.mean(0) / 64).max() < 1e-6
-    assert residuals.norm(narrow[0]) == pytest.approx((steps[0] ** 2 / 64**2).sum() ** 0.5)
+    assert checkpoint.norm(narrow[0]) == pytest.approx((steps[0] ** 2 / 64**2).sum() ** 0.5)
 
 
 def test_what_other_ranks_cannot_go_on_with_is_told():
     held = {"w": {"step": 7, "u": torch.randn(9).numpy(), "v": torch.randn(9).numpy()}}
     before = {"w": parse("topk | momentum_correction")}
     # Rank 0 remembers nothing of "w", and says nothing of its spec.
-    shards = [residuals.saved({}, 0, 2, 7), residuals.saved(held, 1, 2, 7, before)]
+    shards = [checkpoint.saved({}, 0, 2, 7), checkpoint.saved(held, 1, 2, 7, before)]
     states, tensors = {"w": {}}, {"w": (parse("topk | ef"), 9)}
     with pytest.warns(UserWarning, match=r"'w' was saved by 'topk \| momentum.*\['u', 'v'\]"):
-        assert residuals.reshard(states, shards, 0, 3, tensors) == 7
+        assert checkpoint.reshard(states, shards, 0, 3, tensors) == 7
     assert states == {"w": {"step": 7}}
 
 
 def test_a_spec_that_divides_first_divides_by_the_ranks_that_reduce():
     held = {"w": {"step": 7, "residual": torch.ones(9).numpy()}}
-    shards = [residuals.saved(held, rank, 4, 7, {"w": parse("topk | ef")}) for rank in range(4)]
+    shards = [checkpoint.saved(held, rank, 4, 7, {"w": parse("topk | ef")}) for rank in range(4)]
     tensors = {"w": (parse("fp16 | ef"), 9)}
     for among, share in ((2, 1 / 2), (None, 1 / 4)):
         states = {"w": {}}
-        residuals.restore(states, shards[1], 1, 4, tensors, among=among)
+        checkpoint.restore(states, shards[1], 1, 4, tensors, among=among)
         assert states["w"]["residual"].tolist() == [share] * 9
         states = {"w": {}}
-        residuals.reshard(states, shards, 1, 4, tensors, among=among)
+        checkpoint.reshard(states, shards, 1, 4, tensors, among=among)
         assert states["w"]["residual"].tolist() == [share] * 9

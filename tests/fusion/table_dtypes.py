@@ -194,7 +194,7 @@ def play_all(engine):
 
 def play_in_job():
     """Play all cases in a job that ``ringlet.run`` has started."""
-    from ringlet.runtime import init, shutdown
+    from ringlet.job.session import init, shutdown
 
     try:
         return play_all(init().engine)

@@ -262,7 +262,7 @@ def test_training_with_a_rank_that_ran_out_of_data():
 
 
 def test_the_choice_is_named_where_it_is_none():
-    from ringlet.runtime import limits_from
+    from ringlet.job.settings import limits_from
 
     assert limits_from({}).join_divisor == "all"
     assert limits_from({"RINGLET_JOIN_DIVISOR": "contributors"}).join_divisor == "contributors"

@@ -11,7 +11,7 @@ tf.config.set_visible_devices(own, "GPU")
 tf.config.experimental.set_memory_growth(own, True)  # or nothing is left for CuPy and NCCL
 
 import ringlet.tensorflow as hvd  # noqa: E402
-from ringlet.tensorflow.device import direct  # noqa: E402
+from ringlet.tensorflow.ops.placement import direct  # noqa: E402
 
 hvd.init(transport="nccl")
 rank, size = hvd.rank(), hvd.size()

@@ -6,7 +6,7 @@ import os
 import torch
 
 import ringlet.torch as hvd
-from ringlet.torch.device import place_of
+from ringlet.torch.tensors.placement import place_of
 
 hvd.init(transport="nccl")
 rank, size = hvd.rank(), hvd.size()

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringlet.torch as hvd
-from ringlet.runtime import current
-from ringlet.torch.device import place_of
+from ringlet.job.session import current
+from ringlet.torch.tensors.placement import place_of
 
 gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 torch.cuda.set_device(gpu)

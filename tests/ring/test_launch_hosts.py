@@ -389,15 +389,15 @@ def test_run_says_what_is_wrong_with_hosts() -> None:
 REPORT = """
 import socket
 import numpy
-from ringlet import runtime
-runtime.init()
-now = runtime.current()
+from ringlet.job import session
+session.init()
+now = session.current()
 comm = now._comm
 x = numpy.ones(1 << 20, numpy.float32)
 comm.allreduce(x)
 there = now.topology
 print(now.rank, now.transport, int(x[0]), socket.gethostname(), there.local_rank, there.cross_rank)
-runtime.shutdown()
+session.shutdown()
 """
 
 

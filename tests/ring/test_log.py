@@ -59,7 +59,7 @@ def test_lines_carry_the_rank_unless_the_application_logs(
 
 
 def init(level: str) -> subprocess.CompletedProcess[str]:
-    code = "from ringlet import runtime, ring; import logging; runtime.init()\n"
+    code = "from ringlet.job import session; import ringlet.ring, logging; session.init()\n"
     code += "logging.getLogger('ringlet').info('from a rank')\n"
     return subprocess.run(
         [sys.executable, "-c", code],

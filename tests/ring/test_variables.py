@@ -5,11 +5,12 @@ import logging
 import pytest
 
 from ringlet.__main__ import main
+from ringlet.job.session import init, is_initialized, shutdown
+from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch import run
 from ringlet.ring.rendezvous.environment import Launched
 from ringlet.ring.variables import UNDERSTOOD, VARIABLES, check, unknown
-from ringlet.runtime import init, is_initialized, limits_from, shutdown, wishes_from
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from ringlet.compressors.base.contract import Compressor, Payload, storage
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.errors import InputError
 from ringlet.compressors.core.payload import padded
-from ringlet.compressors.testing.checks.basics import PURE, by_payload, same_payload
-from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same_payload
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, vectors
+from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context
 
 _MARK = 0xA5

@@ -11,16 +11,16 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.states import rescale
-from ringlet.compressors.testing.checks.basics import (
+from ringlet.compressors.testing.checks.one_call import (
     PURE,
     by_payload,
     check_fits_layout,
     same,
     same_payload,
 )
-from ringlet.compressors.testing.tools.check import needs
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiked, vectors
+from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 _DRAWS = 400

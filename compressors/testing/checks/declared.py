@@ -15,7 +15,7 @@ from ringlet.compressors.base.contract import Compressor, Traits
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.options import options_of
 from ringlet.compressors.specs.parser import parse
-from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.tools.named_check import needs
 
 # Words for what a trait says, the trait, and whether a value of it says so.
 _WORDS: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -11,9 +11,9 @@ from typing import Any
 
 from ringlet.compressors.base.contract import Compressor, Payload
 from ringlet.compressors.core.context import Array
-from ringlet.compressors.testing.checks.basics import PURE, by_payload, same, same_payload
-from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
+from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.other_process import OtherProcess
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 

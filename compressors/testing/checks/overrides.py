@@ -8,10 +8,10 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Payload, empty_payload
 from ringlet.compressors.core.context import Array
-from ringlet.compressors.testing.checks.basics import PURE, by_payload, same, same_payload
-from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, halves, vectors
+from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context, decode, encode
 
 

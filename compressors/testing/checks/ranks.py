@@ -9,9 +9,9 @@ from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.quantizers.shared_int import SharedInt
-from ringlet.compressors.testing.checks.basics import PURE, by_payload, same
-from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
 from ringlet.compressors.testing.tools.inputs import far_apart, gaussian, heavy_tailed, spiky
+from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context, simulate
 
 _STEPS = 24

@@ -6,9 +6,9 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array
-from ringlet.compressors.testing.checks.basics import PURE, by_payload
-from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload
 from ringlet.compressors.testing.tools.inputs import far_apart, gaussian
+from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import simulate
 
 _STEPS = 8

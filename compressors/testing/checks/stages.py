@@ -8,9 +8,9 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, Context
-from ringlet.compressors.testing.checks.basics import PURE, by_payload, same
-from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
+from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, scatter
 
 _STEPS = 8

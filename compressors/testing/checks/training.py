@@ -11,10 +11,10 @@ from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.modifiers.scaled import Scaled
-from ringlet.compressors.testing.checks.basics import PURE, by_payload, same
-from ringlet.compressors.testing.tools.check import needs
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, vectors
+from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 # Residuals this many times as long as a gradient are growing: without a bound, 300 steps show it.

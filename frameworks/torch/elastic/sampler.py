@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.utils.data
 
-from ringlet.topology import rank, size
+from ringlet.job.topology import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

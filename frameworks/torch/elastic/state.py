@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ringlet.elastic import ObjectState
+from ringlet.job.elastic import ObjectState
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 
 

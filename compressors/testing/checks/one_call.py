@@ -1,0 +1,415 @@
+"""Checks of one call: nothing hidden, nothing aliased, nothing left to chance."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Generator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor, Payload, storage
+from ringlet.compressors.core import pool
+from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
+from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.inputs import LENGTHS, gaussian, special, vectors
+from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.uninitialised import uninitialised_as
+
+# Without these, whatever else is found says nothing new.
+SOUND = (
+    "every_length",
+    "leaves_its_input_alone",
+    "fills_its_output",
+    "payload_travels",
+    "fixed_size",
+)
+PURE = (*SOUND, "deterministic")
+_ALIKE = ((0, 1), (2, 3), (0, 4))  # of five runs, those that found the same in memory
+
+
+def same(a: Array, b: Array) -> bool:
+    """Whether two arrays are equal bit for bit, any NaN being as good as another."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+
+
+def same_payload(a: Payload, b: Payload) -> bool:
+    """Whether two payloads hold the same arrays."""
+    return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+
+
+def by_payload(compressor: Compressor) -> bool:
+    """Whether there are payloads: not for compressors that exchange in rounds."""
+    return compressor.traits().combine != "rounds"
+
+
+@needs("traits_are_traits")
+def check_compresses_a_tensor(compressor: Compressor) -> None:
+    """A gradient goes in, flat arrays travel, a gradient comes out: before that works, nothing else
+    can be looked at.
+
+    compress(x, ctx) returns a dict of flat arrays, as layout(n) says where there is one, and
+    decompress(payload, out, ctx) overwrites out: out[:] = ...; see "Writing one". ctx.shape has
+    any number of dimensions, none too, and x is flat.
+    """
+    x = gaussian(2000, 0)
+    if not by_payload(compressor):
+        rounds = compressor.exchange(x.copy(), np.empty_like(x), context(x))
+        assert isinstance(rounds, Generator), (
+            "exchange is no generator: ranks combine nothing; write p = yield Round(values, 'mean')"
+        )
+        (out,) = simulate(compressor, [x])
+        assert np.isfinite(out).all(), (
+            "exchange leaves NaN in out: it does not overwrite all of it, or it looks at what it "
+            "received after the next yield, when something else lies there; copy that"
+        )
+        return
+    payload = compressor.compress(x.copy(), context(x))
+    check_payload(compressor.label(), payload)
+    if compressor.traits().fixed_size:
+        check_fits_layout(compressor, payload, x.size)
+        payload = encode(compressor, x.copy(), context(x))
+    before = {name: array.copy() for name, array in payload.items()}
+    outs = []
+    for held in (0, 1):
+        out = np.full(x.size, held, np.float32)
+        compressor.decompress(payload, out, context(x))
+        outs.append(out)
+        assert same_payload(payload, before), (
+            "decoding changes the payload, which others decode too; work on a copy"
+        )
+    check_overwritten(*outs)
+
+
+def check_fits_layout(compressor: Compressor, payload: Payload, n: int) -> None:
+    """Raise AssertionError unless ``payload`` is what ``layout(n)`` says."""
+    layout = compressor.layout(n)
+    names = [part.name for part in layout]
+    assert sorted(payload) == sorted(names), (
+        f"compress returns {sorted(payload)}, layout says {sorted(names)}"
+    )
+    for name, dtype, elements in layout:
+        array = payload[name]
+        fits = array.dtype == storage(dtype) and array.size == elements
+        found = f"{array.dtype}[{array.size}], layout says {dtype}[{elements}]"
+        cure = f"; convert it: .astype({dtype!r})" if array.dtype != storage(dtype) else ""
+        assert fits, f"compress returns {name!r} as {found} for n={n}{cure}"
+
+
+def check_overwritten(zeros: Array, ones: Array) -> None:
+    """Raise AssertionError where results show that ``out`` held 0, and 1, before."""
+    if same(zeros, ones):
+        return
+    left = "some elements of out are not overwritten"
+    with np.errstate(all="ignore"):
+        if (zeros == 0).all() and (ones == 1).all():
+            left = "out is not overwritten: 'out = ...' binds a new array, write out[:] = ..."
+        elif np.allclose(ones - 1, zeros, atol=1e-5, equal_nan=True):
+            left = "out is added to, not overwritten; write out[:] = ..., not out += ..."
+        else:
+            places = np.flatnonzero((zeros == 0) & (ones == 1))
+            left = f"{places.size} of {zeros.size} elements of out are not overwritten, the first "
+            left += f"at {places[:1]}; begin with out[:] = 0"
+    raise AssertionError(left)
+
+
+@needs("compresses_a_tensor")
+def check_local_is_written(compressor: Compressor) -> None:
+    """Where there are rounds, '| ef' learns from ``local`` what was sent of this rank's gradient,
+    and keeps the rest.
+
+    Take it, def exchange(self, x, out, ctx, local=None), and unless it is None overwrite all of it
+    with what of the result stands for this rank's own x: begin with local[:] = 0 where only some
+    entries travel.
+    """
+    if by_payload(compressor):
+        return
+    taken = list(inspect.signature(compressor.exchange).parameters.values())
+    assert len(taken) >= 4 or any(p.kind is p.VAR_POSITIONAL for p in taken), (
+        "exchange() takes no local, which is given where error feedback asks for it"
+    )
+    shares: list[Array] = []
+    simulate(compressor, [gaussian(2000, 0)], shares=shares)
+    left = int(np.isnan(shares[0]).sum())
+    assert not left, f"{left} of 2000 elements of local are not overwritten"
+
+
+@needs("compresses_a_tensor")
+def check_scratch_does_not_matter(compressor: Compressor) -> None:
+    """Fresh and borrowed memory holds what somebody left there: a result that shows it differs from
+    rank to rank.
+
+    Clear it, padding above all: xp.zeros in place of xp.empty, and rows[x.size:] = 0 in an array
+    of ctx.workspace. Two arrays of ctx.workspace need two names.
+    """
+    for n in (1, 100, 3000):
+        results: list[Array] = []
+        with np.errstate(all="ignore"), suppress(Exception):
+            simulate(compressor, [gaussian(n, 1), gaussian(n, 2)])  # which compiles kernels
+        for mark in (0x00, 0x00, 0xFF, 0xFF, 0x00):
+            with uninitialised_as(mark), np.errstate(all="ignore"), suppress(Exception):
+                results.append(simulate(compressor, [gaussian(n, 1), gaussian(n, 2)])[0])
+        if len(results) < 5 or not all(same(results[a], results[b]) for a, b in _ALIKE):
+            continue  # something else is wrong, which another check tells
+        assert same(results[0], results[2]), (
+            f"{n} elements give other results where np.empty or ctx.workspace.array held something "
+            "else before"
+        )
+
+
+@needs("compresses_a_tensor", "scratch_does_not_matter")
+def check_every_length(compressor: Compressor) -> None:
+    """Biases have one element, shards can be empty, and few layers are a multiple of anything.
+
+    An empty x has no largest element: write x.max() if x.size else 0, and min(k, x.size) of what is
+    selected. What is divided by may be zero: where(scale > 0, x / scale, 0). ctx.size, the number
+    of ranks, need not divide x.size; ctx.shape of a scalar is (), so that x.size is what to go by.
+    """
+    failing: list[int] = []
+    first: Exception | None = None
+    for n in LENGTHS:
+        x = gaussian(n, n)
+        try:
+            if by_payload(compressor):
+                payload = compressor.compress(x.copy(), context(x))
+                check_payload(compressor.label(), payload)
+                if compressor.traits().fixed_size:
+                    check_fits_layout(compressor, payload, n)
+                outs = np.zeros(n, np.float32), np.ones(n, np.float32)
+                for out in outs:
+                    compressor.decompress(payload, out, context(x))
+                check_overwritten(*outs)
+            for size in (1, 3):
+                # Of the shapes of one element a scalar's is the one that is forgotten.
+                out = simulate(compressor, [x] * size, shape=() if n == 1 else None)[0]
+                assert out.shape == (n,), f"{n} elements became {out.shape}"
+                assert np.isfinite(out).all(), f"{n} finite elements decode to {out}"
+        except Exception as error:
+            failing.append(n)
+            first = first or error
+    if first is not None:
+        works = "" if len(failing) == len(LENGTHS) else ", and not with others"
+        first.add_note(f"It fails with {', '.join(map(str, failing))} elements{works}.")
+        raise first
+
+
+@needs("every_length", "fixed_size")
+def check_leaves_its_input_alone(compressor: Compressor) -> None:
+    """The input is the framework's gradient, in memory that is used again: whoever changes it
+    changes the training, and what refers to it changes while it is kept or waits to be sent.
+
+    Compute into new arrays, and copy what is kept or sent: x.copy(), x[places], not x itself, out,
+    a view of them, or scratch of ctx.workspace. What is kept stays in ctx.state.
+    """
+
+    def body(x: Array) -> None:
+        before, given = x.copy(), x.copy()
+        state: dict[str, Any] = {}
+        if not by_payload(compressor):
+            (out,) = simulate(compressor, [given], [state])
+            assert same(given, before), "the input was modified"
+            _check_apart(state, "ctx.state", given, "the input")
+            _check_apart(state, "ctx.state", out, "out, which is used again")
+            return
+        ctx = context(given, state)
+        payload = compressor.compress(given, ctx)
+        assert same(given, before), "the input was modified"
+        encode(compressor, given, context(given))
+        assert same(given, before), "the input was modified by encode_into"
+        _check_apart(state, "ctx.state", given, "the input")
+        for name, array in payload.items():
+            what = f"payload array {name!r}"
+            scratch = ctx.workspace.lends(array)
+            assert not scratch, f"{what} is scratch of ctx.workspace; copy it"
+            _check_apart(array, what, given, "the input")
+            _check_apart(state, "ctx.state", array, f"{what}, which travels later")
+        (out,) = simulate(compressor, [given], [state])
+        _check_apart(state, "ctx.state", out, "out, which is used again")
+
+    for_all(vectors(), body)
+    options = dict(vars(compressor))
+    if by_payload(compressor):
+        tensors = gaussian(2000, 0), gaussian(2000, 1)
+        one, two = (compressor.compress(x, context(x)) for x in tensors)
+        for name in one.keys() & two.keys():
+            _check_apart(one[name], f"payload array {name!r}", two[name], "another tensor's")
+    simulate(compressor, [gaussian(2000, 0)])
+    assert vars(compressor) == options, "compressing changed the compressor itself"
+
+
+def _check_apart(kept: Any, what: str, array: Array, other: str) -> None:
+    if isinstance(kept, dict):
+        for key, value in kept.items():
+            _check_apart(value, f"{what}[{key!r}]", array, other)
+    elif isinstance(kept, np.ndarray) and kept.size and array.size:
+        assert not np.shares_memory(kept, array), f"{what} shares memory with {other}; copy it"
+
+
+@needs("every_length", "fixed_size")
+def check_payload_travels(compressor: Compressor) -> None:
+    """What is returned is what travels: flat arrays of plain dtypes, equal after the journey.
+
+    Put everything that decompress needs into the payload's arrays.
+    """
+
+    def body(x: Array) -> None:
+        if not by_payload(compressor):
+            return
+        payload = compressor.compress(x, context(x))
+        check_payload(compressor.label(), payload)
+        buffer = np.empty(serialised_size(payload), np.uint8)
+        serialise(payload, buffer)
+        received = deserialise(buffer)
+        assert same_payload(received, payload), "the payload is not the same after the journey"
+        n = x.size
+        here, there = (decode(compressor, p, n, context(x)) for p in (payload, received))
+        assert same(here, there), "the received payload decodes to something else"
+
+    for_all(vectors(), body)
+
+
+@needs("every_length", "fixed_size")
+def check_fills_its_output(compressor: Compressor) -> None:
+    """Output arrays are reused: an element that is not written keeps a gradient of another step.
+
+    Overwrite all of out: begin with out[:] = 0 where only some entries travel.
+    """
+
+    def body(x: Array) -> None:
+        if not by_payload(compressor):
+            return
+        payload = encode(compressor, x, context(x))
+        zeros, ones = np.zeros(x.size, np.float32), np.ones(x.size, np.float32)
+        for out in (zeros, ones):
+            compressor.decompress(payload, out, context(x))
+        check_overwritten(zeros, ones)
+
+    for_all(vectors(), body)
+
+
+@needs(*SOUND)
+def check_deterministic(compressor: Compressor) -> None:
+    """A run must be reproducible from its seed: random numbers come from ctx.rng(), and nothing is
+    remembered anywhere but in ctx.state.
+
+    Draw from ctx.rng(), or ctx.uniform(n), and use neither NumPy's nor Python's own generators nor
+    the time. Keep what is remembered in ctx.state, not in a global, on the class or on self.
+    """
+    x, other = gaussian(3000, 1), gaussian(500, 2)
+
+    def result(noise: int) -> list[Array]:
+        np.random.seed(noise)  # what a plugin might use by mistake
+        random.seed(noise)
+        simulate(compressor, [other * noise], step=noise, name="another")
+        states: list[dict[str, Any]] = [{}, {}]
+        steps = [simulate(compressor, [x, -2 * x], states, step) for step in range(3)]
+        return [out for outs in steps for out in outs]
+
+    first, second = result(1), result(2)
+    assert all(map(same, first, second)), (
+        "the same gradients, states and steps gave different results"
+    )
+    one, another = (simulate(compressor, [gaussian(3000, seed)], step=9)[0] for seed in (3, 4))
+    assert not one.any() or not same(one, another), (
+        "two different gradients of one tensor in one step gave the same result: something is "
+        "remembered that must not be, or scratch memory is used twice under one name"
+    )
+
+
+@needs(*PURE)
+def check_threads_change_nothing(compressor: Compressor) -> None:
+    """Ranks may have different numbers of cores, and must still agree bit for bit.
+
+    Cut work at places that do not depend on the number of threads.
+    """
+    n = 5 * pool.MIN_ELEMENTS // 2
+    x = gaussian(n, 3)
+    results = []
+    for threads in (1, 4):
+        with pool.limited(threads):
+            results.append(simulate(compressor, [x])[0])
+    assert same(*results), "one thread and four threads give different results"
+
+
+@needs(*PURE, "points_the_same_way", "the_last_element_counts")
+def check_non_finite_stays_visible(compressor: Compressor) -> None:
+    """Loss scaling finds overflow by looking at reduced gradients: a codec that turns Inf or NaN
+    into an ordinary number hides it, and the step that should be skipped is taken.
+
+    Let a NaN or Inf anywhere in x come out as NaN or Inf somewhere: a scale of x.max() becomes NaN
+    or Inf by itself, and 0 * Inf is NaN; do not use nan_to_num, clip or fmax on the way. What
+    sends a selection counts NaN as largest.
+    """
+    for bad in (np.nan, np.inf, -np.inf):
+        for n, place in ((1, 0), (70, 69), (3000, 1234)):
+            x = gaussian(n, 4)
+            x[place] = bad
+            with np.errstate(all="ignore"):
+                (out,) = simulate(compressor, [x])
+            assert not np.isfinite(out).all(), f"{bad} at element {place} of {n} vanished"
+
+
+@needs(*PURE, "points_the_same_way")
+def check_extreme_values(compressor: Compressor) -> None:
+    """Gradients are zero, tiny and huge at times; finite numbers must not turn into NaN, and zeros
+    must not turn into garbage.
+
+    Guard divisions: all of x may be zero, and a scale may be too small to divide by.
+    """
+
+    def body(x: Array) -> None:
+        with np.errstate(all="ignore"):
+            (out,) = simulate(compressor, [x])
+        if np.isfinite(x).all() and (np.abs(x) < 2.0**15).all():
+            assert np.isfinite(out).all(), f"finite values decode to {out}"
+
+    for_all(special(), body)
+
+
+@needs(*PURE)
+def check_decoding_is_the_same_everywhere(compressor: Compressor) -> None:
+    """Every rank decodes everybody's payloads: if the result depended on the rank that decodes or
+    on what it remembers, replicas would drift apart.
+
+    Send what decompress needs in the payload; numbers that both sides draw come from
+    ctx.rng(shared=True), which ranks have in common.
+    """
+    if not by_payload(compressor):
+        return
+    x = gaussian(3000, 5)
+    state: dict[str, Any] = {}
+    for step in range(3):
+        payload = encode(compressor, x, context(x, state, rank=1, size=4, step=step))
+        outs = [
+            decode(compressor, payload, x.size, Context(**_on(rank, x, held), step=step))
+            for rank, held in ((1, state), (0, {}), (3, {}))
+        ]
+        assert same(outs[0], outs[1]), "another rank decodes the payload to something else"
+        assert same(outs[1], outs[2]), "another rank decodes the payload to something else"
+
+
+def _on(rank: int, x: Array, state: dict[str, Any]) -> dict[str, Any]:
+    fields = {"name": "tensor", "shape": x.shape, "numel": x.size}
+    return {**fields, "state": state, "rank": rank, "size": 4}
+
+
+CHECKS = (
+    check_compresses_a_tensor,
+    check_local_is_written,
+    check_scratch_does_not_matter,
+    check_every_length,
+    check_leaves_its_input_alone,
+    check_fills_its_output,
+    check_payload_travels,
+    check_deterministic,
+    check_extreme_values,
+    check_threads_change_nothing,
+    check_non_finite_stays_visible,
+    check_decoding_is_the_same_everywhere,
+)

@@ -1,0 +1,1 @@
+"""The sub-commands of ``ringlet`` that no other package has."""

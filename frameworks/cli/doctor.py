@@ -1,0 +1,285 @@
+"""``ringlet doctor``: what is installed, what the network can do, what compression would save."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringlet.compressors import Compressor, Context, Workspace, parse
+from ringlet.compressors.base.contract import storage
+from ringlet.job.capabilities import gpu_path
+from ringlet.ring.command.cli import UsageError, add_hosts, reach_of, size_of
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.cost.link_probe import Link, measure_links
+from ringlet.ring.errors import RingError
+from ringlet.ring.hosts.hosts import chosen_hosts
+from ringlet.ring.launch.job import launch
+from ringlet.ring.launch.machine import Finding, examine, versions
+from ringlet.ring.rendezvous.connect import connect
+from ringlet.ring.rendezvous.environment import check_transport, detect
+
+SPECS = ("fp16", "int8", "int4", "topk(ratio=0.01)", "powersgd(rank=4)")
+SIDE = 2048  # the tensor on which codecs are timed is SIDE x SIDE float32
+PAYS = 1.1  # times faster than uncompressed from which on a compressor is recommended
+DESCRIPTION = """\
+Say what is installed and which transports work. With -np or hosts, or as the
+command of `ringlet run`, also connect the ranks, measure the links between
+their hosts, and say which compressors would pay on them. The exit code is 1
+when something has to be put right."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What compressing a tensor costs: seconds to encode and to decode, payload per input byte."""
+
+    spec: str
+    combine: str
+    encode: float
+    decode: float
+    ratio: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``ringlet doctor``."""
+    parser.description = DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-np", "--np", "--num-proc", dest="np", metavar="N", help="connect N ranks")
+    parser.add_argument("--transport", metavar="NAME", help="mpi, gloo or nccl")
+    add_hosts(parser)
+    parser.add_argument("--ranks-only", action="store_true", help=argparse.SUPPRESS)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Examine this machine, or the job that it is a rank of; return the exit code."""
+    try:
+        rank = detect(os.environ)
+    except RingError:
+        rank = None  # the report says so
+    if rank is not None and rank.size > 1:
+        return _as_rank(options.ranks_only)
+    good = _report(_examined())
+    try:
+        hosts = chosen_hosts(options.hosts, options.hostfile)
+        if options.np is None and not hosts:
+            print("\nMore with ranks: ringlet doctor -np 4, or -H host1:4,host2:4")
+            return 0 if good else 1
+        if options.transport is not None:
+            check_transport(options.transport, "--transport")
+        command = [sys.executable, "-P", "-m", "ringlet", "doctor", "--ranks-only"]
+        sys.stdout.flush()
+        code = launch(
+            command,
+            size_of(options, hosts),
+            options.transport,
+            hosts=hosts,
+            reach=reach_of(options),
+            prefix=False,
+        )
+    except (UsageError, RingError) as error:
+        print(f"ringlet doctor: {error}", file=sys.stderr)
+        return 2
+    return code or (0 if good else 1)
+
+
+def _examined() -> list[Finding]:
+    return [*examine(os.environ), Finding("tensors on GPUs", gpu_path())]
+
+
+def _report(findings: Sequence[Finding]) -> bool:
+    for finding in findings:
+        mark = " " if finding.good else "!"
+        print(f"{mark} {finding.name:<16} {finding.text}")
+    return all(finding.good for finding in findings)
+
+
+def _as_rank(ranks_only: bool) -> int:
+    try:
+        comm = connect()
+    except RingError as error:
+        print(f"ringlet doctor: the ranks cannot be connected: {error}", file=sys.stderr)
+        return 1
+    good = True
+    if comm.rank == 0 and not ranks_only:
+        good = _report(_examined())
+    told = [
+        json.loads(said)
+        for said in comm.allgather_bytes(json.dumps([socket.gethostname(), versions()]).encode())
+    ]
+    hosts = [host for host, _ in told]
+    links = measure_links(comm, hosts)
+    compared = bool(links) and not any(link.error for link in links)  # or there is no verdict
+    codecs = [_slowest(comm, _codec(parse(spec))) for spec in SPECS] if compared else []
+    reduced = _allreduce_rate(comm)
+    if comm.rank == 0:
+        print(f"\n{comm.size} ranks over {comm.name}:")
+        for host in dict.fromkeys(hosts):
+            ranks = ", ".join(str(r) for r, name in enumerate(hosts) if name == host)
+            print(f"  {host}: {ranks}")
+        good = _compare([found for _, found in told], hosts) and good
+        print(f"  allreduce of 16 MiB: {reduced / 1e6:.0f} MB/s of tensor, uncompressed")
+        good = _links(links) and good
+        _verdict(codecs, hosts, links)
+        sys.stdout.flush()
+    good = comm.broadcast_bytes(b"1" if good else b"0") == b"1"
+    comm.close()
+    return 0 if good else 1
+
+
+def _compare(found: Sequence[dict[str, str]], hosts: Sequence[str]) -> bool:
+    """Say which versions differ between ranks; differing ones compute different things."""
+    good = True
+    for name in found[0]:
+        seen = {host: one[name] or "none" for host, one in zip(hosts, found, strict=True)}
+        if len(set(seen.values())) > 1:
+            good = False
+            print(f"! {name} differs: {', '.join(f'{v} on {h}' for h, v in seen.items())}")
+    return good
+
+
+def _links(links: Sequence[Link]) -> bool:
+    if not links:
+        print("  all ranks are on one host: there is no network between them")
+    for link in links:
+        way = f"{link.source} -> {link.target}"
+        if link.error:
+            print(f"! {way}: {link.error}")
+        else:
+            mbit = 8 * link.rate / 1e6
+            print(f"  {way}: {1e6 * link.latency:.0f} us, {mbit:.0f} Mbit/s (one TCP connection)")
+    return not any(link.error for link in links)
+
+
+def _verdict(codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[Link]) -> None:
+    if not links:
+        print("\nInside one host compression saves no time: compression='none'.")
+        return
+    if any(link.error for link in links):
+        print("\nNo verdict: a link could not be measured.")
+        return
+    rate = min(link.rate for link in links)
+    print(
+        "\nPredicted for float32 gradients (bytes over the slowest link / its rate, plus codec"
+        f" time measured\non a {SIDE} x {SIDE} tensor; no overlap with computing; accuracy is"
+        " another matter, see docs/convergence.md):"
+    )
+    n = 4.0 * SIDE * SIDE
+    plain = _crossing("sum", 1.0, hosts) * n / rate
+    best = ("none", 1.0)
+    for codec in codecs:
+        crossing = _crossing(codec.combine, codec.ratio, hosts) * n / rate
+        spent = _work(codec, len(hosts))
+        gain = plain / (crossing + spent)
+        best = max(best, (codec.spec, gain), key=lambda pair: pair[1])
+        verdict = "pays" if gain >= PAYS else "costs" if gain < 1 / PAYS else "makes no difference"
+        print(
+            f"  {codec.spec:<18} {gain:5.1f} x  {verdict:<20}"
+            f" wire {1e3 * crossing:7.1f} ms, codec {1e3 * spent:6.1f} ms"
+        )
+    chosen = best[0] if best[1] >= PAYS else "none"
+    print(f"Uncompressed: {1e3 * plain:.1f} ms. Fastest by this model: compression={chosen!r}.")
+
+
+def _crossing(combine: str, ratio: float, hosts: Sequence[str]) -> float:
+    """Return the bytes that leave the busiest host, per byte of tensor."""
+    size = len(hosts)
+    local = max(list(hosts).count(host) for host in hosts)
+    if combine in ("sum", "rounds"):  # a ring leaves each host once
+        return 2 * (size - 1) / size * ratio
+    if combine == "scatter_reduce":
+        return 2 * local * (size - local) / size * ratio
+    return local * (size - local) * ratio
+
+
+def _work(codec: Codec, size: int) -> float:
+    """Return the seconds that one rank spends in the codec."""
+    if codec.combine == "scatter_reduce":
+        return codec.encode * (1 + 1 / size) + 2 * codec.decode
+    if codec.combine == "allgather":
+        return codec.encode + size * codec.decode
+    return codec.encode + codec.decode
+
+
+def _codec(compressor: Compressor) -> Codec:
+    """Time ``compressor`` on this rank; a stand-in for the exchange is free."""
+    traits = compressor.traits()
+    x = np.random.default_rng(0).standard_normal(SIDE * SIDE, dtype=np.float32)
+    out, context = (
+        np.empty_like(x),
+        Context(shape=(SIDE, SIDE), numel=x.size, workspace=Workspace()),
+    )
+    if traits.combine == "rounds":
+        sent = 0
+
+        def run() -> None:
+            nonlocal sent
+            sent = 0
+            exchange = compressor.exchange(x, out, context)
+            try:
+                item = next(exchange)
+                while True:
+                    sent += item.values.nbytes
+                    item = exchange.send(item.values.copy())
+            except StopIteration:
+                return
+
+        seconds = _median(run)
+        return Codec(str(compressor), "rounds", seconds, 0.0, sent / x.nbytes)
+    payload = {}
+    if traits.fixed_size:
+        payload = {
+            p.name: np.empty(p.elements, storage(p.dtype)) for p in compressor.layout(x.size)
+        }
+
+    def encode() -> None:
+        nonlocal payload
+        if traits.fixed_size:
+            compressor.encode_into(x, payload, context)
+        else:
+            payload = dict(compressor.compress(x, context))
+
+    encoding = _median(encode)
+    decoding = _median(lambda: compressor.decompress(payload, out, context))
+    nbytes = sum(array.nbytes for array in payload.values())
+    combine: str = traits.combine
+    if combine == "gather":
+        shardable = traits.fixed_size and traits.granularity is not None
+        combine = "scatter_reduce" if shardable else "allgather"
+    return Codec(str(compressor), combine, encoding, decoding, nbytes / x.nbytes)
+
+
+def _median(run: object) -> float:
+    assert callable(run)
+    run()  # compiles kernels
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _slowest(comm: Communicator, codec: Codec) -> Codec:
+    told = comm.allgather_bytes(json.dumps([codec.encode, codec.decode]).encode())
+    encode, decode = (max(column) for column in zip(*map(json.loads, told), strict=True))
+    return Codec(codec.spec, codec.combine, encode, decode, codec.ratio)
+
+
+def _allreduce_rate(comm: Communicator) -> float:
+    values = np.ones(4 << 20, np.float32)
+    times = []
+    for _ in range(3):
+        comm.barrier()
+        begin = time.perf_counter()
+        comm.allreduce(values)
+        times.append(time.perf_counter() - begin)
+        values[:] = 1
+    return values.nbytes / statistics.median(times)

@@ -1,0 +1,50 @@
+"""``ringlet report run.jsonl``: one HTML file that says what compression saved or cost."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ringlet.report import comparison, single_run
+from ringlet.report.summary import NotARun, read, verdict
+from ringlet.ring.safe_files import create_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what ``main`` needs to ``parser``."""
+    parser.description = (
+        "Draw what compression saved or cost in a run, as one HTML file; or how runs compare."
+    )
+    parser.add_argument(
+        "metrics",
+        type=Path,
+        nargs="+",
+        metavar="run.jsonl",
+        help="what RINGLET_METRICS=run.jsonl wrote; others are compared with the first",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, help="where to write (default: beside it, as .html)"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Write the report; return the exit code."""
+    paths: list[Path] = options.metrics
+    stem = "-".join(path.stem for path in paths)
+    output = options.output or paths[-1].with_name(f"{stem}.html")
+    try:
+        runs = [read(path) for path in paths]
+        if len(runs) == 1:
+            sentence, text = verdict(runs[0])[1], single_run.render(runs[0], paths[0].name)
+        else:
+            named = list(zip([path.name for path in paths], runs, strict=True))
+            sentence, text = " ".join(comparison.sentences(named)), comparison.render(named)
+        with create_text(output) as file:
+            file.write(text)
+    except (OSError, NotARun) as error:
+        print(f"ringlet report: {error}", file=sys.stderr)
+        return 2
+    print(sentence)
+    print(output)
+    return 0

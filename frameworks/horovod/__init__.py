@@ -1,0 +1,1 @@
+"""What programs written for Horovod import, beside the adapters' own modules."""

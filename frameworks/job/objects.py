@@ -1,0 +1,82 @@
+"""Python objects between ranks: pickled, signed, and read only if the signature is the job's.
+
+Whoever can write into a connection between ranks, but does not know the job's key, cannot make a
+rank unpickle what he sends.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from ringlet.fusion import Request
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
+from ringlet.ring.dtypes import Array
+from ringlet.ring.wire.sealed import seal, unseal
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return rank ``root_rank``'s ``obj`` on every rank of the process set.
+
+    Raises ProtocolError for bytes that no rank of this job has signed, and what pickling raises.
+    """
+    runtime, number = current(), process_set.number()
+    root = process_set.rank_of(root_rank, "root_rank")
+    name = name or runtime.unnamed("broadcast_object", number)
+    data = _sealed(obj, name) if runtime.rank == root_rank else b""
+    length = np.array([len(data)], np.int64)
+
+    def send(what: str, array: Array) -> None:
+        request = Request(
+            f"{name}.{what}",
+            "broadcast",
+            array.dtype.name,
+            array.shape,
+            root=root,
+            process_set=number,
+        )
+        runtime.engine.submit(request, array).wait()
+
+    send("size", length)
+    size = int(length[0])
+    buffer = np.frombuffer(data, np.uint8).copy() if data else np.zeros(size, np.uint8)
+    send("data", buffer)
+    return obj if runtime.rank == root_rank else _opened(buffer.tobytes(), name)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return every rank's ``obj``, in rank order. See ``broadcast_object``."""
+    runtime, number = current(), process_set.number()
+    name = name or runtime.unnamed("allgather_object", number)
+    data = np.frombuffer(_sealed(obj, name), np.uint8)
+    request = Request(name, "allgather", "uint8", (data.size,), process_set=number)
+    handle = runtime.engine.submit(request, data)
+    gathered: bytes = handle.wait().tobytes()
+    objects, start = [], 0
+    for size in handle.sizes:
+        objects.append(_opened(gathered[start : start + size], name))
+        start += size
+    return objects
+
+
+def _sealed(obj: Any, name: str) -> bytes:
+    try:
+        from cloudpickle import dumps
+    except ImportError:
+        from pickle import dumps
+    data: bytes = dumps(obj)
+    return seal(current().secret, name, data)
+
+
+def _opened(sealed: bytes, name: str) -> Any:
+    return pickle.loads(unseal(current().secret, name, sealed))

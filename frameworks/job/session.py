@@ -1,0 +1,234 @@
+"""The runtime: what ``init`` sets up and every adapter shares.
+
+There is one per process, or one per thread for ranks that are threads of one process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import asdict, replace
+from typing import Any
+
+from ringlet.fusion import Engine, Limits
+from ringlet.fusion.devices.host import Place
+from ringlet.job.link import hierarchical, measured_link
+from ringlet.job.settings import limits_from, wishes_from
+from ringlet.metrics.switches import switch_on
+from ringlet.ring.communicator import Communicator, Topology
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.errors import LaunchError, RingError
+from ringlet.ring.log import level_from, show
+from ringlet.ring.rendezvous.connect import connect
+from ringlet.ring.transports.gpu import GpuCommunicator
+from ringlet.ring.transports.local import LocalCommunicator, this_thread
+from ringlet.ring.variables import check, unknown
+from ringlet.ring.wire.keys import agreed_key
+
+log = logging.getLogger("ringlet")
+ONE_HOST = 32  # of so many spans of large sums one is compared where no wire is between ranks
+
+
+class NotInitialized(RingError, ValueError):
+    """Something was asked for before ``init`` or after ``shutdown``."""
+
+
+class Runtime:
+    """A communicator, its topology, and the fusion engine on top of it.
+
+    ``limits`` and ``wishes`` are rank 0's on every rank: "measure" asks for a measurement of the
+    link between hosts, "hierarchical" for allreduces over two levels, "staged" for tensors on a GPU
+    to go through host memory even over NCCL.
+    """
+
+    def __init__(
+        self, comm: Communicator, limits: Limits, wishes: Collection[str] = frozenset()
+    ) -> None:
+        self.rank, self.size, self.transport = comm.rank, comm.size, comm.base.name
+        hosts = [h.decode() for h in comm.allgather_bytes(socket.gethostname().encode())]
+        self.topology = Topology.from_hosts(self.rank, hosts)
+        # Everybody uses rank 0's limits: plans have to be the same on all ranks.
+        told = comm.broadcast_bytes(json.dumps([asdict(limits), sorted(wishes)]).encode())
+        agreed, wishes = json.loads(told)
+        limits = Limits(**agreed)
+        if "measure" in wishes:
+            link = measured_link(comm, hosts)
+            limits = replace(limits, latency=link.latency, bandwidth=link.bandwidth)
+        if limits.verify_sums is None:
+            limits = replace(limits, verify_sums=1 if len(set(hosts)) > 1 else ONE_HOST)
+        if "hierarchical" in wishes:
+            comm = hierarchical(comm, self.topology)
+        self.secret = agreed_key(comm, "objects", os.environ)  # signs what is pickled
+        places = [] if "staged" in wishes else places_of(comm.base)
+        self.engine = Engine(comm, open_control, limits, places)
+        self.pid = os.getpid()
+        self._comm = comm
+        self._counters: dict[tuple[str, int], itertools.count[int]] = {}
+        self._joins = 0
+        self.at_close: list[Callable[[], None]] = []
+        self.extras: dict[str, Any] = {}  # what adapters keep for as long as this lives
+
+    def unnamed(self, operation: str, process_set: int = 0) -> str:
+        """Return a name for an operation without one.
+
+        The ranks of a process set must call these in one order.
+        """
+        counter = self._counters.setdefault((operation, process_set), itertools.count())
+        since = f"join{self._joins}." if self._joins else ""
+        return f"{operation}.noname.{since}{next(counter)}"
+
+    def title(self, name: str, label: str) -> str:
+        """Return what timelines and reports call ``label``: a ``name``, numbered where it is taken.
+
+        Ranks need not agree on it, and nothing that is saved depends on it.
+        """
+        titles: dict[str, str] = self.extras.setdefault("titles", {})
+        numbered = (name if i == 1 else f"{name} {i}" for i in itertools.count(1))
+        return next(title for title in numbered if titles.setdefault(title, label) == label)
+
+    def join(self) -> int:
+        """Take part with zeros until all ranks have joined; return who did so last."""
+        last = self.engine.join()
+        # Ranks that joined late have named more operations; from here on all count alike.
+        self._joins += 1
+        self._counters.clear()
+        return last
+
+    def close(self) -> None:
+        """Shut the engine and the transport down. Idempotent."""
+        self.engine.shutdown()
+        while self.at_close:
+            self.at_close.pop()()
+        if self.pid == os.getpid():
+            self._comm.close()
+
+
+def places_of(comm: Communicator) -> list[Place]:
+    """Return where tensors can lie for a transport, besides host memory: on its GPU."""
+    if not isinstance(comm, GpuCommunicator):
+        return []
+    import cupy
+
+    from ringlet.fusion.devices.cuda import CudaPlace
+
+    return [CudaPlace(cupy, comm.device)]
+
+
+def agreed_places(comm: Communicator) -> list[Place]:
+    """Return ``places_of`` a communicator; none if rank 0 wants all staged. Collective."""
+    staged = comm.broadcast_bytes(b"staged" if "staged" in wishes_from(os.environ) else b"")
+    return [] if staged else places_of(comm.base)
+
+
+_process: Runtime | None = None
+# What ``init`` was asked for last: transport, autotune, join_divisor.
+_asked: tuple[str | None, bool | str | None, str | None] = (None, None, None)
+_thread = threading.local()
+
+
+def init(
+    transport: str | None = None,
+    comm: Communicator | None = None,
+    autotune: bool | str | None = None,
+    join_divisor: str | None = None,
+) -> Runtime:
+    """Connect with the other ranks and start the engine; a second call changes nothing.
+
+    The environment says how: ``ringlet run``, torchrun, mpiexec and Slurm are understood, and
+    without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides, or a ``comm``
+    that exists. ``autotune`` and ``join_divisor`` stand for RINGLET_AUTOTUNE and
+    RINGLET_JOIN_DIVISOR. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL,
+    sets the level of logger "ringlet". Raises LaunchError when launcher and transport disagree on
+    the size, or in a process that was forked from one that had called this; TransportUnavailable
+    when something is not installed; ValueError when this was called before with another transport,
+    what was asked for cannot be, or variables of the environment are misspelt or wrong.
+    """
+    global _process, _asked
+    existing = _current()
+    if existing is not None and existing.pid == os.getpid():
+        wanted = transport or (comm.base.name if comm is not None else existing.transport)
+        if wanted != existing.transport:
+            raise ValueError(
+                f"already initialised with transport {existing.transport!r}; call shutdown() "
+                f"before init(transport={wanted!r})"
+            )
+        return existing
+    if existing is not None and existing.size > 1:
+        raise LaunchError(
+            f"this process was forked from rank {existing.rank} after init(); it cannot be a rank "
+            "itself. Start worker processes with the 'spawn' method, or before init()"
+        )
+    options = {"RINGLET_AUTOTUNE": autotune, "RINGLET_JOIN_DIVISOR": join_divisor}
+    asked = {name: str(value) for name, value in options.items() if value is not None}
+    check(os.environ)
+    limits, wishes = limits_from({**os.environ, **asked}), wishes_from(os.environ)
+    level = level_from(os.environ)
+    if comm is None:
+        comm, _asked = connect(transport), (transport, autotune, join_divisor)
+    threads = isinstance(comm, LocalCommunicator) and comm is this_thread()
+    show(level, None if threads else comm.rank)
+    if comm.rank == 0 and (strangers := unknown(os.environ)):
+        log.warning("%s: no variable of Ringlet's, and not read", ", ".join(strangers))
+    try:
+        runtime = Runtime(comm, limits, wishes)
+    except BaseException:
+        if not threads:
+            comm.close()  # others wait for this rank
+        raise
+    if isinstance(comm, LocalCommunicator) and threads:
+        _thread.runtime = runtime
+        comm.before_close = runtime.engine.shutdown
+    else:
+        _process = runtime
+        atexit.register(runtime.close)
+    try:
+        switch_on(runtime.engine, runtime.topology, os.environ)
+    except BaseException:
+        shutdown()
+        raise
+    return runtime
+
+
+def init_again() -> Runtime:
+    """Leave, and join anew as ``init`` was called last: in an elastic job, with another rank."""
+    shutdown()
+    transport, autotune, join_divisor = _asked
+    return init(transport, None, autotune, join_divisor)
+
+
+def shutdown() -> None:
+    """Leave: what is in flight fails on the ranks that wait for it. Idempotent."""
+    global _process
+    runtime = _current()
+    if runtime is None:
+        return
+    runtime.close()
+    if getattr(_thread, "runtime", None) is runtime:
+        _thread.runtime = None
+    else:
+        atexit.unregister(runtime.close)
+        _process = None
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called, and ``shutdown`` was not."""
+    return _current() is not None
+
+
+def current() -> Runtime:
+    """Return the runtime of this thread or process; NotInitialized when there is none."""
+    runtime = _current()
+    if runtime is None:
+        raise NotInitialized("ringlet has not been initialised; call init() first")
+    return runtime
+
+
+def _current() -> Runtime | None:
+    runtime: Runtime | None = getattr(_thread, "runtime", None)
+    return runtime if runtime is not None else _process

@@ -1,0 +1,54 @@
+"""Where metrics go: a file, callbacks, Prometheus, TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ringlet import __version__
+from ringlet.fusion import Engine
+from ringlet.fusion.observe.metrics_control import Recording
+from ringlet.fusion.observe.sinks import Callback, JsonLines, Sink
+from ringlet.ring.communicator import Topology
+
+
+def start(
+    engine: Engine,
+    topology: Topology,
+    path: str | os.PathLike[str] | None,
+    callbacks: Sequence[Callable[[dict[str, Any]], object]],
+    prometheus: str | int | None,
+    tensorboard: str | os.PathLike[str] | None,
+    sample_every: int,
+    network: bool,
+) -> Recording:
+    """Record what ``engine`` does; see ``ringlet.job.observation.start_metrics``."""
+    sinks: list[Sink] = [Callback(function) for function in callbacks]
+    if path is not None:
+        sinks.append(JsonLines(os.fspath(path).replace("{rank}", str(engine.rank))))
+    if prometheus is not None:
+        from ringlet.metrics.prometheus import serve
+
+        sinks.append(serve(prometheus, engine.rank, topology.local_rank))
+    if tensorboard is not None:
+        from ringlet.metrics.tensorboard import TensorBoard
+
+        sinks.append(TensorBoard(os.path.join(tensorboard, f"rank{engine.rank}")))
+    if not sinks:
+        raise ValueError("say where metrics go: a path, callbacks, prometheus or tensorboard")
+    hosts = list(dict.fromkeys(topology.hosts))
+    facts = {"hosts": hosts, "limits": asdict(engine.limits), "versions": _versions()}
+    return engine.metrics.start(sinks, sample_every, facts, network)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what this process has imported, by name."""
+    found = {"ringlet": __version__, "python": platform.python_version()}
+    for name in ("torch", "tensorflow", "keras"):
+        if version := getattr(sys.modules.get(name), "__version__", None):
+            found[name] = str(version)
+    return found

@@ -1,0 +1,40 @@
+"""What the environment switches on when a job begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ringlet.fusion import Engine
+from ringlet.metrics.destinations import start
+from ringlet.ring.communicator import Topology
+from ringlet.ring.variables import given, read_flag, read_whole
+
+
+def switch_on(engine: Engine, topology: Topology, env: Mapping[str, str]) -> None:
+    """Start the timeline and the metrics that ``env`` asks for; rank 0 alone, where not said.
+
+    RINGLET_TIMELINE (or HOROVOD_TIMELINE) names a timeline's file, *_TIMELINE_MARK_CYCLES marks
+    cycles; RINGLET_METRICS, RINGLET_METRICS_EVERY, RINGLET_PROMETHEUS and RINGLET_TENSORBOARD are
+    the arguments of ``start_metrics``. Prometheus is for every rank, as are a RINGLET_METRICS with
+    "{rank}" in it and a RINGLET_TENSORBOARD. Raises ValueError and OSError that name
+    the variable.
+    """
+    variable, timeline = given(env, "TIMELINE") or ("", "")
+    if timeline and timeline.upper() != "DYNAMIC" and engine.rank == 0:
+        marks = given(env, "TIMELINE_MARK_CYCLES")
+        try:
+            engine.timelines.start(timeline, marks is not None and read_flag(*marks))
+        except OSError as error:
+            raise OSError(f"{variable}={timeline!r}: {error}") from error
+    path = env.get("RINGLET_METRICS") or None
+    if path is not None and engine.rank != 0 and "{rank}" not in path:
+        path = None
+    path = path and path.replace("{rank}", str(engine.rank))
+    if path is not None and not (folder := Path(path).absolute().parent).is_dir():
+        raise FileNotFoundError(f"RINGLET_METRICS={path!r}: the directory {folder} does not exist")
+    prometheus = env.get("RINGLET_PROMETHEUS") or None
+    tensorboard = env.get("RINGLET_TENSORBOARD") or None
+    every = read_whole("RINGLET_METRICS_EVERY", env.get("RINGLET_METRICS_EVERY") or "0")
+    if path or prometheus or tensorboard:
+        start(engine, topology, path, (), prometheus, tensorboard, every, network=True)

@@ -1,0 +1,1 @@
+"""Reports: what the metrics of one run say, and how several compare, as HTML."""

@@ -1,0 +1,115 @@
+"""Recorded runs side by side: what steps took in each, measured and not estimated."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from html import escape
+
+from ringlet.report import charts
+from ringlet.report.page import page
+from ringlet.report.summary import (
+    EVEN,
+    Run,
+    amount,
+    between,
+    duration,
+    facts_of,
+    percentile,
+    spread,
+)
+
+Named = Sequence[tuple[str, Run]]
+_CAVEAT = (
+    "A step's time is from the end of one step's exchange to that of the next, with all that is "
+    "computed in between: medians without the first steps, and the bounds of ten stretches of each "
+    "run. Compare runs of the same model, data and ranks, one after the other on machines that do "
+    "nothing else; whether both learn as well is another matter."
+)
+
+
+def pace(run: Run) -> list[float]:
+    """Return the seconds of each step; those of exchanges alone where no more is known."""
+    return run.intervals or run.exchanges
+
+
+def compared(run: Run, first: Run) -> tuple[str, str]:
+    """Return ("paid", "cost", "even" or "unclear") and how ``run`` compares with ``first``."""
+    ours, theirs = pace(run), pace(first)
+    took, (low, high) = statistics.median(ours), spread(ours)
+    reference, (least, most) = statistics.median(theirs), spread(theirs)
+    shown = f"steps took {between(took, low, high)}, against {between(reference, least, most)}"
+    factor = reference / took if took else 1.0
+    within = max(high, most) <= (1 + EVEN) * min(low, least)
+    if within:
+        return "even", f"makes no difference: {shown}"
+    if high < least:
+        return "paid", f"is {factor:.2f} times as fast: {shown}"
+    if low > most:
+        return "cost", f"is {1 / factor:.2f} times as slow: {shown}"
+    return "unclear", f"cannot be told apart: {shown}, and these overlap. Record more steps"
+
+
+def sentences(named: Named) -> list[str]:
+    """Return a sentence for each run but the first, which they are compared with."""
+    (_, first), *rest = named
+    return [f"{name} {compared(run, first)[1]} in {named[0][0]}." for name, run in rest]
+
+
+def render(named: Named) -> str:
+    """Return the comparison as HTML that needs nothing else."""
+    (_, first), *rest = named
+    kinds = [compared(run, first)[0] for _, run in rest]
+    return page(
+        title="Ringlet: " + " and ".join(name for name, _ in named),
+        kind=kinds[0] if len(set(kinds)) == 1 else "unclear",
+        verdict=" ".join(sentences(named)),
+        caveat=_CAVEAT,
+        facts=" — ".join(facts_of(run, name) for name, run in named),
+        body=_bars(named) + _table(named),
+    )
+
+
+def _bars(named: Named) -> str:
+    rows = []
+    for name, run in named:
+        took, (low, high) = statistics.median(pace(run)), spread(pace(run))
+        exchange = min(took, run.took[0])
+        pieces = [("exchange", "communicate", exchange), ("the rest", "saved", took - exchange)]
+        rows.append(charts.Bar(name, pieces, f"{duration(low)} to {duration(high)}"))
+    return (
+        '<figure class="wide"><h2>Seconds of a step</h2><p>Of the whole step, and in it what the '
+        "exchange took of the engine’s time, though some of that runs beside the backward pass."
+        f"</p>{charts.legend([('exchange', 'communicate'), ('the rest', 'saved')])}"
+        f"{charts.bars(rows, duration, width=1160, label=260, row=44)}</figure>"
+    )
+
+
+def _table(named: Named) -> str:
+    head = ("run", "compression", "groups", "steps", "step", "bounds", "95 % within",
+            "exchange", "sent a step", "times fewer")  # fmt: skip
+    cells = "".join(f"<th>{name}</th>" for name in head)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in _row(*each))}</tr>" for each in named
+    )
+    return (
+        f'<figure class="wide"><h2>Run by run</h2><div class="scroll"><table><thead><tr>{cells}'
+        f"</tr></thead><tbody>{body}</tbody></table></div></figure>"
+    )
+
+
+def _row(name: str, run: Run) -> list[str]:
+    steps, (low, high) = pace(run), spread(pace(run))
+    specs = list(dict.fromkeys(spec for group in run.groups for spec in group.specs))
+    return [
+        name,
+        ", ".join(specs) or "not known",
+        str(len(run.groups)),
+        str(len(run.steps)),
+        duration(statistics.median(steps)),
+        f"{duration(low)} to {duration(high)}",
+        duration(percentile(steps, 0.95)),
+        duration(run.took[0]),
+        amount(run.per_step(lambda group: group.median("wire_bytes"))),
+        f"{run.fewer:.1f}",
+    ]

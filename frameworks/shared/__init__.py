@@ -1,0 +1,1 @@
+"""What adapters do alike, without any framework: requests, options, NumPy gradients."""

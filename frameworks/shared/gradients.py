@@ -1,0 +1,362 @@
+"""Reducing all gradients of a step at once, as NumPy arrays: what tapes and optimizers share."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ringlet.compressors import Router
+from ringlet.compressors.core.context import State
+from ringlet.compressors.states import resize
+from ringlet.fusion import Group, Request
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import Runtime, current, is_initialized
+from ringlet.precision.reduction import carrier
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import FLOATS, Array
+from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared import residual_store
+from ringlet.shared.arrays import all_finite, allocate, flat
+from ringlet.shared.model_agreement import UNUSED, common_names
+from ringlet.shared.requests import check_predivide
+from ringlet.shared.sparse_rows import RowExchange, densified
+from ringlet.shared.variable_names import alike
+
+log = logging.getLogger("ringlet")
+
+LARGE = 1 << 16  # elements of a table from which its sparse gradients travel as rows
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One gradient in a step: its variable's name, dtype and shape.
+
+    ``sparse`` gradients come as values and indices. ``cohort`` names those that travel together.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sparse: bool = False
+    cohort: str = ""
+
+    @property
+    def inputs(self) -> int:
+        """How many arrays the gradient is given as."""
+        return 2 if self.sparse else 1
+
+    def describe(self) -> str:
+        """Return what all ranks must have in common, in words."""
+        return f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How gradients are reduced. ``guard`` skips a step on all ranks when one has an overflow.
+
+    ``reduction`` is a precision policy's.
+    """
+
+    router: Router
+    op: ReduceOp = ReduceOp.AVERAGE
+    predivide: float = 1.0
+    process_set: ProcessSet = field(default=global_process_set)
+    sparse_as_dense: bool = False
+    guard: bool = False
+    reduction: str = "wire"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for arguments that do not go together."""
+        check_predivide(self.predivide, self.op)
+        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
+            raise ValueError(f"op must be Average, Sum or Adasum, not {self.op.name.title()}")
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged, and not combined in another way."""
+        return self.op is ReduceOp.AVERAGE
+
+    def key(self) -> tuple[object, ...]:
+        """Return what distinguishes these settings from others."""
+        number = self.process_set.process_set_id
+        plain = (self.op, self.predivide, number, self.sparse_as_dense, self.guard, self.reduction)
+        return (str(self.router), *plain)
+
+    def dense(self, slot: Slot) -> bool:
+        """Whether a gradient is fused with others, rather than gathered as rows."""
+        return not slot.sparse or self.sparse_as_dense or math.prod(slot.shape) < LARGE
+
+
+class Reducer:
+    """Reduces lists of gradients, and keeps what compressors remember, by variable name.
+
+    Outlives ``shutdown`` and ``init``: what is declared with an engine is declared again.
+    """
+
+    def __init__(self, kind: str, settings: Settings, title: str = "") -> None:
+        self.settings = settings
+        self.states: dict[str, State] = {}
+        self.step = 0
+        self._kind, self._label = kind, ""
+        self.title = title or kind
+        self._runtime: Runtime | None = None
+        self._among = 0  # ranks in that runtime
+        self._steps: dict[tuple[Slot, ...], _Step] = {}
+        self._lock = threading.RLock()
+
+    def enlist(self) -> None:
+        """Count this reducer now, and not with its first gradients: ranks may begin with others."""
+        with self._lock:
+            if is_initialized() and self.settings.process_set.included():
+                self._bind(current())
+
+    def reduce(
+        self, slots: Sequence[Slot], arrays: Sequence[Array], unused: Sequence[str] = ()
+    ) -> list[Array]:
+        """Return the reduced gradients; collective, and called with the same slots on all ranks.
+
+        ``unused`` are the names of variables that have no gradient on this rank.
+
+        ``arrays`` are one for each slot, or values and indices where it is sparse. So are the
+        results, but those of sparse gradients that are fused are dense: one array. Arrays given
+        are left alone, and never returned.
+        """
+        with self._lock:
+            process_set, runtime = self.settings.process_set, current()
+            if not process_set.included() or process_set.size() == 1:
+                return self._alone(slots, arrays)
+            self._bind(runtime)
+            if self.settings.guard and not self._all_finite(slots, arrays):
+                return self._overflowed(slots, arrays)
+            step = self._steps.get(tuple(slots))
+            if step is None:
+                step = self._declared(tuple(slots), unused, runtime)
+            results = step.run(arrays)
+            self.step = step.number
+            return results
+
+    def restart(self, step: int) -> None:
+        """Go on at ``step`` with the states as they are now: groups are declared anew."""
+        with self._lock:
+            self._forget()
+            self.step = step
+
+    def norm(self) -> float:
+        """Return the Euclidean norm of all residuals of this rank."""
+        return residual_store.norm(self.states)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _bind(self, runtime: Runtime) -> None:
+        if self._runtime is not runtime:
+            size = self.settings.process_set.size()
+            if self._among and is_elastic():
+                router, averages = self.settings.router, self.settings.averages
+                for name, state in self.states.items():
+                    resize(state, router(name), self._among, size, averages)
+            self._runtime, self._steps, self._among = runtime, {}, size
+            # Ranks outside of a process set do not count what its ranks do.
+            self._label = runtime.unnamed(self._kind, self.settings.process_set.number())
+
+    def _forget(self) -> None:
+        steps, self._steps = self._steps, {}
+        if self._runtime is not None:
+            for step in steps.values():
+                step.release(self._runtime)
+
+    def _declared(self, slots: tuple[Slot, ...], unused: Sequence[str], runtime: Runtime) -> _Step:
+        label = f"{self._label}.{len(self._steps)}"
+        items = [(slot.name, slot.describe()) for slot in slots]
+        kind, process_set = f"gradients of {self._kind}", self.settings.process_set
+        items += [(name, UNUSED) for name in unused]
+        names = common_names(kind, label, items, process_set)[: len(slots)]
+        self._adopt(names)
+        if not self._steps and process_set.rank() == 0:
+            self._warn_of_unmatched(names)
+        agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
+        step = _Step(label, agreed, self.settings, self.states, runtime, self.step)
+        step.show(runtime.title(self._title(names), label))
+        self._steps[slots] = step
+        return step
+
+    def _title(self, names: Sequence[str]) -> str:
+        """Return what timelines and reports call this: the optimizer, and the model if known."""
+        models = {name.partition("/")[0] for name in names if name.count("/") > 1}
+        return f"{self.title} of {models.pop()}" if len(models) == 1 else self.title
+
+    def _adopt(self, names: Sequence[str]) -> None:
+        """See that there is a state for each name: new, or restored under a name that is alike."""
+        restored = [] if self._steps else [name for name in self.states if name not in names]
+        for name in names:
+            if name not in self.states:
+                left = [other for other in restored if other in self.states and alike(other, name)]
+                self.states[name] = self.states.pop(left[0]) if len(left) == 1 else {}
+
+    def _warn_of_unmatched(self, names: Sequence[str]) -> None:
+        if lost := self.settings.router.unmatched(names):
+            log.warning(
+                "compression: %s %s none of the variables that have gradients, and compresses "
+                "nothing; names are such as %s",
+                ", ".join(map(repr, lost)),
+                "matches" if len(lost) == 1 else "match",
+                ", ".join(map(repr, names[:3])),
+            )
+
+    def _alone(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
+        results, given = [], iter(arrays)
+        for slot in slots:
+            parts = [next(given) for _ in range(slot.inputs)]
+            if slot.sparse and self.settings.dense(slot):
+                (out,) = allocate([slot.dtype], [slot.shape])
+                densified(parts[0], parts[1], out)
+                parts = [out]
+            else:
+                parts = [part.copy() for part in parts]  # what is given belongs to the framework
+            results += parts
+        return results
+
+    def _all_finite(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> bool:
+        own = all(all_finite(array) for array in arrays if array.dtype.name in FLOATS)
+        flag = np.array([own], np.uint8)
+        number = self.settings.process_set.number()
+        request = Request(
+            f"{self._label}.finite", "allreduce", "uint8", (1,), ReduceOp.MIN, process_set=number
+        )
+        assert self._runtime is not None
+        self._runtime.engine.submit(request, flag).wait()
+        return bool(flag[0])
+
+    def _overflowed(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
+        """Return gradients that tell every rank's loss scaler to skip this step."""
+        results = self._alone(slots, arrays)
+        return [
+            np.full_like(array, np.nan) if array.dtype.name in FLOATS else array
+            for array in results
+        ]
+
+
+class Staying(Reducer):
+    """Stands for a reducer where gradients stay on their rank, and are only added up."""
+
+    def reduce(
+        self, slots: Sequence[Slot], arrays: Sequence[Array], unused: Sequence[str] = ()
+    ) -> list[Array]:
+        """Return the gradients as they are."""
+        return self._alone(slots, arrays)
+
+
+class _Step:
+    """One list of gradients: the dense ones as a declared group, the others as rows."""
+
+    def __init__(
+        self,
+        label: str,
+        slots: Sequence[Slot],
+        settings: Settings,
+        states: dict[str, State],
+        runtime: Runtime,
+        step: int,
+    ) -> None:
+        self._slots, self._settings = list(slots), settings
+        self.number = step
+        number, op = settings.process_set.number(), settings.op
+        self._dense = [slot for slot in slots if settings.dense(slot)]
+        carried = [
+            carrier(settings.router(s.name), s.dtype, math.prod(s.shape), settings.reduction)
+            for s in self._dense
+        ]
+        requests = [
+            Request(
+                slot.name,
+                "allreduce",
+                slot.dtype,
+                slot.shape,
+                op,
+                str(compressor),
+                collective,
+                prescale=1.0 / settings.predivide,
+                postscale=settings.predivide,
+                process_set=number,
+                group=slot.cohort,
+            )
+            for slot, (compressor, collective) in zip(self._dense, carried, strict=True)
+        ]
+        self._rows = {
+            slot.name: RowExchange(
+                runtime,
+                f"{label}.{slot.name}",
+                slot.shape,
+                slot.dtype,
+                settings.router(slot.name),
+                states[slot.name],
+                op,
+                settings.process_set,
+                slot.name,
+            )
+            for slot in slots
+            if not settings.dense(slot)
+        }
+        self._group: Group | None = None
+        if self._dense:
+            kept = [states[slot.name] for slot in self._dense]
+            engine, compressors = runtime.engine, [compressor for compressor, _ in carried]
+            self._group = engine.declare(label, requests, compressors, kept, step, number)
+
+    def show(self, title: str) -> None:
+        """Be called ``title`` in timelines and reports."""
+        if self._group is not None:
+            self._group.title = title
+
+    def run(self, arrays: Sequence[Array]) -> list[Array]:
+        """Submit everything, wait for everything, and return the results."""
+        outputs = allocate([s.dtype for s in self._dense], [s.shape for s in self._dense])
+        free, given = iter(outputs), iter(arrays)
+        results: list[Array | None] = []
+        gathering: list[tuple[int, RowExchange]] = []
+        try:
+            for slot in self._slots:
+                parts = [next(given) for _ in range(slot.inputs)]
+                if slot.name in self._rows:
+                    exchange = self._rows[slot.name]
+                    exchange.start(*parts)
+                    gathering.append((len(results), exchange))
+                    results += [None, None]
+                    continue
+                out = next(free)
+                source = parts[0]
+                if slot.sparse:
+                    densified(parts[0], parts[1], out)
+                    source = out
+                results.append(out)
+                assert self._group is not None
+                self._group.submit(slot.name, flat(source), flat(out))
+        except Exception as error:
+            self._give_up(error, [exchange for _, exchange in gathering])
+            raise
+        try:
+            if self._group is not None:
+                self._group.wait()
+            for place, exchange in gathering:
+                results[place : place + 2] = exchange.wait()
+        except Exception:
+            for _, exchange in gathering:
+                exchange.forget()
+            raise
+        self.number += 1
+        return [array for array in results if array is not None]
+
+    def release(self, runtime: Runtime) -> None:
+        """Let the engine forget the group."""
+        if self._group is not None:
+            runtime.engine.release(self._group)
+
+    def _give_up(self, error: Exception, gathering: Sequence[RowExchange]) -> None:
+        if self._group is not None:
+            self._group.abandon(f"{type(error).__name__}: {error}")
+        for exchange in gathering:
+            exchange.forget()

@@ -1,0 +1,112 @@
+"""What ranks must have in common before they exchange tensors, and who does not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from ringlet.job import json_exchange
+from ringlet.job.process_sets import ProcessSet
+from ringlet.ring.errors import Mismatch
+from ringlet.shared.variable_names import alike
+
+Items = Sequence[tuple[str, str]]
+SAME_MODEL = (
+    "every rank needs the same model: build it in the same way on every rank, with layers in one "
+    "order and under the same names, or load one file on every rank"
+)
+
+UNUSED = "no gradient"
+_USE = (
+    "on rank(s) {ranks} the loss does not depend on it: compute the same loss on every rank, or add"
+    " a term that is zero there, such as 0.0 * keras.ops.sum(variable)"
+)
+
+
+def agree(
+    what: str, label: str, items: Items, process_set: ProcessSet, remedy: str = SAME_MODEL
+) -> None:
+    """Raise Mismatch, the same on every rank, unless all ranks list the same ``items``.
+
+    Each is a name and what else must be equal, in words. Collective; ``label`` names the exchange.
+    ``remedy`` says what to do about a difference.
+    """
+    lists = _lists(label, items, process_set)
+    if lists is not None:
+        raise _difference(what, lists, process_set, remedy)
+
+
+def common_names(what: str, label: str, items: Items, process_set: ProcessSet) -> list[str]:
+    """Return names for variables that all ranks list in one order: those of the first rank.
+
+    Those of others may lack models that the first rank's variables are in, or the other way round,
+    as Keras leaves a Sequential model out of the paths of what it has loaded. Otherwise as
+    ``agree``.
+    """
+    lists = _lists(label, items, process_set)
+    if lists is None:
+        return [name for name, _ in items]
+    first = lists[0]
+    if not all(_same_variables(first, other) for other in lists[1:]):
+        raise _difference(what, lists, process_set, SAME_MODEL)
+    return [name for name, _ in first]
+
+
+def _same_variables(items: Items, others: Items) -> bool:
+    return len(items) == len(others) and all(
+        words == other_words and alike(name, other)
+        for (name, words), (other, other_words) in zip(items, others, strict=True)
+    )
+
+
+def _lists(label: str, items: Items, process_set: ProcessSet) -> list[Items] | None:
+    """Return the items of all ranks in order; None if they are the same on all of them."""
+    digest = hashlib.blake2b(repr(list(items)).encode(), digest_size=16).digest()
+    if json_exchange.alike(digest, f"{label}.agreed", process_set):
+        return None
+    expected = "a list of names and what else must be equal"
+    lists = json_exchange.gather(list(items), f"{label}.lists", process_set, expected, _are_items)
+    return [[(name, words) for name, words in one] for one in lists]
+
+
+def _are_items(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item)
+        for item in value
+    )
+
+
+def _difference(
+    what: str, lists: Sequence[Items], process_set: ProcessSet, remedy: str
+) -> Mismatch:
+    ranks = list(process_set.ranks or range(len(lists)))
+    tables = [dict(one) for one in lists]
+    for name in dict.fromkeys(name for one in tables for name in one):
+        having = [rank for rank, table in zip(ranks, tables, strict=True) if name in table]
+        if len(having) < len(ranks):
+            return Mismatch(
+                f"{what}: {name!r} is there on rank(s) {_listed(having)} but not on rank(s) "
+                f"{_listed([rank for rank in ranks if rank not in having])}; {remedy}"
+            )
+        told = {rank: table[name] for rank, table in zip(ranks, tables, strict=True)}
+        if len(set(told.values())) > 1:
+            shown = "; ".join(f"rank {rank}: {words}" for rank, words in told.items())
+            without = [rank for rank, words in told.items() if words == UNUSED]
+            cure = remedy if not without else _USE.format(ranks=_listed(without))
+            return Mismatch(f"{what}: {name!r} differs between ranks ({shown}); {cure}")
+    return Mismatch(f"{what}: ranks list the same tensors in different orders; {remedy}")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Return ``names`` with a number behind those that were there before."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        count = seen[name] = seen.get(name, 0) + 1
+        result.append(name if count == 1 else f"{name}#{count}")
+    return result

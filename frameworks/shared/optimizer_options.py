@@ -1,0 +1,80 @@
+"""What DistributedOptimizer and DistributedGradientTape are told, under Horovod's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from ringlet.compressors import Router
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.precision import Policy, parse_policy
+from ringlet.ring.communicator import ReduceOp
+from ringlet.shared.accumulation import Accumulator
+from ringlet.shared.compression import as_router
+from ringlet.shared.gradients import Settings
+from ringlet.shared.requests import SUMS
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments that optimizers and tapes of all frameworks have; each takes some of them."""
+
+    compression: Any = None
+    op: ReduceOp = ReduceOp.AVERAGE
+    gradient_predivide_factor: float = 1.0
+    backward_passes_per_step: int = 1
+    average_aggregated_gradients: bool = False
+    num_groups: int = 0
+    groups: int | Sequence[Sequence[Any]] | None = None
+    sparse_as_dense: bool = False
+    process_set: ProcessSet = field(default=global_process_set)
+    scale_local_gradients: bool = True
+    precision: str | Policy | None = None
+
+    def __post_init__(self) -> None:
+        """Take Horovod's numbers of ops, too."""
+        self.__dict__["op"] = ReduceOp(self.op)
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Options:
+        """Return the options that are among a function's ``arguments``: its ``locals()``."""
+        return cls(**{e.name: arguments[e.name] for e in fields(cls) if e.name in arguments})
+
+    @cached_property
+    def policy(self) -> Policy:
+        """What ``precision`` names. Raises ValueError."""
+        return parse_policy(self.precision)
+
+    @cached_property
+    def router(self) -> Router:
+        """What ``compression`` names, or the policy's where it is None. Raises SpecError."""
+        chosen = self.policy.compression if self.compression is None else self.compression
+        return as_router(chosen)
+
+    @property
+    def grouping(self) -> int | Sequence[Sequence[Any]] | None:
+        """What travels together: ``groups``, or its deprecated form ``num_groups``."""
+        return self.num_groups if self.groups is None and self.num_groups else self.groups
+
+    def check_sums(self) -> None:
+        """Raise ValueError for an op of which gradients are no sum."""
+        if self.op not in SUMS:
+            raise ValueError(f"op must be Average or Sum, not {self.op.name.title()}")
+
+    def settings(self, guard: bool = False) -> Settings:
+        """Return what a reducer of NumPy arrays needs to know; ``guard`` as there."""
+        return Settings(
+            self.router,
+            self.op,
+            self.gradient_predivide_factor,
+            self.process_set,
+            self.sparse_as_dense,
+            guard,
+            self.policy.reduction,
+        )
+
+    def accumulator(self) -> Accumulator:
+        """Return what adds up the gradients of several backward passes."""
+        return Accumulator(self.backward_passes_per_step, self.average_aggregated_gradients)

@@ -1,0 +1,177 @@
+"""Horovod's operations as requests: names, groups, argument checks, and dtypes on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from ringlet.compressors import BF16, FP16, Compressor, NoCompression
+from ringlet.fusion import Request
+from ringlet.fusion.devices.host import Place
+from ringlet.job.process_sets import InvalidArgument, ProcessSet
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import FLOATS
+
+SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
+
+
+class Waitable(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> object:
+        """Wait until it is done; raises what went wrong."""
+
+
+def wait_all(handles: Iterable[Waitable]) -> None:
+    """Wait for every handle, so that all names are free again; then raise the first error."""
+    errors: list[Exception] = []
+    for handle in handles:
+        try:
+            handle.wait()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+    """Return the op that Horovod's two ways of naming it mean; ValueError if both are used."""
+    if average is not None and op is not None:
+        raise ValueError("pass op or average (which is deprecated), not both")
+    if op is not None:
+        return op if type(op) is ReduceOp else ReduceOp(op)
+    return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
+
+
+def member_names(base: str, count: int, single: bool) -> list[str]:
+    """Return the names of ``count`` tensors that travel under ``base``: itself for a single one."""
+    return [base] if single else [f"{base}_{i}of{count}" for i in range(1, count + 1)]
+
+
+def group_requests(
+    kind: str,
+    base: str,
+    single: bool,
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    places: Sequence[str] | None = None,
+    **alike: Any,
+) -> list[Request]:
+    """Return requests for tensors that are executed together or not at all, or for a single one.
+
+    ``places`` are by default host memory; ``alike`` is what else all requests say.
+    """
+    count = len(dtypes)
+    if not single:
+        alike |= {"group": base, "group_size": count}
+    names = member_names(base, count, single)
+    each = zip(names, dtypes, shapes, places or [Place.name] * count, strict=True)
+    return [
+        Request(name, kind, dtype, tuple(shape), place=place, **alike)
+        for name, dtype, shape, place in each
+    ]
+
+
+def check_some(tensors: Sequence[Any], operation: str) -> None:
+    """Raise InvalidArgument for a group of no tensors."""
+    if not tensors:
+        raise InvalidArgument(f"a grouped {operation} needs at least one tensor")
+
+
+def check_nameable(compressor: Compressor) -> None:
+    """Raise ValueError for a compressor that cannot serve a tensor without a name."""
+    if compressor.traits().stateful:
+        raise ValueError(
+            f"compression={str(compressor)!r} remembers what it did to each tensor, so the tensor "
+            "needs a name: pass name=..."
+        )
+
+
+def check_passes(passes: int) -> None:
+    """Raise ValueError unless ``passes`` is a possible backward_passes_per_step."""
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+
+
+def check_predivide(factor: float, op: ReduceOp) -> None:
+    """Raise ValueError unless ``factor`` is a possible gradient_predivide_factor."""
+    if factor != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ValueError("gradient_predivide_factor needs op=Average")
+    if not (factor > 0 and math.isfinite(factor)):
+        raise ValueError(f"gradient_predivide_factor must be above 0, got {factor}")
+
+
+def reduced_as(dtype: str, op: ReduceOp, compressor: Compressor) -> str:
+    """Return the dtype that is handed in: for minima and the like, a 16-bit cast happens before.
+
+    Raises InvalidArgument for compressors that are no cast.
+    """
+    if op in SUMS or dtype not in FLOATS or isinstance(compressor, NoCompression):
+        return dtype
+    if isinstance(compressor, FP16 | BF16):
+        return _cast_to(compressor)
+    raise InvalidArgument(
+        f"op={op.name.title()} needs compression 'none', 'fp16' or 'bf16', not {str(compressor)!r}"
+    )
+
+
+def scattered_as(compressor: Compressor) -> str | None:
+    """Return the dtype in which floating-point tensors are reduce-scattered; None for their own.
+
+    Raises InvalidArgument for compressors that are no cast.
+    """
+    if isinstance(compressor, NoCompression):
+        return None
+    if isinstance(compressor, FP16 | BF16):
+        return _cast_to(compressor)
+    raise InvalidArgument(
+        f"reducescatter takes compression 'none', 'fp16' or 'bf16', not {str(compressor)!r}: "
+        "others are decoded on every rank, so use allreduce"
+    )
+
+
+def _cast_to(compressor: FP16 | BF16) -> str:
+    return "float16" if isinstance(compressor, FP16) else "bfloat16"
+
+
+def check_scatter(op: ReduceOp, dimensions: Iterable[int | None]) -> None:
+    """Raise InvalidArgument for what cannot be reduce-scattered; None stands for unknown."""
+    if op is ReduceOp.ADASUM:
+        raise InvalidArgument("reducescatter takes op Average, Sum, Min, Max or Product")
+    if any(each == 0 for each in dimensions):
+        raise InvalidArgument("reducescatter needs a tensor with at least one dimension")
+
+
+def scatter_gradient(
+    op: ReduceOp, factors: tuple[float, float], process_set: ProcessSet
+) -> float | None:
+    """Return what a reduce-scatter's gradient is multiplied by; None where it has no gradient."""
+    if op not in SUMS:
+        return None
+    return factors[0] * factors[1] * (process_set.size() if op is ReduceOp.SUM else 1)
+
+
+def check_splits(dtype: object, shape: object, fits: bool) -> None:
+    """Raise InvalidArgument unless an all-to-all's splits ``fits``: are a row of whole numbers."""
+    if not fits:
+        raise InvalidArgument(f"splits must be whole numbers in one dimension, not {dtype}{shape}")
+
+
+def rows_to_send(splits: Iterable[int] | None, shape: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return how many rows an all-to-all sends to each rank; InvalidArgument if that cannot be."""
+    if not shape:
+        raise InvalidArgument("alltoall needs a tensor with at least one dimension")
+    if splits is None:
+        if shape[0] % size:
+            raise InvalidArgument(
+                f"alltoall without splits needs a first dimension that {size} ranks divide, not "
+                f"{shape[0]}; pass splits"
+            )
+        return (shape[0] // size,) * size
+    rows = tuple(int(n) for n in splits)
+    if len(rows) != size or sum(rows) != shape[0] or min(rows) < 0:
+        raise InvalidArgument(
+            f"splits {list(rows)} must give each of {size} ranks a share of {shape[0]} rows"
+        )
+    return rows

@@ -1,0 +1,196 @@
+"""What a rank's compressors remember, as a record for checkpoints, and as bytes: no code in either.
+
+A record holds plain numbers, specs, and arrays in whatever form the framework saves them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringlet.compressors import Compressor, Router
+from ringlet.compressors.core.context import State
+from ringlet.compressors.modifiers.residuals import energy
+from ringlet.compressors.states import fit
+from ringlet.ring.dtypes import Array
+
+Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is
+
+VERSION = 1
+_SHOWN = 8  # tensors that a warning names
+_ARRAY = "ringlet.array"  # the key that stands for an array
+_ADVICE = "Save and restore compressor state on every rank"
+
+
+def record(
+    states: Mapping[str, State],
+    rank: int,
+    size: int,
+    step: int,
+    specs: Mapping[str, str],
+    leaf: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """Return ``states`` that remember something with the specs that they are of, and whose.
+
+    ``leaf`` makes of an array what is saved, and leaves numbers alone.
+    """
+    plain = {name: mapped(state, leaf) for name, state in states.items() if state}
+    return {
+        "version": VERSION, "rank": rank, "size": size, "step": step, "states": plain,
+        "specs": {name: spec for name, spec in specs.items() if name in plain},
+    }  # fmt: skip
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with each leaf of its dicts, lists and tuples replaced by ``leaf(it)``."""
+    if isinstance(value, dict):
+        return {key: mapped(inner, leaf) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(inner, leaf) for inner in value]
+    made = leaf(value)
+    return made.item() if isinstance(made, np.generic) else made
+
+
+def put(state: State, given: State) -> None:
+    """Make ``state`` equal to ``given``; dicts in it stay the same objects, for they are in use."""
+    for key in state.keys() - given.keys():
+        if isinstance(state[key], dict):
+            put(state[key], {})
+        else:
+            del state[key]
+    for key, value in given.items():
+        if isinstance(value, dict):
+            put(state.setdefault(key, {}), value)
+        else:
+            state[key] = value
+
+
+def fit_all(
+    found: Mapping[str, State],
+    specs: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    size: int,
+    average: bool,
+) -> list[str]:
+    """Keep of what was ``found`` what fits ``tensors``; return in words what does not."""
+    strange = []
+    for name, state in found.items():
+        if name in tensors:
+            compressor, numel = tensors[name]
+            told = fit(state, specs.get(name), compressor, numel, size, average)
+            strange += [f"{name!r} {what}" for what in told]
+    return strange
+
+
+def warn_of_misfits(strange: Sequence[str], stacklevel: int) -> None:
+    """Warn of what is ``strange`` in a checkpoint, if anything is."""
+    if not strange:
+        return
+    more = f"; and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
+    warnings.warn(
+        "what compressors remember in the checkpoint does not fit this job everywhere: "
+        f"{'; '.join(strange[:_SHOWN])}{more}",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def warn_of_loss(
+    given: Mapping[str, Any] | None, rank: int, size: int, advice: str, stacklevel: int
+) -> None:
+    """Warn that a checkpoint holds another rank's residuals, or none."""
+    whose = (
+        "holds no residuals"
+        if given is None
+        else f"holds the residuals of rank {given['rank']} of {given['size']}"
+    )
+    warnings.warn(
+        f"the checkpoint {whose}, this is rank {rank} of {size}: what compression held back is "
+        f"lost. {advice}",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def is_own(given: Mapping[str, Any], rank: int, size: int) -> bool:
+    """Whether a record is that of this rank, in a job of as many."""
+    return bool(given["rank"] == rank and given["size"] == size)
+
+
+def norm(states: Mapping[str, State]) -> float:
+    """Return the Euclidean norm of all residuals, those of tables' rows among them."""
+    return math.sqrt(sum(energy(state) + _energy_of_rows(state) for state in states.values()))
+
+
+def _energy_of_rows(state: State) -> float:
+    rows = np.asarray(state.get("rows", ()), np.float64).reshape(-1)
+    return float(rows @ rows)
+
+
+# -- as bytes -----------------------------------------------------------------------------------
+
+
+def dumps(states: Mapping[str, State], rank: int, size: int, step: int, router: Router) -> bytes:
+    """Return ``states``, and the specs that they are of, in NumPy's ``npz`` format."""
+    arrays: dict[str, Array] = {}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        name = f"array{len(arrays)}"
+        arrays[name] = value
+        return {_ARRAY: name}
+
+    specs = {name: str(router(name)) for name, state in states.items() if state}
+    head = record(states, rank, size, step, specs, leaf)
+    stream = io.BytesIO()
+    encoded = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    np.savez(stream, allow_pickle=False, head=encoded, **arrays)
+    return stream.getvalue()
+
+
+def loads(
+    data: bytes, rank: int, size: int, router: Router, average: bool = True
+) -> tuple[dict[str, State], int]:
+    """Return the states and the step that ``dumps`` wrote.
+
+    States are empty, with a warning, where ``data`` is another rank's: residuals belong to the
+    gradients of one rank. What compressors of other specs remembered is forgotten, with a warning,
+    but for what those of ``router`` can go on with. Raises ValueError for bytes that are no such
+    checkpoint.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        head = json.loads(arrays.pop("head").tobytes())
+        version = head["version"]
+    except Exception as error:
+        raise ValueError(f"these bytes hold no compressor state: {error}") from error
+    if version != VERSION:
+        raise ValueError(f"compressor state of version {version} needs another Ringlet")
+    if not is_own(head, rank, size):
+        warn_of_loss(head, rank, size, _ADVICE, stacklevel=3)
+        return {}, int(head["step"])
+    states = {name: _filled(state, arrays) for name, state in head["states"].items()}
+    tensors = {name: (router(name), None) for name in states}
+    strange = fit_all(states, head.get("specs", {}), tensors, size, average)
+    warn_of_misfits(strange, stacklevel=3)
+    return states, head["step"]
+
+
+def replace(states: dict[str, State], given: Mapping[str, State], step: int) -> None:
+    """Make ``states`` equal to ``given``; what is not in it starts anew at ``step``."""
+    for name in states.keys() | given.keys():
+        put(states.setdefault(name, {}), given.get(name, {"step": step}))
+
+
+def _filled(value: Any, arrays: Mapping[str, Array]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return arrays[value[_ARRAY]]
+        return {key: _filled(inner, arrays) for key, inner in value.items()}
+    return [_filled(inner, arrays) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""Collectives on TensorFlow's tensors, eager and as graph nodes, and their errors."""

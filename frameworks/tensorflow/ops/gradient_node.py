@@ -1,0 +1,118 @@
+"""All gradients of a step through one graph node, to the reducer and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringlet.ring.dtypes import Array
+from ringlet.shared.accumulation import Accumulator
+from ringlet.shared.arrays import numpy_dtype
+from ringlet.shared.gradients import Reducer, Slot
+from ringlet.tensorflow.ops.bridge import Output, in_plain_graph, run
+from ringlet.tensorflow.ops.tensors import dense, dtype_of
+
+
+def reduced(
+    reducer: Reducer,
+    variables: Sequence[Any],
+    names: Sequence[str],
+    gradients: Sequence[Any],
+    cohorts: Sequence[str],
+    accumulator: Accumulator | None = None,
+) -> tuple[Any, list[Any]]:
+    """Return whether this pass is one that ends a step (bool), and the reduced gradients.
+
+    ``gradients`` are tensors, IndexedSlices, or None for variables that were not used, which stays
+    so. Between steps, while ``accumulator`` adds up, the gradients returned mean nothing.
+    """
+    slots: list[Slot] = []
+    told_later: dict[str, Any] = {}  # shapes that are known when the graph runs; here in part
+    tensors: list[Any] = []
+    outputs: list[Output] = [("bool", ())]
+    if in_plain_graph():  # a session runs the nodes of several optimizers at once, in any order
+        reducer.enlist()
+    accumulates = accumulator is not None and accumulator.passes > 1
+    sources = zip(variables, names, gradients, cohorts, strict=True)
+    for variable, name, gradient, cohort in sources:
+        if gradient is None:
+            continue
+        slot, parts = _slot(variable, name, gradient, cohort, told_later)
+        slots.append(slot)
+        tensors += parts
+        if slot.sparse and not reducer.settings.dense(slot):
+            outputs += [(slot.dtype, (None, *slot.shape[1:])), ("int64", (None,))]
+        elif slot.name in told_later:
+            outputs.append((slot.dtype, told_later[slot.name]))
+        else:
+            outputs.append((slot.dtype, slot.shape))
+
+    unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+
+    def exchange(arrays: list[Array]) -> list[Array]:
+        shaped = _shaped(slots, arrays, told_later)
+        given = accumulator.add(shaped, arrays) if accumulator and accumulates else arrays
+        if given is None:
+            return [np.array(False), *_placeholders(outputs[1:])]
+        results = reducer.reduce(shaped, given, unused)
+        kinds = [numpy_dtype(dtype) for dtype, _ in outputs[1:]]
+        pairs = zip(results, kinds, strict=True)
+        return [np.array(True), *[array.astype(kind, copy=False) for array, kind in pairs]]
+
+    ends, *received = run(exchange, tensors, outputs)
+    arriving = iter(received)
+    results: list[Any] = []
+    by_name = {slot.name: slot for slot in slots}
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is None:
+            results.append(None)
+        elif by_name[name].sparse and not reducer.settings.dense(by_name[name]):
+            values, indices = next(arriving), next(arriving)
+            shape = tf.constant(by_name[name].shape, tf.int64)
+            results.append(tf.IndexedSlices(values, indices, shape))
+        else:
+            results.append(next(arriving))
+    return ends if accumulates else tf.constant(True), results
+
+
+def _slot(
+    variable: Any, name: str, gradient: Any, cohort: str, told_later: dict[str, Any]
+) -> tuple[Slot, list[Any]]:
+    what = f"the gradient of {name!r}"
+    sparse = isinstance(gradient, tf.IndexedSlices)
+    values = dense(gradient.values if sparse else gradient, what)
+    known = tf.TensorShape(variable.shape)
+    if not known.is_fully_defined():
+        known = tf.TensorShape(None) if sparse else values.shape
+    if not known.is_fully_defined():
+        if sparse:
+            raise ValueError(f"{what}: the shape of its table, {variable.shape}, must be known")
+        told_later[name] = known
+        known = tf.TensorShape([])
+    shape = tuple(known.as_list())
+    slot = Slot(name, dtype_of(values, what), shape, sparse, cohort)
+    if not sparse:
+        return slot, [values]
+    # Values may have been computed in another shape than the table's rows.
+    return slot, [tf.reshape(values, (-1, *shape[1:])), tf.convert_to_tensor(gradient.indices)]
+
+
+def _shaped(
+    slots: list[Slot], arrays: Sequence[Array], told_later: Collection[str]
+) -> Sequence[Slot]:
+    """Return ``slots`` with the shapes that those called ``told_later`` have in this step."""
+    if not told_later:
+        return slots
+    given, shaped = iter(arrays), []
+    for slot in slots:
+        first, *_ = [next(given) for _ in range(slot.inputs)]
+        shaped.append(replace(slot, shape=first.shape) if slot.name in told_later else slot)
+    return shaped
+
+
+def _placeholders(outputs: Sequence[Output]) -> list[Array]:
+    return [np.zeros([n or 0 for n in shape], numpy_dtype(dtype)) for dtype, shape in outputs]

@@ -1,0 +1,300 @@
+"""Collectives that move tensors without combining them, under Horovod's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringlet.fusion import Request
+from ringlet.fusion.devices.host import Place
+from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
+from ringlet.job.session import current
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import Array
+from ringlet.shared.arrays import allocate, flat, shaped
+from ringlet.shared.requests import (
+    check_some,
+    check_splits,
+    member_names,
+    rows_to_send,
+    wait_all,
+)
+from ringlet.tensorflow.ops.autodiff import differentiable
+from ringlet.tensorflow.ops.bridge import Name, as_written, operation_name, run
+from ringlet.tensorflow.ops.placement import direct
+from ringlet.tensorflow.ops.reductions import grouped_allreduce
+from ringlet.tensorflow.ops.tensors import dense, dtype_of, signed, unsigned
+
+
+@as_written
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return every rank's ``tensor`` behind one another along the first dimension. Differentiable.
+
+    First dimensions may differ between ranks; the others, and the dtype, may not (Mismatch). The
+    gradient is averaged over the ranks, as in Horovod.
+    """
+    return _allgather([tensor], name, process_set, single=True)[0]
+
+
+@as_written
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Gather several tensors, all together or none, in one graph node. See ``allgather``."""
+    check_some(tensors, "allgather")
+    return _allgather(list(tensors), name, process_set)
+
+
+@as_written
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return rank ``root_rank``'s ``tensor``; shapes and dtypes must agree (Mismatch).
+
+    ``root_rank`` is a rank of the whole job. Differentiable: the root's gradient is the average
+    over the ranks, as in Horovod, the others' zero.
+    """
+
+    def forward(given: list[Any]) -> tuple[list[Any], Any]:
+        return broadcast_all(given, root_rank, [name], process_set), None
+
+    def backward(grads: list[Any], _: Any) -> list[Any]:
+        again = None if name is None else f"{name}.grad"
+        total = _averaged(grads, again, process_set)[0]
+        with tf.control_dependencies([total]):  # other ranks wait for it
+            return [total if current().rank == root_rank else tf.zeros_like(total)]
+
+    return differentiable([dense(tensor, moves=True)], forward, backward)[0]
+
+
+@as_written
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Overwrite ``variables`` with rank ``root_rank``'s, in one graph node; return the values.
+
+    In a ``tf.compat.v1`` graph it is the values returned that overwrite them, when evaluated.
+    """
+    listed = list(variables)
+    if not listed:
+        return listed
+    base = name or "broadcast_"
+    names: list[str | None] = [f"{base}.{i}" for i in range(len(listed))]
+    values = broadcast_all([dense(v, moves=True) for v in listed], root_rank, names, process_set)
+    assigned = [variable.assign(value) for variable, value in zip(listed, values, strict=True)]
+    if tf.executing_eagerly():
+        return values
+    with tf.control_dependencies([each for each in assigned if each is not None]):
+        return [tf.identity(value) for value in values]
+
+
+def broadcast_all(
+    tensors: Sequence[Any],
+    root_rank: int,
+    names: Sequence[Name],
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return rank ``root_rank``'s tensors under ``names``, all in one graph node."""
+    root, number = process_set.rank_of(root_rank, "root_rank"), process_set.number()
+    given = [signed(tensor) for tensor in tensors]
+    dtypes = [dtype_of(tensor) for tensor in given]
+    named = [
+        operation_name("broadcast", name, tensor, number)
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+
+    def submit(shapes: list[tuple[int, ...]], buffers: list[Array], place: str) -> None:
+        items = [
+            (
+                Request(
+                    tell(), "broadcast", dtype, shape, root=root, process_set=number, place=place
+                ),
+                buffer,
+                None,
+                None,
+            )
+            for tell, dtype, shape, buffer in zip(named, dtypes, shapes, buffers, strict=True)
+        ]
+        wait_all(current().engine.submit_all(items))
+
+    def move(arrays: list[Array]) -> list[Array]:
+        shapes = [array.shape for array in arrays]
+        outputs = allocate(dtypes, shapes)
+        for out, array in zip(outputs, arrays, strict=True):
+            out[...] = array
+        submit(shapes, [flat(out) for out in outputs], Place.name)
+        return outputs
+
+    way = direct(given, None)
+    if way is not None:
+        way.copy()
+        shapes = [tuple(tensor.shape) for tensor in given]
+        moved = way.run(lambda _, targets, place: submit(shapes, targets, place))
+    else:
+        moved = run(move, given, [(d, t.shape) for d, t in zip(dtypes, given, strict=True)])
+    return [unsigned(result, like) for result, like in zip(moved, tensors, strict=True)]
+
+
+@as_written
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send consecutive rows to ranks 0, 1, ... and return those received, in rank order.
+
+    ``splits`` says how many rows go to each rank (whole numbers, known at run time); None divides
+    them equally. With ``splits`` the result is a pair: the tensor, and how many rows came from each
+    rank (int32). Differentiable.
+    """
+    equal = splits is None
+    rows = tf.constant([], tf.int64) if equal else tf.convert_to_tensor(splits)
+    fits = rows.dtype.is_integer and rows.shape.rank in (None, 1)
+    check_splits(rows.dtype.name, rows.shape, fits)
+    rows = tf.stop_gradient(tf.cast(rows, tf.int64))
+
+    def forward(given: list[Any]) -> tuple[list[Any], Any]:
+        results = _alltoall(given[0], rows, equal, name, process_set)
+        return results, results[1]
+
+    def backward(grads: list[Any], received: Any) -> list[Any]:
+        again = None if name is None else f"{name}.grad"
+        return [_alltoall(grads[0], tf.cast(received, tf.int64), False, again, process_set)[0]]
+
+    moved, received = differentiable([dense(tensor, moves=True)], forward, backward)
+    return moved if equal else (moved, received)
+
+
+@as_written
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once every rank of the process set has called it."""
+    number = process_set.number()
+    named = operation_name("barrier", None, None, number)
+
+    def wait(_: list[Array]) -> list[Array]:
+        request = Request(named(), "barrier", process_set=number)
+        current().engine.submit(request, np.empty(0, np.float32)).wait()
+        return []
+
+    run(wait, [], [])
+
+
+@as_written
+def join() -> Any:
+    """Go on without this rank's data until all ranks have joined; return who did so last (int32).
+
+    For ranks with fewer batches than others: until the last one joins, this rank contributes zeros
+    to every allreduce, and other collectives raise Mismatch. Averages divide by all ranks, as in
+    Horovod, or by those that contribute: ``init(join_divisor="contributors")``.
+    """
+
+    def wait(_: list[Array]) -> list[Array]:
+        return [np.array(current().join(), np.int32)]
+
+    return run(wait, [], [("int32", ())])[0]
+
+
+def _allgather(
+    tensors: Sequence[Any], name: str | None, process_set: ProcessSet, single: bool = False
+) -> list[Any]:
+    given = [dense(tensor, moves=True) for tensor in tensors]
+    for tensor in given:
+        if tensor.shape.rank == 0:
+            raise InvalidArgument("a tensor without dimensions cannot be gathered; reshape it")
+
+    def forward(inputs: list[Any]) -> tuple[list[Any], Any]:
+        results = _gather(inputs, name, process_set, single)
+        return results[:-1], results[-1]
+
+    def backward(grads: list[Any], sizes: Any) -> list[Any]:
+        again = None if name is None else f"{name}.grad"
+        averaged = _averaged(grads, again, process_set)
+        rank = process_set.rank()
+        firsts, counts = tf.reduce_sum(sizes[:, :rank], axis=1), sizes[:, rank]
+        return [g[firsts[i] : firsts[i] + counts[i]] for i, g in enumerate(averaged)]
+
+    return differentiable(given, forward, backward)
+
+
+def _gather(
+    tensors: Sequence[Any], name: str | None, process_set: ProcessSet, single: bool
+) -> list[Any]:
+    """Return the gathered tensors, and behind them the rows by tensor and rank (int64)."""
+    number, count = process_set.number(), len(tensors)
+    given = [signed(tensor) for tensor in tensors]
+    dtypes = [dtype_of(tensor) for tensor in given]
+    kind = "allgather" if single else "grouped_allgather"
+    named = operation_name(kind, name, tensors[0], number)
+
+    def move(arrays: list[Array]) -> list[Array]:
+        # No group: rows may differ between ranks, so that some members are cached, others not.
+        names = member_names(named(), count, single)
+        items = [
+            (
+                Request(name, "allgather", dtype, array.shape, process_set=number),
+                flat(array),
+                None,
+                None,
+            )
+            for name, array, dtype in zip(names, arrays, dtypes, strict=True)
+        ]
+        handles = current().engine.submit_all(items)
+        wait_all(handles)
+        gathered = [
+            shaped(handle.output, dtype, (sum(handle.sizes), *array.shape[1:]))
+            for handle, array, dtype in zip(handles, arrays, dtypes, strict=True)
+        ]
+        return [*gathered, np.array([handle.sizes for handle in handles], np.int64)]
+
+    outputs: list[tuple[str, Any]] = [
+        (dtype, None if t.shape.rank is None else (None, *t.shape[1:]))
+        for dtype, t in zip(dtypes, given, strict=True)
+    ]
+    *moved, sizes = run(move, given, [*outputs, ("int64", (count, process_set.size()))])
+    return [*[unsigned(each, like) for each, like in zip(moved, tensors, strict=True)], sizes]
+
+
+def _alltoall(
+    tensor: Any, splits: Any, equal: bool, name: str | None, process_set: ProcessSet
+) -> list[Any]:
+    number, size = process_set.number(), process_set.size()
+    given = signed(tensor)
+    dtype = dtype_of(given)
+    named = operation_name("alltoall", name, tensor, number)
+
+    def move(arrays: list[Array]) -> list[Array]:
+        array, shares = arrays
+        rows = rows_to_send(None if equal else shares, array.shape, size)
+        request = Request(named(), "alltoall", dtype, array.shape, process_set=number, splits=rows)
+        handle = current().engine.submit(request, flat(array))
+        handle.wait()
+        received = np.array(handle.sizes, np.int32)
+        return [shaped(handle.output, dtype, (sum(handle.sizes), *array.shape[1:])), received]
+
+    shape = None if tensor.shape.rank is None else (None, *tensor.shape[1:])
+    moved, received = run(move, [given, splits], [(dtype, shape), ("int32", (size,))])
+    return [unsigned(moved, tensor), received]
+
+
+def _averaged(grads: Sequence[Any], name: str | None, process_set: ProcessSet) -> list[Any]:
+    return grouped_allreduce(grads, op=ReduceOp.AVERAGE, process_set=process_set, name=name)

@@ -1,0 +1,146 @@
+"""Reduce-scatter: combine over all ranks, and keep this rank's share of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ringlet.compressors.specs.routes import Spec
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import FLOATS, Array
+from ringlet.shared.arrays import flat, numpy_dtype, shaped
+from ringlet.shared.compression import around, as_compressor, legacy
+from ringlet.shared.requests import (
+    check_scatter,
+    check_some,
+    group_requests,
+    scatter_gradient,
+    scattered_as,
+    wait_all,
+)
+from ringlet.tensorflow.ops.autodiff import differentiable, no_gradient
+from ringlet.tensorflow.ops.bridge import as_written, operation_name, run
+from ringlet.tensorflow.ops.movements import grouped_allgather
+from ringlet.tensorflow.ops.tensors import check_defined, dense, dtype_of
+
+
+@as_written
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Spec = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Return this rank's rows of the combination over all ranks. Differentiable.
+
+    The first dimension is divided as equally as it can be, earlier ranks having the longer shares.
+    ``op`` is Average, Sum, Min, Max or Product; ``compression`` "none", "fp16" or "bf16".
+    """
+    factors = prescale_factor, postscale_factor
+    return _scatter([tensor], name, op, process_set, factors, compression, single=True)[0]
+
+
+@as_written
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Spec = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[Any]:
+    """Reduce-scatter several tensors, all of them together or none, in one graph node."""
+    check_some(tensors, "reducescatter")
+    factors = prescale_factor, postscale_factor
+    return _scatter(list(tensors), name, op, process_set, factors, compression)
+
+
+def _scatter(
+    tensors: Sequence[Any],
+    name: str | None,
+    op: ReduceOp,
+    process_set: ProcessSet,
+    factors: tuple[float, float],
+    compression: Any,
+    single: bool = False,
+) -> list[Any]:
+    op, given = ReduceOp(op), [dense(tensor) for tensor in tensors]
+    check_scatter(op, [tensor.shape.rank for tensor in given])
+    cast = legacy(compression)
+    if cast is not None:
+        return around(
+            cast,
+            given,
+            lambda small: _scatter(small, name, op, process_set, factors, None, single),
+        )
+    wire = scattered_as(as_compressor(compression))
+
+    def forward(inputs: list[Any]) -> tuple[list[Any], Any]:
+        return _run(inputs, name, op, process_set, factors, single, wire), None
+
+    def backward(grads: list[Any], _: Any) -> list[Any]:
+        factor = scatter_gradient(op, factors, process_set)
+        if factor is None:
+            no_gradient(f"reducescatter with op={op.name.title()}")
+        scaled = [grad * tf.cast(factor, grad.dtype) for grad in grads]
+        again = None if name is None else f"{name}.grad"
+        return grouped_allgather(scaled, again, process_set=process_set)
+
+    return differentiable(given, forward, backward)
+
+
+def _run(
+    tensors: Sequence[Any],
+    name: str | None,
+    op: ReduceOp,
+    process_set: ProcessSet,
+    factors: tuple[float, float],
+    single: bool,
+    wire: str | None,
+) -> list[Any]:
+    number, rank = process_set.number(), process_set.rank()
+    dtypes = [dtype_of(tensor) for tensor in tensors]
+    wires = [wire if wire and dtype in FLOATS else dtype for dtype in dtypes]
+    check_defined("reducescatter", name, wires, op, factors)
+    kind = "reducescatter" if single else "grouped_reducescatter"
+    named = operation_name(kind, name, tensors[0], number)
+
+    def combine(arrays: list[Array]) -> list[Array]:
+        requests = group_requests(
+            "reducescatter",
+            named(),
+            single,
+            wires,
+            [array.shape for array in arrays],
+            op=op,
+            prescale=factors[0],
+            postscale=factors[1],
+            process_set=number,
+        )
+        both = zip(arrays, wires, strict=True)
+        sources = [flat(array.astype(numpy_dtype(wire), copy=False)) for array, wire in both]
+        items = [(r, source, None, None) for r, source in zip(requests, sources, strict=True)]
+        handles = current().engine.submit_all(items)
+        wait_all(handles)
+        return [
+            shaped(handle.output, each, (handle.sizes[rank], *array.shape[1:])).astype(
+                array.dtype, copy=False
+            )
+            for handle, each, array in zip(handles, wires, arrays, strict=True)
+        ]
+
+    outputs: list[tuple[str, Any]] = [
+        (dtype, None if t.shape.rank is None else (None, *t.shape[1:]))
+        for dtype, t in zip(dtypes, tensors, strict=True)
+    ]
+    return run(combine, tensors, outputs)

@@ -1,0 +1,192 @@
+"""Allreduce on TensorFlow's tensors, under Horovod's names and arguments, eager and in graphs.
+
+Operations without a name get one from a counter, so ranks must run those in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from ringlet.compressors import Compressor, NoCompression
+from ringlet.compressors.specs.routes import Spec
+from ringlet.fusion.devices.host import Place
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import Array
+from ringlet.shared.arrays import allocate, flat
+from ringlet.shared.compression import around, as_compressor, legacy
+from ringlet.shared.requests import (
+    SUMS,
+    check_nameable,
+    check_some,
+    group_requests,
+    reduce_op,
+    reduced_as,
+    wait_all,
+)
+from ringlet.tensorflow.ops.autodiff import differentiable, no_gradient
+from ringlet.tensorflow.ops.bridge import as_written, operation_name, run
+from ringlet.tensorflow.ops.indexed_slices import allreduce_slices, refuse_other_ops
+from ringlet.tensorflow.ops.placement import direct
+from ringlet.tensorflow.ops.tensors import check_defined, dense, dtype_of
+
+
+@as_written
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Spec = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Return ``tensor`` combined over all ranks: averaged, or by ``op``. Differentiable.
+
+    ``op`` is Average, Sum, Min, Max, Product or Adasum. Values are multiplied by
+    ``prescale_factor`` before and by ``postscale_factor`` after they are combined.
+    ``compression`` is a spec; one that remembers (``ef``) needs a ``name``. ``tf.IndexedSlices``
+    are summed or averaged as rows: indices ascend, each is there once. Devices and
+    ``ignore_name_scope`` are accepted for Horovod's sake. Raises Mismatch, which is a
+    ``tf.errors.FailedPreconditionError`` too, the same on every rank, when ranks pass different
+    shapes, dtypes or arguments: in a tf.function where that is called.
+    """
+    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
+    if isinstance(tensor, tf.IndexedSlices):
+        return allreduce_slices(tensor, chosen, factors, name, process_set, compression)
+    results = _allreduce([tensor], chosen, factors, name, process_set, compression, single=True)
+    return results[0]
+
+
+@as_written
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Spec = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """Return ``tensors`` combined over all ranks: all of them together, or none. Differentiable.
+
+    One graph node, whatever their number; ``tf.IndexedSlices`` among them go one by one. See
+    ``allreduce``.
+    """
+    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
+    given = list(tensors)
+    check_some(given, "allreduce")
+    places = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
+    results: list[Any] = list(given)
+    if len(places) < len(given):
+        refuse_other_ops(chosen)
+    if places:
+        plain = [given[i] for i in places]
+        reduced = _allreduce(plain, chosen, factors, name, process_set, compression)
+        for place, tensor in zip(places, reduced, strict=True):
+            results[place] = tensor
+    for i, tensor in enumerate(given):
+        if isinstance(tensor, tf.IndexedSlices):
+            label = None if name is None else f"{name}.{i}"
+            results[i] = allreduce_slices(tensor, chosen, factors, label, process_set, compression)
+    return results
+
+
+def _allreduce(
+    tensors: Sequence[Any],
+    op: ReduceOp,
+    factors: tuple[float, float],
+    name: str | None,
+    process_set: ProcessSet,
+    compression: Any,
+    single: bool = False,
+) -> list[Any]:
+    given = [dense(tensor) for tensor in tensors]
+    cast = legacy(compression)
+    if cast is not None:
+        return around(
+            cast,
+            given,
+            lambda small: _allreduce(small, op, factors, name, process_set, None, single),
+        )
+    compressor = as_compressor(compression)
+    if name is None:
+        check_nameable(compressor)
+
+    def forward(inputs: list[Any]) -> tuple[list[Any], Any]:
+        return _run(inputs, op, factors, name, process_set, compressor, single), None
+
+    def backward(grads: list[Any], _: Any) -> list[Any]:
+        if op not in SUMS:
+            no_gradient(f"allreduce with op={op.name.title()}")
+        again = None if name is None else f"{name}.grad"
+        return _run(grads, op, factors, again, process_set, NoCompression(), single)
+
+    return differentiable(given, forward, backward)
+
+
+def _run(
+    tensors: Sequence[Any],
+    op: ReduceOp,
+    factors: tuple[float, float],
+    name: str | None,
+    process_set: ProcessSet,
+    compressor: Compressor,
+    single: bool,
+) -> list[Any]:
+    number = process_set.number()
+    dtypes = [dtype_of(tensor) for tensor in tensors]
+    wires = [reduced_as(dtype, op, compressor) for dtype in dtypes]
+    check_defined("allreduce", name, wires, op, factors)
+    used = compressor if op in SUMS else NoCompression()
+    kind = "allreduce" if single else "grouped_allreduce"
+    named = operation_name(kind, name, tensors[0], number)
+
+    def submit(
+        shapes: list[tuple[int, ...]], sources: list[Array], targets: list[Array], place: str
+    ) -> None:
+        requests = group_requests(
+            "allreduce",
+            named(),
+            single,
+            wires,
+            shapes,
+            [place] * len(wires),
+            op=op,
+            spec=str(used),
+            prescale=factors[0],
+            postscale=factors[1],
+            process_set=number,
+        )
+        each = zip(requests, sources, targets, strict=True)
+        wait_all(current().engine.submit_all([(*item, used) for item in each]))
+
+    def combine(arrays: list[Array]) -> list[Array]:
+        shapes = [array.shape for array in arrays]
+        outputs = allocate(wires, shapes)
+        both = zip(arrays, outputs, strict=True)
+        sources = [flat(array.astype(output.dtype, copy=False)) for array, output in both]
+        submit(shapes, sources, [flat(output) for output in outputs], Place.name)
+        return [
+            output.astype(array.dtype, copy=False)
+            for array, output in zip(arrays, outputs, strict=True)
+        ]
+
+    way = direct(tensors, op) if wires == dtypes else None
+    if way is not None:
+        return way.run(partial(submit, [tuple(tensor.shape) for tensor in tensors]))
+    outputs = [(dtype, t.shape) for dtype, t in zip(dtypes, tensors, strict=True)]
+    return run(combine, tensors, outputs)

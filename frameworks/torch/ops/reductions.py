@@ -1,0 +1,385 @@
+"""Allreduce on torch tensors, under Horovod's names and arguments.
+
+Operations without a name get one from a counter, so ranks must call those in the same order.
+Asynchronous forms return a handle for ``synchronize``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+
+from ringlet.compressors import Compressor, NoCompression
+from ringlet.compressors.specs.routes import Spec
+from ringlet.fusion import Request
+from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
+from ringlet.job.session import Runtime, current
+from ringlet.ring.communicator import ReduceOp
+from ringlet.shared.compression import around, as_compressor, legacy
+from ringlet.shared.requests import (
+    SUMS,
+    check_nameable,
+    check_some,
+    group_requests,
+    reduce_op,
+    reduced_as,
+)
+from ringlet.torch.ops.handles import Handle, Tensors, WrittenHandle, differentiable
+from ringlet.torch.tensors.placement import flat_at, packed, place_of
+from ringlet.torch.tensors.views import (
+    DTYPES,
+    check,
+    dtype_of,
+    flat,
+    taken_as_it_is,
+    unstage,
+    without_graph,
+)
+
+_PLAIN = as_compressor(None)
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> Handle:
+    """Combine ``tensor`` over all ranks, in place. See ``allreduce``."""
+    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
+    return _start_one(tensor, tensor, name, chosen, factors, process_set, compression)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> Handle:
+    """Combine ``tensor`` over all ranks into a new tensor. See ``allreduce``."""
+    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
+    return _start_one(tensor, None, name, chosen, factors, process_set, compression)
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Spec = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return ``tensor`` combined over all ranks: averaged, or by ``op``. Differentiable.
+
+    ``op`` is Average, Sum, Min, Max, Product or Adasum. Values are multiplied by
+    ``prescale_factor`` before and by ``postscale_factor`` after they are combined.
+    ``compression`` is a spec; one that remembers (``ef``) needs a ``name``. Raises Mismatch, the
+    same on every rank, when ranks pass different shapes, dtypes or arguments.
+    """
+    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
+    cast = legacy(compression)
+    if cast is not None:
+
+        def combine(small: Tensors) -> Tensors:
+            return [allreduce(small[0], None, name, None, chosen, *factors, process_set)]
+
+        wide: list[torch.Tensor] = around(cast, [tensor], combine)
+        return wide[0]
+
+    def start(tensors: Tensors) -> Handle:
+        return _start_one(tensors[0], None, name, chosen, factors, process_set, compression)
+
+    def backward(grads: Tensors, handle: Handle) -> Tensors:
+        _refuse_gradient(chosen)
+        made, again = f"{handle.name}.grad", grads[0].contiguous()
+        handle = _start_one(again, None, made, chosen, factors, process_set, None)
+        return [handle.wait()]
+
+    result: torch.Tensor = differentiable([tensor], start, backward)
+    return result
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> torch.Tensor:
+    """Combine ``tensor`` over all ranks in place, and return it. See ``allreduce``."""
+    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
+    handle = _start_one(tensor, tensor, name, chosen, factors, process_set, compression)
+    result: torch.Tensor = handle.wait()
+    return result
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> Handle:
+    """Combine tensors over all ranks together, in place. See ``grouped_allreduce``."""
+    factors = prescale_factor, postscale_factor
+    return _start(tensors, tensors, name, reduce_op(average, op), factors, process_set, compression)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> Handle:
+    """Combine tensors over all ranks together, into new ones. See ``grouped_allreduce``."""
+    factors = prescale_factor, postscale_factor
+    return _start(tensors, None, name, reduce_op(average, op), factors, process_set, compression)
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Spec = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Return ``tensors`` combined over all ranks: all of them together, or none. Differentiable.
+
+    See ``allreduce``.
+    """
+    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
+    cast = legacy(compression)
+    if cast is not None:
+
+        def combine(small: Tensors) -> Tensors:
+            return grouped_allreduce(small, None, name, None, chosen, *factors, process_set)
+
+        return around(cast, tensors, combine)
+
+    def start(given: Tensors) -> Handle:
+        return _start(given, None, name, chosen, factors, process_set, compression)
+
+    def backward(grads: Tensors, handle: Handle) -> Tensors:
+        _refuse_gradient(chosen)
+        made, again = f"{handle.name}.grad", [g.contiguous() for g in grads]
+        started = _start(again, None, made, chosen, factors, process_set, None)
+        reduced: Tensors = started.wait()
+        return reduced
+
+    result: list[torch.Tensor] = differentiable(list(tensors), start, backward)
+    return result
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    compression: Spec = None,
+) -> list[torch.Tensor]:
+    """Combine tensors over all ranks together in place, and return them."""
+    factors = prescale_factor, postscale_factor
+    chosen = reduce_op(average, op)
+    handle = _start(tensors, tensors, name, chosen, factors, process_set, compression)
+    result: list[torch.Tensor] = handle.wait()
+    return result
+
+
+def refuse_mean(tensor: torch.Tensor, op: ReduceOp) -> None:
+    """Raise InvalidArgument for an average of booleans, which would be no boolean."""
+    if op is ReduceOp.AVERAGE and tensor.dtype is torch.bool:
+        raise InvalidArgument(
+            "booleans have no average: pass op=Sum for any, op=Min for all, or tensor.float()"
+        )
+
+
+class _Asked(NamedTuple):
+    """What a call under a name asked for. The next one that asks for the same submits it again.
+
+    Of tensors in host memory that the engine takes as they are; ``single`` if it was no group.
+    """
+
+    compressor: Compressor
+    op: ReduceOp
+    factors: tuple[float, float]
+    single: bool
+    kinds: list[tuple[torch.dtype, torch.Size]]
+    requests: list[Request]
+    used: Compressor
+
+
+_ASKED = 1 << 13  # names whose calls are kept
+
+
+def _start_one(
+    tensor: torch.Tensor,
+    output: torch.Tensor | None,
+    name: str | None,
+    op: ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    compression: Any,
+) -> Handle:
+    """Submit the reduction of one tensor into ``output``, or a new tensor. See ``_start``."""
+    runtime = current()
+    number = 0 if process_set is global_process_set else process_set.number()
+    asked = _asked_of(runtime).get((number, name))
+    if (
+        asked is None
+        or asked.compressor is not (_PLAIN if compression is None else as_compressor(compression))
+        or not (asked.single and asked.op is op and asked.factors == factors)
+        or asked.kinds[0] != (tensor.dtype, tensor.shape)
+        or not taken_as_it_is(tensor)
+    ):
+        outputs = None if output is None else [output]
+        return _start([tensor], outputs, name, op, factors, process_set, compression, single=True)
+    if output is None:
+        output = torch.empty_like(tensor)
+    values = flat(tensor)
+    target = values if output is tensor else flat(output)
+    operation = runtime.engine.submit(asked.requests[0], values, target, asked.used)
+    return WrittenHandle([operation], [output], single=True)
+
+
+def _start(
+    tensors: Tensors,
+    outputs: Tensors | None,
+    name: str | None,
+    op: ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    compression: Any,
+    single: bool = False,
+) -> Handle:
+    """Submit a reduction of every tensor into ``outputs``, or new tensors.
+
+    The handle returns all outputs, or the ``single`` one.
+    """
+    tensors = list(tensors)
+    check_some(tensors, "allreduce")
+    for tensor in tensors:
+        check(tensor)
+        refuse_mean(tensor, op)
+    layout = torch.contiguous_format
+    if outputs is None:
+        outputs = [torch.empty_like(tensor, memory_format=layout) for tensor in tensors]
+    runtime, number = current(), process_set.number()
+    compressor = as_compressor(compression)
+    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+    what, direct = (compressor, op, factors, single, kinds), all(map(taken_as_it_is, tensors))
+    known = _asked_of(runtime)
+    asked = known.get((number, name))
+    if asked is not None and asked[:5] == what and direct and all(map(taken_as_it_is, outputs)):
+        arrays = [flat(tensor) for tensor in tensors]
+        targets = [
+            array if output is tensor else flat(output)
+            for array, tensor, output in zip(arrays, tensors, outputs, strict=True)
+        ]
+        used = [asked.used] * len(tensors)
+        items = zip(asked.requests, arrays, targets, used, strict=True)
+        return WrittenHandle(runtime.engine.submit_all(list(items)), outputs, single)
+    base = name or _unnamed(runtime, number, compressor, single)
+    places = [place_of(tensor, op) for tensor in tensors]
+    sources = [_source(t, op, compressor, p) for t, p in zip(tensors, places, strict=True)]
+    plain = compressor if op in SUMS else NoCompression()
+    dtypes, shapes = [dtype_of(s) for s in sources], [s.shape for s in sources]
+    requests = group_requests(
+        "allreduce",
+        base,
+        single,
+        dtypes,
+        shapes,
+        places,
+        op=op,
+        spec=str(plain),
+        prescale=factors[0],
+        postscale=factors[1],
+        process_set=number,
+    )
+    if direct and name is not None and all(map(is_, sources, tensors)):
+        if len(known) >= _ASKED:
+            known.clear()
+        known[number, name] = _Asked(*what, requests, plain)
+    return _submit(runtime, requests, sources, outputs, plain, single)
+
+
+def _submit(
+    runtime: Runtime,
+    requests: Sequence[Request],
+    sources: Tensors,
+    outputs: Tensors,
+    compressor: Compressor,
+    single: bool,
+) -> Handle:
+    """Submit ``sources``, and copy the results to ``outputs`` that the engine cannot write to."""
+    targets = [
+        without_graph(output) if _can_hold(output, source) else source
+        for source, output in zip(sources, outputs, strict=True)
+    ]
+    items = [
+        (request, flat_at(source, request.place), flat_at(target, request.place), compressor)
+        for request, source, target in zip(requests, sources, targets, strict=True)
+    ]
+    operations = runtime.engine.submit_all(items)
+
+    def result(_: Any) -> Any:
+        done = [unstage(t, o) for t, o in zip(targets, outputs, strict=True)]
+        return done[0] if single else done
+
+    return Handle(operations, result)
+
+
+def _asked_of(runtime: Runtime) -> dict[tuple[int, str | None], _Asked]:
+    """Return what calls of this runtime asked for, by process set and name."""
+    known: dict[tuple[int, str | None], _Asked] = runtime.extras.setdefault("allreduces", {})
+    return known
+
+
+def _unnamed(runtime: Runtime, number: int, compressor: Compressor, single: bool) -> str:
+    check_nameable(compressor)
+    return runtime.unnamed("allreduce" if single else "grouped_allreduce", number)
+
+
+def _can_hold(output: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the engine can write the result of ``source`` to ``output`` itself."""
+    alike = output.dtype is source.dtype and output.device == source.device
+    return alike and output.is_contiguous()
+
+
+def _source(tensor: torch.Tensor, op: ReduceOp, compressor: Compressor, place: str) -> torch.Tensor:
+    """Return what is handed in: for minima and the like, a 16-bit cast happens here."""
+    return packed(tensor, place).to(DTYPES[reduced_as(dtype_of(tensor), op, compressor)])
+
+
+def _refuse_gradient(op: ReduceOp) -> None:
+    if op not in SUMS:
+        raise RuntimeError(f"allreduce with op={op.name.title()} has no gradient")

@@ -1,0 +1,88 @@
+"""DistributedOptimizer(op=Adasum): every rank steps on its own, and the steps are combined.
+
+Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021. Steps that agree
+are averaged, steps that are orthogonal add up, so that the learning rate need not grow with ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ringlet.compressors import BF16, FP16, NoCompression
+from ringlet.job.process_sets import ProcessSet
+from ringlet.job.session import current
+from ringlet.ring.communicator import ReduceOp
+from ringlet.shared.optimizer_options import Options
+from ringlet.shared.requests import check_passes
+from ringlet.torch.ops.reductions import grouped_allreduce_
+
+
+class AdasumMixin:
+    """What the optimizer's class gains."""
+
+    param_groups: list[dict[str, Any]]
+    _ringlet_named: dict[str, torch.nn.Parameter]
+    _ringlet_compression: Any
+    _ringlet_process_set: ProcessSet
+    _ringlet_label: str
+    _ringlet_original: Any
+
+    @staticmethod
+    def prepared(named: dict[str, torch.nn.Parameter], options: Options) -> dict[str, Any]:
+        """Return the attributes of an instance; ValueError for arguments that Adasum cannot use."""
+        check_passes(options.backward_passes_per_step)
+        router, compressor = options.router, options.router("")
+        if router.by_name or not isinstance(compressor, NoCompression | FP16 | BF16):
+            raise ValueError(
+                "op=Adasum combines whole steps, and takes one compression for all: 'none', "
+                f"'fp16' or 'bf16', not {str(router)!r}; other compressors go with op=Average"
+            )
+        return {
+            "_ringlet_named": named,
+            "_ringlet_compression": compressor,
+            "_ringlet_process_set": options.process_set,
+            "_ringlet_label": current().unnamed("AdasumOptimizer"),
+        }
+
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:  # Horovod's, and its users', name
+        return {p: name for name, p in self._ringlet_named.items()}
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients are each rank's own."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Do nothing: there is no synchronisation to skip."""
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accept how many passes add up; with Adasum ranks meet in ``step`` only."""
+        check_passes(passes)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take this rank's step, then replace it by what Adasum makes of all ranks' steps."""
+        inner: Any = super()
+        self._ringlet_original._opt_called = True
+        start = {name: p.detach().clone() for name, p in self._ringlet_named.items()}
+        result = inner.step(closure)
+        if not start or not self._ringlet_process_set.included():
+            return result
+        with torch.no_grad():
+            deltas = [p.detach() - start[name] for name, p in self._ringlet_named.items()]
+            combined = grouped_allreduce_(
+                deltas,
+                name=self._ringlet_label,
+                op=ReduceOp.ADASUM,
+                process_set=self._ringlet_process_set,
+                compression=self._ringlet_compression,
+            )
+            for (name, p), delta in zip(self._ringlet_named.items(), combined, strict=True):
+                p.copy_(start[name] + delta)
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]

@@ -1,0 +1,148 @@
+"""What a rank's compressors remember, as part of a checkpoint.
+
+It is a store of its own, by parameter name: inside ``optimizer.state[p]`` it would keep Adam from
+initialising its moments, and be cast to the parameter's dtype when loaded. Arrays on a GPU are
+saved as ones in host memory, and restored there; the engine brings them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringlet.compressors import Compressor
+from ringlet.compressors.core.context import State
+from ringlet.compressors.states import fit, merged
+from ringlet.shared.residual_store import (
+    Tensor,
+    fit_all,
+    is_own,
+    mapped,
+    norm,
+    put,
+    record,
+    warn_of_loss,
+    warn_of_misfits,
+)
+
+__all__ = ["STATE_KEY", "Tensor", "norm", "reshard", "restore", "saved", "shards_of"]
+
+STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
+_ADVICE = (
+    "Save and load optimizer.state_dict() on every rank, or pass all ranks' state_dicts to "
+    "optimizer.load_sharded()"
+)
+
+
+def saved(
+    states: Mapping[str, State],
+    rank: int,
+    size: int,
+    step: int | None = None,
+    compressors: Mapping[str, Compressor] | None = None,
+) -> dict[str, Any]:
+    """Return a copy of ``states`` made of tensors, numbers and specs, for ``torch.save``.
+
+    ``step`` is by default that of the tensor which was compressed most often.
+    """
+    if step is None:
+        step = max((int(state.get("step", 0)) for state in states.values()), default=0)
+    specs = {name: str(compressor) for name, compressor in (compressors or {}).items()}
+    return record(states, rank, size, step, specs, _tensor)
+
+
+def restore(
+    states: Mapping[str, State],
+    given: Mapping[str, Any] | None,
+    rank: int,
+    size: int,
+    tensors: Mapping[str, Tensor] | None = None,
+    average: bool = True,
+    among: int | None = None,
+) -> int:
+    """Overwrite ``states`` with what this rank saved; return the step.
+
+    Warns, and resets residuals, where ``given`` is missing or another rank's: a checkpoint that
+    rank 0 wrote alone holds rank 0's residuals only. It must not be loaded where compressors
+    remember what is common to all ranks (PowerSGD, ACP-SGD, EF21): rank 0 alone would go on with
+    it. Warns, too, of what does not fit ``tensors``, which is forgotten. Gradients are reduced
+    ``among`` so many of the ``size`` ranks, by default all.
+    """
+    own = given is not None and is_own(given, rank, size)
+    if not own and (given is not None or any(s.keys() - {"step"} for s in states.values())):
+        warn_of_loss(given, rank, size, _ADVICE, stacklevel=4)
+    saved_states = given["states"] if given is not None and own else {}
+    specs: Mapping[str, str] = {} if given is None else given.get("specs", {})
+    found = {name: mapped(saved_states.get(name, {}), _array) for name in states}
+    if tensors is not None:
+        strange = [f"{name!r} is not in this job" for name in saved_states if name not in states]
+        strange += fit_all(found, specs, tensors, among or size, average)
+        warn_of_misfits(strange, stacklevel=4)
+    for name, state in states.items():
+        put(state, found[name])
+    step = 0 if given is None else int(given["step"])
+    for name, state in states.items():
+        if given is not None and not own:  # shared random numbers depend on the count
+            state["step"] = int(given["states"].get(name, {}).get("step", step))
+    return step
+
+
+def reshard(
+    states: Mapping[str, State],
+    shards: Sequence[Mapping[str, Any]],
+    rank: int,
+    size: int,
+    tensors: Mapping[str, Tensor],
+    average: bool = True,
+    among: int | None = None,
+) -> int:
+    """Overwrite ``states`` from what all ranks of an earlier job saved; return the step.
+
+    Where the number of ranks has changed, every rank holds the mean of what is in units of the
+    gradient, so that averages go on as before; what else compressors remembered is forgotten, and
+    what was held back of sums and, over two levels, of shards. Warns of what does not fit
+    ``tensors``. Raises ValueError unless every rank's part is there once.
+    """
+    sizes = {int(shard["size"]) for shard in shards}
+    ranks = sorted(int(shard["rank"]) for shard in shards)
+    if len(sizes) != 1 or ranks != list(range(sizes.pop() if sizes else 0)):
+        raise ValueError(f"load_sharded needs the state of every rank once; got ranks {ranks}")
+    in_order = sorted(shards, key=lambda shard: int(shard["rank"]))
+    if len(shards) == size:
+        return restore(states, in_order[rank], rank, size, tensors, average, among)
+    step, strange = max(int(shard["step"]) for shard in shards), []
+    specs: dict[str, str] = {}
+    for shard in reversed(in_order):  # a rank that remembered nothing names no spec
+        specs |= shard.get("specs", {})
+    for name, state in states.items():
+        compressor, numel = tensors[name]
+        parts = [mapped(shard["states"].get(name, {}), _array) for shard in in_order]
+        found, told = merged(parts, specs.get(name), compressor, size, average)
+        told += fit(found, None, compressor, numel, size, average)
+        strange += [f"{name!r} {what}" for what in told]
+        counts = [int(part["step"]) for part in parts if "step" in part]
+        put(state, found | {"step": max(counts, default=step)})
+    warn_of_misfits(strange, stacklevel=4)
+    return step
+
+
+def shards_of(
+    state_dicts: Sequence[Mapping[str, Any]], rank: int
+) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    """Return the state for ``rank`` without residuals, and all residuals, of what a job saved."""
+    own = state_dicts[min(rank, len(state_dicts) - 1)]
+    shards = [state[STATE_KEY] for state in state_dicts if STATE_KEY in state]
+    return {key: value for key, value in own.items() if key != STATE_KEY}, shards
+
+
+def _tensor(value: Any) -> Any:
+    if hasattr(value, "__cuda_array_interface__"):
+        return torch.from_numpy(value.get())
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def _array(value: Any) -> Any:
+    return value.numpy().copy() if isinstance(value, torch.Tensor) else value

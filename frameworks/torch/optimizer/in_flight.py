@@ -1,0 +1,98 @@
+"""The gradients of one step that a reducer has handed to the engine, and where results go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import Array
+from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
+from ringlet.torch.tensors.views import shares_memory
+
+
+class Handed:
+    """Gradients of parameters that lie at ``places``, by name.
+
+    ``results`` (float32, contiguous, in host memory) take what is reduced of 16-bit parameters; all
+    others are reduced in place.
+    """
+
+    def __init__(self, op: ReduceOp) -> None:
+        self.places: dict[str, str] = {}
+        self.results: Mapping[str, torch.Tensor] = {}
+        self.last: frozenset[str] = frozenset()  # what the last step reduced
+        self._op = op
+        self._taken: set[str] = set()
+        self._noted: dict[str, tuple[torch.Tensor, int]] = {}  # with torch's counts of changes
+        self._sparse: dict[str, int] = {}  # sparse dimensions of gradients that had some
+        self._after: list[Callable[[], object]] = []  # what puts results where they belong
+
+    def take(self, name: str, p: torch.Tensor) -> tuple[Array, Array | None]:
+        """Return flat arrays of the gradient of ``p`` (zeros if it has none) and for its result.
+
+        Without the second the result goes to the first. Raises TypeError or RuntimeError for a
+        gradient that is not what was declared.
+        """
+        grad = p.grad
+        if grad is None:
+            grad = p.grad = torch.zeros_like(p)
+        view = self._view(name, p, grad)
+        self.note(name, grad)
+        self._taken.add(name)
+        result = self.results.get(name)
+        return view, None if result is None else flat_at(result, HOST)
+
+    def note(self, name: str, grad: torch.Tensor) -> None:
+        """Remember what ``grad`` is now, for ``changed``."""
+        self._noted[name] = grad, grad._version
+
+    def changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
+        """Return a gradient that was written to, or replaced, since it was noted, if any was."""
+        for name, (grad, version) in self._noted.items():
+            if grad._version != version or parameters[name].grad is not grad:
+                return name
+        return None
+
+    def put(self) -> None:
+        """Put results where gradients were."""
+        self.last = frozenset(self._taken)
+        with torch.no_grad():
+            for put in self._after:
+                put()
+
+    def result(self, name: str) -> torch.Tensor | None:
+        """Return the last step's result, sparse where the gradient was; None if it is in there."""
+        dense = self.results.get(name) if name in self.last else None
+        dims = self._sparse.get(name)
+        return dense if dense is None or dims is None else dense.to_sparse(dims)
+
+    def clear(self) -> None:
+        """Begin a new step."""
+        self._after, self._taken, self._noted = [], set(), {}
+
+    def _view(self, name: str, p: torch.Tensor, grad: torch.Tensor) -> Array:
+        if grad.dtype is not p.dtype:
+            raise TypeError(f"the gradient of {name!r} is {grad.dtype}, the parameter {p.dtype}")
+        place = self.places[name]
+        if place != HOST and place_of(grad, self._op) != place:
+            raise RuntimeError(
+                f"the gradient of {name!r} is on {grad.device}, where it was not when the "
+                "optimizer was made; wrap the original optimizer again"
+            )
+        if grad.is_sparse:
+            dims, device = grad.sparse_dim(), grad.device
+            self._sparse[name] = dims
+            dense = packed(grad.detach().to_dense(), place)
+            if name not in self.results:
+                self._after.append(lambda: setattr(p, "grad", dense.to(device).to_sparse(dims)))
+            return flat_at(dense, place)
+        self._sparse.pop(name, None)
+        if grad.layout is not torch.strided:
+            raise TypeError(f"the gradient of {name!r} has layout {grad.layout}; use sparse COO")
+        staged = packed(grad, place)
+        if not shares_memory(staged, grad) and name not in self.results:
+            # Of other strides, such as channels_last, or on another device.
+            self._after.append(lambda: grad.copy_(staged))
+        return flat_at(staged, place)

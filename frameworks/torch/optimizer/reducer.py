@@ -1,0 +1,592 @@
+"""The reducer: takes gradients from hooks, hands them to the engine, and waits for the result."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ringlet.compressors import Compressor
+from ringlet.compressors.core.context import State
+from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.compressors.states import carry_over, rescale, resize
+from ringlet.fusion import Engine, Group, Request
+from ringlet.fusion.buckets.unscaling import Unscaling
+from ringlet.job.session import current, is_initialized
+from ringlet.precision.reduction import carrier
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.errors import RingError
+from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared.compression import as_router
+from ringlet.shared.optimizer_options import Options
+from ringlet.shared.requests import check_passes, check_predivide
+from ringlet.torch.ops.handles import SparseHandle
+from ringlet.torch.ops.reductions import allreduce
+from ringlet.torch.ops.replicas import Comparison
+from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.optimizer.grad_hooks import GradHooks
+from ringlet.torch.optimizer.in_flight import Handed
+from ringlet.torch.optimizer.naming import routed, warn_of_unmatched
+from ringlet.torch.optimizer.sparse_gradients import Rows
+from ringlet.torch.precision.rollback import Undo
+from ringlet.torch.tensors.placement import HOST, place_of
+from ringlet.torch.tensors.views import check, dtype_of
+
+_CLIP = (
+    "clip it between optimizer.synchronize() and optimizer.step(), the latter inside "
+    "optimizer.skip_synchronize(). Where a library clips, such as a Trainer with max_grad_norm, "
+    "let DistributedDataParallel reduce, with hvd.ddp_hook"
+)
+
+
+class Reducer:
+    """Reduces the gradients of ``named`` parameters in every step.
+
+    Parameters belong to the newest reducer that names them: an older one gives all of its hooks
+    up, and its ``synchronize`` raises RuntimeError. A reducer that nobody holds is gone.
+    ``groups`` are names of those that travel together. With ``unscaling``, a policy's, a step can
+    be taken back. What compressors remember, and steps, are those of the reducer ``before``.
+    """
+
+    def __init__(
+        self,
+        named: dict[str, torch.nn.Parameter],
+        options: Options,
+        groups: Sequence[Sequence[str]] = (),
+        unscaling: Unscaling | None = None,
+        before: Reducer | None = None,
+        title: str = "DistributedOptimizer",  # in timelines and reports
+    ) -> None:
+        passes, op = options.backward_passes_per_step, options.op
+        predivide, process_set = options.gradient_predivide_factor, options.process_set
+        check_passes(passes)
+        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
+        check_predivide(predivide, op)
+        self.parameters = named
+        self.compared: Mapping[str, torch.Tensor] | None = named  # from the first step on
+        self._comparison: Comparison | None = None
+        self.states: dict[str, State] = {name: {} for name in named}
+        self.in_flight = False
+        self.renewed = False  # whether backward has run since the last ``synchronize``
+        self.passes = passes
+        self.cure = ""  # for gradients that were changed too early, also where one rank trains
+        self._op, self._predivide = op, predivide
+        self._process_set = process_set
+        self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
+        self._left = dict.fromkeys(named, passes)
+        self._elastic = is_elastic()
+        self._engine: Engine | None = None  # in an elastic job: where gradients are declared,
+        self._among = 0  # and among how many ranks
+        self._label = "" if self._elastic else self._new_label()
+        self._title = title
+        self._sparse_as_dense = options.sparse_as_dense
+        self._rows = self._new_rows()
+        self._handed = Handed(op)
+        self._hooks = GradHooks(self, named)
+        self._reduction, self._unscaling = options.policy.reduction, unscaling
+        self._undo = None if unscaling is None else Undo()
+        self._group: Group | None = None
+        self._finalizer: Any = None
+        self._alone = False  # whether it is known that nobody else reduces
+        self._included = process_set.included()
+        self._router = options.router
+        warn_of_unmatched(self._router, named, stacklevel=3)
+        self._start = 0 if before is None else self._inherit(before)  # steps before the group's
+        if not self._elastic:
+            self._declare(self._start)
+        self._take_over()
+
+    @property
+    def step(self) -> int:
+        """How many steps schedules of compressors have seen."""
+        return self._start if self._group is None else self._group.step
+
+    def set_compression(self, compression: Spec | Routes) -> None:
+        """Compress differently from the next step on. Collective; RuntimeError during a step.
+
+        Residuals carry over to compressors with error feedback; whatever else the old ones
+        remembered is forgotten.
+        """
+        if self.in_flight:
+            raise RuntimeError("set_compression between backward() and step()")
+        before, self._router = self._router, as_router(compression)
+        warn_of_unmatched(self._router, self.parameters, stacklevel=3)
+        with _at_work():
+            for name, state in self.states.items():
+                compressors = routed(before, name), routed(self._router, name)
+                carry_over(state, *compressors, self._size(), self.averages)
+        self._declare(self.step)
+
+    def set_passes(self, passes: int) -> None:
+        """Reduce after ``passes`` backward passes from now on; RuntimeError during a step."""
+        check_passes(passes)
+        if self.in_flight:
+            raise RuntimeError("set_backward_passes_per_step between backward() and step()")
+        self.passes = passes
+        self._left = dict.fromkeys(self.parameters, passes)
+
+    def forget_passes(self) -> None:
+        """Begin to count backward passes anew: what they left was discarded."""
+        if not self.in_flight:
+            self._left = dict.fromkeys(self.parameters, self.passes)
+            self._handed.clear()
+            self.renewed = False
+            if self._group is not None:
+                self._group.acknowledge()
+
+    def restart(self, step: int) -> None:
+        """Let schedules go on at ``step``, which has to be the same on every rank."""
+        self._start = step
+        if self._group is not None:
+            self._group.restart(step)
+
+    @property
+    def compressors(self) -> dict[str, Compressor]:
+        """What compresses each parameter's gradient, as it was declared."""
+        return {name: routed(self._router, name) for name in self.parameters}
+
+    @property
+    def tensors(self) -> dict[str, checkpoint.Tensor]:
+        """The same, with how many elements each has."""
+        return {
+            name: (routed(self._router, name), p.numel()) for name, p in self.parameters.items()
+        }
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged, and not added up."""
+        return self._op is ReduceOp.AVERAGE
+
+    def saved(self) -> dict[str, Any] | None:
+        """Return what this rank's compressors remember, for a checkpoint; None if it is nothing."""
+        if not any(state.keys() - {"step"} for state in self.states.values()):
+            return None
+        runtime = current()
+        with runtime.engine.at_work():
+            where = runtime.rank, runtime.size, self.step
+            return checkpoint.saved(self.states, *where, self.compressors)
+
+    def load(self, kept: Mapping[str, Any] | None) -> None:
+        """Go on with what this rank ``saved``. Warns, and starts anew, if it is another's."""
+        runtime = current()
+        where = self.states, kept, runtime.rank, runtime.size
+        given = self.tensors, self.averages, self._size()
+        self._restored(checkpoint.restore(*where, *given))
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what all ranks of an earlier job ``saved``: see ``residuals.reshard``."""
+        runtime = current()
+        where = self.states, shards, runtime.rank, runtime.size
+        given = self.tensors, self.averages, self._size()
+        self._restored(checkpoint.reshard(*where, *given))
+
+    def _restored(self, step: int) -> None:
+        for name, place in self._handed.places.items():
+            current().engine.bring(self.states[name], place)
+        self.restart(step)
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How often each parameter's gradient was compressed, and under "" ``step``."""
+        counts = {name: int(state.get("step", 0)) for name, state in self.states.items()}
+        return counts | {"": self.step}
+
+    def align(self, steps: Mapping[str, int]) -> None:
+        """Count as another rank does: shared random numbers and schedules depend on it."""
+        for name, state in self.states.items():
+            if name in steps:
+                state["step"] = int(steps[name])
+        self.restart(int(steps.get("", 0)))
+
+    def deliver(self, results: Mapping[str, torch.Tensor]) -> None:
+        """Let results go to ``results`` (float32, of the parameters' shapes), by name.
+
+        Those of gradients that are elsewhere than in host memory, or travel as rows, stay there.
+        """
+        places = self._handed.places
+        self._handed.results = {n: r for n, r in results.items() if places.get(n) == HOST}
+
+    def delivered(self, name: str) -> torch.Tensor | None:
+        """Return where the last result was delivered to; None if it is in the gradient."""
+        return self._handed.result(name)
+
+    def unscaled(self, name: str) -> bool:
+        """Whether the last result is divided by the loss scale, and was looked at, already."""
+        fused = name in self._handed.last and self._handed.places[name] == HOST
+        return fused and self._unscaling is not None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that is ``unscaled`` is finite."""
+        return self._group is None or self._group.finite
+
+    def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
+        """Reduce what no hook handed in (as zeros if there is no gradient), and wait for all.
+
+        Raises RuntimeError if another reducer has the parameters now, or if ``param_groups`` holds
+        one with a gradient that was never this reducer's: each rank would update it on its own.
+        So where a gradient was changed since backward: then the step is given up on all ranks, or
+        the next one, where all have reduced this one already.
+        """
+        if self._hooks.retired:
+            raise RuntimeError(
+                "another DistributedOptimizer was made for the same parameters; use that one"
+            )
+        self._join_epoch()
+        self._refuse_strays(param_groups)
+        changed = self._handed.changed(self.parameters)
+        if self._group is None:
+            self._handed.clear()
+            self.renewed = False
+            if changed is not None and self.cure:
+                raise RuntimeError(self._too_early(changed))
+            return
+        if changed is not None:
+            why = self._too_early(changed)
+            self._give_up(why)
+            raise RuntimeError(why)
+        try:
+            for name in [*self._group.missing(), *self._rows.missing()]:
+                self._submit(name, self.parameters[name])
+        except Exception as error:
+            self.abandon(f"{type(error).__name__}: {error}")
+            raise
+        try:
+            self._group.wait()
+            self._rows.collect()
+            self._handed.put()
+        finally:
+            for handle in self._reset():
+                handle.forget()
+        if self._rows.agree():
+            self._declare(self.step)
+        # Not waited for: ranks may wait for several optimizers, and in any order.
+        if self.compared is not None:
+            self._compare(self.compared, param_groups)
+            self.compared = None
+        elif self._comparison is not None and self._comparison.done():
+            self._tell(self._comparison.difference())
+            self._comparison = None
+
+    def abandon(self, why: str) -> None:
+        """Give up the step at hand on all ranks: see ``Group.abandon``."""
+        if self._group is None:
+            return
+        if not self.in_flight:
+            if self._group.abandon(why):
+                self._gather_nothing()
+            return
+        for name in self._rows.missing():
+            self._rows.gather(name)
+        self._group.abandon(why)  # or the step was reduced already: then it can still be taken
+        for handle in self._reset():
+            handle.forget()
+
+    def agreed(self, loss: Any) -> Any:
+        """Return a closure's ``loss`` reduced like the gradients, so that all ranks see one value.
+
+        Line searches decide by it how often they evaluate, which must not differ between ranks.
+        """
+        if self._group is None:
+            return loss
+        name, process_set = f"{self._label}.loss", self._process_set
+        if isinstance(loss, torch.Tensor):
+            return allreduce(loss.detach(), name=name, op=self._op, process_set=process_set)
+        if isinstance(loss, float):
+            wide = torch.tensor(loss, dtype=torch.float64)
+            return allreduce(wide, name=name, op=self._op, process_set=process_set).item()
+        return loss
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals, which are in units of a loss scale that has changed."""
+        if factor == 1.0:
+            return
+        with _at_work():
+            for name, state in self.states.items():
+                rescale(state, routed(self._router, name), factor)
+
+    def undo(self) -> None:
+        """Let compressors forget the last step, which is skipped."""
+        if self._undo is not None:
+            with _at_work():
+                self._undo.restore(self.states)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what this rank's compressors hold back."""
+        with _at_work():
+            return checkpoint.norm(self.states)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _size(self) -> int:
+        return self._process_set.size()
+
+    def _new_label(self) -> str:
+        return current().unnamed("DistributedOptimizer", self._process_set.process_set_id or 0)
+
+    def _new_rows(self) -> Rows:
+        named, label, sparse_as_dense = self.parameters, self._label, self._sparse_as_dense
+        return Rows(named, label, self._op, self._process_set, sparse_as_dense)
+
+    def _join_epoch(self) -> None:
+        """In an elastic job: declare the gradients once to each epoch's engine, at the first use.
+
+        Not before: newcomers make their optimizers while the others are elsewhere.
+        """
+        if not self._elastic or self._engine is current().engine:
+            return
+        self._start, self._engine = self.step, current().engine
+        self._label = self._new_label()
+        for handle in self._reset():
+            handle.forget()
+        if self._group is not None:
+            self._finalizer.detach()
+        self._group = self._comparison = None
+        self._rows = self._new_rows()
+        self._included = self._process_set.included()
+        before, self._among = self._among, self._size()
+        if before:
+            with _at_work():
+                for name, state in self.states.items():
+                    resize(state, routed(self._router, name), before, self._among, self.averages)
+        self.compared = self.parameters
+        self._declare(self._start)
+
+    def _declare(self, step: int = 0) -> None:
+        runtime = current()
+        for name, p in self.parameters.items():
+            check(p, f"parameter {name!r}")
+        if self._size() == 1 or not self._included:
+            return
+        number = self._process_set.number()
+        places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
+        self._handed.places = places
+        names = [name for name in self.parameters if name not in self._rows]
+        carried = [self._carried(name) for name in names]
+        requests = [
+            Request(
+                name,
+                "allreduce",
+                dtype_of(self.parameters[name]),
+                tuple(self.parameters[name].shape),
+                self._op,
+                str(compressor),
+                collective,
+                prescale=1.0 / self._predivide,
+                postscale=self._predivide,
+                process_set=number,
+                group=self._cohorts.get(name, ""),
+                place=places[name],
+            )
+            for name, (compressor, collective) in zip(names, carried, strict=True)
+        ]
+        compressors = [compressor for compressor, _ in carried]
+        # Declared even without parameters: a rank that has some has to hear of it.
+        states, engine = [self.states[name] for name in names], runtime.engine
+        group = engine.declare(self._label, requests, compressors, states, step, number)
+        group.title = runtime.title(self._title, self._label)
+        if self._group is not None:
+            self._finalizer.detach()
+            engine.release(self._group)
+        group.unscale(self._unscaling)
+        self._group = group if self.parameters else None
+        self._finalizer = weakref.finalize(self, engine.release, group)
+
+    def _inherit(self, before: Reducer) -> int:
+        """Go on with what ``before`` remembers of the same parameters; return the step."""
+        if before._process_set is not self._process_set or before._op is not self._op:
+            return before.step
+        if before.in_flight:  # such as a step that was refused because parameters were added
+            before._end()
+        scales = [1.0 if r._unscaling is None else r._unscaling.scale for r in (self, before)]
+        old_names = {id(p): name for name, p in before.parameters.items()}
+        with _at_work():
+            for name, p in self.parameters.items():
+                if (old := old_names.get(id(p))) is None:
+                    continue
+                state = self.states[name] = before.states[old]
+                then, now = routed(before._router, old), routed(self._router, name)
+                if then != now:
+                    carry_over(state, then, now, self._size(), self.averages)
+                if scales[0] != scales[1]:
+                    rescale(state, now, scales[0] / scales[1])
+        return before.step
+
+    def _carried(self, name: str) -> tuple[Compressor, str]:
+        p, number = self.parameters[name], self._process_set.number()
+        dtype = dtype_of(p)
+        exact = current().engine.sums_in_float32(dtype, number)
+        return carrier(routed(self._router, name), dtype, p.numel(), self._reduction, exact)
+
+    def _compare(
+        self, parameters: Mapping[str, torch.Tensor], groups: list[dict[str, Any]]
+    ) -> None:
+        """Begin to compare what has to be alike on all ranks before the first step."""
+        digest = hashlib.blake2b(_settings(groups).encode(), digest_size=7).digest()
+        settings = torch.tensor([int.from_bytes(digest, "big")])
+        compared = {**parameters, _SETTINGS: settings}
+        self._comparison = Comparison(compared, f"{self._label}.alike", self._process_set)
+
+    def _tell(self, odd: str | None) -> None:
+        """Warn, on one rank, of what was ``odd`` at the first step."""
+        if odd is None or current().rank != min(self._process_set.ranks or [0]):
+            return
+        what = (
+            "the optimizer's settings, such as lr, differ"
+            if odd == _SETTINGS
+            else (f"parameter {odd!r} differs")
+        )
+        call = "optimizer_state(optimizer" if odd == _SETTINGS else "parameters(model.state_dict()"
+        warnings.warn(
+            f"{what} between ranks since the first step, so that their models drift apart: call "
+            f"hvd.broadcast_{call}, root_rank=0) on all ranks before training",
+            stacklevel=5,
+        )
+
+    def _too_early(self, name: str) -> str:
+        return (
+            f"the gradient of {name!r} was changed between backward() and synchronize() or step(), "
+            f"when it is being reduced: {self.cure or _CLIP}"
+        )
+
+    def _give_up(self, why: str) -> None:
+        """Give up the step at hand on all ranks, or the next one if this one was reduced."""
+        assert self._group is not None
+        if not self._end(why):
+            self._group.disown()  # what somebody wrote into the results is no damage
+            self._group.acknowledge()
+            with contextlib.suppress(RingError):
+                self._group.abandon(why)
+                self._gather_nothing()
+
+    def _gather_nothing(self) -> None:
+        """Take part in gathering the rows of a step that was given up before it began here."""
+        for name in self._rows.missing():
+            self._rows.gather(name, nothing=True)
+        for handle in self._rows.release():
+            handle.forget()
+
+    def _end(self, why: str = "the optimizer was wrapped again") -> bool:
+        """End the step at hand, whose results are not used; False if all ranks had reduced it."""
+        assert self._group is not None
+        try:
+            self.abandon(why)
+        except RuntimeError:
+            with contextlib.suppress(RingError):
+                self._group.wait()
+            for handle in self._reset():
+                handle.forget()
+            return False
+        return True
+
+    def _begin(self) -> None:
+        if not self.in_flight and self._undo is not None:
+            with _at_work():
+                self._undo.remember(self.states)
+        self.in_flight = True
+
+    def _refuse_strays(self, param_groups: list[dict[str, Any]]) -> None:
+        for i, group in enumerate(param_groups):
+            for j, p in enumerate(group["params"]):
+                if p.grad is not None and p not in self._hooks:
+                    raise RuntimeError(
+                        f"parameter {j} of group {i}, shape {list(p.shape)}, was added or unfrozen "
+                        "after DistributedOptimizer was made, so its gradient is not reduced; "
+                        "wrap the original optimizer again, on all ranks; residuals stay"
+                    )
+
+    def _take_over(self) -> None:
+        self._hooks.take_over()
+        plain = Reducer._note if self._group is None else Reducer._ready
+        self._hooks.register(Reducer._arrive if self._elastic else plain)
+
+    def _arrive(self, name: str, p: torch.Tensor) -> None:
+        self._join_epoch()
+        arrived = self._note if self._group is None else self._ready
+        arrived(name, p)
+
+    def _note(self, name: str, p: torch.Tensor) -> None:
+        self.renewed = True
+        if p.grad is not None:
+            self._handed.note(name, p.grad)
+
+    def _ready(self, name: str, p: torch.Tensor) -> None:
+        self.renewed = True
+        if not self._alone:
+            _refuse_ddp(self._hooks)
+            self._alone = True
+        left = self._left[name] = self._left[name] - 1
+        if left < 0:
+            raise RuntimeError(
+                f"the gradient of {name!r} was computed more than backward_passes_per_step="
+                f"{self.passes} times before step(); raise backward_passes_per_step to "
+                "accumulate gradients"
+            )
+        if left == 0:
+            self._submit(name, p)
+
+    def _submit(self, name: str, p: torch.Tensor) -> None:
+        if name in self._rows:
+            self._begin()
+            self._rows.gather(name)
+            if p.grad is not None:
+                self._handed.note(name, p.grad)
+            return
+        assert self._group is not None
+        if p.grad is not None and p.grad.is_sparse:
+            self._rows.saw(name)
+        values, result = self._handed.take(name, p)
+        self._begin()
+        self._group.submit(name, values, result)
+
+    def _reset(self) -> list[SparseHandle]:
+        """Begin a new step; return what was being gathered."""
+        self.in_flight = self.renewed = False
+        self._left = dict.fromkeys(self.parameters, self.passes)
+        self._handed.clear()
+        return self._rows.release()
+
+
+_SETTINGS = ""  # no parameter's name
+
+
+def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the plain settings of parameter groups, as text."""
+    kinds = (float, int, str, tuple)
+    return repr([sorted((k, v) for k, v in g.items() if isinstance(v, kinds)) for g in groups])
+
+
+def _refuse_ddp(hooks: GradHooks) -> None:
+    """Raise RuntimeError where DistributedDataParallel reduces the same gradients."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    if _is_in_ddp(hooks):
+        gc.collect()  # one that was dropped lives on in its circles
+        if _is_in_ddp(hooks):
+            raise RuntimeError(
+                "DistributedDataParallel reduces the gradients of this optimizer's parameters "
+                "too: use DistributedOptimizer with the bare model, or DistributedDataParallel "
+                "with hvd.ddp_hook and the bare optimizer"
+            )
+
+
+def _is_in_ddp(hooks: GradHooks) -> bool:
+    """Whether a DistributedDataParallel that is still there wraps a parameter of ``hooks``."""
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    return any(  # DDP keeps no list of what it wraps
+        issubclass(type(found), wrapper) and any(p in hooks for p in found.parameters())
+        for found in gc.get_objects()
+    )
+
+
+def _at_work() -> AbstractContextManager[None]:
+    """Return a context for what is done to states, which may lie on a GPU."""
+    return current().engine.at_work() if is_initialized() else nullcontext()

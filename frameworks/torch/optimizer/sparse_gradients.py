@@ -1,0 +1,87 @@
+"""Large sparse gradients of a reducer, which travel as indices and values.
+
+Which those are, ranks agree on after the first step, in which all travel as dense ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ringlet.job.process_sets import ProcessSet
+from ringlet.ring.communicator import ReduceOp
+from ringlet.torch.ops.handles import SparseHandle
+from ringlet.torch.ops.reductions import allreduce
+from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
+
+LARGE = 1 << 16  # elements from which a sparse gradient travels as indices and values
+
+
+class Rows:
+    """The sparse gradients of ``parameters``; none are gathered with ``as_dense``."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        label: str,
+        op: ReduceOp,
+        process_set: ProcessSet,
+        as_dense: bool,
+    ) -> None:
+        self._parameters, self._label = parameters, label
+        self._op, self._process_set = op, process_set
+        self._seen: set[str] | None = None if as_dense else set()
+        self._dims: dict[str, int] = {}  # the sparse dimensions of what is gathered
+        self._gathering: dict[str, SparseHandle] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether this gradient is gathered, and not fused."""
+        return name in self._dims
+
+    def saw(self, name: str) -> None:
+        """Note that a gradient was sparse."""
+        if self._seen is not None:
+            self._seen.add(name)
+
+    def missing(self) -> list[str]:
+        """Return what is still to be gathered in this step."""
+        return [name for name in self._dims if name not in self._gathering]
+
+    def gather(self, name: str, nothing: bool = False) -> None:
+        """Hand in a gradient: no rows where ``nothing`` of it was used on this rank."""
+        p = self._parameters[name]
+        grad = None if nothing else p.grad
+        if grad is None or not grad.is_sparse:
+            dense = torch.zeros_like(p) if grad is None else grad
+            grad = dense.to_sparse(self._dims[name])
+        label = f"{self._label}.{name}"
+        self._gathering[name] = sparse_allreduce_async(grad, label, self._op, self._process_set)
+
+    def collect(self) -> None:
+        """Wait for the results, which become the parameters' gradients."""
+        for name, handle in self._gathering.items():
+            self._parameters[name].grad = handle.wait()
+
+    def release(self) -> list[SparseHandle]:
+        """Begin a new step; return what the last one waited for."""
+        handles, self._gathering = list(self._gathering.values()), {}
+        return handles
+
+    def agree(self) -> bool:
+        """After the first step, agree on what is gathered from now on; whether there is any."""
+        if self._seen is None:
+            return False
+        seen, self._seen = self._seen, None
+        names = [n for n, p in self._parameters.items() if p.numel() >= LARGE]
+        if not names:
+            return False
+        marks = torch.tensor([1 + self._sparse_dim(n) if n in seen else 0 for n in names])
+        label = f"{self._label}.sparse"
+        marks = allreduce(marks, name=label, op=ReduceOp.MAX, process_set=self._process_set)
+        self._dims = {n: int(m) - 1 for n, m in zip(names, marks.tolist(), strict=True) if m}
+        return bool(self._dims)
+
+    def _sparse_dim(self, name: str) -> int:
+        grad = self._parameters[name].grad
+        return 1 if grad is None or not grad.is_sparse else grad.sparse_dim()

@@ -1,0 +1,403 @@
+"""DistributedOptimizer: reduces gradients as backward produces them, then steps."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.fusion.buckets.unscaling import Unscaling
+from ringlet.job.observation import step_skipped
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
+from ringlet.precision import Policy
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared.model_agreement import agree
+from ringlet.shared.optimizer_options import Options
+from ringlet.shared.wrapping import refuse_wrapped, wrapped
+from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
+from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
+from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
+from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.precision.masters import PRECISION_KEY, Masters, scale_in
+from ringlet.torch.precision.policy_checks import acts, check_policy, check_wire
+
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+
+# Of the optimizers that were wrapped, the last one each: whoever wraps again takes over from it.
+_reducers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Reducer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class _Distributed:
+    """What DistributedOptimizer adds to the class of the optimizer that it wraps."""
+
+    state: Any
+    _ringlet: Reducer
+    _ringlet_original: Any
+    _ringlet_groups: list[dict[str, Any]]
+    _ringlet_synchronized: bool
+    _ringlet_implied: bool
+    _ringlet_skip: bool
+    _ringlet_masters: Masters | None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's; a GradScaler that looks at them waits for the gradients.
+
+        It does so to unscale them, and must see what all ranks agree on. Raises RuntimeError where
+        ``precision`` has brought masters or a loss scale, of which a GradScaler knows nothing.
+        """
+        masters = self._ringlet_masters
+        involved = self._ringlet.in_flight or masters is not None
+        if involved and _of_scaler(sys._getframe(1)):
+            if masters is not None:
+                raise RuntimeError(
+                    "this optimizer's precision has masters or a loss scale of its own: call "
+                    "optimizer.scale(loss).backward() and optimizer.step(), without a GradScaler. "
+                    "A GradScaler goes together with precision='amp_bf16', or none"
+                )
+            self._ringlet.synchronize(self._ringlet_groups)
+            self._ringlet_implied = True
+        return self._ringlet_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._ringlet_groups = groups
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch hands over what it loaded, and writes to __dict__, where a property hides it.
+        state = dict(state)
+        groups = state.pop("param_groups", None)
+        if groups is not None:
+            self._ringlet_groups = groups
+        inner: Any = super()
+        inner.__setstate__(state)
+
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:  # Horovod's, and its users', name
+        return {p: name for name, p in self._ringlet.parameters.items()}
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, for example to clip them before ``step``.
+
+        With masters, their gradients are what ``step`` takes: see ``master_parameters``.
+        """
+        self._synchronize()
+        if self._ringlet_masters is not None:
+            self._ringlet_masters.show_gradients()
+
+    def _synchronize(self) -> None:
+        masters, again = self._ringlet_masters, self._ringlet_synchronized
+        if masters is not None:
+            if again and not self._ringlet.renewed:
+                return  # the loss scale is off already
+            if self._ringlet.renewed:
+                masters.warn_unless_scaled()
+            self._ringlet.synchronize(masters.of_model(self._ringlet_groups))
+            masters.take_gradients(self._ringlet)
+        elif not self._take_implied():
+            self._ringlet.synchronize(self._ringlet_groups)
+        self._ringlet_synchronized = True
+
+    def master_parameters(self) -> list[torch.nn.Parameter]:
+        """Return what ``step`` updates: float32 masters where a ``precision`` has brought some.
+
+        After ``synchronize`` their gradients are reduced, and free of a loss scale. Raises
+        RuntimeError between ``backward`` and that, when masters have none that could be clipped.
+        """
+        if self._ringlet_masters is not None and self._ringlet.renewed:
+            raise RuntimeError(
+                "gradients reach the optimizer's parameters in synchronize(): call it after "
+                "backward(), before master_parameters()"
+            )
+        return [p for group in self._ringlet_groups for p in group["params"]]
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Step without synchronising again, after a ``synchronize`` of one's own."""
+        self._ringlet_skip = True
+        try:
+            yield
+        finally:
+            self._ringlet_skip = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronise, then take the wrapped optimizer's step.
+
+        With a ``closure``, every evaluation of it is followed by a synchronisation, and the loss
+        that it returns is reduced like the gradients. With a ``precision``, a step in which a
+        gradient overflowed on some rank is skipped on all of them.
+        """
+        inner: Any = super()
+        # A scheduler that was made for the original asks whether that has stepped.
+        self._ringlet_original._opt_called = True
+        if closure is not None:
+            if self._ringlet_masters is not None:
+                raise ValueError("step(closure) does not go together with precision")
+
+            def synchronized() -> Any:
+                with torch.enable_grad():
+                    loss = closure()
+                self._synchronize()
+                return self._ringlet.agreed(loss)
+
+            try:
+                return inner.step(synchronized)
+            finally:
+                self._ringlet_synchronized = False
+        if not self._ringlet_skip and not self._take_implied():
+            if self._ringlet_synchronized and self._ringlet_masters is None:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are reduced a second time",
+                    stacklevel=2,
+                )
+            self._synchronize()
+        self._ringlet_synchronized = False
+        masters = self._ringlet_masters
+        if masters is None:
+            return inner.step()
+        masters.see_changes()
+        if masters.overflow:
+            step_skipped(self._ringlet.step, "overflow")
+        result = None if masters.overflow else inner.step()
+        masters.put_parameters()
+        masters.advance(self._ringlet)
+        return result
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss`` times the loss scale of ``precision``: what ``backward`` is called on."""
+        return loss if self._ringlet_masters is None else loss * self.loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale; 1 without ``precision``."""
+        if self._ringlet_masters is not None:
+            self._ringlet_masters.asked = True
+        return self._scale_now()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps an overflow has cost."""
+        return 0 if self._ringlet_masters is None else self._ringlet_masters.skipped
+
+    # torch wraps `step` for profiling and step hooks; the step inside is wrapped already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; RuntimeError while they are being reduced."""
+        if self._ringlet.in_flight:
+            raise RuntimeError(
+                "zero_grad() between backward() and step(): the gradients are being reduced. "
+                "Call it after step(), or synchronize() first; after an exception in backward(), "
+                "abandon_step() gives the step up on all ranks"
+            )
+        self._ringlet_implied = self._ringlet_synchronized = False
+        self._ringlet.forget_passes()
+        inner: Any = super()
+        inner.zero_grad(set_to_none=set_to_none)
+        if self._ringlet_masters is not None:
+            self._ringlet_masters.zero_gradients(set_to_none)
+
+    def abandon_step(self, why: str = "the script gave the step up") -> None:
+        """Give up the step at hand, for example after an exception in ``backward``, or before it.
+
+        On the other ranks ``step`` or ``synchronize`` raises StepAbandoned, telling ``why``. What
+        compressors remember stays as it was before the step, or after it, tensor by tensor. Nothing
+        is given up where ``step`` or ``synchronize`` has just raised on this rank, because the step
+        failed: ``zero_grad`` or a gradient begins the next one. Raises RuntimeError if all ranks
+        have reduced the step already; take it then.
+        """
+        self._ringlet_implied = self._ringlet_synchronized = False
+        self._ringlet.abandon(why)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and this rank's residuals under one more key."""
+        inner: Any = super()
+        state: dict[str, Any] = inner.state_dict()
+        kept = self._ringlet.saved()
+        if kept is not None:
+            state[STATE_KEY] = kept
+        if self._ringlet_masters is not None:
+            state[PRECISION_KEY] = self._ringlet_masters.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state and hyper-parameters, and this rank's residuals if they are there.
+
+        Warns where they are another rank's, and starts without any; and of what does not fit,
+        because a parameter, or its compressor, is another than when it was saved. Ranks that load
+        on their own need ``broadcast_optimizer_state`` afterwards, as with any optimizer.
+        """
+        given = dict(state_dict)
+        kept: Mapping[str, Any] | None = given.pop(STATE_KEY, None)
+        before = scale_in(given)
+        self._load_inner(given)
+        self._ringlet.load(kept)
+        self._ringlet.rescale(self._scale_now() / before)
+
+    def load_sharded(self, state_dicts: Sequence[dict[str, Any]]) -> None:
+        """Load what all ranks of an earlier job saved, of however many.
+
+        Each rank passes all ranks' ``state_dict()``. With as many ranks as before, training goes
+        on bit for bit; with another number, averages carry over of what is in units of the
+        gradient, such as residuals and momenta; the rest of what compressors remembered does not.
+        """
+        own, shards = shards_of(state_dicts, current().rank)
+        if not shards:
+            raise ValueError("none of these states holds residuals; use load_state_dict")
+        before = scale_in(own)
+        self._load_inner(own)
+        self._ringlet.load_shards(shards)
+        self._ringlet.rescale(self._scale_now() / before)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes add up before gradients are reduced."""
+        self._ringlet.set_passes(passes)
+
+    def set_compression(self, compression: Spec | Routes) -> None:
+        """Compress differently from the next step on; all ranks call it alike.
+
+        Residuals carry over to compressors with error feedback; whatever else the old compressors
+        remembered is forgotten. Raises RuntimeError between ``backward`` and ``step``.
+        """
+        self._ringlet.set_compression(compression)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        return self._ringlet.residual_norm()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: it is tied to this process's "
+            "parameters and peers. Copy or save optimizer.state_dict()"
+        )
+
+    def _load_inner(self, state_dict: dict[str, Any]) -> None:
+        inner: Any = super()
+        masters, before = state_dict.pop(PRECISION_KEY, None), self._scale_now()
+        inner.load_state_dict(state_dict)
+        if self._ringlet_masters is not None and masters is not None:
+            self._ringlet_masters.load_state_dict(masters)
+            self._ringlet.rescale(self._scale_now() / before)
+        # Loading replaces both; a scheduler made for the original goes on setting its groups.
+        self._ringlet_original.param_groups = self._ringlet_groups
+        self._ringlet_original.state = self.state
+
+    def _scale_now(self) -> float:
+        return 1.0 if self._ringlet_masters is None else self._ringlet_masters.scale.scale
+
+    def _take_implied(self) -> bool:
+        """Return whether looking at ``param_groups`` has synchronised this step already."""
+        implied, self._ringlet_implied = self._ringlet_implied, False
+        return implied and not self._ringlet.in_flight
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Opt,
+    named_parameters: Named | None = None,
+    compression: Spec | Routes | Any = None,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    precision: str | Policy | None = None,
+) -> Opt:
+    """Return ``optimizer`` with gradients reduced over all ranks before every step. Collective.
+
+    The result is an instance of a subclass of the optimizer's class that shares its parameter
+    groups and state; use it instead of the original. Wrapping the original again, for example when
+    parameters were added or unfrozen, replaces it and keeps residuals.
+
+    - ``named_parameters``: ``model.named_parameters()``.
+    - ``compression``: a spec such as ``"topk(ratio=0.01) | ef"``, a Compressor, or a mapping from
+      name patterns to specs, first match first: ``{"*.bias": "none", "*": "int8 | ef"}``.
+    - ``backward_passes_per_step``: passes whose gradients are summed before they are reduced.
+    - ``op``: Average, Sum, or Adasum, which combines the steps of the ranks' optimizers instead.
+    - ``gradient_predivide_factor``: divide by this before the sum and by size / this after it.
+    - ``groups``: parameters that travel together, as lists of them, or how many groups to make;
+      by default tensors are fused as they fit. (``num_groups`` is its deprecated form.)
+    - ``sparse_as_dense``: reduce sparse gradients as dense ones even where they are large.
+    - ``process_set``: the ranks that take part; on others gradients stay as they are.
+    - ``precision``: a policy such as ``"bf16"`` or ``"fp16"`` that ``apply_precision`` gave the
+      model: float32 masters, a loss scale (see ``scale``), in what sums accumulate, and its wire if
+      ``compression`` is None.
+
+    Raises Mismatch, the same on every rank, when ranks hold different parameters, arguments or
+    classes of optimizers;
+    ValueError for names that do not fit the parameters; SpecError for a bad ``compression``.
+    """
+    options = Options.among(locals())
+    refuse_wrapped(optimizer, (_Distributed, AdasumMixin))
+    if num_groups:
+        warnings.warn("num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=2)
+    named = name_parameters(optimizer, named_parameters)
+    policy = options.policy
+    check_policy(policy, named, options.op)
+    check_wire(policy, options.router.compressors)
+    _agree_on_class(type(optimizer), process_set)
+    mixin: type = _Distributed
+    extra: dict[str, Any]
+    if options.op is ReduceOp.ADASUM:
+        mixin, extra = AdasumMixin, AdasumMixin.prepared(named, options)
+    else:
+        unscaling = Unscaling(policy.scale.scale) if policy.scale.watches else None
+        groups_of_names = grouped_names(named, options.grouping)
+        before, title = _reducer_of(optimizer), type(optimizer).__name__
+        reducer = Reducer(named, options, groups_of_names, unscaling, before, title)
+        _reducers[optimizer] = weakref.ref(reducer)
+        masters = None
+        if acts(policy):
+            masters = Masters(optimizer, named, policy, unscaling)
+            masters.deliver_to(reducer)
+        extra = {"_ringlet": reducer, "_ringlet_implied": False, "_ringlet_masters": masters}
+    distributed: Any = wrapped(optimizer, mixin)
+    distributed.__dict__.update(extra)
+    # A scheduler made for the original has wrapped its step on the instance; ours must be found.
+    distributed.__dict__.pop("step", None)
+    if mixin is _Distributed:
+        distributed.__dict__.pop("param_groups", None)
+        distributed._ringlet_groups = optimizer.param_groups
+    distributed._ringlet_original = optimizer
+    distributed._ringlet_synchronized = False
+    distributed._ringlet_skip = False
+    result: Opt = distributed
+    return result
+
+
+def _reducer_of(optimizer: torch.optim.Optimizer) -> Reducer | None:
+    """Return what has reduced the gradients of ``optimizer`` so far, if it still does."""
+    found = _reducers.get(optimizer)
+    return None if found is None else found()
+
+
+def _of_scaler(frame: FrameType) -> bool:
+    """Whether a GradScaler, or a subclass of it, runs in ``frame``."""
+    if "grad_scaler" in frame.f_globals["__name__"]:
+        return True
+    return isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)
+
+
+def _agree_on_class(base: type, process_set: ProcessSet) -> None:
+    """Raise Mismatch, on every rank, unless all wrap optimizers of one class."""
+    if is_elastic():
+        return  # newcomers make theirs while the others train
+    if not process_set.included() or process_set.size() == 1:
+        return
+    label = current().unnamed("DistributedOptimizer class", process_set.process_set_id or 0)
+    what = "the class of the optimizer that is wrapped"
+    remedy = "wrap optimizers of one class on all ranks"
+    agree("DistributedOptimizer", label, [(what, base.__name__)], process_set, remedy)

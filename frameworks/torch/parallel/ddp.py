@@ -1,0 +1,286 @@
+"""Compression inside DistributedDataParallel: a communication hook.
+
+model = DistributedDataParallel(model)
+model.register_comm_hook(*ringlet.torch.ddp_hook("topk(ratio=0.01) | ef"))
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringlet.compressors import Compressor
+from ringlet.compressors.core.context import State
+from ringlet.compressors.specs.routes import Router, Routes, Spec
+from ringlet.fusion import Request
+from ringlet.job.session import Runtime, current, init, is_initialized
+from ringlet.precision import Policy, parse_policy
+from ringlet.precision.reduction import carrier
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.transports.torch_subgroups import connections
+from ringlet.shared.compression import as_router
+from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
+from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.optimizer.naming import routed, warn_of_unmatched
+from ringlet.torch.precision.policy_checks import acts
+from ringlet.torch.tensors.placement import HOST, behind, flat_at, packed, place_of
+from ringlet.torch.tensors.views import check, dtype_of, unstage
+
+_NO_BACKWARD = -1  # torch's number of the backward pass where there is none
+
+
+class DdpState:
+    """What a hook knows of its model: the compressors, and names for the parameters.
+
+    DDP tells a hook no names. Parameters get theirs from ``named_parameters``, or from the place in
+    which a hook first sees them, which is the same on every rank; both outlast DDP's rebuilding of
+    its buckets. Compressors' memory is kept by name, for each rank alone.
+    """
+
+    def __init__(
+        self,
+        compression: Spec | Routes,
+        named_parameters: Mapping[str, torch.Tensor] | None,
+        runtime: Runtime,
+        reduction: str = "wire",
+    ) -> None:
+        self._reduction = reduction
+        self._router: Router = as_router(compression)
+        self._runtime = runtime
+        self._label = runtime.unnamed("ddp").replace(".noname.", ".")
+        self._names: dict[int, str] = {}
+        self._requests: dict[str, tuple[Request, Compressor]] = {}
+        self._seen: list[weakref.ref[torch.Tensor]] = []  # an id is a parameter's while it lives
+        for name, p in (named_parameters or {}).items():
+            self._name(p, name)
+        if named_parameters:
+            warn_of_unmatched(self._router, named_parameters, stacklevel=3)
+        elif self._router.by_name:
+            raise ValueError(
+                "a mapping from names of parameters needs named_parameters="
+                "model.named_parameters(): DDP tells a hook no names"
+            )
+        self._failure: Exception | None = None
+        self._watched = _NO_BACKWARD  # the backward pass whose end is waited for
+
+    def request(
+        self, p: torch.Tensor, grad: torch.Tensor, otherwise: str
+    ) -> tuple[Request, Compressor]:
+        """Return what is asked for the gradient of ``p``, and its compressor.
+
+        A parameter that has no name yet gets the one given.
+        """
+        name = self._names.get(id(p)) or self._name(p, otherwise)
+        dtype, shape, place = dtype_of(grad), tuple(grad.shape), place_of(grad)
+        known = self._requests.get(name)
+        asked = None if known is None else (known[0].dtype, known[0].shape, known[0].place)
+        if known is None or asked != (dtype, shape, place):
+            declared, numel = routed(self._router, name), grad.numel()
+            exact = self._runtime.engine.sums_in_float32(dtype)
+            compressor, collective = carrier(declared, dtype, numel, self._reduction, exact)
+            full, op, spec = f"{self._label}.{name}", ReduceOp.AVERAGE, str(compressor)
+            request = Request(full, "allreduce", dtype, shape, op, spec, collective, place=place)
+            known = self._requests[name] = (request, compressor)
+        return known
+
+    def label(self, p: torch.Tensor | None, otherwise: str) -> str:
+        """Return the name under which a parameter without compression travels."""
+        known = None if p is None else self._names.get(id(p))
+        return f"{self._label}.{known or otherwise}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
+        with self._runtime.engine.at_work():
+            states, runtime = self._states(), self._runtime
+            compressors = {name: routed(self._router, name) for name in states}
+            return checkpoint.saved(states, runtime.rank, runtime.size, compressors=compressors)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what this rank saved. Warns, and starts anew, if it is another rank's."""
+        states = self._states_like([state])
+        where = self._runtime.rank, self._runtime.size
+        checkpoint.restore(states, state, *where, self._tensors(states))
+        self._bring(states)
+
+    def load_sharded(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what all ranks of an earlier job saved, of however many.
+
+        Each rank passes all ranks' ``state_dict()``, as to DistributedOptimizer's method. Raises
+        ValueError unless every rank's is there once.
+        """
+        own = self._states_like(states)
+        where = self._runtime.rank, self._runtime.size
+        checkpoint.reshard(own, states, *where, self._tensors(own))
+        self._bring(own)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        with self._runtime.engine.at_work():
+            return checkpoint.norm(self._states())
+
+    def watch(self) -> bool:
+        """Let this backward pass end with what ``failed``; False where none is under way.
+
+        Of a future's error DDP makes a text without its class, and can not go on afterwards. So it
+        gets its buckets, and the error is raised behind whatever DDP does in the end.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == _NO_BACKWARD:
+            return False
+        if task != self._watched:
+            self._watched = task
+            autograd: Any = torch.autograd.Variable._execution_engine
+            autograd.queue_callback(lambda: autograd.queue_callback(self.raise_failure))
+        return True
+
+    def failed(self, error: Exception) -> None:
+        """Note what the backward pass at hand is to raise."""
+        self._failure = self._failure or error
+
+    def raise_failure(self) -> None:
+        """Raise what was noted, if anything was."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _states_like(self, given: Sequence[Mapping[str, Any]]) -> dict[str, State]:
+        """Return the states, with new ones for what is ``given`` and not there yet."""
+        for name in {name for each in given for name in each["states"]}:
+            self._runtime.engine.states.setdefault(f"{self._label}.{name}", {})
+        return self._states()
+
+    def _tensors(self, names: Iterable[str]) -> dict[str, checkpoint.Tensor]:
+        """Return what compresses each gradient, and how many elements it has if that is known."""
+        numels = {name: request.numel for name, (request, _) in self._requests.items()}
+        return {name: (routed(self._router, name), numels.get(name)) for name in names}
+
+    def _bring(self, states: Mapping[str, State]) -> None:
+        for name, (request, _) in self._requests.items():
+            if name in states:
+                self._runtime.engine.bring(states[name], request.place)
+
+    def _states(self) -> dict[str, State]:
+        start = f"{self._label}."
+        found = self._runtime.engine.states.items()
+        return {k.removeprefix(start): v for k, v in found if str(k).startswith(start)}  # type: ignore[attr-defined]
+
+    def _name(self, p: torch.Tensor, name: str) -> str:
+        self._seen.append(weakref.ref(p))
+        self._names[id(p)] = name
+        return name
+
+
+def ddp_hook(
+    compression: Spec | Routes = None,
+    named_parameters: Any = None,
+    process_group: Any = None,
+    precision: str | Policy | None = None,
+) -> tuple[DdpState, Callable[[DdpState, Any], torch.futures.Future[torch.Tensor]]]:
+    """Return (state, hook) for ``DistributedDataParallel.register_comm_hook``. Collective.
+
+    ``compression`` is a spec, a compressor, or a mapping of name patterns to specs, which needs
+    ``named_parameters`` (``model.named_parameters()``). Where ``ringlet.init`` was not called, the
+    ranks are those of ``process_group`` (default: torch's), which then carries the payloads.
+
+    ``precision`` is a policy such as ``"amp_bf16"``, of which a hook takes in what sums accumulate,
+    and the wire if ``compression`` is None. Raises ValueError for one with masters or a loss scale:
+    these are an optimizer's.
+
+    Gradients accumulate under ``no_sync`` as ever; what fails on one rank raises on all of them.
+    """
+    policy = parse_policy(precision)
+    if acts(policy):
+        what = "float32 masters" if policy.masters else "a loss scale"
+        raise ValueError(
+            f"policy {policy.name!r} has {what}, which a hook cannot bring: use "
+            "DistributedOptimizer without DDP, or precision='amp_bf16'; beside a "
+            "torch.amp.GradScaler pass a compression, and no precision"
+        )
+    compression = policy.compression if compression is None else compression
+    # Connections of our own: DDP's collectives and the engine's thread must not interleave.
+    runtime = current() if is_initialized() else init(comm=connections(process_group))
+    state = DdpState(compression, dict(named_parameters or ()) or None, runtime, policy.reduction)
+    # A lambda, because DDP compares a hook's annotations with types, and ours are strings.
+    return state, lambda state, bucket: _reduce(state, bucket)
+
+
+def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    devices = [buffer.device] if buffer.is_cuda else None
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    watched = state.watch()
+    if buffer.is_sparse:
+        future.set_result(_sparse_mean(state, bucket))
+        return future
+    check(buffer, "the gradient bucket")
+    items, staged = [], []
+    for i, (p, grad) in enumerate(_slices(bucket, buffer)):
+        request, compressor = state.request(p, grad, f"bucket{bucket.index()}.{i}")
+        # The views are parts of the bucket's buffer, so that the result lies where DDP wants it.
+        staged.append((packed(grad, request.place), grad))
+        items.append((request, flat_at(staged[-1][0], request.place), None, compressor))
+    engine = current().engine
+    handles = engine.submit_all(items)
+    place = engine.place(items[0][0].place if items else HOST)
+    left, lock = list(handles), threading.Lock()
+
+    def finished() -> None:
+        with lock:
+            left.pop()
+            if left:
+                return
+        try:
+            # The future is behind what torch's current stream holds: of this thread the default
+            # one, on which tensors are copied back, or the engine's, which has the result.
+            with behind(place):
+                for handle in handles:
+                    handle.wait()
+                for ours, grad in staged:
+                    unstage(ours, grad)
+                future.set_result(buffer)
+        except Exception as error:
+            state.failed(error)
+            future.set_result(buffer)
+
+    for handle in handles:
+        handle.then(finished)
+    if not watched:  # of a rank that has no more data, for which DDP calls the hook by itself
+        future.wait()
+        state.raise_failure()
+    return future
+
+
+def _slices(bucket: Any, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the bucket's parameters with their parts of its buffer, of whose dtype they are.
+
+    Those of complex parameters are real, with one more dimension of size 2. DDP's own views are of
+    the first half of these. Raises RuntimeError where the buffer holds something else.
+    """
+    found, start = [], 0
+    for p in bucket.parameters():
+        doubled = p.is_complex() and not buffer.is_complex()
+        shape = (*p.shape, 2) if doubled else tuple(p.shape)
+        numel = math.prod(shape)
+        found.append((p, shape, slice(start, start + numel)))
+        start += numel
+    if start != buffer.numel():
+        raise RuntimeError(
+            f"DDP's bucket {bucket.index()} has {buffer.numel()} elements, its parameters have "
+            f"{start}: this version of torch, {torch.__version__}, lays gradients out in a way "
+            "that ddp_hook does not know"
+        )
+    return [(p, buffer[place].view(shape)) for p, shape, place in found]
+
+
+def _sparse_mean(state: DdpState, bucket: Any) -> torch.Tensor:
+    """Return the mean of a bucket that is one parameter's sparse gradient: its rows are gathered.
+
+    DDP without a hook does the same. Waits for it, in the order in which DDP has its buckets.
+    """
+    name = state.label(next(iter(bucket.parameters()), None), f"bucket{bucket.index()}")
+    return sparse_allreduce_async(bucket.buffer(), name).wait().coalesce()

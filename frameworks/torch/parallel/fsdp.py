@@ -1,0 +1,99 @@
+"""Compression inside FSDP2: reduce-scatters whose pieces travel compressed.
+
+fully_shard(model)
+ringlet.torch.compress_fsdp(model, "int8")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ringlet.compressors import Compressor, NoCompression
+from ringlet.compressors.core.context import State
+from ringlet.job.process_sets import InvalidArgument
+from ringlet.shared.compression import as_compressor
+from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
+
+if TYPE_CHECKING:
+    from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
+
+
+class FsdpState:
+    """The compressed reduce-scatters of a model, by FSDP module, and what they remember."""
+
+    def __init__(self, made: list[CompressedReduceScatter], ways: Ways) -> None:
+        self._made, self._ways = made, ways
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __iter__(self) -> Iterator[CompressedReduceScatter]:
+        return iter(self._made)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
+        step = max((each.step for each in self._made), default=0)
+        with self._ways.at_work():
+            where = dist.get_rank(), dist.get_world_size()
+            return checkpoint.saved(self._states(), *where, step, self._compressors())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what this rank saved. Warns, and starts anew, if it is another rank's.
+
+        So it does when the number of ranks has changed: shards are others then.
+        """
+        for each in self._made:
+            each.step, each.loaded = int(state["step"]), True
+            for key in state["states"]:
+                name, _, inner = key.rpartition("/")
+                if name == each.name:
+                    each.states.setdefault(inner, {})
+        # A piece's elements are part of its name, so that another piece is not taken for it.
+        tensors = {name: (compressor, None) for name, compressor in self._compressors().items()}
+        where = dist.get_rank(), dist.get_world_size()
+        checkpoint.restore(self._states(), state, *where, tensors)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        with self._ways.at_work():
+            return checkpoint.norm(self._states())
+
+    def _compressors(self) -> dict[str, Compressor]:
+        return {f"{each.name}/{key}": each.compressor for each in self._made for key in each.states}
+
+    def _states(self) -> dict[str, State]:
+        return {f"{each.name}/{key}": s for each in self._made for key, s in each.states.items()}
+
+
+def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
+    """Compress the gradients of every FSDP2 module inside ``module``; return what does it.
+
+    ``compression`` is a spec or compressor of fixed size. Raises InvalidArgument where there is no
+    FSDP module, torch is too old (before 2.9), or for a compressor whose payloads cannot be
+    scattered: sparsifiers of variable size, low rank, shared scales.
+    """
+    compressor = as_compressor(compression)
+    modules = sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
+    from ringlet.torch.parallel.fsdp_scatter import (
+        CompressedReduceScatter,  # what older torch lacks
+    )
+
+    traits = compressor.traits()
+    ways = Ways()
+    if isinstance(compressor, NoCompression):
+        return FsdpState([], ways)
+    if not traits.fixed_size or traits.combine == "rounds":
+        raise InvalidArgument(
+            f"{str(compressor)!r} cannot compress a reduce-scatter, whose pieces have a fixed size "
+            "and one receiver each; use a quantiser, a cast or block_topk"
+        )
+    made = []
+    for name, each in modules:
+        made.append(CompressedReduceScatter(compressor, name or "root", each, ways))
+        each.set_custom_reduce_scatter(made[-1])
+    return FsdpState(made, ways)

@@ -1,0 +1,174 @@
+"""The reduce-scatter of one FSDP2 module, with payloads instead of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from ringlet.compressors import Compressor, Context, NoCompression, Payload
+from ringlet.compressors.base.contract import storage
+from ringlet.compressors.core.context import State
+from ringlet.compressors.core.payload import padded
+from ringlet.fusion.devices.host import Place
+from ringlet.fusion.planning.strategy import effective
+from ringlet.job.process_sets import InvalidArgument
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.dtypes import Array
+from ringlet.torch.parallel.fsdp_transport import Ways
+from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
+
+
+class _Piece(NamedTuple):
+    """One parameter's elements in what goes to a rank, and where their payload lies there."""
+
+    start: int
+    stop: int
+    compressor: Compressor
+    place: int  # in bytes
+    layout: list[tuple[str, Any, int]]
+
+    @property
+    def end(self) -> int:
+        """Where the payload ends."""
+        return self.place + sum(padded(dtype.itemsize * n) for _, dtype, n in self.layout)
+
+    def payload(self, buffer: Array) -> Payload:
+        """Return the payload as views of a rank's part of a buffer."""
+        views: Payload = {}
+        place = self.place
+        for name, dtype, elements in self.layout:
+            size = dtype.itemsize * elements
+            views[name] = buffer[place : place + size].view(dtype)
+            place += padded(size)
+        return views
+
+
+class CompressedReduceScatter(ReduceScatter):
+    """One FSDP module's reduce-scatter: what goes to a rank is compressed by who sends it.
+
+    FSDP hands over one flat tensor: for every rank its shards of all parameters, one behind the
+    other. Each shard is compressed on its own, so that quantisation buckets start anew with it;
+    small ones travel as they are. Sums are formed in float32, in rank order. With error feedback a
+    rank keeps a residual of the whole unsharded gradient: 4 bytes an element of the module. Needs
+    a compressor of fixed size whose payloads are decoded to be summed.
+    """
+
+    def __init__(self, compressor: Compressor, name: str, module: FSDPModule, ways: Ways) -> None:
+        self.compressor, self.name = compressor, name
+        self.states: dict[str, State] = {}  # by destination and first element
+        self.step = 0
+        self.ways = ways
+        self.loaded = False  # what is remembered, so that it lies in host memory
+        self._module = module
+        self._pieces: dict[int, list[_Piece]] = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for FSDP's inputs and outputs."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Overwrite ``output_tensor`` with this rank's part of the sum, or average, over ranks."""
+        average = op == dist.ReduceOp.AVG
+        if not average and op != dist.ReduceOp.SUM:
+            raise InvalidArgument(f"compressed reduce-scatter sums or averages; FSDP asks for {op}")
+        way = self.ways.of(group)
+        where = place_of(input_tensor, engine=way)
+        comm, place = way.comm, way.places[where]
+        wide = packed(input_tensor.detach().float(), where)
+        device = "cpu" if where == HOST else output_tensor.device
+        result = torch.empty(output_tensor.shape, dtype=torch.float32, device=device)
+        values, total = flat_at(wide, where), flat_at(result, where)
+        for state in self.states.values() if self.loaded else ():
+            place.bring(state)
+        self.loaded = False
+        ready = place.ready()
+        with place.at_work():
+            place.after([ready])
+            self._reduce(comm, place, values, total)
+            mark = place.done([values, total])
+        if mark is not None:
+            mark.collect()
+        output_tensor.copy_(result / comm.size if average else result)
+        self.step += 1
+
+    def _reduce(self, comm: Communicator, place: Place, values: Array, total: Array) -> None:
+        n, workspace = total.size, place.workspace
+        pieces = self._pieces.get(n)
+        if pieces is None:
+            pieces = self._pieces[n] = list(self._divide(n))
+        nbytes = pieces[-1].end
+        send = workspace.array("send", nbytes * comm.size, np.uint8)
+        receive = workspace.array("receive", nbytes * comm.size, np.uint8)
+        for rank in range(comm.size):
+            own, out = values[rank * n : (rank + 1) * n], send[rank * nbytes : (rank + 1) * nbytes]
+            for piece in pieces:
+                context = self._context(rank, piece, comm, place)
+                part = own[piece.start : piece.stop]
+                piece.compressor.encode_into(part, piece.payload(out), context)
+        comm.alltoall(send, receive)
+        arrived = [receive[rank * nbytes : (rank + 1) * nbytes] for rank in range(comm.size)]
+        for piece in pieces:
+            context = self._context(comm.rank, piece, comm, place)
+            payloads = [piece.payload(part) for part in arrived]
+            piece.compressor.sum_into(payloads, total[piece.start : piece.stop], context)
+
+    def _divide(self, n: int) -> Iterator[_Piece]:
+        """Divide ``n`` elements where parameters begin; small ones that follow each other stay one.
+
+        Parameters that got no gradient are left out by FSDP, which does not say which: then the
+        boundaries are unknown, and all is one piece.
+        """
+        sizes = next((s for s in _shards(self._module) if sum(s) == n), [n])
+        used = [effective(self.compressor, "float32", size) for size in sizes]
+        start = stop = place = 0
+        for i, size in enumerate(sizes):
+            stop += size
+            small = isinstance(used[i], NoCompression)
+            if small and i + 1 < len(sizes) and isinstance(used[i + 1], NoCompression):
+                continue
+            parts = used[i].layout(stop - start)
+            layout = [(p.name, storage(p.dtype), p.elements) for p in parts]
+            piece = _Piece(start, stop, used[i], place, layout)
+            yield piece
+            start, place = stop, piece.end
+
+    def _context(
+        self, destination: int, piece: _Piece, comm: Communicator, place: Place
+    ) -> Context:
+        # Where boundaries are unknown the piece is another tensor, with residuals of its own.
+        key = f"{destination}.{piece.start}:{piece.stop}"
+        size = piece.stop - piece.start
+        return Context(
+            name=f"{self.name}.{key}",
+            shape=(size,),
+            numel=size,
+            state=self.states.setdefault(key, {}),
+            step=self.step,
+            rank=comm.rank,
+            size=comm.size,
+            xp=place.xp,
+            workspace=place.workspace,
+        )
+
+
+def _shards(module: FSDPModule) -> Iterator[Sequence[int]]:
+    """Return the elements of a rank's padded shard of each parameter, by FSDP's groups of them."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.11 has one
+        groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) else []
+    for group in groups:
+        yield [param.padded_sharded_param_size.numel() for param in group.fsdp_params]

@@ -1,0 +1,69 @@
+"""How FSDP2's gradients travel when they are compressed: staged, or from GPU to GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringlet.fusion.devices.host import Place
+from ringlet.job.process_sets import InvalidArgument
+from ringlet.job.session import agreed_places
+from ringlet.ring.transports.torch_subgroups import connections
+
+
+def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tuple[str, Any]]:
+    """Return the FSDP2 modules inside ``module`` by name; each has a method ``hook``.
+
+    Raises InvalidArgument where there is none, or torch is too old to have that.
+    """
+    kind: Any = getattr(importlib.import_module("torch.distributed.fsdp"), "FSDPModule", None)
+    if not hasattr(kind, hook):
+        raise InvalidArgument(
+            f"{caller} needs an FSDP2 with {hook}(), which torch {torch.__version__} lacks; "
+            "install a newer torch"
+        )
+    modules = [(n, m) for n, m in module.named_modules() if isinstance(m, kind)]
+    if not modules:
+        raise InvalidArgument("there is no FSDP2 module here; call fully_shard(model) first")
+    return modules
+
+
+class Way:
+    """How gradients travel in one process group: over what, and from which places."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # FSDP calls in the order in which it would use the group itself, on the same thread.
+        self.comm = connections(group, own=False)
+        self.places = {place.name: place for place in (Place(), *agreed_places(self.comm))}
+
+    def place(self, name: str) -> Place | None:
+        """Return a place where gradients can lie; None if there is none of that name."""
+        return self.places.get(name)
+
+
+class Ways:
+    """The ways of the process groups that one model is sharded over."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Way] = {}
+
+    def of(self, group: dist.ProcessGroup) -> Way:
+        """Return the way of ``group``; collective the first time."""
+        way = self._made.get(group)
+        if way is None:
+            way = self._made[group] = Way(group)
+        return way
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Put what the caller does in order with the work at all places."""
+        with ExitStack() as stack:
+            for way in self._made.values():
+                for place in way.places.values():
+                    stack.enter_context(place.at_work())
+            yield

@@ -1,0 +1,138 @@
+"""Compression between the replicas of a model that FSDP2 shards inside each of them.
+
+mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+fully_shard(model, mesh=mesh["shard"])
+ringlet.torch.compress_hsdp(model, "topk(ratio=0.01) | ef", mesh["replicate"].get_group())
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringlet.compressors import Compressor
+from ringlet.compressors.core.context import State
+from ringlet.fusion import Engine, Request
+from ringlet.job.process_sets import InvalidArgument
+from ringlet.job.session import agreed_places
+from ringlet.job.settings import limits_from
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.torch_subgroups import connections
+from ringlet.shared.compression import as_compressor
+from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.parallel.fsdp_transport import sharded_modules
+from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
+from ringlet.torch.tensors.views import check, dtype_of, unstage
+
+
+class ReplicaAverage:
+    """Averages one FSDP module's shard of the gradient over the replicas, in place."""
+
+    def __init__(self, engine: Engine, compressor: Compressor, name: str) -> None:
+        self.name, self.place = name, HOST
+        self.compressor = compressor
+        self._engine = engine
+
+    def __call__(self, shard: torch.Tensor) -> None:
+        """Take the output of a reduce-scatter. What fails on one rank raises on all of them."""
+        check(shard, self.name)
+        dtype, spec = dtype_of(shard), str(self.compressor)
+        op, place = ReduceOp.AVERAGE, place_of(shard, engine=self._engine)
+        shape, self.place = tuple(shard.shape), place
+        request = Request(self.name, "allreduce", dtype, shape, op, spec, place=place)
+        staged = packed(shard, place)
+        self._engine.submit(request, flat_at(staged, place), None, self.compressor).wait()
+        unstage(staged, shard)
+
+
+class HsdpState:
+    """The averages over replicas of a model, by FSDP module, and what they remember."""
+
+    def __init__(self, made: list[ReplicaAverage], engine: Engine) -> None:
+        self._made, self._engine = made, engine
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __iter__(self) -> Iterator[ReplicaAverage]:
+        return iter(self._made)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
+        with self._engine.at_work():
+            where = dist.get_rank(), dist.get_world_size()
+            return checkpoint.saved(self._states(), *where, compressors=self._compressors())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what this rank saved. Warns, and starts anew, if it is another rank's.
+
+        So it does when the number of ranks has changed: shards are others then.
+        """
+        for each in self._made:
+            if each.name in state["states"]:
+                self._engine.states.setdefault(each.name, {})
+        states = self._states()
+        tensors = {name: (c, None) for name, c in self._compressors().items()}
+        checkpoint.restore(states, state, dist.get_rank(), dist.get_world_size(), tensors)
+        for each in self._made:
+            if each.name in states:
+                self._engine.bring(states[each.name], each.place)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        with self._engine.at_work():
+            return checkpoint.norm(self._states())
+
+    def _compressors(self) -> dict[str, Compressor]:
+        return {each.name: each.compressor for each in self._made}
+
+    def _states(self) -> dict[str, State]:
+        known = self._engine.states
+        return {each.name: known[each.name] for each in self._made if each.name in known}
+
+
+def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> HsdpState:
+    """Average gradients over ``replicas``, compressed, after FSDP2's reduce-scatter. Collective.
+
+    ``module`` is sharded by ``fully_shard`` over a mesh of one dimension, the ranks of one replica,
+    and begins with the same parameters in all of them. ``replicas`` is the process group of the
+    ranks that hold the same shard; payloads travel over connections of our own between them, from
+    GPU to GPU where that group uses NCCL and CuPy is installed. Any compressor
+    serves. Its residuals are of shards: ``state_dict`` and ``load_state_dict`` of what is returned
+    carry them, for a job with as many ranks.
+
+    Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already.
+    """
+    compressor = as_compressor(compression)
+    modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")
+    for name, each in modules:
+        if any(p.device_mesh.ndim > 1 for p in each.parameters(recurse=True)):
+            raise InvalidArgument(
+                f"{name or 'the module'} is sharded and replicated by torch, which averages over "
+                "the replicas itself; shard it over the mesh of one replica: "
+                "fully_shard(model, mesh=mesh['shard'])"
+            )
+    comm = connections(replicas)
+    engine = Engine(comm, open_control, limits_from(os.environ), agreed_places(comm))
+
+    def leave() -> None:
+        engine.shutdown()
+        comm.close()
+
+    # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
+    finalizer = weakref.finalize(module, _thread.start_new_thread, leave, ())
+    finalizer.atexit = False
+    atexit.register(leave)
+    made = []
+    for name, each in modules:
+        made.append(ReplicaAverage(engine, compressor, name or "root"))
+        each.set_all_reduce_hook(made[-1])
+    return HsdpState(made, engine)

@@ -1,0 +1,1 @@
+"""Optimizers that communicate less by their method: DiLoCo and 1-bit Adam."""

@@ -1,0 +1,155 @@
+"""DiLoCo: many local steps, then one outer step on the compressed average of what they changed.
+
+Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.job.session import current
+from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
+from ringlet.torch.optimizer.naming import Named
+from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.optimizer.wrapper import DistributedOptimizer
+
+_KEY = "ringlet_diloco"  # in a state_dict, beside the inner optimizer's state
+
+
+class DiLoCo(torch.optim.Optimizer):
+    """Steps ``inner`` on each rank alone; every ``every`` steps ranks agree again.
+
+    The outer step takes the average over ranks of (last agreed - own) parameters for a gradient
+    and applies SGD with Nesterov momentum to the last agreed ones. With ``outer_lr=1`` and
+    ``outer_momentum=0`` this is local SGD: plain averaging. Ranks must begin with the same
+    parameters (``broadcast_parameters``) and take the same number of steps. Keeps one more copy of
+    the parameters. Collective where it is made and every ``every`` steps.
+
+    Schedulers take it, or ``inner``, whose parameter groups and state it shows; the outer ones are
+    those of ``outer``. Raises ValueError for settings out of range; what DistributedOptimizer
+    raises otherwise.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        named_parameters: Named,
+        every: int = 16,
+        compression: Spec | Routes = "int8 | ef",
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1 step, got {every}")
+        if not (outer_lr > 0 and 0 <= outer_momentum < 1):
+            raise ValueError(
+                f"outer_lr must be > 0 and outer_momentum in [0, 1), got {outer_lr}, "
+                f"{outer_momentum}"
+            )
+        self.inner, self.every, self.steps = inner, every, 0
+        # Groups and state are the inner optimizer's: there is nothing to set up but torch's hooks.
+        super().__setstate__({"defaults": inner.defaults})
+        self._parameters = {n: p for n, p in named_parameters if p.requires_grad}
+        self._agreed = {
+            n: torch.nn.Parameter(p.detach().clone()) for n, p in self._parameters.items()
+        }
+        outer = torch.optim.SGD(
+            self._agreed.values(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+        )
+        self.outer: Any = DistributedOptimizer(outer, self._agreed.items(), compression)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's parameter groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state, by parameter."""
+        return self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Raise RuntimeError: ranks have agreed on the parameters."""
+        raise RuntimeError("DiLoCo's parameters are settled when it is made: make a new one")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take an inner step, and every ``every``-th time an outer one; return whether it did.
+
+        With a ``closure``, return its loss, as torch's optimizers do.
+        """
+        if not self.steps:  # somebody may have broadcast the parameters since this was made
+            with torch.no_grad():
+                for name, p in self._parameters.items():
+                    self._agreed[name].copy_(p)
+        loss = self.inner.step(closure) if closure is not None else self.inner.step()
+        self.steps += 1
+        outer = self.steps % self.every == 0
+        if outer:
+            self._agree()
+        return outer if closure is None else loss
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "DiLoCo cannot be copied or pickled: it is tied to this process's parameters and "
+            "peers. Copy or save optimizer.state_dict()"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state, and beside it what outer steps need.
+
+        That is the number of steps, the last agreed parameters, the outer momentum and this rank's
+        residuals. Inner states differ between ranks: save it on every rank.
+        """
+        state = self.inner.state_dict()
+        outer = self.outer.state_dict()
+        if STATE_KEY in outer:
+            state[STATE_KEY] = outer.pop(STATE_KEY)
+        agreed = {name: p.detach() for name, p in self._agreed.items()}
+        state[_KEY] = {"steps": self.steps, "agreed": agreed, "outer": outer}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with what this rank saved, as DistributedOptimizer does."""
+        self._load_inner(state_dict)
+        self._ringlet.load(state_dict.get(STATE_KEY))
+
+    def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
+        """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
+        own, shards = shards_of(state_dicts, current().rank)
+        self._load_inner(own)
+        if shards:
+            self._ringlet.load_shards(shards)
+
+    @property
+    def _ringlet(self) -> Reducer:
+        reducer: Reducer = self.outer._ringlet
+        return reducer
+
+    def _load_inner(self, state_dict: Mapping[str, Any]) -> None:
+        """Load all but residuals."""
+        given = {key: value for key, value in state_dict.items() if key != STATE_KEY}
+        own = given.pop(_KEY, None)
+        if own is None or own["agreed"].keys() != self._agreed.keys():
+            raise ValueError("this state was not saved by a DiLoCo with the same parameters")
+        self.inner.load_state_dict(given)
+        self.outer._load_inner(dict(own["outer"]))
+        self.steps = int(own["steps"])
+        with torch.no_grad():
+            for name, p in self._agreed.items():
+                p.copy_(own["agreed"][name])
+
+    def _agree(self) -> None:
+        with torch.no_grad():
+            for name, p in self._parameters.items():
+                self._agreed[name].grad = self._agreed[name].detach() - p
+            self.outer.step()
+            for name, p in self._parameters.items():
+                p.copy_(self._agreed[name])

@@ -1,0 +1,159 @@
+"""1-bit Adam: Adam whose second moment is frozen after a while, so that momentum can be compressed.
+
+Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence
+speed", ICML 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.job.session import current
+from ringlet.shared.optimizer_options import Options
+from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
+from ringlet.torch.optimizer.naming import Named
+from ringlet.torch.optimizer.reducer import Reducer
+
+
+class OneBitAdam(torch.optim.Optimizer):
+    """Adam on averaged gradients for ``warmup`` steps; then on compressed averaged momentum.
+
+    In the second phase every rank folds its own gradient into the common momentum, ranks average
+    the results in ``compression`` with error feedback, and the step divides by the second moment
+    of the end of the warm-up. The paper warms up for 15 to 25 % of all steps, until the second
+    moment hardly changes. Reduces by itself: do not wrap it in DistributedOptimizer.
+
+    Raises ValueError for settings out of range; what DistributedOptimizer raises otherwise.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Named,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        warmup: int = 100,
+        compression: Spec | Routes = "onebit | ef",
+    ) -> None:
+        if not (lr > 0 and eps > 0 and 0 <= betas[0] < 1 and 0 <= betas[1] < 1):
+            raise ValueError(f"lr and eps must be > 0, betas in [0, 1); got {lr}, {eps}, {betas}")
+        if warmup < 1:
+            raise ValueError(f"warmup must be at least 1 step, got {warmup}")
+        named = {name: p for name, p in named_parameters if p.requires_grad}
+        super().__init__(list(named.values()), {"lr": lr, "betas": betas, "eps": eps})
+        self.warmup, self.steps = warmup, 0
+        self._names = {p: name for name, p in named.items()}
+        self._compression: Spec | Routes = compression
+        self._compressing = False
+        self._loaded: Callable[[], None] | None = None  # brings residuals, once they are in use
+        # What is reduced travels as the gradient of a stand-in: a gradient first, momentum later.
+        self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
+        uncompressed = Options(compression="none")
+        self._reducer = Reducer(self._carriers, uncompressed, title="OneBitAdam")
+        self._reducer.compared = named
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; with a ``closure``, evaluate it once before."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._switch()
+        self.steps += 1
+        frozen = self._compressing
+        with torch.no_grad():
+            for group, p in self._each():
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                if frozen:
+                    momentum = self.state[p]["exp_avg"]
+                    gradient = momentum.lerp(gradient, 1 - group["betas"][0])
+                self._carriers[self._names[p]].grad = gradient.clone()
+            self._reducer.synchronize([])
+            for group, p in self._each():
+                self._update(group, p, self._carriers[self._names[p]].grad, frozen)
+        return loss
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "OneBitAdam cannot be copied or pickled: it is tied to this process's parameters and "
+            "peers. Copy or save optimizer.state_dict()"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Adam's state with its step, and this rank's residuals under one more key.
+
+        Save it on every rank, as DistributedOptimizer's.
+        """
+        state = super().state_dict()
+        kept = self._reducer.saved()
+        if kept is not None:
+            state[STATE_KEY] = kept
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with what this rank saved. Warns, and starts without residuals, if it did not."""
+        self._load_inner(state_dict)
+        self._loaded = lambda: self._reducer.load(state_dict.get(STATE_KEY))
+
+    def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
+        """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
+        own, shards = shards_of(state_dicts, current().rank)
+        self._load_inner(own)
+        self._loaded = lambda: self._reducer.load_shards(shards) if shards else None
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        return self._reducer.residual_norm()
+
+    @property
+    def _ringlet(self) -> Reducer:
+        return self._reducer
+
+    def _load_inner(self, state_dict: Mapping[str, Any]) -> None:
+        """Load all but residuals. Raises ValueError, and loads nothing, without Adam's steps."""
+        moments = state_dict["state"].values()
+        if not all("step" in state for state in moments):
+            raise ValueError(
+                "this checkpoint of OneBitAdam does not say after how many steps it was saved (it "
+                "is of an older release): set state['step'] of every parameter in it, and load it"
+            )
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
+        self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
+
+    def _switch(self) -> None:
+        """Compress, or stop it, as the number of steps says, which a checkpoint may have changed.
+
+        Here, where all ranks come by, and not where one of them may load on its own.
+        """
+        if self._compressing != (self.steps >= self.warmup):
+            self._compressing = not self._compressing
+            self._reducer.set_compression(self._compression if self._compressing else "none")
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded()
+
+    def _each(self) -> list[tuple[dict[str, Any], torch.nn.Parameter]]:
+        return [(group, p) for group in self.param_groups for p in group["params"]]
+
+    def _update(
+        self, group: dict[str, Any], p: torch.Tensor, reduced: torch.Tensor | None, frozen: bool
+    ) -> None:
+        assert reduced is not None
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["step"] = self.steps
+        if frozen:
+            state["exp_avg"].copy_(reduced)
+        else:
+            state["exp_avg"].lerp_(reduced, 1 - beta1)
+            state["exp_avg_sq"].mul_(beta2).addcmul_(reduced, reduced, value=1 - beta2)
+        # The corrections of Adam for its start; the second one stops where the moment is frozen.
+        first = 1 - beta1**self.steps
+        second = 1 - beta2 ** min(self.steps, self.warmup)
+        divisor = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
+        p.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / first)

@@ -1,0 +1,129 @@
+"""Views of torch tensors as the flat NumPy arrays that the engine moves.
+
+The engine's arrays are in host memory: what is on another device is copied there and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringlet.ring.dtypes import Array
+
+_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Return the name of the tensor's dtype; TypeError for one that cannot travel."""
+    try:
+        return _NAMES[tensor.dtype]
+    except KeyError:
+        listed = ", ".join(DTYPES)
+        raise TypeError(f"tensors of {tensor.dtype} cannot be reduced; use {listed}") from None
+
+
+def check(tensor: torch.Tensor, what: str = "tensor") -> None:
+    """Raise TypeError unless the engine can move ``tensor``: dense, and with values."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} is sparse; call .to_dense() first")
+    if type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh"):
+        raise TypeError(
+            f"{what} is a DTensor, of which this rank holds a shard: where FSDP2 made it, use "
+            "hvd.compress_fsdp(model, spec) and the optimizer as it is; else pass to_local()"
+        )
+    if tensor.device.type == "meta":
+        raise TypeError(f"{what} is on the meta device and has no values; materialise it first")
+    dtype_of(tensor)
+
+
+def taken_as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether the engine can move a tensor of a dtype that can travel without a copy of it."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    )
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` detached: itself where it is, for to detach lets the engine's thread in."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` detached, contiguous and in host memory: itself, or a complete copy."""
+    plain = without_graph(tensor)
+    if plain.is_cpu:
+        return plain if plain.is_contiguous() else plain.contiguous()
+    staged = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=plain.is_cuda)
+    return staged.copy_(plain)  # waits for the device
+
+
+def flat(tensor: torch.Tensor) -> Array:
+    """Return a contiguous CPU tensor's memory as a flat array; bfloat16 as uint16."""
+    tensor = without_graph(tensor)
+    if tensor.dtype is torch.bfloat16:
+        array: Array = tensor.view(torch.int16).numpy().view(np.uint16)
+    else:
+        array = tensor.numpy()
+    return array if array.ndim == 1 else array.reshape(-1)
+
+
+def as_tensor(array: Array, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a flat array as a tensor of ``dtype`` (by name) and ``shape``, sharing memory."""
+    if dtype == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).reshape(shape)
+    return torch.from_numpy(array).reshape(shape)
+
+
+def shares_memory(staged: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether ``staged``, which ``on_host`` has made of ``tensor``, is no copy."""
+    return staged.device == tensor.device and staged.data_ptr() == tensor.data_ptr()
+
+
+def unstage(staged: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a result to where it belongs, unless it is there already."""
+    if not shares_memory(staged, tensor) or staged.dtype is not tensor.dtype:
+        with torch.no_grad():
+            tensor.copy_(staged)
+    else:
+        note_written(tensor)
+    return tensor
+
+
+def note_written(tensor: torch.Tensor) -> None:
+    """Let autograd know that the engine has written to ``tensor``, which torch has not seen."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return 16-bit and float32 tensors, and those in tuples, lists and dicts, as ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in _CAST else value
+    if type(value) in (tuple, list):
+        return type(value)(cast(item, dtype) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(item, dtype) for item in value))
+    if type(value) is dict:
+        return {key: cast(item, dtype) for key, item in value.items()}
+    return value

@@ -1,1 +1,0 @@
-../../frameworks/compression.py

@@ -1,1 +1,0 @@
-../../frameworks/process_sets.py

@@ -1,1 +1,0 @@
-../../frameworks/requirements.py

@@ -1,1 +1,0 @@
-../../frameworks/runtime.py
