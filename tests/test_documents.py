@@ -1,7 +1,9 @@
 """Documents that have to keep up with the code."""
 
 import re
+import runpy
 from pathlib import Path
+from xml.etree import ElementTree
 
 from ringlet.compressors import lookup, parse
 from ringlet.compressors.testing.tools.built_in import every_spec
@@ -48,3 +50,11 @@ def test_the_readme_names_compressors_that_there_are():
     for spec in re.findall(r"`([^`]+)`", " ".join(cells)):
         spec = spec.replace("\\|", "|").removeprefix("... | ")
         assert lookup(spec) if spec.isidentifier() else parse(spec)
+
+
+def test_the_figure_of_the_rooms_is_what_the_script_draws():
+    figure = runpy.run_path(str(ROOT / "docs" / "draw_rooms.py"))["draw"]()
+    kept = (ROOT / "docs" / "figures" / "rooms.svg").read_text()
+    assert figure == kept, "run python docs/draw_rooms.py"
+    numbers = [t.text for t in ElementTree.fromstring(kept).iter() if t.get("class") == "number"]
+    assert list(dict.fromkeys(numbers)) == ["1", "2", "3", "4", "5", "6", "7"]
