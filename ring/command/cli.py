@@ -22,7 +22,7 @@ DESCRIPTION = """\
 Start COMMAND once per rank, on this machine or on the hosts given, and connect
 the ranks, so that ringlet's init() finds them. Lines that a rank prints appear
 with the rank in front. When a rank fails, the others are ended, and its exit
-code is returned."""
+code is returned, unless the job is elastic: then the others go on."""
 EPILOG = """\
 examples:
   ringlet run -np 4 python train.py --epochs 3
