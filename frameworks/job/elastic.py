@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -141,19 +140,24 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(func)
     def synchronised(state: State, *args: Any, **kwargs: Any) -> R:
+        again = False
         while True:
             try:
+                if again:
+                    session.init_again()
+                    state.on_reset()
                 state.sync()
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt:
                 if not epochs.is_elastic():
                     raise
             except RingError as error:
-                state.restore()
+                if session.is_initialized():
+                    state.restore()
                 if not epochs.is_elastic() or not _by_others(error):
                     raise
                 epochs.note_lost(getattr(error, "ranks", ()))
-            _go_on(state)
+            again = True
 
     return synchronised
 
@@ -161,21 +165,6 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 def _by_others(error: RingError) -> bool:
     """Whether ``error`` comes of a rank that was lost, or left to be numbered anew."""
     return isinstance(error, PeerLost | EngineClosed)
-
-
-def _go_on(state: State) -> None:
-    """Join the next epoch, however many begin in vain, and tell the state."""
-    while True:
-        try:
-            session.init_again()
-            break
-        except epochs.Dismissed as dismissed:
-            if str(dismissed):
-                raise
-            sys.exit(0)
-        except PeerLost as error:  # another rank was lost meanwhile
-            epochs.note_lost(error.ranks)
-    state.on_reset()
 
 
 def _has_state(value: Any) -> bool:

@@ -23,9 +23,10 @@ from ringlet.job.settings import limits_from, wishes_from
 from ringlet.metrics.switches import switch_on
 from ringlet.ring.communicator import Communicator, Topology
 from ringlet.ring.control.opening import open_control
-from ringlet.ring.errors import LaunchError, RingError
+from ringlet.ring.errors import LaunchError, PeerLost, RingError
 from ringlet.ring.log import level_from, show
 from ringlet.ring.rendezvous.connect import connect
+from ringlet.ring.rendezvous.epochs import is_elastic, note_lost
 from ringlet.ring.transports.gpu import GpuCommunicator
 from ringlet.ring.transports.local import LocalCommunicator, this_thread
 from ringlet.ring.variables import check, unknown
@@ -169,18 +170,24 @@ def init(
     check(os.environ)
     limits, wishes = limits_from({**os.environ, **asked}), wishes_from(os.environ)
     level = level_from(os.environ)
-    if comm is None:
-        comm, _asked = connect(transport), (transport, autotune, join_divisor)
-    threads = isinstance(comm, LocalCommunicator) and comm is this_thread()
-    show(level, None if threads else comm.rank)
+    given = comm
+    while True:
+        comm = connect(transport) if given is None else given
+        threads = isinstance(comm, LocalCommunicator) and comm is this_thread()
+        show(level, None if threads else comm.rank)
+        try:
+            runtime = Runtime(comm, limits, wishes)
+            break
+        except BaseException as error:
+            if not threads:
+                comm.close()  # others wait for this rank
+            if given is not None or not is_elastic() or not isinstance(error, PeerLost):
+                raise
+            note_lost(error.ranks)  # before all had met: the next epoch is without it
+    if given is None:
+        _asked = transport, autotune, join_divisor
     if comm.rank == 0 and (strangers := unknown(os.environ)):
         log.warning("%s: no variable of Ringlet's, and not read", ", ".join(strangers))
-    try:
-        runtime = Runtime(comm, limits, wishes)
-    except BaseException:
-        if not threads:
-            comm.close()  # others wait for this rank
-        raise
     if isinstance(comm, LocalCommunicator) and threads:
         _thread.runtime = runtime
         comm.before_close = runtime.engine.shutdown

@@ -78,6 +78,7 @@ class KerasState(ObjectState):
             for name, count in counts.items():
                 reducer.states.setdefault(name, {})["step"] = count
             reducer.restart(step)
+            reducer.enlist()  # before the state is saved: it is of these ranks then
         super().sync()
 
     def _variables(self) -> list[Any]:

@@ -8,7 +8,13 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from ringlet.ring.command.elastic_flags import add_elastic, discovery_of, is_elastic, rules_of
+from ringlet.ring.command.elastic_flags import (
+    add_elastic,
+    discovery_of,
+    is_elastic,
+    rules_of,
+    slots_here,
+)
 from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.elastic import driver
 from ringlet.ring.errors import RingError
@@ -214,9 +220,8 @@ def _elastic(
     if options.output_filename is not None:
         raise UsageError("--output-filename is for jobs whose ranks stay, which this one's do not")
     if not hosts and options.discovery is None:
-        if np is None:
-            raise UsageError("an elastic job needs --hosts, --host-discovery-script or -np")
-        hosts = [Host("localhost", max(np, int(options.max_np or 0)))]
+        slots = slots_here(options, np)
+        hosts = [Host("localhost", _ranks(str(slots), hosts=False))]
     return driver.launch(
         command,
         rules_of(options, np, hosts),

@@ -10,6 +10,8 @@ from ringlet.ring.elastic.membership import Rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
 
+_FLAGS = {"min_np": "--min-np", "max_np": "--max-np"}
+
 
 def add_elastic(parser: argparse.ArgumentParser) -> None:
     """Define the flags."""
@@ -67,6 +69,12 @@ def add_elastic(parser: argparse.ArgumentParser) -> None:
 def is_elastic(options: argparse.Namespace) -> bool:
     """Whether any of the flags was given that make a job elastic."""
     return any(each is not None for each in (options.min_np, options.max_np, options.discovery))
+
+
+def slots_here(options: argparse.Namespace, np: int | None) -> int:
+    """Return the slots of this host where no other is named. Raises LaunchError."""
+    wanted = [np, *(_number(getattr(options, n), _FLAGS[n], 1) for n in _FLAGS)]
+    return max(filter(None, wanted), default=1)
 
 
 def rules_of(options: argparse.Namespace, np: int | None, hosts: Sequence[Host]) -> Rules:

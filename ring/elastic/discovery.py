@@ -34,6 +34,7 @@ class Discovery:
         self._next = self._began = 0.0
         self._complaint = ""
         self._known: list[Host] | None = None
+        self._ran = False
 
     def look(self, now: float) -> tuple[list[Host] | None, str]:
         """Return the hosts where they are other than before, else None, and what to tell."""
@@ -41,9 +42,7 @@ class Discovery:
             found, self._hosts = self._hosts, []
             return (found or None), ""
         if self._process is None:
-            if now >= self._next:
-                self._start(now)
-            return None, ""
+            return None, self._start(now) if now >= self._next else ""
         if self._process.poll() is None:
             if now - self._began < PATIENCE:
                 return None, ""
@@ -74,22 +73,28 @@ class Discovery:
             self._process.wait()
             self._done(time.monotonic())
 
-    def _start(self, now: float) -> None:
+    def _start(self, now: float) -> str:
+        """Begin a run; return what to tell. Raises LaunchError where the first one cannot begin."""
         assert self._script is not None
+        file = os.path.abspath(self._script)
         self._began = now
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the run is over
         try:
             self._process = subprocess.Popen(
-                self._script if os.access(self._script, os.X_OK) else ["sh", "-c", self._script],
+                file if os.access(file, os.X_OK) else ["sh", "-c", self._script],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
-            raise LaunchError(
-                f"--host-discovery-script {self._script} cannot be started: {error.strerror}"
-            ) from error
+            why = f"cannot be started: {error.strerror}"
+            said = self._complain(why, now)
+            if not self._ran:
+                raise LaunchError(f"--host-discovery-script {self._script} {why}") from error
+            return said
+        self._ran = True
+        return ""
 
     def _result(self) -> list[Host]:
         assert self._process is not None

@@ -159,7 +159,7 @@ class Driver:
         elif self._end_at is not None and now >= self._end_at:
             self._rank_table.signal(signal.SIGKILL)
             for rank in self._rank_table.ranks:
-                if now >= self._end_at + GRACE and not rank.done:
+                if now >= self._end_at + GRACE and rank.code is None and not rank.done:
                     self._rank_table.lose(rank)
         try:
             self._printer.write()
@@ -204,6 +204,7 @@ class Driver:
                 if rank.lost:
                     how = "was killed together with its wrapper, or its host cannot be reached"
                 self._membership.ended(number, processes.shell_code(rank.code or 0), how, now)
+                self._let_go(rank)
                 continue
             self._look_at_question(number, now)
             if number in self._kill_at and now >= self._kill_at[number]:
@@ -213,6 +214,18 @@ class Driver:
                 if code is not None or now >= self._start_by[number]:
                     self._never_came(rank, code, now)
 
+    def _let_go(self, rank: Rank) -> None:
+        """Keep nothing of a rank that is done: others may come for as long as the job lasts."""
+        if rank.done and rank.channel and not rank.channel.closed:
+            with contextlib.suppress(OSError):
+                rank.channel.send(Kind.RELEASE)
+                rank.channel.close()
+        process = self._started.get(rank.number)
+        if rank.done and process is not None and process.poll() is not None:
+            if process.stdin:
+                process.stdin.close()
+            del self._started[rank.number]
+
     def _look_at_question(self, number: int, now: float) -> None:
         told = self._kv_store.value(epochs.ask_name(number))
         if told is None:
@@ -220,7 +233,7 @@ class Driver:
         try:
             asked: dict[str, Any] = json.loads(told)
             question, lost = int(asked["question"]), [int(r) for r in asked["lost"]]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return  # no program of ours says so
         if question == self._questions.get(number, 0) + 1:
             self._questions[number] = question
@@ -247,6 +260,9 @@ class Driver:
             self._kv_store.refuse(epochs.meeting(epoch), why)
         for member in todo.start:
             self._start(member, now)
+        if todo.changed:
+            self._changes += 1
+            self._kv_store.leave(epochs.CHANGES, b"%d" % self._changes)
         for number, seat in todo.seats.items():
             self._answer(number, {**asdict(seat), "changes": self._changes})
         for number, why in todo.dismiss.items():
@@ -256,9 +272,6 @@ class Driver:
             if rank.channel:
                 rank.channel.send(Kind.SIGNAL, b"%d" % signal.SIGKILL)
             self._kill_at[member.number] = now + GRACE
-        if todo.changed:
-            self._changes += 1
-            self._kv_store.leave(epochs.CHANGES, b"%d" % self._changes)
         if todo.over is not None:
             self._finish(*todo.over, now)
 
@@ -287,8 +300,10 @@ class Driver:
         more = "; once more kills them" if number == signal.SIGINT else ""
         self._printer.note(f"{name} passed on to every rank{more}")
         self._rank_table.signal(number)
+        ending = self._over is not None
         self._finish(128 + number, "", now)
-        self._end_at = None if number == signal.SIGINT else now + GRACE  # they may be saving
+        if number == signal.SIGINT and not ending:
+            self._end_at = None  # they may be saving
 
     def _answer(self, number: int, answer: Mapping[str, Any]) -> None:
         name = epochs.answer_name(number, self._questions[number])
@@ -325,8 +340,8 @@ class Driver:
         member = self._membership.members[number]
         rank = self._rank_table.ranks[number]
         base = self._env if rank.here else forwarded(self._env, self._asked)
-        there = [m for m in self._membership.members.values() if m.host == member.host]
-        size = sum(not m.ended for m in self._membership.members.values())
+        living = [m for m in self._membership.members.values() if not m.ended]
+        there, size = [m for m in living if m.host == member.host], len(living)
         seat = Seat(member.host, member.local, len(there))
         env = start.rank_environment(
             base, number, max(size, number + 1), self._transport, self._listener.address, seat, {}

@@ -105,7 +105,8 @@ class Membership:
         self._finished: int | None = None  # who has ended well
         self._failed: tuple[int, str] | None = None  # what ended a rank of the present epoch first
         self._told: set[int] = set()  # newcomers that ranks were told of
-        self._unseen = Decisions()  # what happened since the last ``decide``
+        self._unseen = Decisions()  # what happened since the last ``decide``, which was then
+        self._decided = now
 
     # -- what happens -----------------------------------------------------------------------------
 
@@ -143,13 +144,14 @@ class Membership:
             self._unseen.lost.append(self.epoch)
         if member.dropped:
             return
-        if code == 0:
+        ranked = member.rank is not None
+        if code == 0 and (ranked or not self.epoch):
             if self._finished is None:
                 self._finished = number
             return
-        ranked = member.rank is not None
         name = f"rank {member.rank}" if ranked else f"newcomer {number}"
-        self._failed = self._failed or (code, f"{name} on {member.host} {how}")
+        if ranked or not self.epoch:  # a newcomer that fails is no fault of the job
+            self._failed = self._failed or (code, f"{name} on {member.host} {how}")
         self._bar(member, f"{name} on {member.host} {how}", now)
 
     # -- what is to be done -----------------------------------------------------------------------
@@ -157,6 +159,7 @@ class Membership:
     def decide(self, now: float) -> Decisions:
         """Return what is to be done at ``now``."""
         todo, self._unseen = self._unseen, Decisions()
+        self._decided = now
         self._enforce(todo, now)
         self._dismiss(todo)
         if self._is_over(todo, now):
@@ -169,11 +172,12 @@ class Membership:
 
     def patience(self, now: float) -> float | None:
         """Return the seconds until time alone makes a difference, None for ever."""
-        limits = [m.limit for m in self.members.values() if m.limit is not None and not m.ended]
+        there = [m for m in self.members.values() if not m.ended and not m.killed]
+        limits = [m.limit for m in there if m.limit is not None]
         limits += [each.until for each in self._barred.values() if each.until != float("inf")]
         if self._waiting():
             limits.append(self._wanting + self.rules.timeout)
-        later = [limit for limit in limits if limit > now]
+        later = [limit for limit in limits if limit > self._decided]
         return max(0.0, min(later) - now) if later else None
 
     # -- inside -----------------------------------------------------------------------------------
@@ -333,6 +337,10 @@ class Membership:
             oldest[member.host] = min(oldest.get(member.host, key), key)
         taking.sort(key=lambda m: (oldest[m.host], m.host, m.rank is None, m.rank or 0, m.local))
         local: dict[str, int] = {}
+        for member in self.members.values():
+            member.rank = None
+            if member.dropped and member.limit is None:
+                member.limit = now + LEAVE
         for rank, member in enumerate(taking):
             member.rank, member.asked = rank, False
         for member in taking:

@@ -10,6 +10,7 @@ import ipaddress
 import os
 import platform
 import stat
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.errors import LaunchError, unavailable
+from ringlet.ring.errors import LaunchError, PeerLost, unavailable
 from ringlet.ring.rendezvous import epochs
 from ringlet.ring.rendezvous.environment import (
     Launched,
@@ -48,8 +49,30 @@ def connect(transport: str | None = None) -> Communicator:
     if own is not None and transport in (None, "local"):
         return own
     if epochs.is_elastic():
-        _refuse_mpi(transport)
-        epochs.take_rank(os.environ)
+        return _connect_in_epoch(transport)
+    return _connect(transport)
+
+
+def _connect_in_epoch(transport: str | None) -> Communicator:
+    """Take a rank in the next epoch of an elastic job, however many begin in vain.
+
+    Ends the process, with 0, where it does not belong to the job any more.
+    """
+    _refuse_mpi(transport)
+    while True:
+        try:
+            epochs.take_rank(os.environ)
+        except epochs.Dismissed as dismissed:
+            if str(dismissed):
+                raise
+            sys.exit(0)
+        try:
+            return _connect(transport)
+        except PeerLost as error:
+            epochs.note_lost(error.ranks)
+
+
+def _connect(transport: str | None) -> Communicator:
     launched = detect(os.environ)
     if transport is not None:
         asked = os.environ | {"RINGLET_TRANSPORT": check_transport(transport)}

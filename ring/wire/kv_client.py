@@ -15,7 +15,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from ringlet.ring.errors import LaunchError, ProtocolError
+from ringlet.ring.errors import LaunchError, PeerLost, ProtocolError
 from ringlet.ring.wire.entry import PATIENCE, enter
 from ringlet.ring.wire.keys import MEMBER, STORE_KEY
 from ringlet.ring.wire.kv_store import PIECE, REFUSED, Op, pack, unpack
@@ -28,8 +28,8 @@ TIMEOUT = 300.0  # seconds that a value may be waited for
 class Client:
     """A rank's connection to the store at ``address`` (host:port). For any thread.
 
-    Raises LaunchError when the launcher is gone, or says that a value will not come; TimeoutError
-    when it does not appear.
+    Raises LaunchError when the launcher is gone, PeerLost when it says that a value will not come,
+    TimeoutError when it does not appear.
     """
 
     def __init__(self, address: str, key: bytes, rank: int, patience: float = PATIENCE) -> None:
@@ -61,7 +61,7 @@ class Client:
                     said, number, values = unpack(answer)
                     if kind is Kind.ANSWER and number == self._number:
                         if said == REFUSED:
-                            raise LaunchError(values[0].decode(errors="replace"))
+                            raise PeerLost(values[0].decode(errors="replace"))
                         return values[0]
                 if self._channel.closed:
                     raise LaunchError(f"the launcher's store at {self._where} is gone")

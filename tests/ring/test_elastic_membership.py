@@ -193,6 +193,55 @@ def test_a_newcomer_that_fails_bars_its_host_and_disturbs_nobody():
     assert todo.notes == ["newcomer 2 on a did not start; no rank is started there any more"]
 
 
+def test_who_was_dismissed_and_ends_later_disturbs_no_epoch():
+    members = running()
+    members.ended(0, 137, "was killed", 1.0)
+    for number in (1, 2, 3):
+        members.asks(number, (0,), 1.0)
+    assert members.decide(1.0).seats
+    members.ended(1, 0, "exited with code 0", 1.2)  # while the others meet
+    assert members.decide(1.2).lost == []
+    members.ended(2, 1, "failed", 1.3)
+    assert members.decide(1.3).lost == [2]
+
+
+def test_a_newcomer_that_failed_does_not_make_a_job_fail():
+    members = running([Host("a", 2)])
+    members.hosts_found([Host("a", 2), Host("b", 1)], 1.0)
+    (newcomer,) = members.decide(1.0).start
+    members.ended(newcomer.number, 1, "did not start", 2.0)
+    for number in (0, 1):
+        members.ended(number, 0, "exited with code 0", 3.0)
+    assert members.decide(3.0).over == (0, "")
+
+
+def test_a_newcomer_that_ends_well_before_it_has_a_rank_is_not_the_end_of_the_job():
+    members = running([Host("a", 2)])
+    members.hosts_found([Host("a", 2), Host("b", 1)], 1.0)
+    (newcomer,) = members.decide(1.0).start
+    members.ended(newcomer.number, 0, "exited with code 0", 2.0)
+    assert not members.decide(2.0).start  # nor is it started for ever
+    members.asks(0, (), 3.0)
+    members.asks(1, (), 3.0)
+    assert ranks(members.decide(3.0)) == {0: 0, 1: 1}
+
+
+def test_a_rank_of_a_host_that_went_is_killed_where_it_does_not_leave():
+    members = running()
+    members.hosts_found([Host("b", 2)], 1.0)
+    for number in (1, 2, 3):  # rank 0 is frozen
+        members.asks(number, (0,), 2.0)
+    assert ranks(members.decide(2.0)) == {2: 0, 3: 1}
+    assert [m.number for m in members.decide(2.0 + LEAVE).kill] == [0, 1]
+
+
+def test_a_limit_that_passes_between_two_looks_is_not_slept_through():
+    members = running([Host("a", 2)])
+    members.asks(1, (0,), 1.0)
+    members.decide(1.0 + FENCE - 0.01)
+    assert members.patience(1.0 + FENCE + 0.1) == 0.0
+
+
 @pytest.mark.parametrize("most", [2, 3])
 def test_there_are_never_more_than_max_np(most):
     members = running([Host("a", 2)], max_np=most)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlet.ring.errors import LaunchError, ProtocolError
+from ringlet.ring.errors import LaunchError, PeerLost, ProtocolError
 from ringlet.ring.wire.frames import Outgoing
 from ringlet.ring.wire.handshake import GREETING, REFUSED
 from ringlet.ring.wire.kv_client import Client, client, torch_store
@@ -118,10 +118,10 @@ def test_who_waits_for_what_will_not_come_is_told(launcher: Launcher) -> None:
         launcher.client(1).ask(Op.SET, b"epoch/1/a", b"x")
         with launcher.lock:
             launcher.kv_store.refuse("epoch/1/", "rank 2 ended")
-        with pytest.raises(LaunchError, match="rank 2 ended"):
+        with pytest.raises(PeerLost, match="rank 2 ended"):
             waiting.result(60)
     assert mine.ask(Op.GET, b"epoch/1/a") == b"x"  # what is there stays
-    with pytest.raises(LaunchError, match="rank 2 ended"):
+    with pytest.raises(PeerLost, match="rank 2 ended"):
         mine.ask(Op.GET, b"epoch/1/c")
     with launcher.lock:
         launcher.kv_store.leave("epoch/1/c", b"late")

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 
 from ringlet.job.elastic import ObjectState
+from ringlet.job.topology import rank, size
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from ringlet.torch.optimizer.checkpoint import STATE_KEY
+from ringlet.torch.optimizer.reducer import Reducer
 
 
 class TorchState(ObjectState):
@@ -25,6 +28,13 @@ class TorchState(ObjectState):
     ) -> None:
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
+    def restore(self) -> None:
+        """Go back to what was saved last, by this process: under whichever rank it was then."""
+        for content in self._saved.values():
+            if isinstance(content, dict) and isinstance(kept := content.get(STATE_KEY), dict):
+                kept.update(rank=rank(), size=size())
+        super().restore()
+
     def sync(self) -> None:
         """Take over rank 0's state, and save it. Collective."""
         for name in self._names:
@@ -33,6 +43,8 @@ class TorchState(ObjectState):
                 broadcast_parameters(value.state_dict(), root_rank=0)
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, root_rank=0)
+                if isinstance(reducer := getattr(value, "_ringlet", None), Reducer):
+                    reducer.join_epoch()
         super().sync()
 
     def _plain(self) -> list[str]:

@@ -123,7 +123,8 @@ class Reducer:
             for name, state in self.states.items():
                 compressors = routed(before, name), routed(self._router, name)
                 carry_over(state, *compressors, self._size(), self.averages)
-        self._declare(self.step)
+        if not self._elastic or self._engine is current().engine:
+            self._declare(self.step)
 
     def set_passes(self, passes: int) -> None:
         """Reduce after ``passes`` backward passes from now on; RuntimeError during a step."""
@@ -240,7 +241,7 @@ class Reducer:
             raise RuntimeError(
                 "another DistributedOptimizer was made for the same parameters; use that one"
             )
-        self._join_epoch()
+        self.join_epoch()
         self._refuse_strays(param_groups)
         changed = self._handed.changed(self.parameters)
         if self._group is None:
@@ -336,7 +337,7 @@ class Reducer:
         named, label, sparse_as_dense = self.parameters, self._label, self._sparse_as_dense
         return Rows(named, label, self._op, self._process_set, sparse_as_dense)
 
-    def _join_epoch(self) -> None:
+    def join_epoch(self) -> None:
         """In an elastic job: declare the gradients once to each epoch's engine, at the first use.
 
         Not before: newcomers make their optimizers while the others are elsewhere.
@@ -402,6 +403,7 @@ class Reducer:
 
     def _inherit(self, before: Reducer) -> int:
         """Go on with what ``before`` remembers of the same parameters; return the step."""
+        self._among = before._among
         if before._process_set is not self._process_set or before._op is not self._op:
             return before.step
         if before.in_flight:  # such as a step that was refused because parameters were added
@@ -509,7 +511,7 @@ class Reducer:
         self._hooks.register(Reducer._arrive if self._elastic else plain)
 
     def _arrive(self, name: str, p: torch.Tensor) -> None:
-        self._join_epoch()
+        self.join_epoch()
         arrived = self._note if self._group is None else self._ready
         arrived(name, p)
 
