@@ -117,7 +117,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
             gate.keyed(self._key is not None)
             try:
                 group = self._dist.ProcessGroupGloo(prefixed, self.rank, self.size, options)
-            except RuntimeError as error:
+            except (RuntimeError, TimeoutError) as error:
                 raise PeerLost(
                     f"rank {self.rank} of {self.size} could not reach the others over gloo: {error}"
                 ) from error
