@@ -1,1 +1,1 @@
-"""Collectives on torch tensors, under Horovod's names, and the handles of those under way."""
+"""Collectives on torch tensors: reductions, movements (gather, broadcast, all-to-all), handles."""

@@ -1,1 +1,1 @@
-"""CPU kernels of low-rank factors and their products."""
+"""CPU kernels of low-rank factors: orthonormal bases, and products."""

@@ -1,1 +1,1 @@
-"""CUDA kernels of low-rank factors and their products."""
+"""CUDA kernels of low-rank factors: orthonormal bases, and products."""
