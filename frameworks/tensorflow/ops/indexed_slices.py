@@ -80,8 +80,8 @@ def allreduce_slices(
 
 def refuse_other_ops(op: ReduceOp) -> None:
     """Raise NotImplementedError, as Horovod does, unless rows can be combined by ``op``."""
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise NotImplementedError(
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):  # undefined for rows that ranks lack
+        raise NotImplementedError(  # the class that Horovod raises, and its users catch
             f"IndexedSlices can be summed or averaged, not combined with op={op.name.title()}; "
             "pass tf.convert_to_tensor(...) of them"
         )
