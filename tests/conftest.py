@@ -2,10 +2,13 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Kernels compile on first use and the machines are busy: time is no evidence of anything here.
@@ -25,6 +28,11 @@ STATE = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexd
 # Nor does it look at whether kernels check bounds: those that do have a cache of their own too.
 BOUNDS = "-bounds" if os.environ.get("NUMBA_BOUNDSCHECK", "0") not in ("", "0") else ""
 os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / (STATE + BOUNDS)))
+# TensorFlow reads it when it is imported; what a fork server has imported must have seen it too.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fork_server  # noqa: E402 - when the environment is as every test finds it
 
 
 def pytest_collection_modifyitems(items):
@@ -35,6 +43,34 @@ def pytest_collection_modifyitems(items):
 
 def pytest_configure(config):
     config.began = time.monotonic()
+
+
+@pytest.fixture(scope="session")
+def servers():
+    """Return the fork servers by framework; whoever needs one starts it."""
+    running = {}
+    yield running
+    for server in running.values():
+        server.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded(request, servers):
+    """Let the Python programs of a module that is marked so start from a fork server."""
+    mark = request.node.get_closest_marker("preloaded")
+    if mark is None:
+        yield
+        return
+    (framework,) = mark.args
+    if framework not in servers:
+        servers[framework] = fork_server.Server(framework)
+
+    class Popen(fork_server.Popen):
+        server = servers[framework]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Popen)
+        yield
 
 
 def pytest_unconfigure(config):

@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.preloaded("torch")
+
 WORKER = Path(__file__).with_name("worker_elastic.py")
 TWO_HOSTS = ["-H", "localhost:2,127.0.0.1:2"]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.preloaded("torch")
+
 ROOT = Path(__file__).parents[2]
 RINGLET = [sys.executable, "-m", "ringlet", "run", "-np", "2", sys.executable]
 TORCHRUN = [

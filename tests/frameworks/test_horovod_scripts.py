@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.preloaded("tensorflow")
+
 SCRIPTS = Path(__file__).resolve().parent / "horovod_scripts"
 NAMES = sorted(path.name for path in SCRIPTS.glob("*.py"))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-horovod.md"

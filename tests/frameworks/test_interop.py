@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.preloaded("torch")
+
 WORKER = Path(__file__).with_name("worker_interop.py")
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import tempfile
 import warnings
 from pathlib import Path
@@ -21,6 +18,8 @@ from ringlet.compressors import Router
 from ringlet.keras.functions import variables_equal
 from ringlet.shared.arrays import all_finite, numpy_dtype
 from ringlet.shared.gradients import Reducer, Settings, Slot
+
+pytestmark = pytest.mark.preloaded("tensorflow")
 
 
 def made(policy="float32", seed=0, rows=0):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import tempfile
 from pathlib import Path
 
@@ -17,6 +13,8 @@ from sklearn.datasets import load_digits
 import ringlet.keras as hvd
 from ringlet.keras.functions import variables_equal
 from ringlet.precision import KEPT, DynamicScale, LossScale, Policy, StaticScale, parse_policy
+
+pytestmark = pytest.mark.preloaded("tensorflow")
 
 L = keras.layers
 ODD = DynamicScale(512.0, growth=4.0, backoff=0.25, interval=2, least=64.0, most=1024.0)

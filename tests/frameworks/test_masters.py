@@ -14,6 +14,8 @@ import ringlet.torch as hvd
 from ringlet.compressors.kernels.cpu.common.unscale import unscale
 from ringlet.precision import Policy, StaticScale
 
+pytestmark = pytest.mark.preloaded("torch")
+
 VALUES = st.floats(width=32, allow_nan=True, allow_infinity=True)
 SCALED = "fp16(static=1024)"
 

@@ -35,6 +35,8 @@ from ringlet.precision import (
 )
 from ringlet.precision.reduction import carrier
 
+pytestmark = pytest.mark.preloaded("torch")
+
 ROOT = Path(__file__).parents[2]
 IN_UNITS_OF_THE_SCALE = {"residual", "u", "v", "worker", "server", "known", "sum"}
 SPECS = ["none", "fp16", "bf16", "int8 | ef", "topk(ratio=0.1) | ef", "powersgd(rank=2) | ef"]

@@ -20,6 +20,8 @@ from ringlet.precision import (
 )
 from ringlet.precision.testing import CheckFailed, all_checks, check_policy
 
+pytestmark = pytest.mark.preloaded("torch")
+
 BUILT_IN = [
     *registered_policies(), "fp16(static=1024)", "amp_fp16(interval=3)", "bf16(reduction='wire')",
     "fp8_wire(format='e5m2')",

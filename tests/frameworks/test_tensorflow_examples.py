@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.preloaded("tensorflow")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = {
     "keras_digits.py": ["--epochs", "3", "--compression", "int8 | ef", "--precision", "bf16"],

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import pickle
 
 import numpy as np
@@ -15,6 +11,8 @@ import tensorflow as tf
 import ringlet.tensorflow as hvd
 from ringlet.ring.errors import PeerLost
 from ringlet.tensorflow.ops import bridge, graph_errors
+
+pytestmark = pytest.mark.preloaded("tensorflow")
 
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
 DTYPES = ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import ast
 import re
 import tempfile
@@ -19,6 +15,8 @@ import tensorflow as tf
 
 import ringlet.tensorflow as hvd
 from ringlet.tensorflow.tape import reducer_of_tape
+
+pytestmark = pytest.mark.preloaded("tensorflow")
 
 SPECS = (None, "fp16", "bf16", "int8 | ef", "topk(ratio=0.05) | ef", "powersgd(rank=2) | ef")
 

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringlet.torch as hvd
 
+pytestmark = pytest.mark.preloaded("torch")
+
 SPEC = "topk(ratio=0.05) | ef"
 TEXT = (Path(__file__).parents[2] / "docs" / "pytorch.md").read_text()
 

@@ -18,6 +18,8 @@ import ringlet.torch as hvd
 from ringlet.compressors import Compressor, register
 from ringlet.fusion import CompressionFailed
 
+pytestmark = pytest.mark.preloaded("torch")
+
 
 def started():
     """Join torch's default process group, once a job."""

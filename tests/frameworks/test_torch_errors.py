@@ -15,6 +15,8 @@ from ringlet.fusion import CompressionFailed
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.launch import WorkerFailed
 
+pytestmark = pytest.mark.preloaded("torch")
+
 
 def same_everywhere(text):
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -15,6 +15,8 @@ from ringlet.ring.errors import Mismatch, PeerLost
 from ringlet.torch.ops.replicas import Comparison
 from ringlet.torch.ops.replicas import _sum_of_bits as sum_of_bits
 
+pytestmark = pytest.mark.preloaded("torch")
+
 
 def network(seed=0):
     made = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 4))

@@ -11,6 +11,8 @@ import ringlet
 import ringlet.torch as hvd
 from ringlet.ring.transports.nccl_library import lacking
 
+pytestmark = pytest.mark.preloaded("torch")
+
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
 
 

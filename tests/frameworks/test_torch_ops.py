@@ -17,6 +17,8 @@ import ringlet.torch as hvd
 from ringlet.compressors import FP16, Int8
 from ringlet.job.session import NotInitialized
 
+pytestmark = pytest.mark.preloaded("torch")
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)

@@ -13,6 +13,8 @@ from torch import nn
 
 import ringlet.torch as hvd
 
+pytestmark = pytest.mark.preloaded("torch")
+
 SPECS = (
     "none", "fp16", "bf16", "int8", "int8 | ef", "topk(ratio=0.05)", "topk(ratio=0.05) | ef",
     "topk(ratio=0.05) | int8 | ef", {"*.bias": "none", "0.*": "fp16", "*": "int8 | ef"},

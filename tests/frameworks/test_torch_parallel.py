@@ -25,6 +25,8 @@ from ringlet.ring.transports import torch_nccl
 from ringlet.ring.transports import torch_subgroups as ring_connections
 from ringlet.ring.transports.torch_subgroups import connections
 
+pytestmark = pytest.mark.preloaded("torch")
+
 
 def started():
     """Join torch's default process group, once a job."""

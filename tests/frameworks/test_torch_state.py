@@ -13,6 +13,8 @@ import ringlet.torch as hvd
 from ringlet.compressors import parse
 from ringlet.torch.optimizer import checkpoint
 
+pytestmark = pytest.mark.preloaded("torch")
+
 
 def model(seed=0):
     torch.manual_seed(seed)

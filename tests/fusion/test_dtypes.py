@@ -16,6 +16,8 @@ from ringlet.ring import Mismatch, ReduceOp
 sys.path.insert(0, str(Path(__file__).parent))
 import table_dtypes
 
+pytestmark = pytest.mark.preloaded("torch")
+
 
 def test_the_table_on_in_process_ranks():
     for wrong in with_engines(3, table_dtypes.play_all):

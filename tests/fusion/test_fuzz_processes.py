@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
+
+pytestmark = pytest.mark.preloaded("torch")
 WORKER = Path(__file__).with_name("worker_fuzz.py")
 
 

@@ -17,6 +17,8 @@ from ringlet.ring import ReduceOp
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.local import run_local
 
+pytestmark = pytest.mark.preloaded("torch")
+
 SIZE, LATE = 3, 2  # ranks, and the one that has no data after the first step
 EPS = {"float64": 1e-14, "float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.preloaded("torch")
+
 WORKER = Path(__file__).with_name("worker_severed.py")
 pytest.importorskip("torch")
 SOON = 20.0  # seconds, on a busy machine; gloo itself gives up after 100

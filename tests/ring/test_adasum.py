@@ -15,6 +15,8 @@ from ringlet.ring.collectives.adasum import adasum
 from ringlet.ring.dtypes import FLOATS
 from ringlet.ring.transports.local import run_local
 
+pytestmark = pytest.mark.preloaded("torch")
+
 PATH = Path(__file__).with_name("worker_adasum.py")
 WORKER = runpy.run_path(str(PATH))
 MPIEXEC = Path(sys.executable).with_name("mpiexec")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.preloaded("torch")
+
 WORKER = Path(__file__).with_name("worker_compressed.py")
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 

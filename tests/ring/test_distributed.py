@@ -15,6 +15,8 @@ from ringlet.ring.dtypes import INTEGERS
 from ringlet.ring.transports.local import run_local
 from ringlet.ring.transports.torch_group import TorchCommunicator
 
+pytestmark = pytest.mark.preloaded("torch")
+
 WORKER = Path(__file__).with_name("worker_collectives.py")
 
 

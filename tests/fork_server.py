@@ -1,0 +1,399 @@
+"""Starts Python programs by forking a process that has imported their frameworks already.
+
+A rank of PyTorch takes 1.5 s of processor time until it has imported what it needs, one of
+TensorFlow 3 s. A test file that starts many of them says so::
+
+    pytestmark = pytest.mark.preloaded("torch")        # or "tensorflow"
+
+While its tests run, ``subprocess`` starts Python programs here: a server, which has imported the
+framework once, forks for each of them, and what it forks starts its own programs in the same way.
+So the launcher, the wrappers of ranks and the ranks are the processes that they always are, with
+the parents, sessions, descriptors, signals and exit codes that they would have. What differs:
+they share one hash seed, and ``/proc`` shows the server's command line.
+
+A program runs as usual, by ``exec``, where a fork could not give it what it asks for: other flags
+than -P and -u, variables that are read when the frameworks are imported, no interpreter of ours.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import inspect
+import io
+import os
+import pickle
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+TORCH = ["torch._dynamo", "torch.distributed.fsdp", "ringlet.torch", "ringlet.ring.launch.api"]
+FRAMEWORKS = {"torch": TORCH, "tensorflow": [*TORCH, "ringlet.tensorflow", "ringlet.keras"]}
+# Their kernels are loaded in advance too.
+SPECS = ("none", "fp16", "bf16", "int8 | ef", "topk(ratio=0.05) | ef", "powersgd")
+
+# Read by the interpreter, or by a framework when it is imported.
+READ_EARLY = (
+    *("PYTHON", "NUMBA_", "TF_", "KERAS_", "TORCH", "PYTORCH_", "CUDA_", "XLA_", "JAX_", "MKL_"),
+    *("OMP_", "OPENBLAS_", "ATEN_", "LD_", "KMP_", "GOMP_", "ABSL_", "LC_", "LANG", "VIRTUAL_ENV"),
+)
+# These are, but a forked process can still do as they say.
+DONE_LATE = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONPATH")
+# The launcher's wrappers run with one thread of OpenBLAS, and say nothing of it to their ranks.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+
+# What these have left to do at their end is to be rid of what they never used.
+LAUNCHERS = ("ringlet", "ringlet.ring.processes.rank_wrapper")
+
+USUAL = subprocess.Popen
+PR_SET_CHILD_SUBREAPER = 36
+libc = ctypes.CDLL(None, use_errno=True)
+SIZE = struct.Struct("!I")
+
+
+class Program:
+    """What a command line asks the interpreter to run: a module, a string, or a script."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.kind, self.what, self.argv = "", "", command[1:]
+        self.safe_path = False
+        self.unbuffered = False
+        while self.argv and self.argv[0] in ("-P", "-u"):
+            flag = self.argv.pop(0)
+            self.safe_path |= flag == "-P"
+            self.unbuffered |= flag == "-u"
+        if self.argv and self.argv[0] in ("-m", "-c"):
+            self.kind = self.argv.pop(0)
+            self.what = self.argv[0] if self.argv else ""
+            if self.kind == "-c" and self.argv:
+                self.argv[0] = "-c"
+        elif self.argv and not self.argv[0].startswith("-"):
+            self.kind, self.what = "file", self.argv[0]
+
+    def run(self) -> None:
+        """Run it as the interpreter's main program, in this process."""
+        sys.argv[:] = self.argv
+        main = types.ModuleType("__main__")
+        main.__dict__["__builtins__"] = sys.modules["builtins"]
+        sys.modules["__main__"] = main
+        if not self.safe_path:
+            first = {
+                "-m": os.getcwd(),
+                "-c": "",
+                "file": os.path.dirname(os.path.realpath(self.what)),
+            }
+            sys.path.insert(0, first[self.kind])
+        if self.kind == "-m":
+            runpy._run_module_as_main(self.what)  # what ``python -m`` calls
+            return
+        name = "<string>" if self.kind == "-c" else self.what
+        if self.kind == "file":
+            main.__file__ = self.what
+            main.__cached__ = None
+            source: str | bytes = Path(self.what).read_bytes()
+        else:
+            source = self.what
+        exec(compile(source, name, "exec"), main.__dict__)
+
+
+def early(env: dict[str, str]) -> dict[str, str]:
+    """Return those variables of ``env`` that a program would read before it runs."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(READ_EARLY)
+        and name not in DONE_LATE
+        and not (name in ONE_THREAD and value == ONE_THREAD[name])
+    }
+
+
+EARLY = early(dict(os.environ))  # what this process has read
+PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def forkable(command: object, env: dict[str, str], cwd: object) -> Program | None:
+    """Return the program that ``command`` names if a fork can stand in for it, else None."""
+    if not isinstance(command, (list, tuple)) or not all(isinstance(c, str) for c in command):
+        return None
+    words = list(command)
+    if words[0] != sys.executable:
+        return None
+    program = Program(words)
+    here = Path(os.fsdecode(cwd)) if isinstance(cwd, (str, bytes, os.PathLike)) else Path()
+    if not program.kind or not here.is_dir() or early(env) != EARLY:
+        return None
+    if program.kind == "file" and not (here / program.what).is_file():
+        return None
+    return program
+
+
+def become(
+    program: Program,
+    env: dict[str, str],
+    cwd: str | None,
+    descriptors: dict[int, int],
+    new_session: bool,
+    prepare: object = None,
+) -> None:
+    """Turn this forked process into ``program``'s; never returns.
+
+    ``descriptors`` tells which of the descriptors that are open here (values) is which there.
+    """
+    code = 255
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, usual)
+        gc.collect()  # what is left refers to descriptors that are closed below: it must stay
+        gc.freeze()
+        _place(descriptors)
+        if cwd is not None:
+            os.chdir(cwd)
+        if new_session:
+            os.setsid()
+        if callable(prepare):
+            prepare()
+        os.environ.clear()
+        os.environ.update(env)
+        _see_environment(program)
+        code = _ending(program)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if program.kind == "-m" and program.what in LAUNCHERS:
+            atexit._run_exitfuncs()
+            _flush()
+            os._exit(code)
+        ctypes.pythonapi.Py_Exit(code)
+
+
+def _place(descriptors: dict[int, int]) -> None:
+    """Give the descriptors their numbers, and close all others."""
+    top = max([*descriptors, *descriptors.values(), 2]) + 1
+    above = {new: fcntl.fcntl(old, fcntl.F_DUPFD, top) for new, old in descriptors.items()}
+    for new, old in above.items():
+        os.dup2(old, new, inheritable=True)
+    for number in range(3, top):
+        if number not in above:
+            with contextlib.suppress(OSError):
+                os.close(number)
+    os.closerange(top, os.sysconf("SC_OPEN_MAX"))
+
+
+def _see_environment(program: Program) -> None:
+    """Do what the interpreter does of the environment when it starts."""
+    env = os.environ
+    buffered = not (program.unbuffered or env.get("PYTHONUNBUFFERED"))
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        raw = open(number, "wb", buffering=-1 if buffered else 0, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(
+            raw,
+            encoding="utf-8",
+            errors=errors,
+            write_through=not buffered,
+            line_buffering=name == "stderr" or raw.isatty(),
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = given + [path for path in sys.path if path not in PATHS]
+    importlib.invalidate_caches()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) and env.get("OMP_NUM_THREADS", "").isdecimal():
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+
+
+def _ending(program: Program) -> int:
+    """Run ``program``; return its exit code, with what went wrong on the standard error."""
+    try:
+        program.run()
+    except SystemExit as ending:
+        if ending.code is None or isinstance(ending.code, int):
+            return (ending.code or 0) & 0xFF
+        _flush()
+        print(ending.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        _flush()
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if isinstance(error, KeyboardInterrupt):
+            _flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+class Popen(subprocess.Popen):
+    """``subprocess.Popen`` that forks where it can."""
+
+    server: Server | None = None  # None: this process is one that was forked itself
+
+    def _execute_child(self, *args: object) -> None:
+        usual = super()._execute_child
+        given = inspect.signature(usual).bind(*args).arguments
+        env = dict(os.environ if given["env"] is None else given["env"])
+        program = forkable(given["args"], env, given["cwd"])
+        alone = len(os.listdir("/proc/self/task")) == 1
+        other = (given["executable"], given["gid"], given["gids"], given["uid"])
+        if (
+            program is None
+            or given["shell"]
+            or any(value is not None for value in other)
+            or given["umask"] != -1
+            or given["process_group"] not in (None, -1)
+            or (self.server is None and not alone)
+            or (self.server is not None and given["preexec_fn"] is not None)
+        ):
+            usual(*args)
+            return
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        descriptors = {number: number for number in given["pass_fds"]}
+        for number, name in ((0, "p2cread"), (1, "c2pwrite"), (2, "errwrite")):
+            descriptors[number] = number if given[name] == -1 else given[name]
+        cwd = None if given["cwd"] is None else os.path.abspath(os.fsdecode(given["cwd"]))
+        try:
+            _flush()
+            session = bool(given["start_new_session"])
+            if self.server is not None:
+                self.pid = self.server.start(
+                    program, env, os.getcwd() if cwd is None else cwd, descriptors, session
+                )
+            else:
+                self.pid = os.fork()
+                if self.pid == 0:
+                    become(program, env, cwd, descriptors, session, given["preexec_fn"])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*(given[name] for name in ends))
+
+
+class Server:
+    """A process that has imported ``framework`` and forks programs, whose parent is this one."""
+
+    def __init__(self, framework: str) -> None:
+        self._link, end = socket.socketpair()
+        command = [sys.executable, __file__, framework, str(end.fileno())]
+        env = {**os.environ, **ONE_THREAD, "OMP_NUM_THREADS": "1"}
+        with end:
+            self._process = USUAL(command, pass_fds=[end.fileno()], env=env)
+
+    def start(
+        self,
+        program: Program,
+        env: dict[str, str],
+        cwd: str,
+        descriptors: dict[int, int],
+        new_session: bool,
+    ) -> int:
+        """Start ``program`` as a child of this process; return its process id."""
+        numbers = list(descriptors)
+        request = pickle.dumps((program, env, cwd, numbers, new_session))
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            socket.send_fds(self._link, [SIZE.pack(len(request))], list(descriptors.values()))
+            self._link.sendall(request)
+            return SIZE.unpack(_exactly(self._link, SIZE.size))[0]
+        finally:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+    def close(self) -> None:
+        """End the server; what it has forked goes on."""
+        self._link.close()
+        self._process.wait(60)
+
+
+def _exactly(link: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (more := link.recv(size - len(data))):
+            raise EOFError("the fork server has ended")
+        data += more
+    return data
+
+
+def serve(link: socket.socket) -> None:
+    """Fork programs until the other side of ``link`` closes."""
+    while True:
+        size, rights, _, _ = link.recvmsg(SIZE.size, socket.CMSG_SPACE(64 * 4))
+        if not size:
+            return
+        received = array.array("i")
+        for _, _, data in rights:
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+        size += _exactly(link, SIZE.size - len(size)) if len(size) < SIZE.size else b""
+        request = _exactly(link, SIZE.unpack(size)[0])
+        program, env, cwd, numbers, new_session = pickle.loads(request)
+        told, tell = os.pipe()
+        between = os.fork()
+        if between == 0:  # its end makes the program a child of whoever asked
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                os.close(tell)
+                while os.getppid() == parent:
+                    time.sleep(0.0005)
+                descriptors = dict(zip(numbers, received, strict=True))
+                become(program, env, cwd, descriptors, new_session)
+            os.write(tell, SIZE.pack(pid))
+            os._exit(0)
+        os.close(tell)
+        pid = os.read(told, SIZE.size)
+        os.close(told)
+        os.waitpid(between, 0)
+        for number in received:
+            os.close(number)
+        link.sendall(pid)
+
+
+def _load_kernels() -> None:
+    import numpy
+
+    from ringlet.compressors import Context, parse
+    from ringlet.compressors.base.exercise import exercise
+
+    for spec in SPECS:
+        exercise(parse(spec), Context(shape=(64,), numel=64, xp=numpy))
+
+
+def main() -> None:
+    """Import the framework and serve."""
+    framework, number = sys.argv[1:]
+    sys.modules["fork_server"] = sys.modules["__main__"]  # what requests are pickled by
+    sys.path.pop(0)  # this file's folder
+    for name in FRAMEWORKS[framework]:
+        importlib.import_module(name)
+    _load_kernels()
+    subprocess.Popen = Popen
+    gc.collect()
+    gc.freeze()
+    serve(socket.socket(fileno=int(number)))
+
+
+if __name__ == "__main__":
+    main()
