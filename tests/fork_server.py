@@ -34,6 +34,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import types
@@ -297,6 +298,7 @@ class Server:
     """A process that has imported ``framework`` and forks programs, whose parent is this one."""
 
     def __init__(self, framework: str) -> None:
+        self._lock = threading.Lock()
         self._link, end = socket.socketpair()
         command = [sys.executable, __file__, framework, str(end.fileno())]
         env = {**os.environ, **ONE_THREAD, "OMP_NUM_THREADS": "1"}
@@ -314,13 +316,14 @@ class Server:
         """Start ``program`` as a child of this process; return its process id."""
         numbers = list(descriptors)
         request = pickle.dumps((program, env, cwd, numbers, new_session))
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        try:
-            socket.send_fds(self._link, [SIZE.pack(len(request))], list(descriptors.values()))
-            self._link.sendall(request)
-            return SIZE.unpack(_exactly(self._link, SIZE.size))[0]
-        finally:
-            libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        with self._lock:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._link, [SIZE.pack(len(request))], list(descriptors.values()))
+                self._link.sendall(request)
+                return SIZE.unpack(_exactly(self._link, SIZE.size))[0]
+            finally:
+                libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     def close(self) -> None:
         """End the server; what it has forked goes on."""

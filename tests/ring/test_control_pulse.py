@@ -31,6 +31,8 @@ from ringlet.ring.launch import start
 from ringlet.ring.processes.processes import children_of
 from ringlet.ring.transports.local import run_local
 
+pytestmark = pytest.mark.preloaded("torch")
+
 WORKER = Path(__file__).with_name("worker_pulse.py")
 SECRET = bytes(32)
 WAIT = 60.0
@@ -370,11 +372,13 @@ Result = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def result() -> Iterator[Result]:
-    """Return what a job came to. Two run at a time: they spend theirs waiting."""
+    """Return what a job came to. Several run at a time, most of which spend it waiting."""
     there = [name for name, known in (("gloo", HAS_TORCH), ("mpi", HAS_MPI)) if known]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(4) as idlers, ThreadPoolExecutor(2) as reducers:
         jobs = {
-            (transport, victim, *idle): pool.submit(job, transport, victim, *idle)
+            (transport, victim, *idle): (idlers if "idle" in idle else reducers).submit(
+                job, transport, victim, *idle
+            )
             for transport in there
             for idle in ((), ("idle",), ("idle", "group"), ("idle", "locked"), ("locked",))
             for victim in ("2", "0")
