@@ -31,7 +31,7 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / (STATE + BOUNDS
 # TensorFlow reads it when it is imported; what a fork server has imported must have seen it too.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
 import fork_server  # noqa: E402 - when the environment is as every test finds it
 
 

@@ -229,7 +229,6 @@ def _elastic(
         options.transport,
         env,
         reach=reach,
-        hosts=hosts,
         prefix=options.prefix,
         verbose=options.verbose,
     )

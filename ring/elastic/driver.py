@@ -33,6 +33,7 @@ from ringlet.ring.wire.kv_store import KvStore
 from ringlet.ring.wire.launch_link import Kind
 from ringlet.ring.wire.listener import Listener
 
+LOCAL = "127.0.0.1"
 GRACE = 5.0  # seconds between asking members to end and killing them, and until they are given up
 NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
 
@@ -45,18 +46,17 @@ def launch(
     env: Mapping[str, str] | None = None,
     *,
     reach: Reach | None = None,
-    hosts: Sequence[Host] = (),
     prefix: bool = True,
     verbose: bool = False,
 ) -> int:
     """Run ``command`` on ranks that come and go, by ``rules``; return the job's exit code.
 
     It is 0 when a rank ends with 0 and all others do so then, else the code of the rank that failed
-    first of those that were there last, or 1 where there were too few. ``hosts`` are those that are
-    known beforehand; other arguments are as for ``ringlet.ring.launch.job.launch``. Raises
-    LaunchError or TransportUnavailable if the job cannot start.
+    first of those that were there last, or 1 where there were too few. Other arguments are as for
+    ``ringlet.ring.launch.job.launch``. Raises LaunchError or TransportUnavailable if the job cannot
+    start.
     """
-    driver = Driver(command, rules, discovery, transport, env or {}, reach or Reach(), hosts)
+    driver = Driver(command, rules, discovery, transport, env or {}, reach or Reach())
     return driver.run(Printer(rules.np, prefix), verbose)
 
 
@@ -71,7 +71,6 @@ class Driver:
         transport: str | None,
         env: Mapping[str, str],
         reach: Reach,
-        hosts: Sequence[Host],
     ) -> None:
         if transport == "mpi":
             raise LaunchError(
@@ -98,8 +97,6 @@ class Driver:
         self._forwarded: list[int] = []
         # A remote shell of the user's own may know hosts by names that mean nothing here.
         self._resolve = reach.rsh is None
-        elsewhere = [host.name for host in hosts if not is_here(host.name, self._resolve)]
-        self._address = launcher_address(reach.interfaces, elsewhere) if elsewhere else "127.0.0.1"
 
     def run(self, printer: Printer, verbose: bool) -> int:
         """Serve the members until none is left; return the exit code. Raises LaunchError."""
@@ -112,22 +109,68 @@ class Driver:
             printer.note(f"elastic, from {self._rules.min_np} ranks over {self._transport}: {what}")
         with contextlib.ExitStack() as stack:
             stack.callback(printer.close)
-            self._listener = Listener(0, self._address)
-            stack.enter_context(contextlib.closing(self._listener))
             stack.enter_context(contextlib.closing(self._discovery))
+            self._signals = stack.enter_context(Signals())
+            hosts = self._first_hosts()
+            if hosts is None:
+                return 128 + self._forwarded[0]
+            others = self._elsewhere(hosts)
+            faces = self._reach.interfaces
+            own = launcher_address(faces, others) if others or faces else LOCAL
+            self._local = own == LOCAL
+            self._listener = Listener(0, own)
+            stack.enter_context(contextlib.closing(self._listener))
             self._rank_table = RankTable([], printer, self._task, place=b"{}")
             self._kv_store.leave(epochs.CHANGES, b"0")
-            self._signals = stack.enter_context(Signals())
             reader, writer = os.pipe()
             os.set_blocking(reader, False)
             self._noise: BinaryIO = stack.enter_context(os.fdopen(reader, "rb", buffering=0))
             self._writer = stack.enter_context(os.fdopen(writer, "wb", buffering=0))
             self._said = bytearray()
             stack.callback(self._release)
+            now = time.monotonic()
+            self._membership.hosts_found(hosts, now)
+            self._obey(self._membership.decide(now), now)
             while self._over is None or printer.pending or not self._rank_table.done:
                 self._step()
         assert self._over is not None
         return self._over[0]
+
+    def _first_hosts(self) -> list[Host] | None:
+        """Wait until there are hosts; return them, or None where the user ends the job before.
+
+        Raises LaunchError when there are none within the rules' timeout.
+        """
+        limit = time.monotonic() + self._rules.timeout
+        while True:
+            now = time.monotonic()
+            hosts, complaint = self._discovery.look(now)
+            if complaint:
+                self._printer.note(complaint)
+            self._printer.write()
+            if hosts is not None:
+                return hosts
+            if now >= limit:
+                within = f"within {self._rules.timeout:g} s (--elastic-timeout)"
+                raise LaunchError(f"the discovery script has named no host {within}")
+            wait = min(self._discovery.patience(now) or 0.0, limit - now)
+            if select.select([self._signals], [], [], wait)[0]:
+                self._forwarded += self._signals.arrived()
+            if self._forwarded:
+                return None
+
+    def _elsewhere(self, hosts: Sequence[Host]) -> list[str]:
+        return [host.name for host in hosts if not is_here(host.name, self._resolve)]
+
+    def _reachable(self, hosts: list[Host]) -> list[Host]:
+        """Return those of ``hosts`` that can reach this launcher, and say which cannot."""
+        others = self._elsewhere(hosts) if self._local else []
+        if others:
+            self._printer.note(
+                f"host {others[0]} cannot join: the hosts at the start were this one alone, so the"
+                " job listens on loopback only; name --network-interface, or another host at first"
+            )
+        return [host for host in hosts if host.name not in others]
 
     # One turn of the loop: wait, take what came, decide, print.
 
@@ -154,7 +197,7 @@ class Driver:
             if complaint:
                 self._printer.note(complaint)
             if hosts is not None:
-                self._membership.hosts_found(hosts, now)
+                self._membership.hosts_found(self._reachable(hosts), now)
             self._obey(self._membership.decide(now), now)
         elif self._end_at is not None and now >= self._end_at:
             self._rank_table.signal(signal.SIGKILL)

@@ -9,20 +9,22 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import netns
 import pytest
 
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.preloaded("torch")
 
+missing = netns.unavailable()
 WORKER = Path(__file__).with_name("worker_elastic.py")
 TWO_HOSTS = ["-H", "localhost:2,127.0.0.1:2"]
 
 
-def job(flags, plan, framework="torch", **env):
-    command = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *flags]
+def job(flags, plan, framework="torch", command=list, **env):
+    launch = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *flags]
     done = subprocess.run(
-        [*command, sys.executable, str(WORKER), framework, json.dumps(plan)],
+        command([*launch, sys.executable, str(WORKER), framework, json.dumps(plan)]),
         env=os.environ | env,
         capture_output=True,
         text=True,
@@ -130,6 +132,22 @@ def test_hosts_come_and_go_without_going_back(jobs):
     assert [batch % 10 for _, batch in epochs(lines)] == [0, 0, 0]
     alone = next(line for line in begun(lines) if line["size"] == 1)
     assert alone["batch"] > 0
+
+
+@pytest.mark.skipif(missing is not None, reason=str(missing))
+def test_a_script_names_hosts_elsewhere(tmp_path):
+    listed = tmp_path / "hosts"
+    listed.write_text("node0:1\n")
+    plan = {
+        "batches": 30, "until": 2, "file": str(listed), "hosts": {"1": "node0:1\nnode1:1\n"},
+    }  # fmt: skip
+    with netns.Hosts(3) as hosts:
+        flags = ["-np", "1", "--max-np", "2", "--host-discovery-script", f"cat {listed}"]
+        flags += ["--rsh", hosts.rsh, "--network-interface", netns.INTERFACE]
+        done, lines = job(flags, plan, command=lambda words: hosts.command(2, words))
+    assert done.returncode == 0, done.stderr
+    assert [size for size, _ in epochs(lines)] == [1, 2]
+    assert sorted(x["host"] for x in lines if "done" in x) == ["node0", "node1"]
 
 
 def test_keras_goes_on(tmp_path):

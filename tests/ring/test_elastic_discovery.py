@@ -8,8 +8,11 @@ import pytest
 
 from ringlet.ring.elastic import discovery as module
 from ringlet.ring.elastic.discovery import Discovery
+from ringlet.ring.elastic.driver import Driver
+from ringlet.ring.elastic.membership import Rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.hosts.remote import Reach
 
 
 @pytest.fixture
@@ -102,3 +105,38 @@ def test_a_script_that_can_no_longer_be_started_changes_nothing(tmp_path, monkey
     broken = Discovery(str(script))
     with pytest.raises(LaunchError, match="cannot be started"):
         broken.look(time.monotonic())
+
+
+class Notes:
+    """A printer that keeps what it is told."""
+
+    def __init__(self):
+        self.said = []
+
+    def note(self, text):
+        self.said.append(text)
+
+    def write(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_no_host_in_time_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PERIOD", 0.0)
+    discovery = Discovery("exit 3")
+    driver = Driver(["true"], Rules(1, 1, timeout=0.5), discovery, "gloo", {}, Reach())
+    notes = Notes()
+    with pytest.raises(LaunchError, match=r"named no host within 0.5 s \(--elastic-timeout\)"):
+        driver.run(notes, verbose=False)
+    assert ["exited with code 3" in said for said in notes.said] == [True]
+
+
+def test_a_host_elsewhere_cannot_join_a_job_on_loopback():
+    driver = Driver(["true"], Rules(1, 1), Discovery("true"), "gloo", {}, Reach("false"))
+    driver._printer, driver._local = Notes(), True
+    hosts = [Host("localhost", 1), Host("node1", 2)]
+    assert driver._reachable(hosts) == hosts[:1]
+    (said,) = driver._printer.said
+    assert said.startswith("host node1 cannot join: the hosts at the start were this one alone")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import netns
 import pytest
 
 from ringlet.ring.errors import LaunchError
@@ -49,18 +50,6 @@ both = pytest.mark.parametrize(
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
 
 
-def rig() -> Any:
-    """Load benchmarks/netns.py, which belongs to no package."""
-    path = Path(__file__).parents[2] / "benchmarks" / "netns.py"
-    spec = importlib.util.spec_from_file_location("ringlet_netns", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-netns = rig()
 missing = netns.unavailable()
 needs_hosts = pytest.mark.skipif(missing is not None, reason=str(missing))
 

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import netns
 import pytest
 
-
-def rig() -> Any:
-    """Load benchmarks/netns.py, which belongs to no package."""
-    path = Path(__file__).parents[2] / "benchmarks" / "netns.py"
-    spec = importlib.util.spec_from_file_location("ringlet_netns", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-netns = rig()
 missing = netns.unavailable()
 pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
 
