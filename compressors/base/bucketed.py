@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, keeps
-from ringlet.compressors.base.exercise import exercise
+from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError, PayloadError
 from ringlet.compressors.core.lengths import check_lengths, check_parts
 from ringlet.compressors.core.multitensor import MultiTensor
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.packing import packed_size
-from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.core.threads import run_ranges
 
 if TYPE_CHECKING:
     from ringlet.compressors.kernels.cuda.common.bucketed import Codec
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Kernel = Callable[..., Any]
 
 NAN_BITS = 0x7FC0  # the scale of a bucket that holds a NaN or Inf, which decodes to NaN
-LANES = 32  # as in kernels.cpu.common.lanes, which is not imported here: it would load Numba
+LANES = 32  # as in kernels.cpu.common.ordered_sums, which is not imported here: it would load Numba
 _CACHED = 1 << 16  # elements whose float32 sum stays in a core's cache
 
 
@@ -135,7 +135,7 @@ class Bucketed(Compressor):
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
-        exercise(self, ctx)
+        precompile(self, ctx)
 
     def multi_tensor(self, ctx: Context) -> MultiTensor | None:
         """The same kernels, over many tensors; none for a subclass that does not rely on them."""
@@ -331,7 +331,7 @@ def rounded(values: Array, xp: Any) -> Array:
 
 
 def lane_sums(rows: Array, xp: Any) -> Array:
-    """Return each row's sum of float64, in the order of ``kernels.cpu.common.lanes``."""
+    """Return each row's sum of float64, in the order of ``kernels.cpu.common.ordered_sums``."""
     count, n = rows.shape
     lanes = xp.zeros((count, -(-n // LANES) * LANES), "float64")
     lanes[:, :n] = rows

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits
-from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.base.feedback import advance, on_device
+from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_countable, check_lengths, check_parts
 from ringlet.compressors.core.options import option
-from ringlet.compressors.core.pool import run_ranges
 from ringlet.compressors.core.rng import squares
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class RandomK(Compressor):
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
-        exercise(self, ctx)
+        precompile(self, ctx)
 
 
 def _device(ctx: Context) -> Device | None:

@@ -29,7 +29,7 @@ from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
-from ringlet.torch.ops.replicas import Comparison
+from ringlet.torch.ops.replica_check import Comparison
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
