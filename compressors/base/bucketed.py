@@ -63,6 +63,10 @@ class Bucketed(Compressor):
         """
         raise TypeError(f"{type(self).__name__} has no encoding kernel")
 
+    def draws(self) -> bool:
+        """Whether encoding kernels draw random numbers: others are given a key of 0."""
+        return True
+
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """Return ``decode(*arrays, out)``; ``add`` accumulates. False: the arrays make no sense."""
         raise TypeError(f"{type(self).__name__} has no decoding kernel")
@@ -197,10 +201,11 @@ class Bucketed(Compressor):
 
     def _check(self, n: int, payloads: Sequence[Payload], residual: Array | None = None) -> None:
         """Raise CompressorError unless payloads, and a residual, are those of ``n`` elements."""
-        check_lengths(self.label(), n, residual=residual)
+        if residual is not None and residual.size != n:
+            check_lengths(self.label(), n, residual=residual)
         layout = self.layout(n)
         for payload in payloads:
-            check_parts(self.label(), layout, payload)
+            check_parts(self.label, layout, payload)
 
     def _encode(
         self,
@@ -211,25 +216,31 @@ class Bucketed(Compressor):
         ctx: Context,
         kernel: Kernel,
     ) -> None:
-        granule, strides = self.granule, self.strides()
-        key, weight = np.uint64(ctx.key()), np.float32(decay)
+        granule, strides, n = self.granule, self.strides(), x.size
+        key, weight = np.uint64(ctx.key() if self.draws() else 0), np.float32(decay)
 
         def encode(start: int, stop: int) -> None:
-            arrays = _cut(payload, strides, start // granule, -(-stop // granule))
+            if stop - start == n:
+                arrays = list(map(payload.__getitem__, strides))
+            else:
+                arrays = _cut(payload, strides, start // granule, -(-stop // granule))
             kernel(x[start:stop], residual[start:stop], weight, key, ctx.offset + start, *arrays)
 
         run_ranges(x.size, granule, encode)
 
     def _decode(self, payloads: Sequence[Payload], out: Array, kernels: Sequence[Kernel]) -> None:
         self._check(out.size, payloads)
-        granule, strides = self.granule, self.strides()
-        piece = max(1, _CACHED // granule) * granule if len(payloads) > 1 else max(out.size, 1)
+        granule, strides, n = self.granule, self.strides(), out.size
+        piece = max(1, _CACHED // granule) * granule if len(payloads) > 1 else max(n, 1)
 
         def decode(start: int, stop: int) -> None:
             for a in range(start, stop, piece):
                 b = min(a + piece, stop)
                 for payload, kernel in zip(payloads, kernels, strict=True):
-                    arrays = _cut(payload, strides, a // granule, -(-b // granule))
+                    if b - a == n:
+                        arrays = list(map(payload.__getitem__, strides))
+                    else:
+                        arrays = _cut(payload, strides, a // granule, -(-b // granule))
                     if kernel(*arrays, out[a:b]) is False:
                         raise PayloadError(f"{self.label()} received an index beyond its block")
 

@@ -169,7 +169,7 @@ class Lossless(Compressor):
         # How many there are of these, widths and counts tell.
         layout += [Part(name, "uint8", payload[name].size) for name in _VARYING if name in payload]
         layout += [Part("rests", "uint16", n)] if self.dtype == "fp32" else []
-        check_parts(self.label(), layout, payload)
+        check_parts(self.label, layout, payload)
         if missing := [name for name in _VARYING if name not in payload]:
             raise PayloadError(f"{self.label()}: the payload lacks {missing}")
 
