@@ -6,6 +6,7 @@ payload may be cut there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -277,8 +278,7 @@ class Packed(Bucketed):
 
     def layout(self, n: int) -> tuple[Part, ...]:
         """Packed codes and scales."""
-        codes = Part("codes", "uint8", packed_size(n, self.bits))
-        return (codes, Part("scales", "bfloat16", -(-n // self.bucket)))
+        return _packed(n, self.bits, self.bucket)
 
     def encoding(self, kernel: Kernel, parameter: float = 0.0) -> Kernel:
         """Return an ``encoder`` from a kernel that also takes the bucket and a parameter."""
@@ -319,6 +319,12 @@ class Packed(Bucketed):
         """Return the scale (float32) of each of n elements."""
         wide: Array = widened(scales).repeat(self.bucket)[:n]
         return wide
+
+
+@functools.lru_cache(4096)  # of a model's sizes; each is asked for in every step
+def _packed(n: int, bits: int, bucket: int) -> tuple[Part, ...]:
+    codes = Part("codes", "uint8", packed_size(n, bits))
+    return (codes, Part("scales", "bfloat16", -(-n // bucket)))
 
 
 def widened(bits: Array) -> Array:

@@ -104,7 +104,8 @@ class Bucket(ABC):
         self.failure, self.fatal = None, False
         try:
             self._compare(peers, sizes)
-            yield from self.with_memory(lambda: self._exchange(peers, list(sizes), recorder, epoch))
+            start = partial(self._exchange, peers, list(sizes), recorder, epoch)
+            yield from self.with_memory(start)
             if self._finishing and not self.more:
                 yield from self._finish(peers)
         except ExchangeFailed as error:
