@@ -17,7 +17,7 @@ import numpy as np
 
 from ringlet.compressors import Context, Workspace, lookup, parse
 from ringlet.compressors.base.contract import empty_payload, encoded
-from ringlet.compressors.core import pool
+from ringlet.compressors.core.threads import threads
 from ringlet.compressors.testing import simulate
 from ringlet.compressors.testing.tools.built_in import every_spec
 
@@ -168,7 +168,7 @@ def main():
     args = parser.parse_args()
     text = DOCS.read_text()
     before, inside, after = text.split(BEGIN)[0], text.split(BEGIN)[1], text.split(END)[1]
-    note = f"Measured with {pool.threads()} threads on a shared 2-core machine."
+    note = f"Measured with {threads()} threads on a shared 2-core machine."
     known = inside.split(END)[0].splitlines() if args.add else []
     lines = []
     for line in table(known):

@@ -6,7 +6,7 @@ import numpy as np
 
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.base.contract import empty_payload
-from ringlet.compressors.base.exercise import rehearse
+from ringlet.compressors.base.precompile import rehearse
 from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
 from ringlet.compressors.kernels.cuda.common.bucketed import Codec, Target
 from ringlet.compressors.kernels.cuda.runtime.device import device_of

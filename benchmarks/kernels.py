@@ -23,7 +23,7 @@ import torch
 
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.base.contract import empty_payload
-from ringlet.compressors.core import pool
+from ringlet.compressors.core.threads import limited, run_ranges, threads
 
 DEFAULT = [
     "fp16", "bf16", "fp8", "int8", "int8(stochastic=True)", "int4", "int4(stochastic=True)",
@@ -151,7 +151,7 @@ def main():
     parser.add_argument("specs", nargs="*", metavar="SPEC")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--mib", type=int, help="size of the float32 input (64; on a GPU 256)")
-    parser.add_argument("--threads", type=int, default=pool.threads())
+    parser.add_argument("--threads", type=int, default=threads())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", action="store_true", help="in benchmarks/results/")
     args = parser.parse_args()
@@ -168,12 +168,12 @@ def main():
     target = np.empty_like(x)
 
     def memcpy():
-        pool.run_ranges(x.size, 1, lambda a, b: np.copyto(target[a:b], x[a:b]))
+        run_ranges(x.size, 1, lambda a, b: np.copyto(target[a:b], x[a:b]))
 
     print(f"{args.mib} MiB of float32, {args.threads} threads, medians of {args.rounds} rounds\n")
     print("spec".ljust(44) + "".join(h.rjust(18) for h in HEADS))
     rows = []
-    with pool.limited(args.threads):
+    with limited(args.threads):
         for spec in args.specs:
             codec, peer = Codec(spec, x), composed(spec, torch.from_numpy(x))
             jobs = [memcpy, codec.encode, codec.encode_feedback, codec.decode]

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from ringlet.ring.wire.frames import OVERHEAD, Incoming, Outgoing
+from ringlet.ring.wire.framing import OVERHEAD, Incoming, Outgoing
 
 FRAMES = 500  # a round
 

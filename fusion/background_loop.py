@@ -154,10 +154,11 @@ class Loop:
         worker.pipeline.advance()
         while self.released:
             worker.release(self.released.popleft())
-        if self._extensions.has_errands:
+        if self._extensions.errands:
             worker.pipeline.drain()
             self._extensions.run_errands()
-        worker.encode_next()
+        if worker.complete:
+            worker.encode_next()
         self._requester.ask(worker, self._life.closing)
         self._look_for_stalls()
 

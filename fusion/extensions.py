@@ -42,14 +42,14 @@ class Extensions:
         self.comm = comm
         self._control, self._worker = control, worker
         self._expected, self._attend = expected, attend
-        self._errands: deque[Callable[[], None]] = deque()
+        self.errands: deque[Callable[[], None]] = deque()  # what is to be called soon
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
         self._open, self._pid = True, os.getpid()
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Run ``function`` on the engine's thread, between two collectives."""
-        self._errands.append(function)
+        self.errands.append(function)
         if self._open and os.getpid() == self._pid:
             self._control.wake()
 
@@ -108,15 +108,10 @@ class Extensions:
 
     # -- called by the engine -------------------------------------------------------------------
 
-    @property
-    def has_errands(self) -> bool:
-        """Whether something was asked for since the last time."""
-        return bool(self._errands)
-
     def run_errands(self) -> None:
         """Run what was asked for since the last time."""
-        while self._errands:
-            self._errands.popleft()()
+        while self.errands:
+            self.errands.popleft()()
 
     def last_calls(self) -> None:
         """Run what has to happen before this rank leaves; from the thread that shuts down."""
@@ -126,8 +121,8 @@ class Extensions:
     def over(self) -> None:
         """Run what is left to do when the engine has stopped."""
         self._open = False
-        while self._errands or self._after:
-            call = self._errands.popleft() if self._errands else self._after.pop()
+        while self.errands or self._after:
+            call = self.errands.popleft() if self.errands else self._after.pop()
             try:
                 call()
             except BaseException:  # the others have to be called all the same

@@ -193,12 +193,10 @@ class Worker:
             raise BrokenElsewhere(loads(message[1:]))
 
     def encode_next(self) -> None:
-        """Compress a bucket whose tensors are all there, and vote for it.
+        """Compress one of the ``complete`` buckets, and vote for it.
 
         The one that the next forward pass needs first: of the layers declared first.
         """
-        if not self.complete:
-            return
         complete = self.complete
         chosen = max(complete.copy(), key=_urgency) if len(complete) > 1 else complete[0]
         complete.remove(chosen)

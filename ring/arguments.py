@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from ringlet.ring.dtypes import Array
 
 
-def flat(array: Array) -> None:
-    """Refuse an array that a transport cannot take as it is."""
-    if array.ndim != 1 or not array.flags.c_contiguous:
-        raise ValueError(f"buffers are flat and contiguous; this one is {array.shape}")
+def flat(*arrays: Array) -> None:
+    """Refuse arrays that a transport cannot take as they are."""
+    for array in arrays:
+        if array.ndim != 1 or not array.flags.c_contiguous:
+            raise ValueError(f"buffers are flat and contiguous; this one is {array.shape}")
 
 
 def alike(send: Array, receive: Array) -> None:
     """Refuse arrays that are not flat, or not of one dtype."""
-    flat(send)
-    flat(receive)
+    flat(send, receive)
     if send.dtype != receive.dtype:
         raise TypeError(f"send has dtype {send.dtype}, but receive has {receive.dtype}")
 

@@ -87,10 +87,11 @@ class Flight:
         Raises what the last one did, unless the exchange takes care of it.
         """
         error, self.error = self.error, None
-        wire = resume(self.steps, error)
-        if wire is not None:
-            self.wire = wire
-        return wire is not None
+        try:
+            self.wire = next(self.steps) if error is None else self.steps.throw(error)
+        except StopIteration:
+            return False
+        return True
 
     def communicate(self) -> None:
         """Make the collective; an error is kept."""
@@ -144,7 +145,8 @@ class Pipeline:
             self._waiting.append(flight)
             self._begin()
             return
-        self.drain()
+        if self._under_way or self._waiting:
+            self.drain()
         while flight.advance():
             if flight.wire is not ALONE:
                 flight.communicate()
@@ -155,7 +157,8 @@ class Pipeline:
         """Go on with what lanes have done. Raises what any collective or codec raised."""
         while not self._landed.empty():
             self._go_on(self._landed.get())
-        self._begin()
+        if self._waiting:
+            self._begin()
 
     def drain(self) -> None:
         """Wait for the end of all exchanges."""

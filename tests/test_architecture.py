@@ -138,6 +138,15 @@ def test_a_room_is_a_sentence_and_not_a_hall(folder):
         assert len(files) <= 19, f"{init.parent} has {len(files)} files"
 
 
+def test_one_module_makes_what_proves_who_has_sent_something():
+    for folder in FLOORS:
+        for path in (ROOT / folder).rglob("*.py"):
+            name = path.relative_to(ROOT).as_posix()
+            if name != "ring/wire/framing.py":
+                assert "hmac" not in set(imports(path)), f"{name} makes MACs of its own"
+                assert "blake2b(key" not in path.read_text(), f"{name} makes MACs of its own"
+
+
 def test_one_stem_has_one_meaning():
     stems = {}
     for folder in FLOORS:

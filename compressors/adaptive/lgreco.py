@@ -1,6 +1,6 @@
-"""Choosing compressors during training, from what gradients look like.
+"""L-GreCo, a method of that name: a compressor for each layer, from what gradients look like.
 
-Both work on values that every rank has, such as reduced gradients, so that all ranks choose alike.
+It works on values that every rank has, such as reduced gradients, so that all ranks choose alike.
 Hand the choice to ``optimizer.set_compression``.
 """
 

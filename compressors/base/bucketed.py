@@ -6,20 +6,21 @@ payload may be cut there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, keeps
-from ringlet.compressors.base.exercise import exercise
+from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError, PayloadError
 from ringlet.compressors.core.lengths import check_lengths, check_parts
 from ringlet.compressors.core.multitensor import MultiTensor
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.packing import packed_size
-from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.core.threads import run_ranges
 
 if TYPE_CHECKING:
     from ringlet.compressors.kernels.cuda.common.bucketed import Codec
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Kernel = Callable[..., Any]
 
 NAN_BITS = 0x7FC0  # the scale of a bucket that holds a NaN or Inf, which decodes to NaN
-LANES = 32  # as in kernels.cpu.common.lanes, which is not imported here: it would load Numba
+LANES = 32  # as in kernels.cpu.common.ordered_sums, which is not imported here: it would load Numba
 _CACHED = 1 << 16  # elements whose float32 sum stays in a core's cache
 
 
@@ -62,6 +63,10 @@ class Bucketed(Compressor):
         is encoded, and what that loses kept in ``residual`` where it is finite.
         """
         raise TypeError(f"{type(self).__name__} has no encoding kernel")
+
+    def draws(self) -> bool:
+        """Whether encoding kernels draw random numbers: others are given a key of 0."""
+        return True
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """Return ``decode(*arrays, out)``; ``add`` accumulates. False: the arrays make no sense."""
@@ -135,7 +140,7 @@ class Bucketed(Compressor):
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
-        exercise(self, ctx)
+        precompile(self, ctx)
 
     def multi_tensor(self, ctx: Context) -> MultiTensor | None:
         """The same kernels, over many tensors; none for a subclass that does not rely on them."""
@@ -197,10 +202,11 @@ class Bucketed(Compressor):
 
     def _check(self, n: int, payloads: Sequence[Payload], residual: Array | None = None) -> None:
         """Raise CompressorError unless payloads, and a residual, are those of ``n`` elements."""
-        check_lengths(self.label(), n, residual=residual)
+        if residual is not None and residual.size != n:
+            check_lengths(self.label(), n, residual=residual)
         layout = self.layout(n)
         for payload in payloads:
-            check_parts(self.label(), layout, payload)
+            check_parts(self.label, layout, payload)
 
     def _encode(
         self,
@@ -211,25 +217,31 @@ class Bucketed(Compressor):
         ctx: Context,
         kernel: Kernel,
     ) -> None:
-        granule, strides = self.granule, self.strides()
-        key, weight = np.uint64(ctx.key()), np.float32(decay)
+        granule, strides, n = self.granule, self.strides(), x.size
+        key, weight = np.uint64(ctx.key() if self.draws() else 0), np.float32(decay)
 
         def encode(start: int, stop: int) -> None:
-            arrays = _cut(payload, strides, start // granule, -(-stop // granule))
+            if stop - start == n:
+                arrays = list(map(payload.__getitem__, strides))
+            else:
+                arrays = _cut(payload, strides, start // granule, -(-stop // granule))
             kernel(x[start:stop], residual[start:stop], weight, key, ctx.offset + start, *arrays)
 
         run_ranges(x.size, granule, encode)
 
     def _decode(self, payloads: Sequence[Payload], out: Array, kernels: Sequence[Kernel]) -> None:
         self._check(out.size, payloads)
-        granule, strides = self.granule, self.strides()
-        piece = max(1, _CACHED // granule) * granule if len(payloads) > 1 else max(out.size, 1)
+        granule, strides, n = self.granule, self.strides(), out.size
+        piece = max(1, _CACHED // granule) * granule if len(payloads) > 1 else max(n, 1)
 
         def decode(start: int, stop: int) -> None:
             for a in range(start, stop, piece):
                 b = min(a + piece, stop)
                 for payload, kernel in zip(payloads, kernels, strict=True):
-                    arrays = _cut(payload, strides, a // granule, -(-b // granule))
+                    if b - a == n:
+                        arrays = list(map(payload.__getitem__, strides))
+                    else:
+                        arrays = _cut(payload, strides, a // granule, -(-b // granule))
                     if kernel(*arrays, out[a:b]) is False:
                         raise PayloadError(f"{self.label()} received an index beyond its block")
 
@@ -266,8 +278,7 @@ class Packed(Bucketed):
 
     def layout(self, n: int) -> tuple[Part, ...]:
         """Packed codes and scales."""
-        codes = Part("codes", "uint8", packed_size(n, self.bits))
-        return (codes, Part("scales", "bfloat16", -(-n // self.bucket)))
+        return _packed(n, self.bits, self.bucket)
 
     def encoding(self, kernel: Kernel, parameter: float = 0.0) -> Kernel:
         """Return an ``encoder`` from a kernel that also takes the bucket and a parameter."""
@@ -310,6 +321,12 @@ class Packed(Bucketed):
         return wide
 
 
+@functools.lru_cache(4096)  # of a model's sizes; each is asked for in every step
+def _packed(n: int, bits: int, bucket: int) -> tuple[Part, ...]:
+    codes = Part("codes", "uint8", packed_size(n, bits))
+    return (codes, Part("scales", "bfloat16", -(-n // bucket)))
+
+
 def widened(bits: Array) -> Array:
     """Return the float32 of bfloat16 bits."""
     wide: Array = (bits.astype("uint32") << 16).view("float32")
@@ -331,7 +348,7 @@ def rounded(values: Array, xp: Any) -> Array:
 
 
 def lane_sums(rows: Array, xp: Any) -> Array:
-    """Return each row's sum of float64, in the order of ``kernels.cpu.common.lanes``."""
+    """Return each row's sum of float64, in the order of ``kernels.cpu.common.ordered_sums``."""
     count, n = rows.shape
     lanes = xp.zeros((count, -(-n // LANES) * LANES), "float64")
     lanes[:, :n] = rows

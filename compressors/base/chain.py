@@ -17,8 +17,8 @@ from ringlet.compressors.base.contract import (
     Traits,
     encoded,
 )
-from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.base.feedback import scale
+from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.options import wrapped
@@ -213,7 +213,7 @@ class Chain(Compressor, joins=True):
         """Warm both sides up, and what is between them."""
         self.first.warm_up(ctx)
         self.second.warm_up(ctx)
-        exercise(self, ctx)
+        precompile(self, ctx)
 
     def _split(self, payload: Payload) -> tuple[Payload, Payload]:
         """Return the arrays of first, its values left out, and of second."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_lengths
-from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.core.threads import run_ranges
 
 
 def on_device(kernel: str, ctx: Context, out: Array, weight: float = 1.0, **arrays: Array) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringlet.compressors.base.contract import Compressor, Exchange, Part, Payload, Traits
-from ringlet.compressors.base.exercise import exercise
+from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.options import wrapped
@@ -125,7 +125,7 @@ class Modifier(Compressor):
     def warm_up(self, ctx: Context) -> None:
         """Warm the wrapped compressor up, and what is done to it."""
         self.wrapped_compressor.warm_up(ctx)
-        exercise(self, ctx)
+        precompile(self, ctx)
 
     def __str__(self) -> str:
         own = super().__str__()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.core.context import Array, Context
-from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.core.threads import run_ranges
 
 _CHUNK = 1 << 16  # elements summed in one piece, however many threads there are
 

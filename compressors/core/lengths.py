@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.errors import CompressorError, PayloadError
@@ -39,14 +39,14 @@ def check_shapes(what: str, **arrays: tuple[Array, tuple[int, ...]]) -> None:
             )
 
 
-def check_parts(label: str, layout: Sequence[Part], payload: Payload) -> None:
-    """Raise PayloadError unless the arrays of ``payload`` are those of ``layout``."""
+def check_parts(label: Callable[[], str], layout: Sequence[Part], payload: Payload) -> None:
+    """Raise PayloadError, with a ``label``, unless ``payload`` has the arrays of ``layout``."""
     for name, dtype, elements in layout:
         array = payload.get(name)
         if array is None or array.size != elements or array.dtype != storage(dtype):
             found = "is missing" if array is None else f"is {array.dtype}[{array.size}]"
             raise PayloadError(
-                f"{label}: the payload's {name!r} {found}, its layout says {dtype}[{elements}]"
+                f"{label()}: the payload's {name!r} {found}, its layout says {dtype}[{elements}]"
             )
 
 

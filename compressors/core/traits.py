@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Generator
 from typing import Any, Literal, NamedTuple, Self
 
@@ -61,6 +62,7 @@ class Round(_Round):
 Exchange = Generator[Round, Array, None]
 
 
+@functools.cache
 def storage(dtype: str) -> np.dtype[Any]:
     """Return the NumPy dtype that holds ``dtype`` in memory: uint16 for bfloat16."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)

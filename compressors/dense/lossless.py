@@ -12,13 +12,13 @@ from typing import ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
-from ringlet.compressors.base.exercise import exercise
+from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import PayloadError
 from ringlet.compressors.core.lengths import check_countable, check_parts
 from ringlet.compressors.core.multitensor import Varying
 from ringlet.compressors.core.options import option
-from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.dense import exponents
 from ringlet.compressors.dense.exponents import BLOCK, LANES, WIDTHS, begins
 from ringlet.compressors.specs.registry import register
@@ -112,7 +112,7 @@ class Lossless(Compressor):
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
-        exercise(self, ctx)
+        precompile(self, ctx)
 
     def _decode(self, payload: Payload, out: Array, add: bool) -> None:
         from ringlet.compressors.kernels.cpu.dense.lossless import decoder
@@ -169,7 +169,7 @@ class Lossless(Compressor):
         # How many there are of these, widths and counts tell.
         layout += [Part(name, "uint8", payload[name].size) for name in _VARYING if name in payload]
         layout += [Part("rests", "uint16", n)] if self.dtype == "fp32" else []
-        check_parts(self.label(), layout, payload)
+        check_parts(self.label, layout, payload)
         if missing := [name for name in _VARYING if name not in payload]:
             raise PayloadError(f"{self.label()}: the payload lacks {missing}")
 

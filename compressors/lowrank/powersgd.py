@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits
-from ringlet.compressors.base.exercise import rehearse
+from ringlet.compressors.base.precompile import rehearse
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remember_rows, remembered_rows

@@ -13,7 +13,7 @@ import numpy as np
 from ringlet.compressors.base.feedback import target_into
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_shapes
-from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.lowrank.factors import device_for
 
 Factors = tuple[Array, Array]  # r x n and r x m

@@ -16,7 +16,7 @@ from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import remembered
-from ringlet.compressors.modifiers.memory import commit, difference_into
+from ringlet.compressors.modifiers.state_updates import commit, difference_into
 from ringlet.compressors.specs.registry import register
 
 

@@ -19,8 +19,8 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError, OptionError
 from ringlet.compressors.core.lengths import check_lengths
 from ringlet.compressors.core.options import option
-from ringlet.compressors.core.pool import run_ranges
 from ringlet.compressors.core.rng import squares
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
 
 

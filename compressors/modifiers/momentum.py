@@ -17,7 +17,7 @@ from ringlet.compressors.base.norms import shrinking
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remembered
-from ringlet.compressors.modifiers.memory import advance, settle, settle_reference
+from ringlet.compressors.modifiers.state_updates import advance, settle, settle_reference
 from ringlet.compressors.specs.registry import register
 
 

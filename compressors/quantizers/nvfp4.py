@@ -15,8 +15,8 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.minifloats import E2M1, E4M3, decoded, encoded
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.packing import blanked, pack_bits, packed_size, unpack_bits
-from ringlet.compressors.core.pool import run_ranges
 from ringlet.compressors.core.rng import squares
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError
 from ringlet.compressors.core.options import fixed, option
 from ringlet.compressors.core.packing import pack_bits, unpack_bits
-from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:

@@ -108,6 +108,10 @@ class BucketQuantizer(Packed):
 
         return encode
 
+    def draws(self) -> bool:
+        """Whether codes are rounded at random."""
+        return self.stochastic
+
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel of the scheme."""
         from ringlet.compressors.kernels.cpu.quantizers.quantize import decoder

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits
-from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.base.norms import clip
+from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.lengths import check_lengths
 from ringlet.compressors.core.options import fixed, option
-from ringlet.compressors.core.pool import run_ranges
 from ringlet.compressors.core.rng import squares
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
 
 _TINY = np.float32(1.2e-38)
@@ -178,7 +178,7 @@ class SharedInt(Compressor):
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
-        exercise(self, ctx)
+        precompile(self, ctx)
 
 
 @register("terngrad_shared")

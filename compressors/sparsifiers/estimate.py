@@ -18,8 +18,8 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_countable
 from ringlet.compressors.core.multitensor import Varying
 from ringlet.compressors.core.options import option
-from ringlet.compressors.core.pool import run_ranges
 from ringlet.compressors.core.rng import squares
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.sparsifiers.selection import Selection
 from ringlet.compressors.sparsifiers.threshold import (
     magnitude_bits,

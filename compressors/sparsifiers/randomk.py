@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits
-from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.base.feedback import advance, on_device
+from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_countable, check_lengths, check_parts
 from ringlet.compressors.core.options import option
-from ringlet.compressors.core.pool import run_ranges
 from ringlet.compressors.core.rng import squares
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class RandomK(Compressor):
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Put the values at their places among zeros."""
-        check_parts(self.label(), self.layout(out.size), payload)
+        check_parts(self.label, self.layout(out.size), payload)
         chosen = self.indices(out.size, ctx)
         if ctx.xp is np:
             from ringlet.compressors.kernels.cpu.common import scatter
@@ -118,7 +118,7 @@ class RandomK(Compressor):
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Add the values at their places."""
-        check_parts(self.label(), self.layout(out.size), payload)
+        check_parts(self.label, self.layout(out.size), payload)
         chosen = self.indices(out.size, ctx)
         if ctx.xp is np:
             from ringlet.compressors.kernels.cpu.common import scatter
@@ -130,7 +130,7 @@ class RandomK(Compressor):
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Draw and look for NaN and Inf."""
-        check_parts(self.label(), self.layout(x.size), payload)
+        check_parts(self.label, self.layout(x.size), payload)
         if self._encode_on_device(x, None, 1.0, payload, ctx):
             return
         if ctx.xp is not np or x.size == 0:
@@ -148,7 +148,7 @@ class RandomK(Compressor):
         self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
     ) -> None:
         """Add the residual, draw, and keep everything not sent."""
-        check_parts(self.label(), self.layout(x.size), payload)
+        check_parts(self.label, self.layout(x.size), payload)
         check_lengths(self.label(), x.size, residual=residual)
         if self._encode_on_device(x, residual, decay, payload, ctx):
             return
@@ -183,7 +183,7 @@ class RandomK(Compressor):
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
-        exercise(self, ctx)
+        precompile(self, ctx)
 
 
 def _device(ctx: Context) -> Device | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Payload, Traits, keeps
-from ringlet.compressors.base.exercise import exercise
 from ringlet.compressors.base.feedback import advance, on_device, settle
+from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import PayloadError
 from ringlet.compressors.core.lengths import check_entries
@@ -101,4 +101,4 @@ class Selection(Compressor):
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
-        exercise(self, ctx)
+        precompile(self, ctx)

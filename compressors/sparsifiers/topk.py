@@ -16,7 +16,7 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.lengths import check_countable, check_entries, check_lengths
 from ringlet.compressors.core.multitensor import MultiTensor
 from ringlet.compressors.core.options import option
-from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.sparsifiers.selection import Selection
 from ringlet.compressors.specs.registry import register
 

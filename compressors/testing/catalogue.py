@@ -11,8 +11,8 @@ from ringlet.compressors.testing.checks import (
     one_call,
     overrides,
     ranks,
-    sizes,
     stages,
+    tensor_sizes,
     training,
 )
 from ringlet.compressors.testing.tools.named_check import Named
@@ -21,8 +21,8 @@ from ringlet.compressors.testing.tools.named_check import Named
 def all_checks() -> list[Named]:
     """Return every check of the kit, each behind those that it needs."""
     modules = (
-        declared, one_call, buffers, overrides, isolation, claims, sizes, stages, training, ranks,
-        many_steps,
+        declared, one_call, buffers, overrides, isolation, claims, tensor_sizes, stages, training,
+        ranks, many_steps,
     )  # fmt: skip
     return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
 

@@ -1,7 +1,7 @@
 """Python objects between ranks: pickled, signed, and read only if the signature is the job's.
 
 Whoever can write into a connection between ranks, but does not know the job's key, cannot make a
-rank unpickle what he sends.
+rank unpickle what he sends, nor take what one rank has signed for another's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
-from ringlet.ring.wire.sealed import seal, unseal
+from ringlet.ring.wire.framing import seal, unseal
 
 
 def broadcast_object(
@@ -31,7 +31,7 @@ def broadcast_object(
     runtime, number = current(), process_set.number()
     root = process_set.rank_of(root_rank, "root_rank")
     name = name or runtime.unnamed("broadcast_object", number)
-    data = _sealed(obj, name) if runtime.rank == root_rank else b""
+    data = _sealed(obj, name, root) if runtime.rank == root_rank else b""
     length = np.array([len(data)], np.int64)
 
     def send(what: str, array: Array) -> None:
@@ -49,7 +49,7 @@ def broadcast_object(
     size = int(length[0])
     buffer = np.frombuffer(data, np.uint8).copy() if data else np.zeros(size, np.uint8)
     send("data", buffer)
-    return obj if runtime.rank == root_rank else _opened(buffer.tobytes(), name)
+    return obj if runtime.rank == root_rank else _opened(buffer.tobytes(), name, root)
 
 
 def allgather_object(
@@ -58,25 +58,25 @@ def allgather_object(
     """Return every rank's ``obj``, in rank order. See ``broadcast_object``."""
     runtime, number = current(), process_set.number()
     name = name or runtime.unnamed("allgather_object", number)
-    data = np.frombuffer(_sealed(obj, name), np.uint8)
+    data = np.frombuffer(_sealed(obj, name, process_set.rank()), np.uint8)
     request = Request(name, "allgather", "uint8", (data.size,), process_set=number)
     handle = runtime.engine.submit(request, data)
     gathered: bytes = handle.wait().tobytes()
     objects, start = [], 0
-    for size in handle.sizes:
-        objects.append(_opened(gathered[start : start + size], name))
+    for rank, size in enumerate(handle.sizes):
+        objects.append(_opened(gathered[start : start + size], name, rank))
         start += size
     return objects
 
 
-def _sealed(obj: Any, name: str) -> bytes:
+def _sealed(obj: Any, name: str, sender: int) -> bytes:
     try:
         from cloudpickle import dumps
     except ImportError:
         from pickle import dumps
     data: bytes = dumps(obj)
-    return seal(current().secret, name, data)
+    return seal(current().secret, name, data, sender)
 
 
-def _opened(sealed: bytes, name: str) -> Any:
-    return pickle.loads(unseal(current().secret, name, sealed))
+def _opened(sealed: bytes, name: str, sender: int) -> Any:
+    return pickle.loads(unseal(current().secret, name, sealed, sender))

@@ -18,7 +18,7 @@ from typing import Any
 
 from ringlet.fusion import Engine, Limits
 from ringlet.fusion.devices.host import Place
-from ringlet.job.link import hierarchical, measured_link
+from ringlet.job.link_settings import hierarchical, measured_link
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.metrics.switches import switch_on
 from ringlet.ring.communicator import Communicator, Topology

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ringlet.fusion import Limits
 from ringlet.fusion.autotune.choice import ALL, names
 from ringlet.fusion.limits import DIVISORS, UNKNOWN
-from ringlet.job.link import MEASURE, parse_link
+from ringlet.job.link_settings import MEASURE, parse_link
 from ringlet.ring.variables import OFF, ON, given, read_flag, read_number, read_whole
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from ringlet.shared.requirements import need
 need("keras", "ringlet.keras")
 
 
-from ringlet.horovod import interface
-from ringlet.horovod.interface import *  # noqa: F403
+from ringlet.horovod import common_names
+from ringlet.horovod.common_names import *  # noqa: F403
 from ringlet.job.objects import allgather_object, broadcast_object
 from ringlet.keras import callbacks, elastic
 from ringlet.keras.checkpoint import (
@@ -60,4 +60,4 @@ __all__ = [
     "set_compressor_state",
     "set_precision",
 ]
-__all__ += interface.__all__
+__all__ += common_names.__all__

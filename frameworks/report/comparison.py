@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ringlet.report import charts
-from ringlet.report.page import page
+from ringlet.report.page_frame import page
 from ringlet.report.summary import (
     EVEN,
     Run,

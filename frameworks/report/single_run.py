@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from ringlet.report import charts
-from ringlet.report.page import page
+from ringlet.report.page_frame import page
 from ringlet.report.records import Record
 from ringlet.report.summary import (
     LOOSE,

@@ -15,8 +15,8 @@ need("tensorflow", "ringlet.tensorflow")
 need("keras", "ringlet.tensorflow")
 
 
-from ringlet.horovod import interface
-from ringlet.horovod.interface import *  # noqa: F403
+from ringlet.horovod import common_names
+from ringlet.horovod.common_names import *  # noqa: F403
 from ringlet.keras.compression import Compression
 from ringlet.keras.dtype_policy import set_precision
 from ringlet.keras.layer_dtypes import apply_precision
@@ -96,4 +96,4 @@ __all__ = [
     "set_precision",
     "size_op",
 ]
-__all__ += interface.__all__
+__all__ += common_names.__all__

@@ -15,8 +15,8 @@ from ringlet.shared.requirements import need
 need("torch", "ringlet.torch")
 
 
-from ringlet.horovod import interface
-from ringlet.horovod.interface import *  # noqa: F403
+from ringlet.horovod import common_names
+from ringlet.horovod.common_names import *  # noqa: F403
 from ringlet.job.objects import allgather_object, broadcast_object
 from ringlet.torch import elastic
 from ringlet.torch.casting import apply_precision
@@ -53,7 +53,7 @@ from ringlet.torch.ops.reductions import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from ringlet.torch.ops.replicas import replicas_equal
+from ringlet.torch.ops.replica_check import replicas_equal
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer.wrapper import DistributedOptimizer
 from ringlet.torch.parallel.ddp import ddp_hook
@@ -107,4 +107,4 @@ __all__ = [
     "sparse_allreduce_async",
     "synchronize",
 ]
-__all__ += interface.__all__
+__all__ += common_names.__all__

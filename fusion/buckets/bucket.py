@@ -104,8 +104,9 @@ class Bucket(ABC):
         self.failure, self.fatal = None, False
         try:
             self._compare(peers, sizes)
-            yield from self.with_memory(lambda: self._exchange(peers, list(sizes), recorder, epoch))
-            if not self.more:
+            start = partial(self._exchange, peers, list(sizes), recorder, epoch)
+            yield from self.with_memory(start)
+            if self._finishing and not self.more:
                 yield from self._finish(peers)
         except ExchangeFailed as error:
             self.failure = error
@@ -120,7 +121,8 @@ class Bucket(ABC):
         stats.buckets += 1
         stats.tensors += len(self.members)
         self._count()
-        self._make_up()
+        if self.members[0].contributors:  # else no other's are counted either
+            self._make_up()
         if self.unscaling is not None and not self.place.ordered:
             self.finite = self.unscaling.apply(self.members)
         self.abandon()
@@ -149,8 +151,9 @@ class Bucket(ABC):
         The others count on this rank: it is too late to give up the step. All that is allocated is
         allocated before the first collective, except over two levels, which are always alone.
         """
-        mark, steps = self._lease.mark(), start()
+        mark = self._lease.mark()
         try:
+            steps = start()
             wire = resume(steps)
         except MemoryError:
             self._lease.back_to(mark)
@@ -164,7 +167,8 @@ class Bucket(ABC):
             except Exception as error:
                 wire = resume(steps, error)
             else:
-                wire = resume(steps)
+                yield from steps
+                return
 
     def _count(self) -> None:
         for member in self.members:
@@ -185,8 +189,6 @@ class Bucket(ABC):
 
     def _finish(self, peers: Peers) -> Steps:
         """Let compressors see the combined results, once every rank has them."""
-        if not self._finishing:
-            return
         failure: Exception | None = None
         self.fatal = True
         try:
@@ -202,8 +204,6 @@ class Bucket(ABC):
 
     def _make_up(self) -> None:
         """Let means be of the contributors alone, behind what compressors remember of them."""
-        if not self.members[0].contributors:  # then no other's are counted either
-            return
         for member in self.members:
             factor, out = member.makeup, member.output
             if factor != 1.0:
@@ -353,8 +353,7 @@ class CompressedBucket(Bucket):
             exchange = compressed.AllgatherReduce(
                 comm, self.codec, self._encoded, sizes, allocate, plan, siblings
             )
-        working = partial(self._working, recorder)
-        yield from compressed.steps(exchange, working)
+        return compressed.steps(exchange, partial(self._working, recorder))
 
     def _working(self, recorder: Recorder, step: str, work: Callable[[], None]) -> None:
         start = time.perf_counter()

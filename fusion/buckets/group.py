@@ -160,7 +160,7 @@ class Group:
         ready = member.place.ready() if member.place.ordered else None
         with self._lock:
             self._told = False
-            if self._error is not None:
+            if (self._failures or self._broken) and self._error is not None:
                 return
             if name in self._submitted:
                 raise DuplicateName(f"{name!r} was submitted twice in one step of {self.name!r}")
@@ -190,12 +190,14 @@ class Group:
     def missing(self) -> list[str]:
         """Return the members not yet submitted in this step, in order of declaration."""
         with self._lock:
+            if len(self._submitted) == len(self.members):
+                return []
             return [name for name in self.members if name not in self._submitted]
 
     @property
     def ended(self) -> bool:
         """Whether the step at hand was reduced, or failed."""
-        return self._has_ended()
+        return self._unfinished == 0 or self._error is not None
 
     @property
     def in_step(self) -> bool:
@@ -247,7 +249,7 @@ class Group:
             turn = self.turn
             if self._error is None and self._unfinished:
                 self._abandoned(self, why)
-                self._ended.wait_for(lambda: self.turn != turn or self._has_ended())
+                self._ended.wait_for(lambda: self.turn != turn or self.ended)
             error = self._error if self.turn == turn else self._outcome
             if error is None:
                 raise RuntimeError(
@@ -390,7 +392,7 @@ class Group:
 
         Another thread, or a signal's handler, may collect it first; then the next step has begun.
         """
-        if not self._ended.wait_for(lambda: self.turn != turn or self._has_ended(), timeout):
+        if not self._ended.wait_for(lambda: self.turn != turn or self.ended, timeout):
             raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
         if self.turn != turn:
             return self._outcome, []
@@ -412,9 +414,6 @@ class Group:
         if self._scheduled or self._retunes:
             self._replan()  # which may raise
             self._unfinished = len(self.buckets)
-
-    def _has_ended(self) -> bool:
-        return self._unfinished == 0 or self._error is not None
 
 
 def _settle(marks: Sequence[Mark], error: Exception | None) -> None:

@@ -33,16 +33,13 @@ class BucketCodec:
     def __init__(self, members: Sequence[Member], parts: int) -> None:
         self.members = list(members)
         self._place = self.members[0].place
-        self._parts = parts
+        self.parts = parts  # 1, or the number of ranks
+        # The elements of each member that belong to each part.
+        self.ranges = [[member.shard(part, parts) for member in members] for part in range(parts)]
         self.fixed = all(member.compressor.traits().fixed_size for member in self.members)
         self._variable: list[Payload] = []
         self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
         self._views: dict[tuple[int, int], list[Payload]] = {}
-
-    @property
-    def parts(self) -> int:
-        """1, or the number of ranks."""
-        return self._parts
 
     def capacity(self, part: int) -> int:
         """Return the bytes of ``part``; for variable payloads, those of the step at hand."""
@@ -84,10 +81,10 @@ class BucketCodec:
         """Encode this rank's values of ``part``, residuals included."""
         if not self.fixed:
             return self._serialise(out)
-        for member, payload in zip(self.members, self._payloads(part, out), strict=True):
-            start, stop = member.shard(part, self._parts)
+        ranges, payloads = self.ranges[part], self._payloads(part, out)
+        for member, (start, stop), payload in zip(self.members, ranges, payloads, strict=True):
             if stop > start:
-                context = member.context(part, self._parts)
+                context = member.context(part, self.parts)
                 encode = member.compressor.encode_into
                 member.call(encode, member.values(start, stop), payload, context)
         return self.capacity(part)
@@ -96,8 +93,8 @@ class BucketCodec:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
         decoded = [self._payloads(part, payload) for payload in payloads]
         for i, member in enumerate(self.members):
-            total = self._sum(member, part, [payload[i] for payload in decoded])
-            start, stop = member.shard(part, self._parts)
+            total = self._sum(i, part, [payload[i] for payload in decoded])
+            start, stop = self.ranges[part][i]
             out, dtype = member.output[start:stop], member.output_dtype
             from_float32(total, out, dtype, member.workspace, member.postscale)
 
@@ -106,35 +103,33 @@ class BucketCodec:
         decoded = [self._payloads(part, payload) for payload in payloads]
         for i, member in enumerate(self.members):
             target = self._payloads(part, out)[i]
-            total = self._sum(member, part, [payload[i] for payload in decoded], fresh=True)
+            total = self._sum(i, part, [payload[i] for payload in decoded], fresh=True)
             if total.size:
                 if member.postscale != 1.0:
                     self._place.xp.multiply(total, np.float32(member.postscale), out=total)
-                context = member.context(part, self._parts, stage=2)
+                context = member.context(part, self.parts, stage=2)
                 member.call(member.compressor.encode_into, total, target, context)
         return self.capacity(part)
 
     def decode_into(self, part: int, payload: Array) -> None:
         """Overwrite the outputs of a shard."""
-        for member, encoded in zip(self.members, self._payloads(part, payload), strict=True):
-            start, stop = member.shard(part, self._parts)
+        ranges, payloads = self.ranges[part], self._payloads(part, payload)
+        for member, (start, stop), encoded in zip(self.members, ranges, payloads, strict=True):
             if stop == start:
                 continue
             out = member.output[start:stop]
             dtype = member.output_dtype
             direct = dtype == "float32"
             target = out if direct else member.workspace.array("decoded32", out.size)
-            context = member.context(part, self._parts, stage=2)
+            context = member.context(part, self.parts, stage=2)
             member.decode(member.compressor.decompress, encoded, target, context)
             from_float32(target, out, dtype, member.workspace)
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _sum(
-        self, member: Member, part: int, payloads: Sequence[Payload], fresh: bool = False
-    ) -> Array:
-        """Return the sum in float32: in the output where that is float32 and not fresh."""
-        start, stop = member.shard(part, self._parts)
+    def _sum(self, i: int, part: int, payloads: Sequence[Payload], fresh: bool = False) -> Array:
+        """Return member i's sum in float32: in the output where that is float32 and not fresh."""
+        member, (start, stop) = self.members[i], self.ranges[part][i]
         n = stop - start
         if member.output_dtype == "float32" and not fresh:
             total = member.output[start:stop]
@@ -143,15 +138,14 @@ class BucketCodec:
         if n == 0:
             return total
         compressor = member.compressor
-        context = member.context(part, self._parts)
+        context = member.context(part, self.parts)
         member.decode(compressor.sum_into, payloads, total, context)
         return total
 
     def _lay_out(self, part: int) -> list[int]:
         """Return where each member's payload begins, and the end of the last."""
         starts = [0]
-        for member in self.members:
-            start, stop = member.shard(part, self._parts)
+        for member, (start, stop) in zip(self.members, self.ranges[part], strict=True):
             layout = member.layout(stop - start) if stop > start else ()
             size = sum(padded(storage(p.dtype).itemsize * p.elements) for p in layout)
             starts.append(starts[-1] + size)
@@ -166,18 +160,19 @@ class BucketCodec:
         views = self._views.get(key)
         if views is None or buffer.size < self._slots[part][-1]:
             views = [
-                self._view(member, part, buffer, start)
-                for member, start in zip(self.members, self._slots[part], strict=False)
+                self._view(member, end - begin, buffer, start)
+                for member, (begin, end), start in zip(
+                    self.members, self.ranges[part], self._slots[part], strict=False
+                )
             ]
             if len(self._views) * max(len(self.members), 1) > _CACHED_VIEWS:
                 self._views.clear()
             self._views[key] = views
         return views
 
-    def _view(self, member: Member, part: int, buffer: Array, start: int) -> Payload:
-        begin, end = member.shard(part, self._parts)
+    def _view(self, member: Member, n: int, buffer: Array, start: int) -> Payload:
         payload: Payload = {}
-        for name, dtype, elements in member.layout(end - begin) if end > begin else ():
+        for name, dtype, elements in member.layout(n) if n else ():
             kind = storage(dtype)
             size = kind.itemsize * elements
             if start + size > buffer.size:

@@ -26,7 +26,6 @@ class DeviceCodec(BucketCodec):
     def __init__(self, members: Sequence[Member], parts: int) -> None:
         super().__init__(members, parts)
         self._launches = Launches.of(self.members)
-        self._bounds = [[m.shard(part, parts) for m in self.members] for part in range(parts)]
         self._encoded: list[Shard] = []
         self._decoded: list[Shard] = []
 
@@ -85,9 +84,9 @@ class DeviceCodec(BucketCodec):
         """Return what every member has of ``part``, with its payload in ``buffer``."""
         payloads = self._payloads(part, buffer)
         return [
-            Shard(member, start, stop, payload, member.context(part, self._parts, stage))
+            Shard(member, start, stop, payload, member.context(part, self.parts, stage))
             for member, (start, stop), payload in zip(
-                self.members, self._bounds[part], payloads, strict=True
+                self.members, self.ranges[part], payloads, strict=True
             )
         ]
 

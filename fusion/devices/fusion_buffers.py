@@ -42,10 +42,12 @@ class BufferPool:
 
         Raises MemoryError when there is no memory even without the buffers that lie unused.
         """
-        fitting = [b for b in self._free if nbytes <= b.size <= max(4 * nbytes, 1 << 16)]
-        if fitting:
-            buffer = min(fitting, key=lambda buffer: buffer.size)
-            self._free = [b for b in self._free if b is not buffer]
+        most, place = max(4 * nbytes, 1 << 16) + 1, -1
+        for i, free in enumerate(self._free):
+            if nbytes <= free.size < most:  # and less than the smallest that was found
+                most, place = free.size, i
+        if place >= 0:
+            buffer = self._free.pop(place)
             self._idle -= buffer.size
         else:
             buffer = self._allocate(_rounded(nbytes))

@@ -16,7 +16,7 @@ raised, outputs may have been written, or not, on each rank for itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -44,20 +44,20 @@ class Encoded:
 
     buffer: Array
     counts: list[int]
+    nbytes: int = field(init=False)  # of all parts together
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts together."""
-        return sum(self.counts)
+    def __post_init__(self) -> None:
+        self.nbytes = sum(self.counts)
 
 
 def encode(codec: Codec, allocate: Allocate = _allocate, room: int = SEAL) -> Encoded:
     """Encode every part, one behind the other and each with ``room`` bytes behind it."""
     codec.prepare()
-    buffer = allocate(sum(codec.capacity(part) + room for part in range(codec.parts)))
+    parts = range(codec.parts)
+    buffer = allocate(sum(map(codec.capacity, parts)) + room * len(parts))
     counts: list[int] = []
     start = 0
-    for part in range(codec.parts):
+    for part in parts:
         counts.append(codec.encode_into(part, buffer[start : buffer.size - room]) + room)
         start += counts[-1]
     return Encoded(buffer[:start], counts)
@@ -281,12 +281,8 @@ class _Inspector:
         self.sequence, self.plan = comm.exchanges, plan
         self._comm, self._later = comm, later
         self._finding = 0  # fault and rank in one integer; 0 while there is none
+        self.well = True  # whether nothing was found so far, on this rank
         self._error: Exception | None = None  # of this rank's codec
-
-    @property
-    def well(self) -> bool:
-        """Whether nothing was found so far, on this rank."""
-        return self._finding == 0
 
     def look(self, messages: Sequence[Array]) -> None:
         """Inspect every other rank's message."""
@@ -301,6 +297,7 @@ class _Inspector:
 
     def _note(self, fault: Fault, rank: int) -> None:
         self._finding = fault and fault + len(Fault) * rank
+        self.well = not self._finding
 
     def agree(self) -> None:
         """Raise ExchangeFailed, with one text everywhere, if any rank has found a fault."""

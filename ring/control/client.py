@@ -26,7 +26,7 @@ from ringlet.ring.control.in_process import usable
 from ringlet.ring.control.plane import ControlPlane
 from ringlet.ring.control.pulse import Pulse
 from ringlet.ring.errors import PeerLost, ProtocolError
-from ringlet.ring.wire.frames import OVERHEAD, Incoming, Outgoing
+from ringlet.ring.wire.framing import OVERHEAD, Incoming, Outgoing
 from ringlet.ring.wire.handshake import Keys, receive
 
 # One text, however its end shows: a reset or an end of the stream, in sending or in receiving.

@@ -5,43 +5,47 @@ nor once it has ended. Beats go to rank 0's heartbeat, and its beats to everybod
 for too long is told to all, and so is a rank whose process has ended, although a child of it may
 live and keep its connections open.
 
-This file is a program that imports little of the standard library and nothing else, so that it
-starts at once and takes little memory. It is given what ``Given`` says on a line of its standard
-input, and tells on its standard output, a line each, ``joined`` (on rank 0: all have),
-``silent R``, ``gone R`` (ranks) and ``bye`` (rank 0 has left). A word ``bye`` on its input, or the
-end of its rank, ends it.
+This file is a program that imports little of the standard library, and of Ringlet only how
+connections are proved and framed, so that it starts at once and takes little memory. It is given
+what ``Given`` says on a line of its standard input, and tells on its standard output, a line each,
+``joined`` (on rank 0: all have), ``silent R``, ``gone R`` (ranks) and ``bye`` (rank 0 has left). A
+word ``bye`` on its input, or the end of its rank, ends it.
 
-Both ends of a connection prove that they know the job's secret; every message carries a MAC.
+Both ends of a connection prove that they know the heartbeats' key, and what follows is framed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import select
 import signal
 import socket
 import struct
+import sys
 import time
 from abc import ABC, abstractmethod
+from types import ModuleType
 
-MAGIC = b"RINGBEAT"
-NONCE = 32
-PROOF = 32
-HELLO = struct.Struct(f"<II{NONCE}s{PROOF}s")  # rank, size, nonce, proof
-RECORD = struct.Struct("<BI16s")  # kind, rank, MAC
+if __name__ == "__main__":
+    # Of these packages only modules are needed, not what they import themselves (NumPy, and more).
+    for _name in ("ringlet", "ringlet.ring"):
+        sys.modules[_name] = ModuleType(_name)
+    sys.modules["ringlet.ring"].__path__ = [
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    ]
+
+from ringlet.ring.errors import ProtocolError
+from ringlet.ring.wire.framing import Incoming, Outgoing
+from ringlet.ring.wire.handshake import CLAIM, Claim, Keys, Listening, connect_as
+
 BEAT, GONE, SILENT, BYE = range(4)
+RANK = struct.Struct("<I")  # all that a frame holds
 HANDSHAKE = 5.0  # seconds a stranger has to prove that it belongs to the job
 PENDING = 64  # strangers at a time; the oldest makes room
 LONGEST = 1.0  # seconds between two beats
 LATE = 1.5  # seconds that ranks have to find out that rank 0 has left before they came
 AGAIN = 0.1  # seconds between two attempts to connect
-
-
-def proof(secret: bytes, side: bytes, *facts: bytes) -> bytes:
-    """Return what only an end that knows ``secret`` can say about these facts."""
-    return hmac.digest(secret, b"ringlet heartbeat " + side + b"".join(facts), "sha256")
 
 
 def state_of(pid: int) -> str:
@@ -70,45 +74,34 @@ class Given:
 
 
 class Link:
-    """One connection, once both ends have proved who they are."""
+    """One connection, once both ends have proved who they are and so have ``keys``."""
 
-    def __init__(self, sock: socket.socket, secret: bytes, facts: bytes, hub: bool) -> None:
+    def __init__(self, sock: socket.socket, keys: Keys) -> None:
         self.sock = sock
         self.heard = time.monotonic()
-        ours, theirs = (b"hub", b"rank") if hub else (b"rank", b"hub")
-        self._sends, self._receives = (proof(secret, b"key " + s, facts) for s in (ours, theirs))
-        self._sent = self._received = 0
-        self._data = b""
+        self._outgoing = Outgoing(keys.sending)
+        self._incoming = Incoming(keys.receiving, range(4), RANK.size)
+        self._unsent = b""
 
     def send(self, kind: int, rank: int) -> None:
-        """Send a record, if there is room: who does not read for so long is silent anyway."""
+        """Send a record; a beat only if there is room: who does not read is silent anyway."""
+        if kind != BEAT or not self._unsent:
+            self._unsent += self._outgoing.frame(kind, RANK.pack(rank))
         with contextlib.suppress(OSError):
-            head = struct.pack("<BIQ", kind, rank, self._sent)
-            mac = hmac.digest(self._sends, head, "sha256")[:16]
-            if self.sock.send(RECORD.pack(kind, rank, mac)) == RECORD.size:
-                self._sent += 1
-                return
-            self.sock.shutdown(socket.SHUT_RDWR)  # a torn record: the rest would make no sense
+            self._unsent = self._unsent[self.sock.send(self._unsent) :]
 
     def receive(self) -> tuple[list[tuple[int, int]], bool]:
         """Return the records that have come, and whether more can come."""
-        records: list[tuple[int, int]] = []
         try:
             data = self.sock.recv(1 << 14)
+            frames = self._incoming.feed(data)
+            records = [(kind, *RANK.unpack(body)) for kind, body in frames]
         except BlockingIOError:
             return [], True
-        except OSError:
+        except (OSError, ProtocolError, struct.error):
             return [], False
-        self._data += data
-        while len(self._data) >= RECORD.size:
-            kind, rank, mac = RECORD.unpack(self._data[: RECORD.size])
-            self._data = self._data[RECORD.size :]
-            head = struct.pack("<BIQ", kind, rank, self._received)
-            if not hmac.compare_digest(mac, hmac.digest(self._receives, head, "sha256")[:16]):
-                return records, False
-            self._received += 1
+        if records:
             self.heard = time.monotonic()
-            records.append((kind, rank))
         return records, bool(data)
 
 
@@ -117,8 +110,8 @@ class Stranger:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.nonce = os.urandom(NONCE)
-        self.data = b""
+        self.handshake = Listening()
+        self.claim = b""
         self.deadline = time.monotonic() + HANDSHAKE
 
 
@@ -273,7 +266,7 @@ class Hub(Heartbeat):
         stranger = self.strangers[sock.fileno()] = Stranger(sock)
         self.poll.register(sock, select.POLLIN)
         with contextlib.suppress(OSError):
-            sock.send(MAGIC + stranger.nonce)
+            sock.send(stranger.handshake.greeting)
 
     def send_away(self, stranger: Stranger) -> None:
         """Drop a stranger."""
@@ -284,26 +277,26 @@ class Hub(Heartbeat):
     def greet(self, stranger: Stranger) -> None:
         """Read what a stranger says of itself."""
         try:
-            data = stranger.sock.recv(HELLO.size - len(stranger.data))
+            data = stranger.sock.recv(CLAIM - len(stranger.claim))
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        stranger.data += data
+        stranger.claim += data
         if not data:
             self.send_away(stranger)
-        elif len(stranger.data) == HELLO.size:
-            rank, size, _, said = HELLO.unpack(stranger.data)
-            facts = stranger.nonce + stranger.data[: 8 + NONCE]
-            genuine = hmac.compare_digest(said, proof(self.secret, b"rank", facts))
-            if not genuine or size != self.size or not 0 < rank < size or rank in self.arrived:
+        elif len(stranger.claim) == CLAIM:
+            try:
+                who, welcome, keys = stranger.handshake.answer(stranger.claim, self.secret_of)
+            except ProtocolError:
                 self.send_away(stranger)
                 return
+            rank = who.rank
             self.strangers.pop(stranger.sock.fileno())
             self.poll.unregister(stranger.sock)
             with contextlib.suppress(OSError):
-                stranger.sock.send(proof(self.secret, b"hub", facts))
-            self.join(rank, Link(stranger.sock, self.secret, facts, hub=True))
+                stranger.sock.send(welcome)
+            self.join(rank, Link(stranger.sock, keys))
             self.arrived.add(rank)
             if self.last_word is not None:
                 self.links[rank].send(self.last_word, self.rank)
@@ -313,6 +306,11 @@ class Hub(Heartbeat):
                 self.tell("joined")
                 for other in list(self.strangers.values()):
                     self.send_away(other)
+
+    def secret_of(self, who: Claim) -> bytes | None:
+        """Return the key that such a rank has to know; None where none is expected."""
+        expected = who.size == self.size and 0 < who.rank < who.size
+        return self.secret if expected and who.rank not in self.arrived else None
 
 
 class Spoke(Heartbeat):
@@ -336,32 +334,17 @@ class Spoke(Heartbeat):
 
     def connect(self) -> Link | None:
         """Return the link to rank 0's heartbeat; None where there is none yet."""
-        with contextlib.suppress(OSError, ValueError):
-            try:
-                sock = socket.create_connection(self.where, timeout=HANDSHAKE)
-            except ConnectionRefusedError:
-                self.too_late = True  # rank 0's listened before anybody was told where
-                raise
-            greeting = self.read(sock, len(MAGIC) + NONCE)
-            if greeting.startswith(MAGIC):
-                head = struct.pack("<II", self.rank, self.size) + os.urandom(NONCE)
-                facts = greeting[len(MAGIC) :] + head
-                sock.sendall(head + proof(self.secret, b"rank", facts))
-                said = self.read(sock, PROOF)
-                if hmac.compare_digest(said, proof(self.secret, b"hub", facts)):
-                    return Link(sock, self.secret, facts, hub=False)
-            sock.close()
+        sock: socket.socket | None = None
+        try:
+            sock = socket.create_connection(self.where, timeout=HANDSHAKE)
+            who = Claim(0, self.rank, self.size)
+            return Link(sock, connect_as(sock, self.secret, who, time.monotonic() + HANDSHAKE))
+        except ConnectionRefusedError:
+            self.too_late = True  # rank 0's listened before anybody was told where
+        except (OSError, ProtocolError):
+            if sock is not None:
+                sock.close()
         return None
-
-    def read(self, sock: socket.socket, nbytes: int) -> bytes:
-        """Return exactly that many bytes; ValueError where the connection ends before."""
-        data = b""
-        while len(data) < nbytes:
-            piece = sock.recv(nbytes - len(data))
-            if not piece:
-                raise ValueError("it ended")
-            data += piece
-        return data
 
     def serve(self, ready: set[int]) -> bool:
         """Listen to rank 0; return whether there is a reason to go on."""

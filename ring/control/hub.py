@@ -32,7 +32,7 @@ from ringlet.ring.control.in_process import Coordinator, Inbox, usable
 from ringlet.ring.control.plane import ControlPlane, Handler
 from ringlet.ring.control.pulse import Pulse
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
-from ringlet.ring.wire.frames import Incoming, Outgoing
+from ringlet.ring.wire.framing import Incoming, Outgoing
 from ringlet.ring.wire.handshake import CLAIM, REFUSED, Claim, Keys, Listening
 
 BACKLOG = 256 << 20  # bytes that may wait for a slow reader before it counts as lost

@@ -7,9 +7,12 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from ringlet.ring.control.plane import ControlPlane, Handler
 from ringlet.ring.errors import PeerLost, RingError, again
+
+Said = TypeVar("Said", bytes, str)  # what a handler is told: a message, or why a rank is lost
 
 
 class Inbox:
@@ -44,18 +47,16 @@ class Inbox:
         messages: list[bytes] = []
         with suppress(Empty):
             wait = self._error is None  # whose own entry in the queue may have been taken before
-            self._add(messages, self._queue.get(wait, None if timeout is None else max(0, timeout)))
+            entry = self._queue.get(wait, None if timeout is None else max(0, timeout))
             while True:
-                self._add(messages, self._queue.get_nowait())
+                if entry is None:  # what asks to be woken from here on, this call's return answers
+                    self._woken = False
+                else:
+                    messages += entry
+                entry = self._queue.get_nowait()
         if not messages and self._error is not None:
             raise again(self._error)
         return messages
-
-    def _add(self, messages: list[bytes], entry: list[bytes] | None) -> None:
-        if entry is None:
-            self._woken = False  # what asks to be woken from here on, this call's return answers
-        else:
-            messages += entry
 
 
 class Coordinator:
@@ -80,25 +81,27 @@ class Coordinator:
 
     def message(self, rank: int, message: bytes) -> None:
         """Give the handler a message; messages of ranks that have gone are dropped."""
-        self._call(rank, lambda: self._handler.on_message(rank, message), leaves=False)
+        self._call(rank, self._handler.on_message, message, leaves=False)
 
     def lost(self, rank: int, why: str | None = None) -> None:
         """Tell the handler that ``rank`` went away, unless it had said goodbye."""
-        self._call(rank, lambda: self._handler.on_lost(rank, why or ""), leaves=True)
+        self._call(rank, self._handler.on_lost, why or "", leaves=True)
 
     def goodbye(self, rank: int) -> None:
         """Expect nothing more of ``rank``."""
         with self.lock:
             self._gone.add(rank)
 
-    def _call(self, rank: int, function: Callable[[], list[bytes]], leaves: bool) -> None:
+    def _call(
+        self, rank: int, function: Callable[[int, Said], list[bytes]], said: Said, leaves: bool
+    ) -> None:
         with self.lock:
             if rank in self._gone or self._crashed:
                 return
             if leaves:
                 self._gone.add(rank)
             try:
-                messages = function()
+                messages = function(rank, said)
                 if messages:
                     self._deliver(messages)
             except Exception as error:

@@ -21,8 +21,9 @@ from ringlet.ring.control.pulse import Pulse, seconds_from, start
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
 from ringlet.ring.interrupt import interrupter
 from ringlet.ring.transports.local import LocalCommunicator
+from ringlet.ring.wire.framing import derive
 from ringlet.ring.wire.handshake import Claim, connect_as
-from ringlet.ring.wire.keys import agreed_key, derive
+from ringlet.ring.wire.keys import agreed_key
 
 TIMEOUT = 60.0  # seconds until all ranks must have joined
 _RANK = 0  # the one role that there is

@@ -22,6 +22,7 @@ from pathlib import Path
 from ringlet.ring.control.frame_kinds import live
 from ringlet.ring.errors import LOST_PEER, PeerLost
 from ringlet.ring.variables import read_number
+from ringlet.ring.wire.framing import derive
 
 log = logging.getLogger("ringlet")
 
@@ -54,9 +55,11 @@ def start(
     """Start the heartbeat of rank ``rank``; None, with a warning, where that is not possible.
 
     ``door`` is where rank 0's heartbeat listens: on rank 0 the number of a descriptor, elsewhere an
-    address and a port, which it has to be found at within ``timeout`` seconds.
+    address and a port, which it has to be found at within ``timeout`` seconds. ``secret`` is the
+    control plane's.
     """
-    words = (rank, size, os.getpid(), seconds, secret.hex(), timeout, *door)
+    key = derive(secret, "heartbeat")
+    words = (rank, size, os.getpid(), seconds, key.hex(), timeout, *door)
     try:
         # -I and -S: nothing of the user's is imported, and nothing that takes time.
         process = subprocess.Popen(

@@ -14,7 +14,7 @@ from ringlet.ring.launch.horovod import translated
 from ringlet.ring.launch.job import Job
 from ringlet.ring.launch.signed_pickle import error_name, pickler, result_name
 from ringlet.ring.transports.local import run_local
-from ringlet.ring.wire.sealed import unseal
+from ringlet.ring.wire.framing import unseal
 
 R = TypeVar("R")
 

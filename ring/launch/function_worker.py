@@ -14,9 +14,9 @@ import traceback
 from ringlet.ring.errors import LOST_PEER, PeerLost
 from ringlet.ring.launch.signed_pickle import error_name, parcel_key, pickler, result_name
 from ringlet.ring.rendezvous.exit_hooks import say_farewell
+from ringlet.ring.wire.framing import seal, unseal
 from ringlet.ring.wire.keys import STORE_KEY
 from ringlet.ring.wire.kv_client import Client, client
-from ringlet.ring.wire.sealed import seal, unseal
 
 
 def main(store: Client, key: bytes, rank: int) -> int:

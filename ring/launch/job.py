@@ -19,10 +19,10 @@ from ringlet.ring.launch.signed_pickle import parcel_key
 from ringlet.ring.launch.termination import Termination
 from ringlet.ring.processes.output import HIGH, Printer
 from ringlet.ring.processes.signals import Signals
+from ringlet.ring.wire.framing import seal
 from ringlet.ring.wire.kv_store import KvStore
 from ringlet.ring.wire.launch_link import store_key
 from ringlet.ring.wire.listener import Listener
-from ringlet.ring.wire.sealed import seal
 
 GRACE = 5.0  # seconds between asking the ranks to end and killing them
 

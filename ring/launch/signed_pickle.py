@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from types import ModuleType
 
-from ringlet.ring.wire.keys import derive
+from ringlet.ring.wire.framing import derive
 
 
 def pickler() -> ModuleType:

@@ -2,7 +2,7 @@
 
 gloo takes whoever connects first and says a small number for the rank that it waits for. So before
 anything else travels, ranks challenge each other on each connection: both ends prove that they know
-the job's key, by HMACs over the name of the group, both ranks and a fresh number of either. A proof
+the job's key, together with the name of the group, both ranks and a fresh number of either. A proof
 holds for one direction of one connection of one group, so it is of no use anywhere else.
 
 Where ranks meet (the store) they tell each other how it went, so that a rank whose place was taken,
@@ -11,7 +11,6 @@ and who therefore waits for an answer that will never come, learns of it, and al
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import socket
 import threading
@@ -25,7 +24,8 @@ import numpy as np
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import LaunchError, PeerLost, ProtocolError, RingError
-from ringlet.ring.wire.keys import SECRET, derive
+from ringlet.ring.wire.framing import derive, genuine
+from ringlet.ring.wire.keys import SECRET
 
 PATIENCE = 60.0  # seconds for the proofs, once all ranks are connected
 LOOK = 0.05  # seconds between two looks at what the others say
@@ -109,7 +109,7 @@ def prove(comm: Communicator, key: bytes, name: bytes) -> list[int]:
 
     def proof(source: int, to: int) -> bytes:
         facts = b"%d %d %d " % (size, source, to) + name + nonces[source] + nonces[to]
-        return hmac.digest(own, facts, "sha256")
+        return derive(own, "proof", facts)
 
     sent = np.frombuffer(b"".join(proof(rank, to) for to in range(size)), np.uint8)
     came: Array = np.zeros(sent.size, np.uint8)
@@ -119,7 +119,7 @@ def prove(comm: Communicator, key: bytes, name: bytes) -> list[int]:
         source
         for source in range(size)
         if source != rank
-        and not hmac.compare_digest(
+        and not genuine(
             came[source * length : (source + 1) * length].tobytes(), proof(source, rank)
         )
     ]

@@ -1,24 +1,25 @@
 """How the ends of a connection prove to each other that they know a secret, before anything else.
 
 The one that listens greets with a fresh number. The one that connects says who it is, with a number
-of its own and an HMAC-SHA256 over all of that; the answer is an HMAC over the same. Neither tells
+of its own and a proof over all of that; the answer is a proof over the same. Neither tells
 anything of the secret, and neither is of any use on another connection. From both numbers come two
-keys, one for each direction, for the frames that follow.
+keys, one for each direction, for the frames that follow. This module and those that it imports take
+little of the standard library: heartbeats are made of them.
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
+import os
 import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringlet.ring.errors import ProtocolError
+from ringlet.ring.wire.framing import derive, genuine
 
-MAGIC = b"RINGLET2"
+MAGIC = b"RINGLET3"
 NONCE = 32
 _FACTS = struct.Struct("<BII")  # role, rank, size
 _PROOF = 32
@@ -26,18 +27,18 @@ GREETING = len(MAGIC) + NONCE  # bytes of what the listening end says first
 CLAIM = _FACTS.size + NONCE + _PROOF  # bytes of what the connecting end says to that
 WELCOME = _PROOF  # bytes of the answer
 REFUSED = bytes(WELCOME)  # the answer to a claim that is not believed
+_CONNECTS, _LISTENS = "proof of who connects", "proof of who listens"
+_OUT, _IN = "frames to who connects", "frames to who listens"
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(NamedTuple):
     """The keys of one connection, as one end uses them."""
 
     sending: bytes
     receiving: bytes
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """Who has connected, as it says: in which role, as which rank, of how many."""
 
     role: int
@@ -53,7 +54,7 @@ class Listening:
     """The end that listens, for one connection: send ``greeting``, then ``answer`` the claim."""
 
     def __init__(self) -> None:
-        self._nonce = secrets.token_bytes(NONCE)
+        self._nonce = os.urandom(NONCE)
         self.greeting = MAGIC + self._nonce
 
     def answer(
@@ -68,10 +69,10 @@ class Listening:
         who = Claim(*_FACTS.unpack_from(facts))
         secret = secret_of(who)
         said = self._nonce + facts
-        if secret is None or not hmac.compare_digest(proof, _proof(secret, b"connects", said)):
+        if secret is None or not genuine(proof, derive(secret, _CONNECTS, said)):
             raise ProtocolError("whoever connected does not know this job's secret")
-        keys = Keys(_key(secret, b"to connecting", said), _key(secret, b"to listening", said))
-        return who, _proof(secret, b"listens", said), keys
+        keys = Keys(derive(secret, _OUT, said), derive(secret, _IN, said))
+        return who, derive(secret, _LISTENS, said), keys
 
 
 def claim_from(greeting: bytes, secret: bytes, who: Claim) -> tuple[bytes, bytes, Keys]:
@@ -81,10 +82,10 @@ def claim_from(greeting: bytes, secret: bytes, who: Claim) -> tuple[bytes, bytes
     """
     if len(greeting) != GREETING or not greeting.startswith(MAGIC):
         raise Unwelcome("what listens there is not Ringlet, or not of this version")
-    facts = _FACTS.pack(who.role, who.rank, who.size) + secrets.token_bytes(NONCE)
+    facts = _FACTS.pack(who.role, who.rank, who.size) + os.urandom(NONCE)
     said = greeting[len(MAGIC) :] + facts
-    keys = Keys(_key(secret, b"to listening", said), _key(secret, b"to connecting", said))
-    return facts + _proof(secret, b"connects", said), _proof(secret, b"listens", said), keys
+    keys = Keys(derive(secret, _IN, said), derive(secret, _OUT, said))
+    return facts + derive(secret, _CONNECTS, said), derive(secret, _LISTENS, said), keys
 
 
 def connect_as(sock: socket.socket, secret: bytes, who: Claim, limit: float) -> Keys:
@@ -96,7 +97,7 @@ def connect_as(sock: socket.socket, secret: bytes, who: Claim, limit: float) -> 
     claim, expected, keys = claim_from(receive(sock, GREETING, limit), secret, who)
     sock.sendall(claim)
     answer = receive(sock, WELCOME, limit)
-    if not hmac.compare_digest(answer, expected):
+    if not genuine(answer, expected):
         if answer == REFUSED:
             raise Unwelcome("it does not take this process for one of the job's")
         raise Unwelcome("whoever answers there does not know this job's secret")
@@ -116,11 +117,3 @@ def receive(sock: socket.socket, nbytes: int, limit: float) -> bytes:
             raise ConnectionResetError("the other end closed the connection")
         data += piece
     return data
-
-
-def _proof(secret: bytes, side: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, b"ringlet " + side + b" " + said, "sha256")
-
-
-def _key(secret: bytes, direction: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, b"ringlet frames " + direction + b" " + said, "sha256")

@@ -1,17 +1,18 @@
-"""The key that all ranks of a job share, and the keys made of it, one for each purpose.
+"""The key that all ranks of a job share, and what ranks agree on of it.
 
-The launcher delivers it, or the user does. It never travels itself, nor does any key made of it.
+The launcher delivers it, or the user does. It never travels itself, nor does any key made of it
+(``ringlet.ring.wire.framing.derive``).
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import secrets
 from collections.abc import Mapping
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.wire.framing import derive
 
 # The launcher gives it to each rank's program: the key to the job's store.
 STORE_KEY = "RINGLET_STORE_KEY"
@@ -22,11 +23,6 @@ SECRET = "RINGLET_SECRET"
 SHORTEST = 16  # characters of RINGLET_SECRET
 
 _PRINT = 16  # bytes that tell whether two keys are the same
-
-
-def derive(key: bytes, purpose: str) -> bytes:
-    """Return the key for ``purpose``; it tells nothing of ``key`` or of the keys for others."""
-    return hmac.digest(key, b"ringlet key " + purpose.encode(), "sha256")
 
 
 def job_key(env: Mapping[str, str]) -> bytes | None:
@@ -59,7 +55,7 @@ def agreed_key(comm: Communicator, purpose: str, env: Mapping[str, str]) -> byte
     """
     given = job_key(env)
     own = b"" if given is None else derive(given, purpose)
-    mark = own and hmac.digest(own, b"fingerprint", "sha256")[:_PRINT]
+    mark = own and derive(own, "fingerprint")[:_PRINT]
     marks = comm.allgather_bytes(mark)
     if not any(marks):
         return comm.broadcast_bytes(secrets.token_bytes(32))

@@ -13,9 +13,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from ringlet.ring.wire.frames import Incoming, Outgoing
+from ringlet.ring.wire.framing import Incoming, Outgoing, derive
 from ringlet.ring.wire.handshake import Keys
-from ringlet.ring.wire.keys import derive
 
 LARGE = 16 << 20  # bytes of a frame: a command with its whole environment
 CHUNK = 1 << 16  # bytes of output that travel in one frame

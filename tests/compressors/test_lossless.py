@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import BF16, Context, Lossless, PayloadError, parse
-from ringlet.compressors.core.pool import MIN_ELEMENTS
+from ringlet.compressors.core.threads import MIN_ELEMENTS
 
 plain = types.ModuleType("plain")
 plain.__dict__.update(np.__dict__)

@@ -20,7 +20,7 @@ from ringlet.compressors import (
     parse,
 )
 from ringlet.compressors.base.contract import storage
-from ringlet.compressors.core.pool import MIN_ELEMENTS
+from ringlet.compressors.core.threads import MIN_ELEMENTS
 from ringlet.compressors.testing import simulate
 
 plain = types.ModuleType("plain")

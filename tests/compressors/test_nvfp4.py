@@ -8,11 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.compressors import Compressor, parse
+from ringlet.compressors import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from vectors import context, every_float, finite, moderate, payload_for, plain, vectors
+from vectors import (
+    agrees_with_array_code,
+    context,
+    every_float,
+    finite,
+    moderate,
+    payload_for,
+    plain,
+    vectors,
+)
 
 SPECS = ["nvfp4", "nvfp4(stochastic=True)"]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -80,25 +89,7 @@ def test_unit_scales_and_codes_are_those_of_the_definition(x):
 @given(x=vectors(every_float), seed=st.integers(0, 99))
 @settings(max_examples=60)
 def test_kernels_agree_with_array_code_bit_for_bit(spec, x, seed):
-    compressor, n = parse(spec), x.size
-    reference = compressor.compress(x, context(n, seed=seed))
-    fast = encoded(spec, x, seed=seed)
-    assert all(np.array_equal(reference[name], fast[name]) for name in fast)
-    outs = np.zeros((2, n), np.float32)
-    compressor.decompress(reference, outs[0], context(n))
-    compressor.decompress(reference, outs[1], context(n, xp=plain))
-    np.testing.assert_array_equal(outs[0], outs[1])
-    with np.errstate(all="ignore"):
-        total = np.ones(n, np.float32)
-        compressor.accumulate(reference, total, context(n))
-        np.testing.assert_array_equal(total, np.float32(1) + outs[0])
-        held = np.random.default_rng(seed).standard_normal((1, n)).astype(np.float32).repeat(2, 0)
-        compressor.feedback_into(x, held[0], 0.75, fast, context(n, seed=seed))
-        again = context(n, seed=seed)
-        Compressor.feedback_into(compressor, x, held[1], 0.75, reference, again)
-    assert all(np.array_equal(reference[name], fast[name]) for name in fast)
-    assert held[0].tobytes() == held[1].tobytes()
-    assert np.isfinite(held).all()
+    agrees_with_array_code(parse(spec), x, seed)
 
 
 def test_all_codes_and_scales_decode_to_their_definition():

@@ -18,7 +18,7 @@ from ringlet.compressors.kernels.cuda.common import bucketed, elementwise
 from ringlet.compressors.kernels.cuda.common.operands import Operands
 from ringlet.compressors.kernels.cuda.lowrank import factors as cuda_factors
 from ringlet.compressors.kernels.cuda.lowrank import products as cuda_products
-from ringlet.compressors.kernels.cuda.modifiers import hadamard, memory
+from ringlet.compressors.kernels.cuda.modifiers import hadamard, state_updates
 from ringlet.compressors.kernels.cuda.quantizers import shared_int as cuda_shared
 from ringlet.compressors.kernels.cuda.sparsifiers import randomk
 from ringlet.compressors.kernels.cuda.sparsifiers import topk as cuda_select
@@ -280,10 +280,10 @@ def test_launches_look_at_lengths():
         lambda: elementwise.run(device, "add", x, a=x, b=short),
         lambda: elementwise.run(device, "keep_combined", x, a=x, b=x, c=short),
         lambda: elementwise.run(device, "scatter", x, a=x, indices=indices),
-        lambda: memory.run(device, "differ", [Operands(x, other=short, out=x)]),
-        lambda: memory.run(device, "commit", [Operands(x, kept=x, other=short, out=x)]),
-        lambda: memory.run(device, "advance", [Operands(x, kept=x, out=x, bound=x)]),
-        lambda: memory.run(device, "settle", [Operands(x, kept=short, other=x)]),
+        lambda: state_updates.run(device, "differ", [Operands(x, other=short, out=x)]),
+        lambda: state_updates.run(device, "commit", [Operands(x, kept=x, other=short, out=x)]),
+        lambda: state_updates.run(device, "advance", [Operands(x, kept=x, out=x, bound=x)]),
+        lambda: state_updates.run(device, "settle", [Operands(x, kept=short, other=x)]),
         lambda: codec.encode(device, [bucketed.Target(x, 64, part, short)]),
         lambda: codec.encode(device, [bucketed.Target(short, 64, part)]),
         lambda: hadamard.run(device, "rotate", x, short, 64, 1, 0),

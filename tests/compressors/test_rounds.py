@@ -17,7 +17,7 @@ from ringlet.compressors import (
     Workspace,
     parse,
 )
-from ringlet.compressors.core import pool
+from ringlet.compressors.core.threads import limited
 from ringlet.compressors.lowrank.factors import orthonormal, orthonormal_reference
 from ringlet.compressors.quantizers.shared_int import TernGradShared
 
@@ -321,7 +321,7 @@ def test_threads_change_nothing(spec):
     results = []
     for threads in (1, 3):
         states = [{}]
-        with pool.limited(threads):
+        with limited(threads):
             for step in range(2):
                 outs, _ = exchange(parse(spec), [normal(step, 301, 3001)], states, step)
         results += outs

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import PayloadError, parse
-from ringlet.compressors.core.pool import limited
+from ringlet.compressors.core.threads import limited
 from ringlet.compressors.kernels.cpu.sparsifiers import topk
 from ringlet.compressors.sparsifiers.randomk import first_places
 from ringlet.compressors.sparsifiers.topk import largest_into

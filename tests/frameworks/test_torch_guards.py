@@ -12,8 +12,8 @@ from torch import nn
 import ringlet
 import ringlet.torch as hvd
 from ringlet.ring.errors import Mismatch, PeerLost
-from ringlet.torch.ops.replicas import Comparison
-from ringlet.torch.ops.replicas import _sum_of_bits as sum_of_bits
+from ringlet.torch.ops.replica_check import Comparison
+from ringlet.torch.ops.replica_check import _sum_of_bits as sum_of_bits
 
 pytestmark = pytest.mark.preloaded("torch")
 

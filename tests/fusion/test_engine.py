@@ -377,7 +377,7 @@ def test_a_failure_that_comes_before_the_last_step_was_collected_is_the_next_ste
         group.submit("w", x.copy())
         if engine.rank == 2:
             with group._ended:  # done, but not collected
-                assert group._ended.wait_for(group._has_ended, 60)
+                assert group._ended.wait_for(lambda: group.ended, 60)
             assert failed.wait(60)
             # The verdict on the next step has passed this engine when a later request is through.
             engine.submit(Request("passed"), np.zeros(1, np.float32)).wait(60)

@@ -13,7 +13,7 @@ from ringlet.compressors import CompressorError, parse
 from ringlet.compressors.kernels.cuda.common import elementwise, norms, scatter
 from ringlet.compressors.kernels.cuda.dense import lossless
 from ringlet.compressors.kernels.cuda.lowrank import factors, products
-from ringlet.compressors.kernels.cuda.modifiers import hadamard, memory
+from ringlet.compressors.kernels.cuda.modifiers import hadamard, state_updates
 from ringlet.compressors.kernels.cuda.quantizers import shared_int
 from ringlet.compressors.kernels.cuda.runtime.compile import binary
 from ringlet.compressors.kernels.cuda.runtime.source import OPTIONS, Program
@@ -51,7 +51,7 @@ def programs():
     for store in STORES.values():
         found += [store.cuda().program(kernel) for kernel in ("encode", "decode")]
     found += [randomk.PROGRAM, hadamard.program(1024), hadamard.program(8192)]
-    found += [of.program(kind) for kind in (0, 1) for of in (memory, norms)]
+    found += [of.program(kind) for kind in (0, 1) for of in (state_updates, norms)]
     found += [lossless.program(0, True), lossless.program(1, False, True)]
     found += [factors.ORTHONORMAL, products.PRODUCT]
     found += [shared_int.program(8, 512, True), shared_int.program(32, 100, False)]

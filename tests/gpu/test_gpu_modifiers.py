@@ -6,7 +6,7 @@ from steps import MODIFIED, steps, to_host
 
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.base.contract import empty_payload
-from ringlet.compressors.base.exercise import rehearse
+from ringlet.compressors.base.precompile import rehearse
 
 pytestmark = pytest.mark.gpu
 RNG = np.random.default_rng(6)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, parse
-from ringlet.compressors.base.exercise import rehearse
+from ringlet.compressors.base.precompile import rehearse
 from ringlet.compressors.kernels.cuda.common import elementwise
 from ringlet.compressors.kernels.cuda.lowrank import factors, products
 from ringlet.compressors.kernels.cuda.lowrank.factors import Rows

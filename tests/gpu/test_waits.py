@@ -6,7 +6,7 @@ from remote import Remote, Waits, module
 
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.base.contract import encoded
-from ringlet.compressors.base.exercise import exercise_many, rehearse
+from ringlet.compressors.base.precompile import precompile_many, rehearse
 from ringlet.compressors.kernels.cuda.runtime import device as devices
 from ringlet.compressors.specs import registry
 
@@ -78,7 +78,7 @@ def use(spec, xp, steps=2):
         now.sum_into([payload, payload], out, ctx)
         now.finish(out, ctx)
         if traits.fixed_size:
-            exercise_many(now, encoded(now, x[:64], ctx), ctx)
+            precompile_many(now, encoded(now, x[:64], ctx), ctx)
         if traits.stateful:
             continue
         if traits.fixed_size:

@@ -24,7 +24,7 @@ from ringlet.ring.control.hub import TcpHub
 from ringlet.ring.control.in_process import Inbox, LocalControl
 from ringlet.ring.control.opening import join, open_control
 from ringlet.ring.transports.local import LocalWorld, run_local
-from ringlet.ring.wire.frames import Incoming, Outgoing
+from ringlet.ring.wire.framing import Incoming, Outgoing
 from ringlet.ring.wire.handshake import GREETING, MAGIC, REFUSED, Claim, Keys, Unwelcome, connect_as
 
 WORKER = Path(__file__).with_name("worker_control.py")

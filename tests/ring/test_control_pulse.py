@@ -20,8 +20,10 @@ import pytest
 
 from ringlet.ring.addresses import listen
 from ringlet.ring.communicator import Communicator
+from ringlet.ring.control import heartbeat
 from ringlet.ring.control import pulse as control_pulse
 from ringlet.ring.control.client import TcpControl
+from ringlet.ring.control.heartbeat import RANK
 from ringlet.ring.control.hub import TcpHub
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.control.pulse import seconds_from
@@ -30,6 +32,8 @@ from ringlet.ring.interrupt import watched
 from ringlet.ring.launch import start
 from ringlet.ring.processes.processes import children_of
 from ringlet.ring.transports.local import run_local
+from ringlet.ring.wire.framing import OVERHEAD
+from ringlet.ring.wire.handshake import CLAIM, GREETING, WELCOME
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -232,6 +236,31 @@ def test_strangers_are_sent_away_and_the_job_goes_on(beats: Start) -> None:
         os.kill(rank.process.pid, signal.SIGSTOP)
         assert hub.hear() == "silent 1"
     listener.close()
+
+
+@pytest.mark.parametrize("how", ["changed", "repeated", "reflected"])
+def test_a_relay_cannot_change_repeat_or_reflect_beats(how: str) -> None:
+    """Else a rank would count as alive, or as lost, on a stranger's word."""
+    record = OVERHEAD + RANK.size
+    with ExitStack() as stack:
+        listener, relay = (stack.enter_context(listen("127.0.0.1")) for _ in range(2))
+        for beat in (
+            Beats(0, 2, (listener.fileno(),), seconds=60.0),
+            Beats(1, 2, relay.getsockname()[:2], seconds=60.0),
+        ):
+            stack.callback(beat.end)
+        rank = stack.enter_context(relay.accept()[0])
+        hub = stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
+        for source, to, nbytes in ((hub, rank, GREETING), (rank, hub, CLAIM), (hub, rank, WELCOME)):
+            to.sendall(source.recv(nbytes, socket.MSG_WAITALL))
+        beat = (hub if how == "reflected" else rank).recv(record, socket.MSG_WAITALL)
+        if how == "changed":
+            beat = bytes([beat[0], beat[1], beat[2], beat[3], heartbeat.GONE]) + beat[5:]
+        hub.settimeout(WAIT)
+        hub.sendall(beat * 2 if how == "repeated" else beat)
+        with suppress(ConnectionResetError):
+            while hub.recv(100):  # its own beats, until it has hung up
+                pass
 
 
 class Echo:

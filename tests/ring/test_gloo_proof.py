@@ -17,7 +17,8 @@ import pytest
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.rendezvous.connect import loopback
 from ringlet.ring.transports.local import run_local
-from ringlet.ring.wire.keys import agreed_key, derive, job_key
+from ringlet.ring.wire.framing import derive
+from ringlet.ring.wire.keys import agreed_key, job_key
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 

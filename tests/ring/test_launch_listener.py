@@ -22,7 +22,7 @@ from ringlet.ring.launch.start import WRAPPER, dropped
 from ringlet.ring.wire import entry as enter_module
 from ringlet.ring.wire import listener as door_module
 from ringlet.ring.wire.entry import enter, expect
-from ringlet.ring.wire.handshake import GREETING, REFUSED, Unwelcome
+from ringlet.ring.wire.handshake import GREETING, MAGIC, REFUSED, Unwelcome
 from ringlet.ring.wire.launch_link import ADDRESS, SECRET, Kind
 from ringlet.ring.wire.listener import Guest, Listener
 
@@ -232,7 +232,7 @@ def test_only_the_launcher_is_believed() -> None:
         def impostor() -> None:
             sock, _ = listener.accept()
             with sock:
-                sock.sendall(b"RINGLET2" + bytes(32))
+                sock.sendall(MAGIC + bytes(32))
                 sock.recv(1000)
                 sock.sendall(b"x" * 32)
 

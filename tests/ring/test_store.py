@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlet.ring.errors import LaunchError, PeerLost, ProtocolError
-from ringlet.ring.wire.frames import Outgoing
+from ringlet.ring.wire.framing import Outgoing
 from ringlet.ring.wire.handshake import GREETING, REFUSED
 from ringlet.ring.wire.kv_client import Client, client, torch_store
 from ringlet.ring.wire.kv_store import PIECE, KvStore, Op, pack, unpack

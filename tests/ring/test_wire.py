@@ -8,11 +8,19 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ringlet.ring.errors import ProtocolError
-from ringlet.ring.wire.frames import OVERHEAD, TAG, Incoming, Outgoing
+from ringlet.ring.wire.framing import (
+    OVERHEAD,
+    TAG,
+    Incoming,
+    Outgoing,
+    derive,
+    seal,
+    unseal,
+)
 from ringlet.ring.wire.handshake import (
     CLAIM,
     GREETING,
@@ -25,7 +33,6 @@ from ringlet.ring.wire.handshake import (
     claim_from,
     connect_as,
 )
-from ringlet.ring.wire.sealed import seal, unseal
 
 KEY = secrets.token_bytes(32)
 WHO = Claim(1, 2, 3)
@@ -73,12 +80,52 @@ def test_a_changed_bit_is_noticed(data: st.DataObject) -> None:
     assert len(heard) <= which
 
 
-@pytest.mark.parametrize("order", [[1], [0, 0], [0, 2], [1, 0]])
-def test_frames_cannot_be_left_out_repeated_or_reordered(order: list[int]) -> None:
+@given(st.permutations(range(5)), st.integers(0, 5), st.integers(0, 4))
+def test_frames_cannot_be_left_out_repeated_or_reordered(
+    order: list[int], length: int, again: int
+) -> None:
     out, come = Outgoing(KEY), Incoming(KEY, {0}, 100)
-    frames = [out.frame(0, b"%d" % n) for n in range(3)]
-    with pytest.raises(ProtocolError, match="changed, repeated or left out"):
-        come.feed(b"".join(frames[n] for n in order))
+    frames = [out.frame(0, b"%d" % n) for n in range(5)]
+    sent = [*order[:length], again]
+    good = next((n for n, which in enumerate(sent) if n != which), len(sent))
+    for which in sent[:good]:
+        assert come.feed(frames[which]) == [(0, b"%d" % which)]
+    if good < len(sent):
+        with pytest.raises(ProtocolError, match="changed, repeated or left out"):
+            come.feed(b"".join(frames[which] for which in sent[good:]))
+
+
+@given(st.binary(max_size=300), st.data())
+def test_what_is_torn_is_never_taken_for_a_frame(body: bytes, data: st.DataObject) -> None:
+    out, come = Outgoing(KEY), Incoming(KEY, {0}, 1 << 10)
+    frame, following = out.frame(0, body), out.frame(0, b"the next")
+    torn = frame[: data.draw(st.integers(0, len(frame) - 1))]
+    assert come.feed(torn) == []
+    if torn:  # whatever is taken for its end
+        with pytest.raises(ProtocolError):
+            come.feed(following + bytes(1 << 10))
+
+
+@given(st.binary(max_size=60))
+def test_frames_of_another_direction_connection_or_purpose_are_refused(body: bytes) -> None:
+    _, connecting, listening = shaken(KEY)
+    _, elsewhere, _ = shaken(KEY)
+    _, beating, _ = shaken(derive(KEY, "heartbeat"), derive(KEY, "heartbeat"))
+    frame = Outgoing(connecting.sending).frame(0, body)
+    assert Incoming(listening.receiving, {0}, 60).feed(frame) == [(0, body)]
+    for key in (connecting.receiving, elsewhere.sending, beating.sending, KEY):
+        with pytest.raises(ProtocolError, match="changed, repeated or left out"):
+            Incoming(key, {0}, 60).feed(frame)
+
+
+@given(st.text(max_size=20), st.text(max_size=20), st.binary(max_size=20), st.binary(max_size=20))
+def test_a_key_is_for_one_purpose_and_for_the_facts_it_is_made_of(
+    one: str, two: str, these: bytes, those: bytes
+) -> None:
+    assume("\0" not in one + two)  # no purpose has one: it ends there
+    same = (one, these) == (two, those)
+    assert (derive(KEY, one, these) == derive(KEY, two, those)) is same
+    assert derive(KEY, one, these) != derive(bytes(32), one, these)
 
 
 def test_lengths_and_kinds_are_checked_before_anything_is_kept() -> None:
@@ -156,14 +203,34 @@ def test_over_a_connection() -> None:
         assert Incoming(found[0].receiving, {5}, 10).feed(data) == [(5, b"hello")]
 
 
-def test_what_is_sealed_under_another_name_or_key_is_refused() -> None:
-    sealed = seal(KEY, "result-0", b"data")
-    assert unseal(KEY, "result-0", sealed) == b"data"
-    for key, name, data in (
-        (b"other", "result-0", sealed),
-        (KEY, "result-1", sealed),
-        (KEY, "result-0", sealed[:-1] + b"A"),
-        (KEY, "result-0", b""),
+@given(st.binary(max_size=80), st.text(max_size=10), st.integers(0, 9), st.data())
+def test_what_is_sealed_cannot_be_changed_or_cut(
+    body: bytes, name: str, sender: int, data: st.DataObject
+) -> None:
+    sealed = bytearray(seal(KEY, name, body, sender))
+    assert unseal(KEY, name, bytes(sealed), sender) == body
+    place = data.draw(st.integers(0, len(sealed) - 1))
+    cut = bytes(sealed[:place])
+    sealed[place] ^= 1 << data.draw(st.integers(0, 7))
+    for wrong in (bytes(sealed), cut, bytes(sealed) + b"x", b""):
+        with pytest.raises(ProtocolError, match="was not made by this job"):
+            unseal(KEY, name, wrong, sender)
+
+
+@given(st.text(max_size=5), st.binary(max_size=20))
+def test_what_is_sealed_under_another_name_or_key_or_by_another_is_refused(
+    name: str, body: bytes
+) -> None:
+    key = derive(KEY, "objects")
+    sealed = seal(key, name, body, 1)
+    for other, called, sender in (
+        (derive(KEY, "parcels"), name, 1),
+        (key, name + "x", 1),
+        (key, "", 1) if name else (key, "x", 1),
+        (key, name, 0),
     ):
         with pytest.raises(ProtocolError, match="was not made by this job"):
-            unseal(key, name, data)
+            unseal(other, called, sealed, sender)
+    # Nor can a seal be taken for a frame, or a part of the bytes for one of the name.
+    with pytest.raises(ProtocolError):
+        unseal(key, name + body[:1].decode("latin-1"), sealed[:32] + body[1:], 0)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Payload, storage
-from ringlet.compressors.core import pool
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
+from ringlet.compressors.core.threads import MIN_ELEMENTS, limited
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import LENGTHS, gaussian, special, vectors
 from ringlet.compressors.testing.tools.named_check import needs
@@ -328,11 +328,11 @@ def check_threads_change_nothing(compressor: Compressor) -> None:
 
     Cut work at places that do not depend on the number of threads.
     """
-    n = 5 * pool.MIN_ELEMENTS // 2
+    n = 5 * MIN_ELEMENTS // 2
     x = gaussian(n, 3)
     results = []
     for threads in (1, 4):
-        with pool.limited(threads):
+        with limited(threads):
             results.append(simulate(compressor, [x])[0])
     assert same(*results), "one thread and four threads give different results"
 

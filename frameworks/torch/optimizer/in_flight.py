@@ -9,7 +9,7 @@ import torch
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
-from ringlet.torch.tensors.views import shares_memory
+from ringlet.torch.tensors.views import flat, shares_memory, taken_as_it_is
 
 
 class Handed:
@@ -81,6 +81,9 @@ class Handed:
                 f"the gradient of {name!r} is on {grad.device}, where it was not when the "
                 "optimizer was made; wrap the original optimizer again"
             )
+        if place == HOST and taken_as_it_is(grad):
+            self._sparse.pop(name, None)
+            return flat(grad)
         if grad.is_sparse:
             dims, device = grad.sparse_dim(), grad.device
             self._sparse[name] = dims

@@ -29,7 +29,7 @@ from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
-from ringlet.torch.ops.replicas import Comparison
+from ringlet.torch.ops.replica_check import Comparison
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
@@ -255,19 +255,21 @@ class Reducer:
             self._give_up(why)
             raise RuntimeError(why)
         try:
-            for name in [*self._group.missing(), *self._rows.missing()]:
+            rows = self._rows.missing() if self._rows.dims else []
+            for name in [*self._group.missing(), *rows]:
                 self._submit(name, self.parameters[name])
         except Exception as error:
             self.abandon(f"{type(error).__name__}: {error}")
             raise
         try:
             self._group.wait()
-            self._rows.collect()
+            if self._rows.dims:
+                self._rows.collect()
             self._handed.put()
         finally:
             for handle in self._reset():
                 handle.forget()
-        if self._rows.agree():
+        if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
         # Not waited for: ranks may wait for several optimizers, and in any order.
         if self.compared is not None:
@@ -370,7 +372,7 @@ class Reducer:
         number = self._process_set.number()
         places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
         self._handed.places = places
-        names = [name for name in self.parameters if name not in self._rows]
+        names = [name for name in self.parameters if name not in self._rows.dims]
         carried = [self._carried(name) for name in names]
         requests = [
             Request(
@@ -536,7 +538,7 @@ class Reducer:
             self._submit(name, p)
 
     def _submit(self, name: str, p: torch.Tensor) -> None:
-        if name in self._rows:
+        if name in self._rows.dims:
             self._begin()
             self._rows.gather(name)
             if p.grad is not None:
@@ -554,7 +556,7 @@ class Reducer:
         self.in_flight = self.renewed = False
         self._left = dict.fromkeys(self.parameters, self.passes)
         self._handed.clear()
-        return self._rows.release()
+        return self._rows.release() if self._rows.dims else []
 
 
 _SETTINGS = ""  # no parameter's name

@@ -31,22 +31,18 @@ class Rows:
     ) -> None:
         self._parameters, self._label = parameters, label
         self._op, self._process_set = op, process_set
-        self._seen: set[str] | None = None if as_dense else set()
-        self._dims: dict[str, int] = {}  # the sparse dimensions of what is gathered
+        self.seen: set[str] | None = None if as_dense else set()  # until ranks have agreed
+        self.dims: dict[str, int] = {}  # what is gathered, and not fused: its sparse dimensions
         self._gathering: dict[str, SparseHandle] = {}
-
-    def __contains__(self, name: str) -> bool:
-        """Whether this gradient is gathered, and not fused."""
-        return name in self._dims
 
     def saw(self, name: str) -> None:
         """Note that a gradient was sparse."""
-        if self._seen is not None:
-            self._seen.add(name)
+        if self.seen is not None:
+            self.seen.add(name)
 
     def missing(self) -> list[str]:
         """Return what is still to be gathered in this step."""
-        return [name for name in self._dims if name not in self._gathering]
+        return [name for name in self.dims if name not in self._gathering]
 
     def gather(self, name: str, nothing: bool = False) -> None:
         """Hand in a gradient: no rows where ``nothing`` of it was used on this rank."""
@@ -54,7 +50,7 @@ class Rows:
         grad = None if nothing else p.grad
         if grad is None or not grad.is_sparse:
             dense = torch.zeros_like(p) if grad is None else grad
-            grad = dense.to_sparse(self._dims[name])
+            grad = dense.to_sparse(self.dims[name])
         label = f"{self._label}.{name}"
         self._gathering[name] = sparse_allreduce_async(grad, label, self._op, self._process_set)
 
@@ -70,17 +66,17 @@ class Rows:
 
     def agree(self) -> bool:
         """After the first step, agree on what is gathered from now on; whether there is any."""
-        if self._seen is None:
+        seen, self.seen = self.seen, None
+        if seen is None:
             return False
-        seen, self._seen = self._seen, None
         names = [n for n, p in self._parameters.items() if p.numel() >= LARGE]
         if not names:
             return False
         marks = torch.tensor([1 + self._sparse_dim(n) if n in seen else 0 for n in names])
         label = f"{self._label}.sparse"
         marks = allreduce(marks, name=label, op=ReduceOp.MAX, process_set=self._process_set)
-        self._dims = {n: int(m) - 1 for n, m in zip(names, marks.tolist(), strict=True) if m}
-        return bool(self._dims)
+        self.dims = {n: int(m) - 1 for n, m in zip(names, marks.tolist(), strict=True) if m}
+        return bool(self.dims)
 
     def _sparse_dim(self, name: str) -> int:
         grad = self._parameters[name].grad

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, is_finite
 from ringlet.compressors.kernels.cpu.common.rng import squares
+from ringlet.compressors.kernels.cpu.common.target import target_at
 
 LANES = 16
 _INT, _FLOAT = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
@@ -228,6 +229,29 @@ def rounded_run(
                     types.uint32(mantissa), types.uint32(lowest), types.uint32(largest),
                     types.float32(maximum), units[b],
                 )  # fmt: skip
+
+
+@njit(nogil=True)
+def widened(values: Any, held: Any, decay: Any, wide: Any, feedback: Any) -> None:
+    """Fill a run's ``wide`` values with what is encoded (see ``target_at``), and zeros behind."""
+    for i in range(values.size):
+        wide[i] = target_at(values, held, decay, i, feedback)
+    wide[values.size :] = types.float32(0)
+
+
+@njit(nogil=True)
+def write_scales(found: Any, invalid: Any, size: Any, scratch: Any, scales: Any) -> None:
+    """Write the scales of a run's first ``size`` values; where one is ``invalid``, clear its block.
+
+    ``found`` has a scale for every block of ``scratch``, the codes of the run.
+    """
+    block, worst = scratch.size // found.size, types.uint8(0)
+    for b in range((size + block - 1) // block):
+        scales[b] = found[b]
+        worst = max(worst, found[b])
+    for b in range(found.size if worst == types.uint8(invalid) else 0):
+        if found[b] == types.uint8(invalid):
+            scratch[b * block : (b + 1) * block] = types.uint8(0)
 
 
 @njit(inline="always")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.lanes import LANES, fold
+from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 
 
 @njit(nogil=True, cache=True)

@@ -19,9 +19,10 @@ from ringlet.compressors.kernels.cpu.common.minifloats import (
     keep_lost,
     rounded_run,
     value_of,
+    widened,
+    write_scales,
 )
 from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
-from ringlet.compressors.kernels.cpu.common.target import target_at
 
 _BLOCK = 32
 _RUN = 2048  # elements that are packed at once
@@ -76,9 +77,7 @@ def encoder(form: MiniFloat, stochastic: bool, feedback: bool) -> Any:
             values, at = x[begin : begin + size], types.uint64(start + begin)
             if feedback or size < _RUN:
                 held = residual[begin : begin + size] if feedback else residual
-                for i in range(size):
-                    wide[i] = target_at(values, held, decay, i, feedback)
-                wide[size:] = types.float32(0)
+                widened(values, held, decay, wide, feedback)
                 _measure(wide, emax, tops, found, units, inverses)
                 rounded_run(
                     wide, _BLOCK, units, inverses, key, at, noise, scratch, kept, bits, mantissa,
@@ -92,13 +91,7 @@ def encoder(form: MiniFloat, stochastic: bool, feedback: bool) -> Any:
                     values, _BLOCK, units, inverses, key, at, noise, scratch, kept, bits, mantissa,
                     lowest, largest, maximum, stochastic, False,
                 )  # fmt: skip
-            worst = types.uint8(0)
-            for b in range((size + _BLOCK - 1) // _BLOCK):
-                scales[begin // _BLOCK + b] = found[b]
-                worst = max(worst, found[b])
-            for b in range(blocks if worst == types.uint8(_NAN) else 0):
-                if found[b] == types.uint8(_NAN):
-                    scratch[b * _BLOCK : (b + 1) * _BLOCK] = types.uint8(0)
+            write_scales(found, _NAN, size, scratch, scales[begin // _BLOCK :])
             pack(scratch[:size], bits, codes[begin * bits // 8 :])
 
     return encode

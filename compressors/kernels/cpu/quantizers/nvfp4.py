@@ -19,6 +19,8 @@ from ringlet.compressors.kernels.cpu.common.minifloats import (
     nearest,
     rounded_run,
     value_of,
+    widened,
+    write_scales,
 )
 from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
 from ringlet.compressors.kernels.cpu.common.target import target_at
@@ -91,9 +93,7 @@ def encoder(stochastic: bool, feedback: bool) -> Any:
             values, at = x[begin : begin + size], types.uint64(start + begin)
             if feedback or size < _RUN:
                 held = residual[begin : begin + size] if feedback else residual
-                for i in range(size):
-                    wide[i] = target_at(values, held, decay, i, feedback)
-                wide[size:] = types.float32(0)
+                widened(values, held, decay, wide, feedback)
                 _measure(wide, unit[0], tops, found, units, inverses)
                 rounded_run(
                     wide, _BLOCK, units, inverses, key, at, noise, scratch, kept, _BITS,
@@ -107,13 +107,7 @@ def encoder(stochastic: bool, feedback: bool) -> Any:
                     values, _BLOCK, units, inverses, key, at, noise, scratch, kept, _BITS,
                     _MANTISSA, _LOWEST, _LARGEST, _MAXIMUM, stochastic, False,
                 )  # fmt: skip
-            worst = types.uint8(0)
-            for b in range((size + _BLOCK - 1) // _BLOCK):
-                scales[begin // _BLOCK + b] = found[b]
-                worst = max(worst, found[b])
-            for b in range(blocks if worst == types.uint8(_NAN) else 0):
-                if found[b] == types.uint8(_NAN):
-                    scratch[b * _BLOCK : (b + 1) * _BLOCK] = types.uint8(0)
+            write_scales(found, _NAN, size, scratch, scales[begin // _BLOCK :])
             pack(scratch[:size], _BITS, codes[begin // 2 :])
 
     return encode

@@ -17,7 +17,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
     f32_bits,
     is_finite,
 )
-from ringlet.compressors.kernels.cpu.common.lanes import LANES, fold
+from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_at
 
 _NAN = 0x7FC0

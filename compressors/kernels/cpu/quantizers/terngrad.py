@@ -14,7 +14,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
     f32_bits,
     is_finite,
 )
-from ringlet.compressors.kernels.cpu.common.lanes import LANES, fold
+from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.packing import pack
 from ringlet.compressors.kernels.cpu.common.rng import uniform
 from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_at

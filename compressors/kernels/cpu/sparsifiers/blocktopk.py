@@ -18,7 +18,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
     f32_to_bf16,
     is_finite,
 )
-from ringlet.compressors.kernels.cpu.common.lanes import LANES, fold
+from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
 from ringlet.compressors.kernels.cpu.quantizers.onebit import nearest_bf16
 from ringlet.compressors.kernels.cpu.quantizers.quantize import TINY, round_up_bf16

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits
-from ringlet.compressors.kernels.cpu.common.lanes import LANES, fold
+from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.rng import squares
 
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.lengths import check_lengths
 from ringlet.compressors.core.multitensor import Spaced
-from ringlet.compressors.kernels.cuda.runtime import table as tables
+from ringlet.compressors.kernels.cuda.runtime import launch_table as tables
 from ringlet.compressors.kernels.cuda.runtime.device import Device
+from ringlet.compressors.kernels.cuda.runtime.launch_table import MOST_PARTS, MOST_SEGMENTS
 from ringlet.compressors.kernels.cuda.runtime.source import Program
-from ringlet.compressors.kernels.cuda.runtime.table import MOST_PARTS, MOST_SEGMENTS
 
 INPUTS = {"float32": 0, "float16": 1, "uint16": 2}  # uint16 holds bfloat16
 _CHUNK = 8  # elements that a thread handles at a time
@@ -186,7 +186,13 @@ class Codec:
             "BITS": self.bits, "BUCKET": self.bucket, "GROUP": self.group,
         }  # fmt: skip
         constants |= dict.fromkeys(usual, 0) | dict(self.constants) | switches
-        parts = ("runtime/groups", "runtime/table", "runtime/values", self.name, f"common/{kernel}")
+        parts = (
+            "runtime/groups",
+            "runtime/launch_table",
+            "runtime/values",
+            self.name,
+            f"common/{kernel}",
+        )
         return Program(parts, (kernel,), tuple(constants.items()))
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.lengths import check_lengths
-from ringlet.compressors.kernels.cuda.runtime import table as tables
+from ringlet.compressors.kernels.cuda.runtime import launch_table as tables
 from ringlet.compressors.kernels.cuda.runtime.device import Device, Scratch
 from ringlet.compressors.kernels.cuda.runtime.source import Program
 

@@ -17,7 +17,9 @@ _ARRAYS = np.dtype(
 )  # fmt: skip
 KERNELS = ("add", "scale", "keep", "keep_combined", "vote", "scatter", "scatter_add")
 PROGRAM = Program(
-    ("runtime/table", "runtime/values", "common/elementwise"), KERNELS, (("BITS", 8), ("INPUT", 0))
+    ("runtime/launch_table", "runtime/values", "common/elementwise"),
+    KERNELS,
+    (("BITS", 8), ("INPUT", 0)),
 )
 
 

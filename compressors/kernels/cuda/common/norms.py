@@ -49,6 +49,7 @@ def clip(device: Device, tensors: Sequence[Operands]) -> None:
 def program(input_: int) -> Program:
     """Return the program for an input dtype (see ``bucketed``)."""
     parts = (
-        "runtime/table", "runtime/values", "runtime/chunks", "common/operands", "common/norms",
+        "runtime/launch_table", "runtime/values", "runtime/chunks", "common/operands",
+        "common/norms",
     )  # fmt: skip
     return Program(parts, ("square", "shrink", "limit", "clip"), (("BITS", 8), ("INPUT", input_)))

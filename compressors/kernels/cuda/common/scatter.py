@@ -27,7 +27,9 @@ _SCATTERING = np.dtype(
 )  # fmt: skip
 KERNELS = ("clear", "put", "add", "scale")
 PROGRAM = Program(
-    ("runtime/table", "runtime/values", "common/scatter"), KERNELS, (("BITS", 8), ("INPUT", 0))
+    ("runtime/launch_table", "runtime/values", "common/scatter"),
+    KERNELS,
+    (("BITS", 8), ("INPUT", 0)),
 )
 _EACH = 8  # elements of a thread
 

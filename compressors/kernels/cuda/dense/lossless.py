@@ -90,7 +90,7 @@ def program(input_: int, exact: bool, add: bool = False) -> Program:
     """Return the program for an input dtype (see ``bucketed``) and these options."""
     constants = (("BITS", 8), ("INPUT", input_), ("EXACT", int(exact)), ("ADDING", int(add)))
     kernels = ("survey", "arrange", "carry", "encode", "decode")
-    parts = ("runtime/table", "runtime/values", "runtime/scan", "dense/lossless")
+    parts = ("runtime/launch_table", "runtime/values", "runtime/scan", "dense/lossless")
     return Program(parts, kernels, constants)
 
 

@@ -23,7 +23,7 @@ _BASIS = np.dtype(
 _BASES = np.dtype([("bases", _BASIS, MOST), ("small", "f8"), ("count", "i4"), ("unused", "i4")])
 _CONSTANTS = (("BITS", 8), ("INPUT", 0))
 ORTHONORMAL = Program(
-    ("runtime/table", "runtime/values", "runtime/scan", "lowrank/factors"),
+    ("runtime/launch_table", "runtime/values", "runtime/scan", "lowrank/factors"),
     ("orthonormal", "inspect", "keep"),
     _CONSTANTS,
     512,

@@ -18,7 +18,7 @@ _PRODUCT = np.dtype(
     ]
 )  # fmt: skip
 PRODUCT = Program(
-    ("runtime/table", "runtime/values", "lowrank/products"),
+    ("runtime/launch_table", "runtime/values", "lowrank/products"),
     ("product", "product_and_lost"),
     (("BITS", 8), ("INPUT", 0)),
 )

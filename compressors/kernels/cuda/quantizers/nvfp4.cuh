@@ -1,5 +1,5 @@
 // Blocks of small floats with an 8-bit float (E4M3) each, and a float32 per tensor (see
-// cpu/quantizers/nvfp4.py, which this equals bit for bit). extent.cuh finds the latter before.
+// cpu/quantizers/nvfp4.py, which this equals bit for bit). tensor_scale.cuh finds the latter before.
 
 struct Scale {
     u32 code;

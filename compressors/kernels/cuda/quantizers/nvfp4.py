@@ -1,4 +1,4 @@
-"""Launches of ``nvfp4.cuh``, which is built on ``minifloats.cuh``, with ``extent.cuh`` before."""
+"""Launches of ``nvfp4.cuh``, built on ``minifloats.cuh``, with ``tensor_scale.cuh`` before."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from ringlet.compressors.kernels.cuda.common.minifloats import MiniFloats
 from ringlet.compressors.kernels.cuda.runtime.device import Device
+from ringlet.compressors.kernels.cuda.runtime.launch_table import MOST_SEGMENTS
 from ringlet.compressors.kernels.cuda.runtime.source import Program
-from ringlet.compressors.kernels.cuda.runtime.table import MOST_SEGMENTS
 
 
 class Measured(MiniFloats):
@@ -22,7 +22,7 @@ class Measured(MiniFloats):
         if kernel != "encode":
             return made
         return dataclasses.replace(
-            made, parts=(*made.parts, "common/extent"), kernels=("encode", "clear", "extent")
+            made, parts=(*made.parts, "common/tensor_scale"), kernels=("encode", "clear", "extent")
         )
 
     def launch(

@@ -1,5 +1,5 @@
 // Sums in double precision whose order depends on nothing but places: of chunks, each in the order of
-// the CPU kernels (see cpu/common/lanes.py), then of the chunks' sums one after the other.
+// the CPU kernels (see cpu/common/ordered_sums.py), then of the chunks' sums one after the other.
 
 #define CHUNK 65536  // elements that are summed in one piece
 #define TILE (THREADS * 8)

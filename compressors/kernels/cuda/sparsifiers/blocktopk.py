@@ -58,6 +58,12 @@ class BlockCodec(Codec):
             "ROTATED": int(self.basis is not None), "ENCODING": int(kernel == "encode"),
             "BITS": 8, "GROUP": 32, "INPUT": 0, "FEEDBACK": 0, "ADDING": 0,
         }  # fmt: skip
-        parts = ("runtime/groups", "runtime/table", "runtime/values", "runtime/scan", self.name)
+        parts = (
+            "runtime/groups",
+            "runtime/launch_table",
+            "runtime/values",
+            "runtime/scan",
+            self.name,
+        )
         named = tuple((constants | switches).items())
         return Program(parts, (kernel,), named, self.threads)

@@ -19,7 +19,9 @@ _DRAWING = np.dtype(
 )  # fmt: skip
 KERNELS = ("draw", "take", "inspect", "settle")
 PROGRAM = Program(
-    ("runtime/table", "runtime/values", "sparsifiers/randomk"), KERNELS, (("BITS", 8), ("INPUT", 0))
+    ("runtime/launch_table", "runtime/values", "sparsifiers/randomk"),
+    KERNELS,
+    (("BITS", 8), ("INPUT", 0)),
 )
 
 

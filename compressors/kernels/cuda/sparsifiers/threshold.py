@@ -23,14 +23,14 @@ from ringlet.compressors.kernels.cuda.common.candidates import SEARCH, Candidate
 from ringlet.compressors.kernels.cuda.common.multitensor import rounded
 from ringlet.compressors.kernels.cuda.common.scatter import Entries, Sparse
 from ringlet.compressors.kernels.cuda.runtime.device import Device, Scratch
+from ringlet.compressors.kernels.cuda.runtime.launch_table import MOST_SEGMENTS, PART
 from ringlet.compressors.kernels.cuda.runtime.source import Program
-from ringlet.compressors.kernels.cuda.runtime.table import MOST_SEGMENTS, PART
 from ringlet.compressors.kernels.cuda.sparsifiers.topk import Selected, largest
 
 CHUNK = 1 << 16  # elements that are summed in one piece
 PARTS = (
-    "runtime/table", "runtime/values", "runtime/scan", "common/candidates", "sparsifiers/topk",
-    "runtime/chunks", "sparsifiers/estimate", "sparsifiers/threshold",
+    "runtime/launch_table", "runtime/values", "runtime/scan", "common/candidates",
+    "sparsifiers/topk", "runtime/chunks", "sparsifiers/estimate", "sparsifiers/threshold",
 )  # fmt: skip
 KERNELS = (
     "begin", "draw", "adopt", "exceed", "fit", "collect", "survey", "decide", "cap", "widen",

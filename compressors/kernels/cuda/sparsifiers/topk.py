@@ -18,11 +18,12 @@ from ringlet.compressors.kernels.cuda.common.candidates import SEARCH, Candidate
 from ringlet.compressors.kernels.cuda.common.multitensor import rounded, summed
 from ringlet.compressors.kernels.cuda.common.scatter import Entries, Sparse
 from ringlet.compressors.kernels.cuda.runtime.device import Device, Scratch
+from ringlet.compressors.kernels.cuda.runtime.launch_table import MOST_SEGMENTS
 from ringlet.compressors.kernels.cuda.runtime.source import Program
-from ringlet.compressors.kernels.cuda.runtime.table import MOST_SEGMENTS
 
 PARTS = (
-    "runtime/table", "runtime/values", "runtime/scan", "common/candidates", "sparsifiers/topk",
+    "runtime/launch_table", "runtime/values", "runtime/scan", "common/candidates",
+    "sparsifiers/topk",
 )  # fmt: skip
 KERNELS = ("sample", "collect", "widen", *SEARCH)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_lengths
-from ringlet.compressors.core.pool import run_ranges
+from ringlet.compressors.core.threads import run_ranges
 
 
 def difference_into(x: Array, total: Array | None, known: Array, out: Array, ctx: Context) -> None:
@@ -30,11 +30,11 @@ def commit(received: Array, sent: Array, worker: Array, server: Array, ctx: Cont
     """
     check_lengths("ef21", received.size, sent=sent, worker=worker, server=server)
     if ctx.xp is np:
-        from ringlet.compressors.kernels.cpu.modifiers import memory
+        from ringlet.compressors.kernels.cpu.modifiers import state_updates
 
         def add(start: int, stop: int) -> None:
             at = slice(start, stop)
-            memory.commit(received[at], sent[at], worker[at], server[at])
+            state_updates.commit(received[at], sent[at], worker[at], server[at])
 
         run_ranges(received.size, 1, add)
     elif not _on_device("commit", ctx, sent, kept=worker, other=server, out=received):
@@ -64,11 +64,11 @@ def advance(
     check_lengths("momentum", x.size, velocity=velocity, out=out)
     weight, factor = np.float32(momentum), np.float32(1) if scale is None else scale
     if ctx.xp is np:
-        from ringlet.compressors.kernels.cpu.modifiers import memory
+        from ringlet.compressors.kernels.cpu.modifiers import state_updates
 
         def add(start: int, stop: int) -> None:
             at = slice(start, stop)
-            memory.advance(x[at], factor, weight, velocity[at], out[at])
+            state_updates.advance(x[at], factor, weight, velocity[at], out[at])
 
         run_ranges(x.size, 1, add)
     elif not _on_device("advance", ctx, x, momentum, kept=velocity, out=out, bound=scale):
@@ -84,11 +84,11 @@ def settle(advanced: Array, sent: Array, masking: bool, velocity: Array, ctx: Co
     """
     check_lengths("momentum", velocity.size, advanced=advanced, sent=sent)
     if ctx.xp is np:
-        from ringlet.compressors.kernels.cpu.modifiers import memory
+        from ringlet.compressors.kernels.cpu.modifiers import state_updates
 
         def keep(start: int, stop: int) -> None:
             at = slice(start, stop)
-            memory.settle(advanced[at], sent[at], masking, velocity[at])
+            state_updates.settle(advanced[at], sent[at], masking, velocity[at])
 
         run_ranges(sent.size, 1, keep)
     elif not _on_device("settle", ctx, advanced, masking=masking, kept=velocity, other=sent):
@@ -112,7 +112,7 @@ def _on_device(
     if ctx.xp is np:
         return False
     from ringlet.compressors.kernels.cuda.common.operands import Operands as Memory
-    from ringlet.compressors.kernels.cuda.modifiers.memory import run
+    from ringlet.compressors.kernels.cuda.modifiers.state_updates import run
     from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
     device = device_of(ctx.xp)

@@ -1,4 +1,4 @@
-"""The table of tensors that a launch works on; its layout is that of ``table.cuh``."""
+"""The table of tensors that a launch works on; its layout is that of ``launch_table.cuh``."""
 
 from __future__ import annotations
 

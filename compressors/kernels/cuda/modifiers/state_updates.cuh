@@ -1,4 +1,4 @@
-// What EF21 and momentum correction remember (see cpu/modifiers/memory.py, which this equals bit for
+// What EF21 and momentum correction remember (see cpu/modifiers/state_updates.py, which this equals bit for
 // bit): one pass over memory each, for many tensors.
 
 // EF21: out = x - other, or (kept + x) - other.

@@ -1,8 +1,15 @@
-"""Frames on a connection whose ends have proved themselves: length, kind, tag, and that many bytes.
+"""The authenticated framing of all that is not gradients: keys, proofs, frames, sealed bytes.
 
-The tag is a keyed BLAKE2b over the number of the frame, its header and its bytes, by a key that
-only this connection, in this direction, has. So nobody in between can change, repeat, leave out or
-reorder anything. Lengths are checked before memory is taken, and nothing is ever unpickled.
+Control plane, heartbeats, launcher, store, links, objects and calls use it; nobody else makes MACs.
+
+- A key is made for one purpose (``derive``), and is of no use for another.
+- A frame is a length, a kind, a tag, and that many bytes. The tag is a keyed BLAKE2b over the
+  number of the frame, its header and its bytes, by a key that only this connection, in this
+  direction, has. So nobody in between can change, repeat, leave out, reorder or send back anything.
+- Bytes that others keep or carry are sealed under a name, by a key of all ranks.
+
+Lengths are checked before memory is taken, and nothing is ever unpickled here. What cannot be
+believed raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -14,12 +21,24 @@ from hashlib import blake2b
 
 from ringlet.ring.errors import ProtocolError
 
-TAG = 16  # bytes
+TAG = 16  # bytes of a frame's
+SEAL = 32  # bytes of what is put before sealed ones
 _HEADER = struct.Struct("<IB")  # length, kind
 _FACTS = struct.Struct("<QIB")  # number, and the header
 _NUMBER = _FACTS.size - _HEADER.size
 _SMALL = 1 << 14  # bytes that are faster copied than hashed in two pieces
 OVERHEAD = _HEADER.size + TAG  # bytes of a frame besides its own
+# Whether two are the same, found in a time that does not tell where they differ.
+genuine = hmac.compare_digest
+_SEALED = b"ringlet sealed"  # sets its MACs apart from those of frames, were keys the same
+
+
+def derive(key: bytes, purpose: str, facts: bytes = b"") -> bytes:
+    """Return the key for ``purpose``; it tells nothing of ``key`` or of the keys for others.
+
+    As a proof, it shows that somebody knows ``key`` and means these ``facts``.
+    """
+    return hmac.digest(key, b"ringlet %s\0%s" % (purpose.encode(), facts), "sha256")
 
 
 class Outgoing:
@@ -74,7 +93,7 @@ class Incoming:
             told = start + _HEADER.size
             body = buffer[told + TAG : end]
             facts = _FACTS.pack(self._number, length, kind)
-            if not hmac.compare_digest(_tag(self._keyed, facts, body), buffer[told : told + TAG]):
+            if not genuine(buffer[told : told + TAG], _tag(self._keyed, facts, body)):
                 raise ProtocolError("a frame was changed, repeated or left out on its way")
             self._number += 1
             frames.append((kind, body))
@@ -92,4 +111,29 @@ def _tag(keyed: blake2b, facts: bytes, body: bytes) -> bytes:
     else:
         state.update(facts)
         state.update(body)
+    return state.digest()
+
+
+def seal(key: bytes, name: str, data: bytes, sender: int = 0) -> bytes:
+    """Put before ``data`` what shows that ``sender``, who knows ``key``, made it as ``name``."""
+    return _seal(key, name, data, sender) + data
+
+
+def unseal(key: bytes, name: str, sealed: bytes, sender: int = 0) -> bytes:
+    """Return what was sealed, which only then may be unpickled.
+
+    Raises ProtocolError for bytes that were sealed under another name or key, or by another
+    sender, or changed.
+    """
+    data = sealed[SEAL:]
+    if not genuine(sealed[:SEAL], _seal(key, name, data, sender)):
+        raise ProtocolError(f"{name!r}: what arrived was not made by this job")
+    return data
+
+
+def _seal(key: bytes, name: str, data: bytes, sender: int) -> bytes:
+    state = blake2b(key=key, digest_size=SEAL, person=_SEALED)
+    label = name.encode()
+    state.update(_FACTS.pack(sender, len(label), 0) + label)
+    state.update(data)
     return state.digest()

@@ -1,4 +1,4 @@
-"""Launches of ``memory.cuh``: what EF21 and momentum correction remember, many tensors at once."""
+"""Launches of ``state_updates.cuh``: what EF21 and momentum correction remember."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def run(
 
 def program(input_: int) -> Program:
     """Return the program for an input dtype (see ``bucketed``)."""
-    parts = ("runtime/table", "runtime/values", "common/operands", "modifiers/memory")
+    parts = ("runtime/launch_table", "runtime/values", "common/operands", "modifiers/state_updates")
     kernels = ("differ", "commit", "advance", "settle")
     return Program(parts, kernels, (("BITS", 8), ("INPUT", input_)))

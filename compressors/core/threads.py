@@ -43,8 +43,7 @@ def run_ranges(n: int, granule: int, kernel: Callable[[int, int], None]) -> None
 
     Small tensors run as one range on the calling thread. The first exception is raised.
     """
-    count = min(_size(), n // MIN_ELEMENTS)
-    if count < 2:
+    if n < 2 * MIN_ELEMENTS or (count := min(_size(), n // MIN_ELEMENTS)) < 2:
         kernel(0, n)
         return
     each = -(-n // (count * granule)) * granule

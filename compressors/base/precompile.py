@@ -11,7 +11,7 @@ from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
 from ringlet.compressors.core.traits import Exchange, Payload
 
 
-def exercise(compressor: Compressor, ctx: Context) -> None:
+def precompile(compressor: Compressor, ctx: Context) -> None:
     """Run every method once on a few values: what ``warm_up`` does where kernels compile."""
     x, out = ctx.xp.ones(64, "float32"), ctx.xp.zeros(64, "float32")
     ctx = Context(shape=(64,), numel=64, xp=ctx.xp, workspace=ctx.workspace)
@@ -22,7 +22,7 @@ def exercise(compressor: Compressor, ctx: Context) -> None:
     compressor.decompress(payload, out, ctx)
     compressor.accumulate(payload, out, ctx)
     compressor.finish(out, ctx)
-    exercise_many(compressor, payload, ctx)
+    precompile_many(compressor, payload, ctx)
     if compressor.traits().stateful:
         return
     if compressor.traits().fixed_size:
@@ -39,7 +39,7 @@ def rehearse(rounds: Exchange) -> None:
             asked = rounds.send(asked.values)
 
 
-def exercise_many(compressor: Compressor, payload: Payload, ctx: Context) -> None:
+def precompile_many(compressor: Compressor, payload: Payload, ctx: Context) -> None:
     """Run multi-tensor kernels, if there are any, in every way once: on 64 values."""
     kernels, traits = compressor.multi_tensor(ctx), compressor.traits()
     if kernels is None:

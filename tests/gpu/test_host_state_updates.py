@@ -10,8 +10,8 @@ from ringlet.compressors.base.norms import clip, shrinking
 from ringlet.compressors.kernels.cuda.common import elementwise, norms
 from ringlet.compressors.kernels.cuda.common.norms import bounds
 from ringlet.compressors.kernels.cuda.common.operands import Operands
-from ringlet.compressors.kernels.cuda.modifiers import memory
-from ringlet.compressors.kernels.cuda.modifiers.memory import run
+from ringlet.compressors.kernels.cuda.modifiers import state_updates
+from ringlet.compressors.kernels.cuda.modifiers.state_updates import run
 from ringlet.compressors.kernels.cuda.sparsifiers import (
     randomk,
     threshold,
@@ -23,7 +23,7 @@ RNG = np.random.default_rng(31)
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(host):
-    programs = [of.program(kind) for kind in (0, 1, 2) for of in (memory, norms)]
+    programs = [of.program(kind) for kind in (0, 1, 2) for of in (state_updates, norms)]
     programs += [m.program(0, feedback) for m in (threshold, topk) for feedback in (0, 1)]
     for spec in "int8", "qsgd(bits=4)":
         codec = parse(spec).cuda()

@@ -8,11 +8,11 @@ import socket
 import numpy as np
 import pytest
 
-import ringlet.job.link as network
 import ringlet.job.session as runtime_module
 from ringlet.fusion import Limits, Request
 from ringlet.fusion.limits import UNKNOWN
-from ringlet.job.link import parse_link
+from ringlet.job import link_settings
+from ringlet.job.link_settings import parse_link
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring import ReduceOp, RingError
 from ringlet.ring.cost import link_probe as links_module
@@ -137,7 +137,7 @@ def test_a_link_that_cannot_be_measured_is_an_error_on_every_rank(hosts, monkeyp
 
 def test_rank_0_says_whether_to_measure(hosts, monkeypatch):
     hosts("ab")
-    monkeypatch.setattr(network, "_SECONDS", (0.02,))
+    monkeypatch.setattr(link_settings, "_SECONDS", (0.02,))
 
     def ask(comm):
         runtime = runtime_module.Runtime(comm, Limits(), {"measure"} if comm.rank == 0 else ())

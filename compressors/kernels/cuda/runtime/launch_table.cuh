@@ -1,5 +1,5 @@
 // The table of tensors that one launch works on, passed by value: nothing is copied beforehand.
-// Its layout is that of table.py.
+// Its layout is that of launch_table.py.
 
 #define MOST_SEGMENTS 32
 #define MOST_PARTS 96
