@@ -185,8 +185,9 @@ class Engine:
         for what is not defined (``ringlet.fusion.requests.legality``).
         """
         chosen = _PLAIN if compressor is None else compressor
-        if not self._tensor_queue.was_checked(request, chosen):
-            self._tensor_queue.check(request, chosen, self._size_of(request.process_set))
+        like = request.prototype or request
+        if not self._tensor_queue.was_checked(like, chosen):
+            self._tensor_queue.check(like, chosen, self._size_of(request.process_set))
         if (values.shape, values.dtype) != request.fit:
             check_values(request, values)
         work = Work(request, self._signal, values, values if output is None else output, chosen)
@@ -205,7 +206,8 @@ class Engine:
         works: list[Work] = []
         for request, values, output, given in items:
             compressor = _PLAIN if given is None else given
-            self._tensor_queue.check(request, compressor, self._size_of(request.process_set))
+            like = request.prototype or request
+            self._tensor_queue.check(like, compressor, self._size_of(request.process_set))
             if (values.shape, values.dtype) != request.fit:
                 check_values(request, values)
             target = values if output is None else output
