@@ -109,12 +109,12 @@ def allreduce(
         return wide[0]
 
     def start(tensors: Tensors) -> Handle:
-        return _start_one(tensors[0], None, name, chosen, factors, process_set, compression)
+        return _start_one(tensors[0], None, name, chosen, factors, process_set, compression, True)
 
     def backward(grads: Tensors, handle: Handle) -> Tensors:
         _refuse_gradient(chosen)
         made, again = f"{handle.name}.grad", grads[0].contiguous()
-        handle = _start_one(again, None, made, chosen, factors, process_set, None)
+        handle = _start_one(again, None, made, chosen, factors, process_set, None, True)
         return [handle.wait()]
 
     result: torch.Tensor = differentiable([tensor], start, backward)
@@ -133,7 +133,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """Combine ``tensor`` over all ranks in place, and return it. See ``allreduce``."""
     factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
-    handle = _start_one(tensor, tensor, name, chosen, factors, process_set, compression)
+    handle = _start_one(tensor, tensor, name, chosen, factors, process_set, compression, True)
     result: torch.Tensor = handle.wait()
     return result
 
@@ -192,12 +192,12 @@ def grouped_allreduce(
         return around(cast, tensors, combine)
 
     def start(given: Tensors) -> Handle:
-        return _start(given, None, name, chosen, factors, process_set, compression)
+        return _start(given, None, name, chosen, factors, process_set, compression, waits=True)
 
     def backward(grads: Tensors, handle: Handle) -> Tensors:
         _refuse_gradient(chosen)
         made, again = f"{handle.name}.grad", [g.contiguous() for g in grads]
-        started = _start(again, None, made, chosen, factors, process_set, None)
+        started = _start(again, None, made, chosen, factors, process_set, None, waits=True)
         reduced: Tensors = started.wait()
         return reduced
 
@@ -218,7 +218,7 @@ def grouped_allreduce_(
     """Combine tensors over all ranks together in place, and return them."""
     factors = prescale_factor, postscale_factor
     chosen = reduce_op(average, op)
-    handle = _start(tensors, tensors, name, chosen, factors, process_set, compression)
+    handle = _start(tensors, tensors, name, chosen, factors, process_set, compression, waits=True)
     result: list[torch.Tensor] = handle.wait()
     return result
 
@@ -283,6 +283,7 @@ def _start_one(
     factors: tuple[float, float],
     process_set: ProcessSet,
     compression: Any,
+    waits: bool = False,
 ) -> Handle:
     """Submit the reduction of one tensor into ``output``, or a new tensor. See ``_start``."""
     runtime = current()
@@ -300,7 +301,7 @@ def _start_one(
         or (name is None and asked.series is not runtime.series("allreduce", number))
     ):
         outputs = None if output is None else [output]
-        return _start([tensor], outputs, name, op, factors, process_set, compression, single=True)
+        return _start([tensor], outputs, name, op, factors, process_set, compression, True, waits)
     request = asked.requests[0]
     if asked.series is not None:
         request = request.numbered(asked.series.next())
@@ -309,7 +310,8 @@ def _start_one(
     if output is None:
         output = torch.empty_like(tensor)
     target = values if output is tensor else flat(output)
-    return WrittenTensor(runtime.engine.submit(request, values, target, asked.used), output)
+    operation = runtime.engine.submit(request, values, target, asked.used, waits)
+    return WrittenTensor(operation, output)
 
 
 def _start(
@@ -321,10 +323,11 @@ def _start(
     process_set: ProcessSet,
     compression: Any,
     single: bool = False,
+    waits: bool = False,
 ) -> Handle:
     """Submit a reduction of every tensor into ``outputs``, or new tensors.
 
-    The handle returns all outputs, or the ``single`` one.
+    The handle returns all outputs, or the ``single`` one; the caller ``waits`` for it at once.
     """
     tensors = list(tensors)
     check_some(tensors, "allreduce")
@@ -348,7 +351,7 @@ def _start(
         ]
         used = [asked.used] * len(tensors)
         items = zip(asked.requests, arrays, targets, used, strict=True)
-        return WrittenHandle(runtime.engine.submit_all(list(items)), outputs, single)
+        return WrittenHandle(runtime.engine.submit_all(list(items), waits), outputs, single)
     base = name or _unnamed(runtime, number, compressor, single)
     places = [place_of(tensor, op) for tensor in tensors]
     sources = [_source(t, op, compressor, p) for t, p in zip(tensors, places, strict=True)]
@@ -377,7 +380,7 @@ def _start(
             asked = _Asked(*what, prototypes, plain, series)
             request = requests[0]
             known[number, None] = known[number, (request.storage, request.shape)] = asked
-    return _submit(runtime, requests, sources, outputs, plain, single)
+    return _submit(runtime, requests, sources, outputs, plain, single, waits)
 
 
 def _submit(
@@ -387,6 +390,7 @@ def _submit(
     outputs: Tensors,
     compressor: Compressor,
     single: bool,
+    waits: bool,
 ) -> Handle:
     """Submit ``sources``, and copy the results to ``outputs`` that the engine cannot write to."""
     targets = [
@@ -397,7 +401,7 @@ def _submit(
         (request, flat_at(source, request.place), flat_at(target, request.place), compressor)
         for request, source, target in zip(requests, sources, targets, strict=True)
     ]
-    operations = runtime.engine.submit_all(items)
+    operations = runtime.engine.submit_all(items, waits)
 
     def result(_: Any) -> Any:
         done = [unstage(t, o) for t, o in zip(targets, outputs, strict=True)]
