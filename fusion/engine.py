@@ -173,6 +173,7 @@ class Engine:
         values: Array,
         output: Output = None,
         compressor: Compressor | None = None,
+        at_once: bool = False,
     ) -> Handle:
         """Submit one tensor (flat ``values``); every rank must submit the same name.
 
@@ -180,13 +181,15 @@ class Engine:
         to the engine until the handle is done. Where it has another size (all-gather, all-to-all,
         reduce-scatter) ``output`` may be a function that returns a flat array of as many elements
         as it is given; it is called on the engine's thread, with the tensors' place at work. After
-        an error the output may hold the result, or not, on each rank for itself. Raises
+        an error the output may hold the result, or not, on each rank for itself. The engine does
+        not look for company where the caller waits ``at_once``. Raises
         DuplicateName while the name is in flight, and TypeError or ValueError, on this rank alone,
         for what is not defined (``ringlet.fusion.requests.legality``).
         """
         chosen = _PLAIN if compressor is None else compressor
-        if not self._tensor_queue.was_checked(request, chosen):
-            self._tensor_queue.check(request, chosen, self._size_of(request.process_set))
+        like = request.prototype or request
+        if not self._tensor_queue.was_checked(like, chosen):
+            self._tensor_queue.check(like, chosen, self._size_of(request.process_set))
         if (values.shape, values.dtype) != request.fit:
             check_values(request, values)
         work = Work(request, self._signal, values, values if output is None else output, chosen)
@@ -194,18 +197,21 @@ class Engine:
             work.ready = self._worker.place_of(request).ready()
         if not self._life.direct:
             self._attend([work])
-        if self._tensor_queue.add_one(work):
-            self._requester.wake()
+        if self._tensor_queue.add_one(work) or at_once:
+            self._requester.wake(at_once)
         return work
 
     def submit_all(
-        self, items: Sequence[tuple[Request, Array, Output, Compressor | None]]
+        self,
+        items: Sequence[tuple[Request, Array, Output, Compressor | None]],
+        at_once: bool = False,
     ) -> list[Handle]:
         """Submit several tensors, all of them or none. See ``submit``."""
         works: list[Work] = []
         for request, values, output, given in items:
             compressor = _PLAIN if given is None else given
-            self._tensor_queue.check(request, compressor, self._size_of(request.process_set))
+            like = request.prototype or request
+            self._tensor_queue.check(like, compressor, self._size_of(request.process_set))
             if (values.shape, values.dtype) != request.fit:
                 check_values(request, values)
             target = values if output is None else output
@@ -214,8 +220,8 @@ class Engine:
                 works[-1].ready = self._worker.place_of(request).ready()
         if not self._life.direct:
             self._attend(works)
-        if self._tensor_queue.add(works):
-            self._requester.wake()
+        if self._tensor_queue.add(works) or at_once:
+            self._requester.wake(at_once)
         return list(works)
 
     def join(self, process_set: int = 0) -> int:

@@ -44,7 +44,7 @@ from ringlet.ring.errors import ExchangeFailed, Mismatch, PeerLost, RingError
 log = logging.getLogger("ringlet")
 
 # These do not touch what is under way; other messages wait for its end.
-_OVERLAPPING = frozenset([m.GO, m.EXECUTE, m.EXECUTE_HITS, m.WANTED, m.STALLED])
+_OVERLAPPING = frozenset([m.GO, m.EXECUTE, m.EXECUTE_HITS, m.EXECUTE_SERIES, m.WANTED, m.STALLED])
 
 
 class Worker:
@@ -88,6 +88,7 @@ class Worker:
             m.GO: self._go,
             m.EXECUTE_HITS: lambda said: self.requests.execute_hits(said, self._limits),
             m.EXECUTE: lambda said: self.requests.execute(said, self._limits),
+            m.EXECUTE_SERIES: lambda said: self.requests.execute_series(said, self._limits),
             m.DECLARED: self._declared,
             m.REFUSED: self._refused,
             m.STEP_FAILED: self._failed,

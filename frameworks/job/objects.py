@@ -43,7 +43,7 @@ def broadcast_object(
             root=root,
             process_set=number,
         )
-        runtime.engine.submit(request, array).wait()
+        runtime.engine.submit(request, array, at_once=True).wait()
 
     send("size", length)
     size = int(length[0])

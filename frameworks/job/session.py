@@ -18,6 +18,7 @@ from typing import Any
 
 from ringlet.fusion import Engine, Limits
 from ringlet.fusion.devices.host import Place
+from ringlet.fusion.requests.series import Series
 from ringlet.job.link_settings import hierarchical, measured_link
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.metrics.switches import switch_on
@@ -70,7 +71,7 @@ class Runtime:
         self.engine = Engine(comm, open_control, limits, places)
         self.pid = os.getpid()
         self._comm = comm
-        self._counters: dict[tuple[str, int], itertools.count[int]] = {}
+        self._series: dict[tuple[str, int], Series] = {}
         self._joins = 0
         self.at_close: list[Callable[[], None]] = []
         self.extras: dict[str, Any] = {}  # what adapters keep for as long as this lives
@@ -80,9 +81,15 @@ class Runtime:
 
         The ranks of a process set must call these in one order.
         """
-        counter = self._counters.setdefault((operation, process_set), itertools.count())
-        since = f"join{self._joins}." if self._joins else ""
-        return f"{operation}.noname.{since}{next(counter)}"
+        return self.series(operation, process_set).name()
+
+    def series(self, operation: str, process_set: int = 0) -> Series:
+        """Return what numbers operations without names: another one after each ``join``."""
+        found = self._series.get((operation, process_set))
+        if found is None:
+            since = f"join{self._joins}." if self._joins else ""
+            found = self._series.setdefault((operation, process_set), Series(operation, since))
+        return found
 
     def title(self, name: str, label: str) -> str:
         """Return what timelines and reports call ``label``: a ``name``, numbered where it is taken.
@@ -98,7 +105,7 @@ class Runtime:
         last = self.engine.join()
         # Ranks that joined late have named more operations; from here on all count alike.
         self._joins += 1
-        self._counters.clear()
+        self._series.clear()
         return last
 
     def close(self) -> None:
@@ -130,7 +137,15 @@ def agreed_places(comm: Communicator) -> list[Place]:
 _process: Runtime | None = None
 # What ``init`` was asked for last: transport, autotune, join_divisor.
 _asked: tuple[str | None, bool | str | None, str | None] = (None, None, None)
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    """The runtime of a rank that is a thread."""
+
+    runtime: Runtime | None = None
+
+
+_thread = _Thread()
 
 
 def init(
@@ -216,7 +231,7 @@ def shutdown() -> None:
     if runtime is None:
         return
     runtime.close()
-    if getattr(_thread, "runtime", None) is runtime:
+    if _thread.runtime is runtime:
         _thread.runtime = None
     else:
         atexit.unregister(runtime.close)
@@ -237,5 +252,5 @@ def current() -> Runtime:
 
 
 def _current() -> Runtime | None:
-    runtime: Runtime | None = getattr(_thread, "runtime", None)
+    runtime = _thread.runtime
     return runtime if runtime is not None else _process

@@ -122,7 +122,7 @@ def averaged(values: Sequence[float], name: str) -> list[float]:
     """Return numbers averaged over all ranks, in double precision."""
     array = np.array(values, np.float64)
     request = Request(name, "allreduce", "float64", array.shape, ReduceOp.AVERAGE)
-    current().engine.submit(request, array).wait()
+    current().engine.submit(request, array, at_once=True).wait()
     return [float(value) for value in array]
 
 

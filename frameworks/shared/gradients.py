@@ -228,7 +228,7 @@ class Reducer:
             f"{self._label}.finite", "allreduce", "uint8", (1,), ReduceOp.MIN, process_set=number
         )
         assert self._runtime is not None
-        self._runtime.engine.submit(request, flag).wait()
+        self._runtime.engine.submit(request, flag, at_once=True).wait()
         return bool(flag[0])
 
     def _overflowed(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:

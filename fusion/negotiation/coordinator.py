@@ -21,6 +21,7 @@ from ringlet.fusion.negotiation.validation import differing, listed
 from ringlet.fusion.requests.request import Request, dumps, loads
 
 CACHE_CAPACITY = 4096
+_PROTOTYPES = 1 << 12  # that are kept as objects
 
 
 class Coordinator:
@@ -57,11 +58,13 @@ class Coordinator:
         self._set_calls: dict[int, deque[bytes]] = {rank: deque() for rank in range(size)}
         self._sets_changed = 0
         self._gone: dict[int, str] = {}
+        self._prototypes: dict[bytes, Request] = {}  # by their text
         self._digests: dict[tuple[int, int, int], dict[int, int]] = {}  # of batches, by rank
         self._body: dict[bytes, Callable[[int, bytes], list[bytes]]] = {
             m.VOTE: self._vote,
             m.HITS: self._hits,
             m.REQUEST: self._request,
+            m.SERIES: self._count,
             m.DECLARE: self._declare,
             m.FAILED: self._failed,
             m.DIGESTS: self._compare,
@@ -124,6 +127,25 @@ class Coordinator:
             told += peers.ask(rank, asked, version)
             told += self._refused_for_gone(peers)
         return told
+
+    def _count(self, rank: int, message: bytes) -> list[bytes]:
+        number, version, runs = m.unpack_series(message, self._prototype)
+        if any(run.request.process_set != number for run in runs):
+            raise ValueError(f"calls of another process set than {number}")
+        peers = self._known(number)
+        if peers is None:
+            names = [f"{run.request.name}{n}" for run in runs for n in range(run.first, run.stop)]
+            refusal = m.Refusal(number, names, [rank], _was_removed(number))
+            return [m.REFUSED + dumps(refusal)]
+        return peers.count(rank, runs, version) + self._refused_for_gone(peers)
+
+    def _prototype(self, text: bytes) -> Request:
+        found = self._prototypes.get(text)
+        if found is None:
+            if len(self._prototypes) >= _PROTOTYPES:
+                self._prototypes.clear()
+            found = self._prototypes[text] = Request.from_list(loads(text))
+        return found
 
     def _declare(self, rank: int, message: bytes) -> list[bytes]:
         number, name, fields, problem = loads(message[1:])

@@ -6,13 +6,16 @@ Votes and verdicts, which a steady step consists of, are packed; the others are 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+from ringlet.fusion.requests.request import Request, dumps, loads
 
 # From a rank to the coordinator. A version counts the EXECUTE messages that the rank has heard.
 DECLARE = b"D"  # [process set, group name, [request, ...], why this rank cannot, or nothing]
 REQUEST = b"R"  # [version, [request, ...]]
 HITS = b"H"  # process set, version, then the set of cached request ids as a bit vector
+SERIES = b"N"  # process set, version, runs of calls without names: see ``pack_series``
 VOTE = b"V"  # Vote
 FAILED = b"F"  # Failure: this rank cannot go on with a group's step
 DIGESTS = b"U"  # [process set, [[batch, place in it, tensor's name, digest], ...]]
@@ -32,6 +35,7 @@ REFUSED = b"r"  # Refusal
 EXECUTE = b"E"  # [process set, batch, [Item, ...]]
 STEP_FAILED = b"f"  # FailedStep
 EXECUTE_HITS = b"h"  # process set, batch, then the set of cached request ids as a bit vector
+EXECUTE_SERIES = b"n"  # [process set, batch, [[prefix, first number, stop], ...]]
 GO = b"G"  # Verdict, then the payloads' bytes by rank
 WANTED = b"w"  # Vote of a rank that has data: those that joined vote with zeros
 JOINED = b"j"  # [process set, rank that joined last, text if not all can, [rank that left, ...]]
@@ -144,6 +148,17 @@ class Refusal(NamedTuple):
     gone: Sequence[int] = ()
 
 
+class Run(NamedTuple):
+    """Calls ``first`` to ``stop``, exclusive, of a series: they differ in nothing but the number.
+
+    ``request`` is their prototype.
+    """
+
+    first: int
+    stop: int
+    request: Request
+
+
 class SetChange(NamedTuple):
     """The answer to calls for a process set, for the ranks that are ``called``.
 
@@ -180,6 +195,29 @@ def unpack_go(message: bytes) -> Verdict:
     count = (len(message) - _GO.size) // 8
     sizes = struct.unpack_from(f"<{count}Q", message, _GO.size)
     return Verdict(group, epoch, bucket, contributors, sizes)
+
+
+def pack_series(process_set: int, version: int, runs: Sequence[Run]) -> bytes:
+    """Encode runs of calls without names: their prototypes' text stands behind, a line each."""
+    places: dict[int, int] = {}
+    lines = [b""]
+    flat: list[int] = []
+    for first, stop, request in runs:
+        place = places.setdefault(id(request), len(places))
+        if place == len(lines) - 1:
+            lines.append(request.text.encode())
+        flat += (place, first, stop - first)
+    lines[0] = SERIES + dumps([process_set, version, flat])
+    return b"\n".join(lines)
+
+
+def unpack_series(message: bytes, known: Callable[[bytes], Request]) -> tuple[int, int, list[Run]]:
+    """Decode (process set, version, runs). ``known(text)`` gives the request of a prototype."""
+    head, *texts = message[1:].split(b"\n")
+    process_set, version, flat = loads(head)
+    requests = list(map(known, texts))
+    each = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+    return process_set, version, [Run(n, n + count, requests[i]) for i, n, count in each]
 
 
 def bits_of(ids: Iterable[int]) -> int:

@@ -21,21 +21,36 @@ unit, and what an event does to it:
     rank r leaves             refused                         refused as soon as it is asked for
     the set is removed        refused                         refused as soon as it is asked for
 
+Calls without names are counted (``series_runs``), and travel as runs of alike ones:
+
+    event \\ state             no rank has joined              some rank has joined
+    ------------------------  ------------------------------  --------------------------------------
+    rank r makes calls        noted, by name or as a run;     each goes by name, as above
+                              what all ranks have made alike
+                              is executed, the rest refused
+    rank r joins              what waits goes by name         -
+    rank r leaves, or the     refused                         refused
+      set is removed
+
 A unit is judged once, when no rank can have more of it on the way: so nothing of it, no bit either,
 outlives the judgement, and no rank is given zeros for data that it still has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import and_, or_
 from typing import Any, NamedTuple
 
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.negotiation.response_cache import ResponseCache
+from ringlet.fusion.negotiation.series_runs import SeriesRuns
 from ringlet.fusion.negotiation.validation import disagreement, named_ranks
 from ringlet.fusion.requests.request import Request, dumps
+from ringlet.fusion.requests.series import MARK, place_of, prototype_of
+
+_ALIKE = ("allreduce", "broadcast", "barrier", "reducescatter")  # ranks ask for the very same
 
 Asked = dict[int, Request]
 
@@ -115,6 +130,7 @@ class RequestTable:
         self._units: dict[str, _Unit] = {}  # by name
         self._of_group: dict[str, _Unit] = {}
         self._with_bits: set[_Unit] = set()
+        self._series: dict[str, SeriesRuns] = {}  # by prefix
         self._joined: list[int] = []
         self._units_so_far = 0
         self._ran = 0  # numbers that were executed since somebody asked what waits
@@ -134,7 +150,30 @@ class RequestTable:
         """Take requests in full. Raises ValueError for one that ``rank`` has made already."""
         self._check(rank)
         self._cache.hear(rank, version)
-        return self._judge([self._take(rank, request) for request in requests])
+        units: list[_Unit] = []
+        touched: dict[str, SeriesRuns] = {}
+        for request in requests:
+            place = None if request.group or self._joined else place_of(request.name)
+            if place is None:
+                units.append(self._take(rank, request))
+            else:
+                prefix, number = place
+                series = touched[prefix] = self._series_of(prefix)
+                series.add(rank, m.Run(number, number + 1, prototype_of(request)))
+        return self._judge(units) + self._run_series(touched)
+
+    def count(self, rank: int, runs: Sequence[m.Run], version: int) -> list[bytes]:
+        """Take calls without names. Raises ValueError for one that ``rank`` has made already."""
+        self._check(rank)
+        self._cache.hear(rank, version)
+        if self._joined:
+            return self._judge([self._take(rank, r) for run in runs for r in _one_by_one(run)])
+        touched: dict[str, SeriesRuns] = {}
+        for run in runs:
+            prefix = run.request.name
+            series = touched[prefix] = self._series_of(prefix)
+            series.add(rank, run)
+        return self._run_series(touched)
 
     def hit(self, rank: int, bits: int, version: int) -> list[bytes]:
         """Take cached requests; ValueError for one that ``rank`` was never told, or asks twice."""
@@ -161,6 +200,10 @@ class RequestTable:
         for other in self.ranks:  # zeros are added by name only
             bits, self._bits[other] = self._bits[other], 0
             units += [self._take(other, self._cache[i].of(other)) for i in m.ids_of(bits)]
+        for series in self._series.values():
+            for other, run in series.each():
+                units += [self._take(other, request) for request in _one_by_one(run)]
+        self._series.clear()
         self._joined.append(rank)
         for unit in set(self._units.values()):
             unit.excuse(rank)
@@ -184,7 +227,12 @@ class RequestTable:
         for i in m.ids_of(reduce(or_, self._bits.values())):
             ranks = [rank for rank, bits in self._bits.items() if bits >> i & 1]
             found[self._cache[i].name] = Wait(ranks, -self._turns.get(i, 0))
-        return found
+        calls: dict[str, list[int]] = {}
+        for series in self._series.values():
+            for rank, run in series.each():
+                for n in range(run.first, run.stop):
+                    calls.setdefault(f"{run.request.name}{n}", []).append(rank)
+        return found | {name: Wait(ranks, 0) for name, ranks in calls.items()}
 
     def unfinished(self) -> dict[str, Wait]:
         """Return which ranks have asked for a group as a whole, where others have only begun."""
@@ -208,6 +256,7 @@ class RequestTable:
         self._units.clear()
         self._of_group.clear()
         self._with_bits.clear()
+        self._series.clear()
         self._by_name = 0
         self._bits = dict.fromkeys(self.ranks, 0)
         return told
@@ -325,6 +374,42 @@ class RequestTable:
             )
         return ""
 
+    def _series_of(self, prefix: str) -> SeriesRuns:
+        found = self._series.get(prefix)
+        if found is None:
+            found = self._series[prefix] = SeriesRuns(self.ranks)
+        return found
+
+    def _run_series(self, touched: Mapping[str, SeriesRuns]) -> list[bytes]:
+        """Execute what all ranks have called alike in some series, and refuse what they have not.
+
+        Nobody has joined.
+        """
+        told: list[bytes] = []
+        ready: list[Asked] = []
+        alike: list[tuple[str, int, int]] = []
+        for prefix, series in touched.items():
+            for first, stop, asked in series.take():
+                request = asked[self.ranks[0]]
+                same = all(each is request or each == request for each in asked.values())
+                if same and request.kind in _ALIKE:
+                    if alike and alike[-1][0] == prefix and alike[-1][2] == first:
+                        first = alike.pop()[1]
+                    alike.append((prefix, first, stop))
+                    continue
+                for n in range(first, stop):
+                    named = {rank: each.numbered(n) for rank, each in asked.items()}
+                    text = disagreement(named)
+                    if text:
+                        told.append(self._refusal([f"{prefix}{n}"], self.ranks, text))
+                    else:
+                        ready.append(named)
+        if ready:
+            told.append(self._execute(ready))
+        if alike:
+            told.append(m.EXECUTE_SERIES + dumps([self.number, self._next_batch(), alike]))
+        return told
+
     def _execute(self, ready: Sequence[Asked]) -> bytes:
         version = self._next_version()
         pending = reduce(or_, self._bits.values()) | self._by_name
@@ -339,7 +424,7 @@ class RequestTable:
                 sizes = [r.splits if r else () for r in everyone]
             whole = len(asked) == len(self.ranks)
             i = -1
-            if ".noname." not in first.name:  # a name from a counter does not return
+            if MARK not in first.name:  # a name from a counter does not return
                 i = self._cache.put(first.name, asked, pending, version)
                 pending |= 1 << i if i >= 0 else 0
             told = None if whole else first.to_list()
@@ -361,3 +446,7 @@ class RequestTable:
         self._cache.use(ready)
         self._ran |= ready
         return [m.pack_execute_hits(self.number, self._next_batch(), ready)]
+
+
+def _one_by_one(run: m.Run) -> Iterator[Request]:
+    return map(run.request.numbered, range(run.first, run.stop))

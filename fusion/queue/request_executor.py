@@ -23,12 +23,14 @@ from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.requests.handle import Signal, Work
 from ringlet.fusion.requests.identity_values import neutral
 from ringlet.fusion.requests.request import Request, loads
+from ringlet.fusion.requests.series import MARK
 from ringlet.ring.collectives.checksum import digest
 from ringlet.ring.errors import RingError
 
 Digest = tuple[int, int, str, int]  # batch, place in it, a tensor's name, digest
 _SAME = ("broadcast", "allgather")  # beside sums, what gives all ranks the same
 
+Alike = tuple[tuple[Request, int], ...]  # prototypes of calls, and how many follow each other
 _PLANS = 64  # batches that are kept to be run again
 _MEMBERS = 1 << 13  # tensors of which it is kept how they travel
 
@@ -77,6 +79,7 @@ class RequestExecutor:
         self._ids: dict[Request, int] = {}
         self._members: OrderedDict[Hashable, Member] = OrderedDict()
         self._plans: OrderedDict[tuple[int, int], Batch] = OrderedDict()
+        self._series_plans: OrderedDict[tuple[int, Alike], Batch] = OrderedDict()
         self.digests: dict[int, list[Digest]] = {}  # by process set, that ranks have yet to compare
         self._executing: list[Work] = []  # taken, but perhaps not finished
 
@@ -88,6 +91,7 @@ class RequestExecutor:
         """Plan anew, because limits have changed."""
         self._cache = limits.cache
         self._plans.clear()
+        self._series_plans.clear()
 
     def close(self, error: Exception) -> None:
         """Fail everything in flight, and whatever comes later, with ``error``."""
@@ -105,6 +109,8 @@ class RequestExecutor:
             self._ids.pop(request, None)
         for key in [key for key in self._plans if key[0] == process_set]:
             del self._plans[key]
+        for plan in [plan for plan in self._series_plans if plan[0] == process_set]:
+            del self._series_plans[plan]
         self._tensor_queue.refuse_set(process_set, error)
 
     def execute_hits(self, message: bytes, limits: Limits) -> None:
@@ -144,6 +150,34 @@ class RequestExecutor:
                 self._learn(number, item.cache_id, work.request, item.sizes)
             ready.append(_Ready(work, item.sizes, _counted(item.contributors, limits)))
         self._run_all(self._sets[number], batch, ready, limits)
+
+    def execute_series(self, message: bytes, limits: Limits) -> None:
+        """Run calls without names."""
+        number, batch, told = loads(message[1:])
+        if number not in self._sets:
+            return
+        works = [
+            self._called(number, f"{prefix}{n}")
+            for prefix, first, stop in told
+            for n in range(first, stop)
+        ]
+        alike = _alike(works)
+        known = self._series_plans.get((number, alike)) if alike else None
+        if known is not None and all(map(_fits, known.members, works)):
+            self._series_plans.move_to_end((number, alike))
+            if not known.finished:
+                self._exchanges.pipeline.drain()
+            for member, work in zip(known.members, works, strict=True):
+                member.request = work.request  # for its name
+            self._take(works)
+            self._run(known, batch, works, [0] * len(works))
+            return
+        ready = [_Ready(work, (), 0) for work in works]
+        plan = self._run_all(self._sets[number], batch, ready, limits)
+        if plan is not None and alike:
+            self._series_plans[number, alike] = plan
+            if len(self._series_plans) > _PLANS:
+                self._series_plans.popitem(last=False)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -215,9 +249,12 @@ class RequestExecutor:
 
     def _asked(self, request: Request) -> Work:
         """Return what this rank has asked for. Raises RingError if it has not."""
-        work = self._tensor_queue.find(request.key)
+        return self._called(request.process_set, request.name)
+
+    def _called(self, process_set: int, name: str) -> Work:
+        work = self._tensor_queue.find(name if process_set == 0 else (process_set, name))
         if work is None or not work.asked:
-            return self._zeros(request.process_set, request.name, None)
+            return self._zeros(process_set, name, None)
         return work
 
     def _zeros(self, process_set: int, name: str, told: list[Any] | None) -> Work:
@@ -237,7 +274,7 @@ class RequestExecutor:
         request, compressor = work.request, work.compressor
         member = self._members.get(request.key)
         if member is None or member.request != request or member.declared != compressor:
-            returns = ".noname." not in request.name
+            returns = MARK not in request.name
             state: State = {}
             if returns and not isinstance(compressor, NoCompression):
                 state = self.states.setdefault(request.key, {})
@@ -254,6 +291,26 @@ class RequestExecutor:
 def _fits(member: Member, work: Work) -> bool:
     """Whether a plan's member travels as is asked: a plugin may have been defined anew."""
     return member.declared is work.compressor or member.declared == work.compressor
+
+
+def _alike(works: Sequence[Work]) -> Alike:
+    """Return by which prototypes ``works`` are planned; nothing where a plan serves only once.
+
+    What compressors do may depend on the name.
+    """
+    runs: list[tuple[Request, int]] = []
+    before, start = None, 0
+    for i, work in enumerate(works):
+        prototype = work.request.prototype
+        if prototype is None or type(work.compressor) is not NoCompression:
+            return ()
+        if prototype is not before:
+            if before is not None:
+                runs.append((before, i - start))
+            before, start = prototype, i
+    if before is None or any(each.kind != "allreduce" for each, _ in (*runs, (before, 0))):
+        return ()
+    return (*runs, (before, len(works) - start))
 
 
 def _counted(contributors: int, limits: Limits) -> int:

@@ -47,9 +47,12 @@ class Requester:
 
     # -- called by any thread -------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Let the engine see what was just submitted to an empty queue."""
-        self._hurried = False
+    def wake(self, hurried: bool = False) -> None:
+        """Let the engine see what was just submitted, by somebody who waits if ``hurried``.
+
+        To be called for what was submitted to an empty queue, and for what is hurried.
+        """
+        self._hurried = hurried  # one waking instead of two: that takes longer than all Python
         self._control.wake()
 
     def join(self, process_set: int) -> None:
@@ -87,14 +90,27 @@ class Requester:
             worker.recorder.cycle(len(works))
         by_set: dict[int, int] = {}
         fresh: list[Request] = []
+        runs: dict[int, list[m.Run]] = {}
+        prototype, first, stop = None, 0, 0  # calls without names, one behind the other
         for work in works:
             work.asked = True
+            request = work.request
+            if request.prototype is not None:
+                if request.prototype is prototype and request.number == stop:
+                    stop += 1
+                    continue
+                if prototype is not None:
+                    runs.setdefault(prototype.process_set, []).append(m.Run(first, stop, prototype))
+                prototype, first, stop = request.prototype, request.number, request.number + 1
+                continue
             number = worker.requests.known(work.request)
             if number is None:
                 fresh.append(work.request)
             else:
                 process_set = work.request.process_set
                 by_set[process_set] = by_set.get(process_set, 0) | 1 << number
+        if prototype is not None:
+            runs.setdefault(prototype.process_set, []).append(m.Run(first, stop, prototype))
         self.tell_digests(worker, now=bool(works))
         version = worker.requests.version
         if fresh:
@@ -102,6 +118,8 @@ class Requester:
             self._control.send(m.REQUEST + dumps([version, asked]))
         for process_set, bits in by_set.items():
             self._control.send(m.pack_hits(process_set, version, bits))
+        for process_set, of_set in runs.items():
+            self._control.send(m.pack_series(process_set, version, of_set))
         while self._joining:
             worker.join(self._joining.popleft())
 

@@ -50,6 +50,10 @@ class Request:
         init=False, repr=False, compare=False, default=((0,), None)
     )
     """Shape and dtype of the flat array that holds its elements; no dtype for one unknown."""
+    prototype: Request | None = field(init=False, repr=False, compare=False, default=None)
+    """What it has in common with others of its series, where ``numbered`` has made it."""
+    number: int = field(init=False, repr=False, compare=False, default=-1)
+    """Its number in that series."""
 
     def __post_init__(self) -> None:
         """Make plain values of NumPy's and others', on the thread of whoever asks."""
@@ -63,10 +67,20 @@ class Request:
         plain["postscale"] = float(self.postscale)
         plain["key"] = self.name if self.process_set == 0 else (self.process_set, self.name)
         plain["fit"] = (math.prod(self.shape),), STORED.get(self.dtype)
-        plain["_hash"] = hash((self.name, self.kind, self.shape, self.process_set))
 
     def __hash__(self) -> int:
-        return int(self.__dict__["_hash"])
+        return hash(self.name)
+
+    def numbered(self, number: int) -> Request:
+        """Return the call ``number`` of the series whose prefix is this one's name."""
+        made: Request = object.__new__(Request)
+        plain = self.__dict__.copy()  # all else was checked when this one was made
+        plain.pop("_text", None)
+        plain["name"] = name = f"{self.name}{number}"
+        plain["key"] = name if self.process_set == 0 else (self.process_set, name)
+        plain["prototype"], plain["number"] = self, number
+        _set(made, "__dict__", plain)
+        return made
 
     @property
     def numel(self) -> int:
@@ -105,6 +119,7 @@ class Request:
 
 
 _VALUES = operator.attrgetter(*(each.name for each in fields(Request) if each.init))
+_set = object.__setattr__  # which a frozen instance does not have
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 

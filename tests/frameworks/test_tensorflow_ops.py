@@ -31,6 +31,65 @@ def both(function):
     return (function, tf.function(function, autograph=False))
 
 
+def case_overlapping():
+    """What is begun in a function is waited for apart: in order, once, and with its own values."""
+    size, rank = hvd.size(), hvd.rank()
+
+    @tf.function
+    def many(*tensors):
+        summed = [hvd.allreduce(t, op=hvd.Sum, name=f"o{i}") for i, t in enumerate(tensors)]
+        first = [hvd.broadcast(t, 0, name=f"b{i}") for i, t in enumerate(tensors)]
+        return summed, first
+
+    for turn in range(5):
+        given = [filled(turn + i + rank, 50 + i) for i in range(40)]
+        summed, first = many(*given)
+        for i, (total, of_first) in enumerate(zip(summed, first, strict=True)):
+            assert set(total.numpy()) == {size * (turn + i) + sum(range(size))}
+            assert set(of_first.numpy()) == {turn + i}
+
+    @tf.function
+    def twice(x):
+        return hvd.allreduce(x, op=hvd.Sum, name="same"), hvd.allreduce(
+            2 * x, op=hvd.Sum, name="same"
+        )
+
+    @tf.function
+    def several(x):
+        total = tf.zeros_like(x)
+        for i in tf.range(20):
+            one, two = twice(x + tf.cast(i, tf.float32))
+            total += one + hvd.allreduce(two, op=hvd.Sum)
+        return total
+
+    for _ in range(3):
+        one, two = twice(filled(1, 3))
+        assert (one.numpy()[0], two.numpy()[0]) == (size, 2 * size)
+        total = several(filled(1, 3)).numpy()[0]
+        assert total == sum((size + 2 * size * size) * (1 + i) for i in range(20))
+
+    @tf.function
+    def overwritten(variable):
+        total = hvd.allreduce(variable, op=hvd.Sum)
+        variable.assign_add([1.0, 1.0])
+        return total
+
+    variable = tf.Variable([0.0, 0.0])
+    for turn in range(10):
+        assert overwritten(variable).numpy()[0] == turn * size
+
+    @tf.function
+    def unwanted(x):
+        hvd.allreduce(x, op=hvd.Sum, name="unwanted")
+        return x
+
+    if size > 1:
+        with pytest.raises(tf.errors.FailedPreconditionError, match="shapes differ"):
+            unwanted(filled(1, 3 + rank))
+    for _ in range(3):
+        unwanted(filled(1, 3))
+
+
 def case_allreduce():
     size, rank = hvd.size(), hvd.rank()
     mine = [float(r + 1) for r in range(size)]

@@ -16,6 +16,7 @@ from ringlet.fusion.negotiation.coordinator import Coordinator
 from ringlet.fusion.requests.request import dumps, loads
 
 NAMES = "abcdef"
+SERIES = "s.noname."
 GROUPS = {"g": "ab", "h": "bc", "k": "abc", "l": "de"}
 ALONE = {"allgather": (2, 3), "broadcast": (2,), "allreduce": (2, 3)}
 
@@ -69,6 +70,8 @@ class Rank:
         self.sets = {0: tuple(range(size))}
         self.removed = set()
         self.joined = set()
+        self.calls = {}  # by process set: how many calls without names, since the last join
+        self.joins = {}  # by process set: how often all joined
         self.calling = None
         self.declaring = set()
         self.groups = {}
@@ -94,7 +97,9 @@ class World:
         self.joined = [set() for _ in range(size)]
         self.votes = {}  # by group and bucket: the ranks, with their turns
         self.turns = {}  # of groups: turn, and the buckets that were told to go
-        self.counts = dict.fromkeys(["executed", "refused", "reduced", "failed", "evicted"], 0)
+        self.counts = dict.fromkeys(
+            ["executed", "called", "refused", "reduced", "failed", "evicted"], 0
+        )
 
     @property
     def alive(self):
@@ -154,6 +159,52 @@ class World:
         if known:
             bits = m.bits_of(rank.ids[request] for request in known)
             rank.send(m.pack_hits(known[0].process_set, rank.version, bits), known)
+
+    def call(self, draw):
+        """One rank makes calls without names."""
+        rank = draw(self.alive)
+        self.make_calls([rank], draw(sorted(rank.sets)), draw)
+
+    def call_everywhere(self, draw):
+        """All ranks of a process set make the same calls, or nearly."""
+        number = draw(sorted(self.sets))
+        self.make_calls([rank for rank in self.alive if number in rank.sets], number, draw)
+
+    def make_calls(self, ranks, number, draw):
+        counts = [draw([1, 1, 2, 3]) for _ in range(draw([1, 1, 2]))]
+        kinds = [draw(["allreduce"] * 5 + ["allgather", "broadcast"]) for _ in counts]
+        rows = [draw([2, 2, 2, 3]) for _ in counts]
+        cuts = [draw([[0], [0], [1], [2, 1]]) for _ in counts]
+        plain = draw([True, True, True, False])
+        for rank in ranks:
+            if number not in rank.joined:
+                odd = draw([False] * 12 + [True])
+                for count, kind, n, cut in zip(counts, kinds, rows, cuts, strict=True):
+                    shape = (n + odd, 2)
+                    self.call_on(rank, number, count, kind, shape, cut, plain != odd)
+
+    def call_on(self, rank, number, count, kind, shape, cut, by_run):
+        """Make calls, by number or in full; ``cut`` are those that go ahead of the others."""
+        since = f"join{rank.joins[number]}." if rank.joins.get(number) else ""
+        prototype = Request(f"{SERIES}{since}", kind, shape=shape, process_set=number)
+        first = rank.calls.get(number, 0)
+        rank.calls[number] = first + count
+        early = [first + n for n in cut if 0 < n < count]
+        for these in (early, [n for n in range(first, first + count) if n not in early]):
+            asks = [prototype.numbered(n) for n in these]
+            for request in asks:
+                rank.asked[number, request.name] = request
+            if by_run and asks:
+                runs = []
+                for n in these:
+                    if runs and runs[-1].stop == n:
+                        runs[-1] = runs[-1]._replace(stop=n + 1)
+                    else:
+                        runs.append(m.Run(n, n + 1, prototype))
+                rank.send(m.pack_series(number, rank.version, runs), asks)
+            elif asks:
+                fields = [request.to_list() for request in asks]
+                rank.send(m.REQUEST + dumps([rank.version, fields]), asks)
 
     def join(self, draw):
         rank = draw(self.alive)
@@ -292,6 +343,7 @@ class World:
 
     RULES = (
         submit, submit, submit_everywhere, submit_everywhere, submit_everywhere, join, call_sets,
+        call, call, call_everywhere, call_everywhere, call_everywhere,
         declare, declare_everywhere, vote, vote, step_everywhere, step_everywhere, fail, abandon,
         collect, collect, leave, *[transmit] * 8, *[deliver] * 8,
     )  # fmt: skip
@@ -324,6 +376,11 @@ class World:
             number, _, items = loads(body)
             items = [m.Item._make(item) for item in items]
             self.execute(number, {item.name: item for item in items})
+        elif kind == m.EXECUTE_SERIES:
+            number, _, runs = loads(body)
+            names = [f"{prefix}{n}" for prefix, first, stop in runs for n in range(first, stop)]
+            self.counts["called"] += len(names)
+            self.execute(number, dict.fromkeys(names))
         elif kind == m.EXECUTE_HITS:
             number, _, bits = m.unpack_execute_hits(told)
             cache = self.coordinator._sets[number]._cache
@@ -406,6 +463,12 @@ class World:
                 assert rank.asked.pop((number, request.name)) == request
                 if request.kind == "allgather":
                     assert request.shape[0] == sizes[rank.sets[number].index(rank.number)]
+        elif kind == m.EXECUTE_SERIES:
+            number, _, runs = body
+            for prefix, first, stop in runs if number in rank.sets else ():
+                for n in range(first, stop):
+                    request = rank.asked.pop((number, f"{prefix}{n}"))
+                    assert request.kind != "allgather"  # which needs sizes
         elif kind == m.REFUSED:
             number, names, ranks, *_ = body
             if isinstance(names, str) and rank.number in ranks:
@@ -413,6 +476,9 @@ class World:
             for name in names if isinstance(names, list) and rank.number in ranks else ():
                 rank.asked.pop((number, name), None)
         elif kind == m.JOINED:
+            if body[0] in rank.joined and not body[2]:
+                rank.joins[body[0]] = rank.joins.get(body[0], 0) + 1
+                rank.calls[body[0]] = 0
             rank.joined.discard(body[0])
         elif kind == m.DECLARED and body[0] in rank.sets:
             number, name, group, _ = body

@@ -19,6 +19,7 @@ import numpy as np
 
 from ringlet.compressors import Compressor, Context, Traits, parse, register
 from ringlet.fusion import CompressionFailed, Engine, Limits, Request, StepAbandoned
+from ringlet.fusion.requests.series import prototype_of
 from ringlet.ring import Mismatch, ReduceOp
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.rendezvous.connect import connect
@@ -63,6 +64,7 @@ class Fuzz:
         self.operations = self.errors = 0
         self.sets = {0: tuple(range(self.size))}
         self.groups = []
+        self.joins, self.calls, self.prototypes = 0, {}, {}
 
     # -- what a rank gives, and must get ---------------------------------------------------------
 
@@ -174,6 +176,56 @@ class Fuzz:
             if number == 0 and each[1] != "alltoall" and not absent:
                 self.digest.update(found.tobytes())
 
+    def unnamed(self, turn, number=0, absent=()):
+        """Calls without names, one of which differs on one rank: it fails, by name, everywhere."""
+        since = f"join{self.joins}." if self.joins else ""
+        drawn, first = [], self.calls.get(number, 0)
+        for n in range(first, first + self.shared.randint(1, 30)):
+            rows = (
+                drawn[-1][1] if drawn and self.shared.random() < 0.7 else self.shared.choice([2, 3])
+            )
+            spec = self.shared.choice(["none", "none", "none", "fp16"])
+            odd = self.shared.choice(self.sets[number]) if self.shared.random() < 0.05 else None
+            drawn.append((n, rows, spec, None if absent else odd))
+        self.calls[number] = first + len(drawn)
+        if self.rank not in self.sets[number] or self.rank in absent:
+            return
+        handles = []
+        by_name = self.own.random() < 0.2  # as adapters do where they cannot go the quick way
+        for n, rows, spec, odd in drawn:
+            if self.own.random() < 0.02:
+                self.pause()
+            key = number, since, rows, spec, odd == self.rank
+            if key not in self.prototypes:
+                request = Request(
+                    f"u.noname.{since}0", shape=(rows + (odd == self.rank), 2), op=ReduceOp.SUM,
+                    spec=spec, process_set=number,
+                )  # fmt: skip
+                self.prototypes[key] = prototype_of(request), parse(spec)
+            prototype, compressor = self.prototypes[key]
+            request = prototype.numbered(n)
+            if by_name:
+                request = replace(request)
+            x = np.full(request.numel, self.value(self.rank, f"t{n}", turn), np.float32)
+            handles.append(self.engine.submit(request, x, None, compressor))
+        several = len(self.sets[number]) > 1
+        for (n, rows, _, odd), handle in zip(drawn, handles, strict=True):
+            self.operations += 1
+            if odd is not None and several:
+                self.errors += 1
+                try:
+                    handle.wait(WAIT)
+                    told = ""
+                except Mismatch as error:
+                    told = str(error)
+                assert f"u.noname.{since}{n}'" in told, (n, told)
+                continue
+            ranks = [r for r in self.sets[number] if r not in absent]
+            want = sum(self.value(r, f"t{n}", turn) for r in ranks)
+            found = handle.wait(WAIT)
+            assert np.all(found == want), (turn, n, rows, found, want)
+            assert handle.name == f"u.noname.{since}{n}"
+
     def mismatch(self, turn):
         """Something odd, caught; then the same names again."""
         self.operate(turn, odd=self.shared.randrange(self.size))
@@ -246,9 +298,8 @@ class Fuzz:
         count = self.shared.randint(1, self.size - 1)
         absent = tuple(self.shared.sample(range(self.size), count))
         rounds = self.shared.randint(1, 3)
-        actions = [self.shared.choice([self.operate, self.step]) for _ in range(rounds)]
-        if self.groups == []:
-            actions = [self.operate] * rounds
+        among = [self.operate, self.unnamed, *([self.step] if self.groups else [])]
+        actions = [self.shared.choice(among) for _ in range(rounds)]
         joining = threading.Thread(target=self.engine.join)
         if self.rank in absent:
             joining.start()
@@ -258,6 +309,8 @@ class Fuzz:
             joining.start()
         joining.join(WAIT)
         assert not joining.is_alive(), "join() hangs"
+        self.joins += 1
+        self.calls.clear()
 
     def change_sets(self, turn):
         """Make a process set and use it, or remove one."""
@@ -272,12 +325,13 @@ class Fuzz:
 
     def in_a_set(self, turn):
         """Operations in a process set."""
-        self.operate(turn, number=self.shared.choice(sorted(self.sets)))
+        action = self.shared.choice([self.operate, self.unnamed])
+        action(turn, number=self.shared.choice(sorted(self.sets)))
 
     def run(self, operations):
         actions = [self.operate, self.mismatch, self.step, self.failing_step, self.uneven,
-                   self.change_sets, self.in_a_set, self.declare]  # fmt: skip
-        weights = [6, 4, 4, 3, 2, 1, 3, 1]
+                   self.change_sets, self.in_a_set, self.declare, self.unnamed]  # fmt: skip
+        weights = [6, 4, 4, 3, 2, 1, 3, 1, 4]
         turn = done = 0
         while done < operations:
             turn += 1

@@ -10,9 +10,10 @@ import tensorflow as tf
 
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
-from ringlet.tensorflow.ops import plain_graphs
+from ringlet.tensorflow.ops import overlap, plain_graphs
 from ringlet.tensorflow.ops.errors import translated
 from ringlet.tensorflow.ops.graph_errors import Node
+from ringlet.tensorflow.ops.overlap import Begin
 from ringlet.tensorflow.ops.tensors import to_array, to_tensor
 
 Function = Callable[[list[Array]], Sequence[Array]]
@@ -46,6 +47,21 @@ def run(function: Function, tensors: Sequence[Any], outputs: Sequence[Output]) -
     results: list[Any] = list(made) if outputs else [made]
     node.operation = results[0] if isinstance(results[0], tf.Operation) else results[0].op
     for tensor, (_, shape) in zip(results, outputs, strict=False):
+        tensor.set_shape(shape)
+    return results
+
+
+def begin(start: Begin, tensors: Sequence[Any], outputs: Sequence[Output]) -> list[Any]:
+    """Return what ``run`` would for ``start(arrays)()``, which begins, and then waits.
+
+    Such operations of one ``tf.function`` are under way together. There is at least one output.
+    """
+    if tf.executing_eagerly() or not overlap.possible():
+        return run(lambda arrays: start(arrays)(), tensors, outputs)
+    current()
+    refuse_compilation()
+    results = overlap.overlapped(start, tensors, [tf.as_dtype(dtype) for dtype, _ in outputs])
+    for tensor, (_, shape) in zip(results, outputs, strict=True):
         tensor.set_shape(shape)
     return results
 

@@ -133,7 +133,7 @@ def broadcast_all(
             )
             for tell, dtype, shape, buffer in zip(named, dtypes, shapes, buffers, strict=True)
         ]
-        wait_all(current().engine.submit_all(items))
+        wait_all(current().engine.submit_all(items, at_once=True))
 
     def move(arrays: list[Array]) -> list[Array]:
         shapes = [array.shape for array in arrays]
@@ -193,7 +193,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     def wait(_: list[Array]) -> list[Array]:
         request = Request(named(), "barrier", process_set=number)
-        current().engine.submit(request, np.empty(0, np.float32)).wait()
+        current().engine.submit(request, np.empty(0, np.float32), at_once=True).wait()
         return []
 
     run(wait, [], [])
@@ -258,7 +258,7 @@ def _gather(
             )
             for name, array, dtype in zip(names, arrays, dtypes, strict=True)
         ]
-        handles = current().engine.submit_all(items)
+        handles = current().engine.submit_all(items, at_once=True)
         wait_all(handles)
         gathered = [
             shaped(handle.output, dtype, (sum(handle.sizes), *array.shape[1:]))
@@ -286,7 +286,7 @@ def _alltoall(
         array, shares = arrays
         rows = rows_to_send(None if equal else shares, array.shape, size)
         request = Request(named(), "alltoall", dtype, array.shape, process_set=number, splits=rows)
-        handle = current().engine.submit(request, flat(array))
+        handle = current().engine.submit(request, flat(array), at_once=True)
         handle.wait()
         received = np.array(handle.sizes, np.int32)
         return [shaped(handle.output, dtype, (sum(handle.sizes), *array.shape[1:])), received]

@@ -130,7 +130,7 @@ def _run(
         both = zip(arrays, wires, strict=True)
         sources = [flat(array.astype(numpy_dtype(wire), copy=False)) for array, wire in both]
         items = [(r, source, None, None) for r, source in zip(requests, sources, strict=True)]
-        handles = current().engine.submit_all(items)
+        handles = current().engine.submit_all(items, at_once=True)
         wait_all(handles)
         return [
             shaped(handle.output, each, (handle.sizes[rank], *array.shape[1:])).astype(

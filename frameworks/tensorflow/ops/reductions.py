@@ -5,19 +5,21 @@ Operations without a name get one from a counter, so ranks must run those in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import tensorflow as tf
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.specs.routes import Spec
+from ringlet.fusion import Handle, Request
 from ringlet.fusion.devices.host import Place
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import RingError
 from ringlet.shared.arrays import allocate, flat
 from ringlet.shared.compression import around, as_compressor, legacy
 from ringlet.shared.requests import (
@@ -30,8 +32,9 @@ from ringlet.shared.requests import (
     wait_all,
 )
 from ringlet.tensorflow.ops.autodiff import differentiable, no_gradient
-from ringlet.tensorflow.ops.bridge import as_written, operation_name, run
+from ringlet.tensorflow.ops.bridge import as_written, begin, operation_name
 from ringlet.tensorflow.ops.indexed_slices import allreduce_slices, refuse_other_ops
+from ringlet.tensorflow.ops.overlap import Finish
 from ringlet.tensorflow.ops.placement import direct
 from ringlet.tensorflow.ops.tensors import check_defined, dense, dtype_of
 
@@ -153,40 +156,76 @@ def _run(
     check_defined("allreduce", name, wires, op, factors)
     used = compressor if op in SUMS else NoCompression()
     kind = "allreduce" if single else "grouped_allreduce"
-    named = operation_name(kind, name, tensors[0], number)
+    named, in_graph = operation_name(kind, name, tensors[0], number), not tf.executing_eagerly()
+
+    alike = {
+        "op": op,
+        "spec": str(used),
+        "prescale": factors[0],
+        "postscale": factors[1],
+        "process_set": number,
+    }
+    made: dict[Hashable, list[Request]] = {}  # what was asked for last, for it to be known again
 
     def submit(
         shapes: list[tuple[int, ...]], sources: list[Array], targets: list[Array], place: str
-    ) -> None:
-        requests = group_requests(
-            "allreduce",
-            named(),
-            single,
-            wires,
-            shapes,
-            [place] * len(wires),
-            op=op,
-            spec=str(used),
-            prescale=factors[0],
-            postscale=factors[1],
-            process_set=number,
-        )
+    ) -> Finish:
+        base, engine = named(), current().engine
+        key = base, place, *shapes
+        requests = made.get(key)
+        if requests is None:
+            made.clear()
+            requests = made[key] = group_requests(
+                "allreduce", base, single, wires, shapes, [place] * len(wires), **alike
+            )
+        under_way = _under_way()
+        before = under_way.pop(requests[0].key, ())
+        for handle in before:  # of a graph, where a name may be there twice
+            with suppress(RingError):
+                handle.wait()
         each = zip(requests, sources, targets, strict=True)
-        wait_all(current().engine.submit_all([(*item, used) for item in each]))
+        handles = engine.submit_all([(*item, used) for item in each], not in_graph)
+        if in_graph and name is not None:
+            under_way[requests[0].key] = handles
 
-    def combine(arrays: list[Array]) -> list[Array]:
+        def finish() -> Sequence[Array]:
+            try:
+                wait_all(handles)
+            finally:
+                if under_way.get(requests[0].key) is handles:
+                    del under_way[requests[0].key]
+            return targets
+
+        return finish
+
+    def combine(arrays: list[Array]) -> Finish:
         shapes = [array.shape for array in arrays]
-        outputs = allocate(wires, shapes)
-        both = zip(arrays, outputs, strict=True)
-        sources = [flat(array.astype(output.dtype, copy=False)) for array, output in both]
-        submit(shapes, sources, [flat(output) for output in outputs], Place.name)
-        return [
-            output.astype(array.dtype, copy=False)
-            for array, output in zip(arrays, outputs, strict=True)
-        ]
+        results = allocate(wires, shapes)
+        both = zip(arrays, results, strict=True)
+        sources = [flat(array.astype(result.dtype, copy=False)) for array, result in both]
+        finish = submit(shapes, sources, [flat(result) for result in results], Place.name)
+
+        def reduced() -> list[Array]:
+            finish()
+            return [
+                result.astype(array.dtype, copy=False)
+                for array, result in zip(arrays, results, strict=True)
+            ]
+
+        return reduced
 
     way = direct(tensors, op) if wires == dtypes else None
     if way is not None:
-        return way.run(partial(submit, [tuple(tensor.shape) for tensor in tensors]))
+
+        def at_place(sources: list[Array], targets: list[Array], place: str) -> None:
+            submit([tuple(tensor.shape) for tensor in tensors], sources, targets, place)()
+
+        return way.run(at_place)
     outputs = [(dtype, t.shape) for dtype, t in zip(dtypes, tensors, strict=True)]
-    return run(combine, tensors, outputs)
+    return begin(combine, tensors, outputs)
+
+
+def _under_way() -> dict[Hashable, Sequence[Handle]]:
+    """Return what nodes of graphs have begun and none has waited for, by the first one's key."""
+    found: dict[Hashable, Sequence[Handle]] = current().extras.setdefault("tensorflow begun", {})
+    return found

@@ -72,6 +72,41 @@ class WrittenHandle(Handle):
         return self._outputs[0] if self._single else list(self._outputs)
 
 
+class WrittenTensor(Handle):
+    """One ``operation`` under way whose result the engine writes to ``output`` itself."""
+
+    __slots__ = ("_operation", "_output")
+
+    def __init__(self, operation: EngineHandle, output: torch.Tensor) -> None:
+        self._operation, self._output = operation, output
+
+    @property
+    def name(self) -> str:
+        """The operation's name, which is the same on every rank."""
+        return self._operation.name
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Nothing: ranks' shares are of one size."""
+        return self._operation.sizes
+
+    @property
+    def all_sizes(self) -> list[tuple[int, ...]]:
+        """``sizes`` of the operation."""
+        return [self._operation.sizes]
+
+    def done(self) -> bool:
+        """Whether the operation has finished."""
+        return self._operation.done()
+
+    def wait(self) -> torch.Tensor:
+        """Wait, and return the tensor; raises what went wrong, the same on every rank."""
+        self._operation.wait()
+        output = self._output
+        note_written(output)
+        return output
+
+
 class SparseHandle:
     """A sparse reduction under way: call it, or ``synchronize`` it, for the sparse tensor."""
 

@@ -196,7 +196,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the process set has called it."""
     runtime, number = current(), process_set.number()
     request = Request(runtime.unnamed("barrier", number), "barrier", process_set=number)
-    runtime.engine.submit(request, flat(torch.empty(0))).wait()
+    runtime.engine.submit(request, flat(torch.empty(0)), at_once=True).wait()
 
 
 def join(device: int = -1) -> int:

@@ -6,18 +6,20 @@ Asynchronous forms return a handle for ``synchronize``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Request
+from ringlet.fusion.requests.series import Series, prototype_of
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import Array
 from ringlet.shared.compression import around, as_compressor, legacy
 from ringlet.shared.requests import (
     SUMS,
@@ -27,10 +29,17 @@ from ringlet.shared.requests import (
     reduce_op,
     reduced_as,
 )
-from ringlet.torch.ops.handles import Handle, Tensors, WrittenHandle, differentiable
+from ringlet.torch.ops.handles import (
+    Handle,
+    Tensors,
+    WrittenHandle,
+    WrittenTensor,
+    differentiable,
+)
 from ringlet.torch.tensors.placement import flat_at, packed, place_of
 from ringlet.torch.tensors.views import (
     DTYPES,
+    as_array,
     check,
     dtype_of,
     flat,
@@ -100,12 +109,12 @@ def allreduce(
         return wide[0]
 
     def start(tensors: Tensors) -> Handle:
-        return _start_one(tensors[0], None, name, chosen, factors, process_set, compression)
+        return _start_one(tensors[0], None, name, chosen, factors, process_set, compression, True)
 
     def backward(grads: Tensors, handle: Handle) -> Tensors:
         _refuse_gradient(chosen)
         made, again = f"{handle.name}.grad", grads[0].contiguous()
-        handle = _start_one(again, None, made, chosen, factors, process_set, None)
+        handle = _start_one(again, None, made, chosen, factors, process_set, None, True)
         return [handle.wait()]
 
     result: torch.Tensor = differentiable([tensor], start, backward)
@@ -124,7 +133,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """Combine ``tensor`` over all ranks in place, and return it. See ``allreduce``."""
     factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
-    handle = _start_one(tensor, tensor, name, chosen, factors, process_set, compression)
+    handle = _start_one(tensor, tensor, name, chosen, factors, process_set, compression, True)
     result: torch.Tensor = handle.wait()
     return result
 
@@ -183,12 +192,12 @@ def grouped_allreduce(
         return around(cast, tensors, combine)
 
     def start(given: Tensors) -> Handle:
-        return _start(given, None, name, chosen, factors, process_set, compression)
+        return _start(given, None, name, chosen, factors, process_set, compression, waits=True)
 
     def backward(grads: Tensors, handle: Handle) -> Tensors:
         _refuse_gradient(chosen)
         made, again = f"{handle.name}.grad", [g.contiguous() for g in grads]
-        started = _start(again, None, made, chosen, factors, process_set, None)
+        started = _start(again, None, made, chosen, factors, process_set, None, waits=True)
         reduced: Tensors = started.wait()
         return reduced
 
@@ -209,7 +218,7 @@ def grouped_allreduce_(
     """Combine tensors over all ranks together in place, and return them."""
     factors = prescale_factor, postscale_factor
     chosen = reduce_op(average, op)
-    handle = _start(tensors, tensors, name, chosen, factors, process_set, compression)
+    handle = _start(tensors, tensors, name, chosen, factors, process_set, compression, waits=True)
     result: list[torch.Tensor] = handle.wait()
     return result
 
@@ -222,19 +231,45 @@ def refuse_mean(tensor: torch.Tensor, op: ReduceOp) -> None:
         )
 
 
-class _Asked(NamedTuple):
-    """What a call under a name asked for. The next one that asks for the same submits it again.
+class _Asked:
+    """What a call asked for. The next one under its name that asks for the same submits it again.
 
-    Of tensors in host memory that the engine takes as they are; ``single`` if it was no group.
+    Of tensors in host memory that the engine takes as they are; ``single`` if it was no group. For
+    a single call without a name the request is the prototype of its ``series``.
     """
 
-    compressor: Compressor
-    op: ReduceOp
-    factors: tuple[float, float]
-    single: bool
-    kinds: list[tuple[torch.dtype, torch.Size]]
-    requests: list[Request]
-    used: Compressor
+    __slots__ = ("compressor", "factors", "kinds", "op", "requests", "series", "single", "used")
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        op: ReduceOp,
+        factors: tuple[float, float],
+        single: bool,
+        kinds: list[tuple[torch.dtype, torch.Size]],
+        requests: list[Request],
+        used: Compressor,
+        series: Series | None = None,
+    ) -> None:
+        self.compressor, self.op, self.factors, self.single = compressor, op, factors, single
+        self.kinds, self.requests, self.used, self.series = kinds, requests, used, series
+
+    def has(self, array: Array) -> bool:
+        """Whether it asked for the first tensor's dtype and shape; ``array`` is one as it is."""
+        request = self.requests[0]
+        return array.shape == request.shape and array.dtype == request.fit[1]
+
+    def is_for(
+        self,
+        compressor: Compressor,
+        op: ReduceOp,
+        factors: tuple[float, float],
+        single: bool,
+        kinds: list[tuple[torch.dtype, torch.Size]],
+    ) -> bool:
+        """Whether a call of these asks for the same."""
+        alike = self.compressor == compressor and self.op is op and self.factors == factors
+        return alike and self.single is single and self.kinds == kinds
 
 
 _ASKED = 1 << 13  # names whose calls are kept
@@ -248,26 +283,35 @@ def _start_one(
     factors: tuple[float, float],
     process_set: ProcessSet,
     compression: Any,
+    waits: bool = False,
 ) -> Handle:
     """Submit the reduction of one tensor into ``output``, or a new tensor. See ``_start``."""
     runtime = current()
     number = 0 if process_set is global_process_set else process_set.number()
-    asked = _asked_of(runtime).get((number, name))
+    known, values = _asked_of(runtime), as_array(tensor)
+    asked = None if values is None else known.get((number, name))
+    if values is not None and asked is not None and not asked.has(values) and name is None:
+        asked = known.get((number, (values.dtype, values.shape)))
     if (
-        asked is None
+        values is None
+        or asked is None
+        or not asked.has(values)
         or asked.compressor is not (_PLAIN if compression is None else as_compressor(compression))
         or not (asked.single and asked.op is op and asked.factors == factors)
-        or asked.kinds[0] != (tensor.dtype, tensor.shape)
-        or not taken_as_it_is(tensor)
+        or (name is None and asked.series is not runtime.series("allreduce", number))
     ):
         outputs = None if output is None else [output]
-        return _start([tensor], outputs, name, op, factors, process_set, compression, single=True)
+        return _start([tensor], outputs, name, op, factors, process_set, compression, True, waits)
+    request = asked.requests[0]
+    if asked.series is not None:
+        request = request.numbered(asked.series.next())
+    if values.ndim != 1:
+        values = values.reshape(-1)
     if output is None:
         output = torch.empty_like(tensor)
-    values = flat(tensor)
     target = values if output is tensor else flat(output)
-    operation = runtime.engine.submit(asked.requests[0], values, target, asked.used)
-    return WrittenHandle([operation], [output], single=True)
+    operation = runtime.engine.submit(request, values, target, asked.used, waits)
+    return WrittenTensor(operation, output)
 
 
 def _start(
@@ -279,10 +323,11 @@ def _start(
     process_set: ProcessSet,
     compression: Any,
     single: bool = False,
+    waits: bool = False,
 ) -> Handle:
     """Submit a reduction of every tensor into ``outputs``, or new tensors.
 
-    The handle returns all outputs, or the ``single`` one.
+    The handle returns all outputs, or the ``single`` one; the caller ``waits`` for it at once.
     """
     tensors = list(tensors)
     check_some(tensors, "allreduce")
@@ -297,8 +342,8 @@ def _start(
     kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
     what, direct = (compressor, op, factors, single, kinds), all(map(taken_as_it_is, tensors))
     known = _asked_of(runtime)
-    asked = known.get((number, name))
-    if asked is not None and asked[:5] == what and direct and all(map(taken_as_it_is, outputs)):
+    asked = None if name is None else known.get((number, name))
+    if asked is not None and asked.is_for(*what) and direct and all(map(taken_as_it_is, outputs)):
         arrays = [flat(tensor) for tensor in tensors]
         targets = [
             array if output is tensor else flat(output)
@@ -306,7 +351,7 @@ def _start(
         ]
         used = [asked.used] * len(tensors)
         items = zip(asked.requests, arrays, targets, used, strict=True)
-        return WrittenHandle(runtime.engine.submit_all(list(items)), outputs, single)
+        return WrittenHandle(runtime.engine.submit_all(list(items), waits), outputs, single)
     base = name or _unnamed(runtime, number, compressor, single)
     places = [place_of(tensor, op) for tensor in tensors]
     sources = [_source(t, op, compressor, p) for t, p in zip(tensors, places, strict=True)]
@@ -325,11 +370,17 @@ def _start(
         postscale=factors[1],
         process_set=number,
     )
-    if direct and name is not None and all(map(is_, sources, tensors)):
+    if direct and (single or name is not None) and all(map(is_, sources, tensors)):
         if len(known) >= _ASKED:
             known.clear()
-        known[number, name] = _Asked(*what, requests, plain)
-    return _submit(runtime, requests, sources, outputs, plain, single)
+        if name is not None:
+            known[number, name] = _Asked(*what, requests, plain)
+        else:
+            series, prototypes = runtime.series("allreduce", number), [prototype_of(requests[0])]
+            asked = _Asked(*what, prototypes, plain, series)
+            request = requests[0]
+            known[number, None] = known[number, (request.storage, request.shape)] = asked
+    return _submit(runtime, requests, sources, outputs, plain, single, waits)
 
 
 def _submit(
@@ -339,6 +390,7 @@ def _submit(
     outputs: Tensors,
     compressor: Compressor,
     single: bool,
+    waits: bool,
 ) -> Handle:
     """Submit ``sources``, and copy the results to ``outputs`` that the engine cannot write to."""
     targets = [
@@ -349,7 +401,7 @@ def _submit(
         (request, flat_at(source, request.place), flat_at(target, request.place), compressor)
         for request, source, target in zip(requests, sources, targets, strict=True)
     ]
-    operations = runtime.engine.submit_all(items)
+    operations = runtime.engine.submit_all(items, waits)
 
     def result(_: Any) -> Any:
         done = [unstage(t, o) for t, o in zip(targets, outputs, strict=True)]
@@ -358,9 +410,12 @@ def _submit(
     return Handle(operations, result)
 
 
-def _asked_of(runtime: Runtime) -> dict[tuple[int, str | None], _Asked]:
-    """Return what calls of this runtime asked for, by process set and name."""
-    known: dict[tuple[int, str | None], _Asked] = runtime.extras.setdefault("allreduces", {})
+def _asked_of(runtime: Runtime) -> dict[tuple[int, Hashable], _Asked]:
+    """Return what calls of this runtime asked for, by process set and name.
+
+    Of calls without names, the last one (None) and the last one of each dtype and shape.
+    """
+    known: dict[tuple[int, Hashable], _Asked] = runtime.extras.setdefault("allreduces", {})
     return known
 
 

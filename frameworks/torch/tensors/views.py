@@ -24,6 +24,7 @@ _NAMES = {
     torch.int64: "int64",
     torch.bool: "bool",
 }
+_STRIDED = torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -62,6 +63,28 @@ def taken_as_it_is(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
     )
+
+
+def as_array(tensor: Any) -> Array | None:
+    """Return what the engine can move without a copy, as an array of its shape; else None.
+
+    bfloat16 is uint16.
+    """
+    if not (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+    ):
+        return None
+    if tensor.requires_grad:  # to detach, and to view, lets the engine's thread in
+        tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    elif tensor.dtype not in _NAMES:
+        return None
+    array: Array = tensor.numpy()
+    return array
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
