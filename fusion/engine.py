@@ -65,6 +65,7 @@ class Engine:
         coordinator = Coordinator(self.size, limits.cache_capacity, stalls) if leads else None
         shortest = min((s for s in (limits.stall_warning, limits.stall_shutdown) if s), default=0)
         check_every = shortest / 4 if leads and self.size > 1 and shortest else None
+        self._coordinator = coordinator
         self._control = open_control(comm, coordinator)
         self._life = Lifetime()
         self._requester = Requester(self._control, limits)
@@ -158,6 +159,15 @@ class Engine:
         self._control.send(m.DECLARE + body)
         group: Group = handle.wait()
         return group
+
+    def entitle(self, group: Group, title: str) -> None:
+        """Let what people read call ``group`` so: timelines, reports, errors, what has stalled.
+
+        Each rank for itself; of what concerns several ranks rank 0 tells.
+        """
+        group.title = title
+        if self._coordinator is not None:
+            self._coordinator.entitle(group.number, title)
 
     def release(self, group: Group) -> None:
         """Forget a group; every rank does, sooner or later. Safe in a finaliser."""

@@ -1,4 +1,4 @@
-"""Ringlet for Keras 3, on its TensorFlow and torch backends: Horovod's interface, with compressors.
+"""Ringlet for Keras 3 (on TensorFlow, torch) and tf_keras: Horovod's interface, with compressors.
 
 import ringlet.keras as hvd
 

@@ -14,6 +14,11 @@ from ringlet.shared.gradients import Reducer, Slot
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 SUPPORTED = ("tensorflow", "torch")
+LOSS_SCALE_OUTSIDE = (
+    "a LossScaleOptimizer around a DistributedOptimizer would skip steps on one rank and not on "
+    "others. Wrap it the other way round: DistributedOptimizer(LossScaleOptimizer(optimizer)). "
+    "Under the policy mixed_float16, model.compile puts one around every optimizer that is none"
+)
 
 
 def backend() -> str:
@@ -39,11 +44,11 @@ def as_written(function: Called) -> Called:
 
 def reduce_gradients(
     reducer: Reducer,
-    accumulator: Accumulator,
     variables: Sequence[Any],
     names: Sequence[str],
     gradients: Sequence[Any],
     cohorts: Sequence[str],
+    accumulator: Accumulator,
 ) -> tuple[Any, list[Any]]:
     """Return whether a step ends with this pass, and the gradients reduced over all ranks."""
     if backend() == "tensorflow":
@@ -51,6 +56,25 @@ def reduce_gradients(
 
         return reduced(reducer, variables, names, gradients, cohorts, accumulator)
     return _reduce_torch(reducer, accumulator, names, gradients, cohorts)
+
+
+def when(ends: Any, apply: Callable[[], Any]) -> Any:
+    """Call ``apply`` where a step ends, which in a graph is known when it runs."""
+    if isinstance(ends, bool):  # without TensorFlow
+        return apply() if ends else None
+    import tensorflow as tf
+
+    known = bool(ends) if tf.executing_eagerly() else tf.get_static_value(ends)
+    if known is None:
+        return tf.cond(ends, lambda: _then_nothing(apply), tf.no_op)
+    return apply() if known else None
+
+
+def _then_nothing(apply: Callable[[], Any]) -> Any:
+    import tensorflow as tf
+
+    done = apply()
+    return tf.group(done) if isinstance(done, tf.Operation) else tf.no_op()
 
 
 def _reduce_torch(

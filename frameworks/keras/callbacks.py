@@ -1,4 +1,4 @@
-"""Callbacks for ``model.fit`` on several ranks."""
+"""Callbacks for ``model.fit`` on several ranks, of models of Keras 3 and of tf_keras."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import keras
 
 from ringlet.job.process_sets import global_process_set
 from ringlet.job.session import current
+from ringlet.keras.callback import Callback
 from ringlet.keras.checkpoint import load_compressor_state, save_compressor_state, state_path
 from ringlet.keras.functions import averaged, broadcast_variables
+from ringlet.keras.optimizer_state import learning_rate, scale_velocities, state_variables
 from ringlet.shared.model_agreement import agree
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(Callback):
     """Start all ranks from rank ``root_rank``'s weights and optimizer state.
 
     Before the first batch, or after it where the model has no weights until then. Random seeds
@@ -41,10 +43,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        state = [] if optimizer is None else optimizer.variables
+        optimizer, own = getattr(self.model, "optimizer", None), self.model.trainable_variables
+        state = [] if optimizer is None else state_variables(optimizer, own)
         every = [*self.model.weights, *state]
         broadcast_variables([v for v in every if id(v) not in self._left_out], self.root_rank)
         self._done = True
@@ -56,7 +56,7 @@ _SAME_METRICS = (
 )
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(Callback):
     """Average an epoch's metrics over all ranks; put it before callbacks that look at them.
 
     All ranks need the same metrics (Mismatch). ``device`` is accepted for Horovod's sake.
@@ -77,7 +77,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs.update(zip(names, means, strict=True))
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
+class LearningRateScheduleCallback(Callback):
     """Set the learning rate to ``initial_lr`` times ``multiplier(epoch)``.
 
     ``multiplier`` is a function of the epoch or a constant, and applies from ``start_epoch`` to
@@ -134,19 +134,19 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report the rate as the metric ``lr``."""
         if logs is not None:
-            logs["lr"] = _rate(self.model.optimizer)
+            logs["lr"] = learning_rate(self.model.optimizer)
 
     def _applies(self) -> bool:
         return self.start_epoch <= self._epoch < (self.end_epoch or float("inf"))
 
     def _set(self, factor: float) -> None:
         optimizer = self.model.optimizer
-        before, after = _rate(optimizer), self.initial_lr * factor
+        before, after = learning_rate(optimizer), self.initial_lr * factor
         if after == before:
             return
         optimizer.learning_rate = after
         if self.momentum_correction and before > 0:
-            _scale_momentum(optimizer, after / before)
+            scale_velocities(optimizer, after / before)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -180,10 +180,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Say that the warm-up is over, once and if asked to."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch and epoch == self.end_epoch - 1 and self.verbose and not current().rank:
-            print(f"\nEpoch {epoch + 1}: learning rate warmed up to {_rate(self.model.optimizer)}.")
+            rate = learning_rate(self.model.optimizer)
+            print(f"\nEpoch {epoch + 1}: learning rate warmed up to {rate}.")
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(Callback, keras.callbacks.ModelCheckpoint):
     """Save the best model so far, on rank 0 alone; put it behind MetricAverageCallback."""
 
     def __init__(
@@ -203,7 +204,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             super()._save_model(epoch, batch, logs)
 
 
-class CompressorStateCheckpoint(keras.callbacks.Callback):
+class CompressorStateCheckpoint(Callback):
     """Save what compressors remember after every epoch, each rank to a file of its own.
 
     The file is ``filepath`` with ``.rank0of2`` and so on behind it. With ``restore`` it is read at
@@ -231,16 +232,3 @@ class CompressorStateCheckpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write this rank's file."""
         save_compressor_state(self.model.optimizer, self.filepath)
-
-
-def _rate(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
-
-
-def _scale_momentum(optimizer: Any, factor: float) -> None:
-    """Scale SGD's velocities: the same as scaling its momentum for one step."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if getattr(inner, "momentum", 0) and inner.built:
-        for velocity in getattr(inner, "momentums", ()):
-            if velocity is not None:
-                velocity.assign(keras.ops.multiply(velocity, factor))

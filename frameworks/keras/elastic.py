@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import keras
-import numpy as np
-
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.job.objects import broadcast_object
+from ringlet.keras.callback import Callback
 from ringlet.keras.functions import broadcast_variables
+from ringlet.keras.optimizer_state import as_array, state_variables
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared import residual_store
 from ringlet.shared.gradients import Reducer
@@ -48,7 +47,7 @@ class KerasState(ObjectState):
 
     def save(self) -> None:
         """Keep copies of weights, optimizer state, residuals and objects."""
-        self._arrays = [np.array(keras.ops.convert_to_numpy(v)) for v in self._variables()]
+        self._arrays = [as_array(variable) for variable in self._variables()]
         reducer = self._reducer()
         if reducer is not None:
             self._remembered = copy.deepcopy(reducer.states), reducer.step
@@ -84,15 +83,14 @@ class KerasState(ObjectState):
     def _variables(self) -> list[Any]:
         if self.optimizer is None:
             return list(self.model.weights)
-        if not self.optimizer.built:
-            self.optimizer.build(self.model.trainable_variables)
-        return [*self.model.weights, *self.optimizer.variables]
+        own = self.model.trainable_variables
+        return [*self.model.weights, *state_variables(self.optimizer, own)]
 
     def _reducer(self) -> Reducer | None:
         return getattr(self.optimizer, "_ringlet", None)
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class CommitStateCallback(Callback):
     """Commit ``state`` after every ``batches_per_commit`` batches, and after every epoch.
 
     Put it behind the callbacks that update the state.
@@ -120,7 +118,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(Callback):
     """Keep the number of the last batch of the epoch, from 0, in ``state.batch``.
 
     It is 0 between epochs. ``fit`` begins epochs at their start: one that goes on within an epoch
@@ -140,7 +138,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):
+class UpdateEpochStateCallback(Callback):
     """Count the epochs that are done in ``state.epoch``, on from what it is when ``fit`` begins."""
 
     def __init__(self, state: Any) -> None:

@@ -13,6 +13,7 @@ from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.keras.backends import backend
+from ringlet.keras.optimizer_state import as_array
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import DTYPES, flat
@@ -89,7 +90,7 @@ def broadcast_variables(
     """
     listed = list(variables)
     names = unique([name_of(variable, i) for i, variable in enumerate(listed)])
-    arrays = [np.array(keras.ops.convert_to_numpy(variable)) for variable in listed]
+    arrays = [as_array(variable) for variable in listed]
     items = [(n, f"{a.dtype.name}{list(a.shape)}") for n, a in zip(names, arrays, strict=True)]
     label = "keras.broadcast_variables"
     names = common_names("broadcast_variables", label, items, process_set)
@@ -128,7 +129,7 @@ def averaged(values: Sequence[float], name: str) -> list[float]:
 
 def variables_equal(variables: Sequence[Any]) -> bool:
     """Whether variables are bit-equal on all ranks, whatever Keras runs on."""
-    arrays = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    arrays = [as_array(variable) for variable in variables]
     return equal_on_all_ranks((f"{array.dtype}{array.shape}", array) for array in arrays)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 
 from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.keras import tf_keras
 from ringlet.keras.dtype_policy import fits
 from ringlet.keras.optimizer import DistributedOptimizer
 from ringlet.precision import Policy, parse_policy
@@ -24,18 +28,37 @@ def load_model(
     """Return the model saved at ``filepath``, its optimizer and that one's state distributed.
 
     ``custom_optimizers`` and ``custom_objects`` tell Keras of classes that are not its own. A model
-    that was saved without an optimizer is returned as it is. ``legacy_opts`` is refused: Keras 3
-    has no such optimizers. ``precision`` is that of the layers as they were saved, for the
-    optimizer, which keeps a LossScaleOptimizer that was saved; see ``DistributedOptimizer``.
-    Raises ValueError for a policy in whose dtype no layer computes.
+    that was saved without an optimizer is returned as it is. A file of Keras 2 is loaded by
+    tf_keras where the program uses that (it has imported it, or TF_USE_LEGACY_KERAS=1), and others
+    by Keras 3. ``legacy_opts`` is refused for the latter, which has no such optimizers.
+    ``precision`` is that of the layers as they were saved, for the optimizer, which keeps a
+    LossScaleOptimizer that was saved; see ``DistributedOptimizer``. Raises ValueError for a policy
+    in whose dtype no layer computes.
     """
-    if legacy_opts:
+    older = tf_keras.in_use()
+    library = older if older is not None and _is_of_keras_2(Path(filepath)) else keras
+    if legacy_opts and library is keras:
         raise ValueError("Keras 3 has no legacy optimizers; leave legacy_opts away")
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
-    model = keras.models.load_model(filepath, custom_objects=known)
+    model = library.models.load_model(filepath, custom_objects=known)
     fits(parse_policy(precision), model)
     if getattr(model, "optimizer", None) is not None:
         model.optimizer = DistributedOptimizer(
             model.optimizer, compression=compression, precision=precision
         )
     return model
+
+
+def _is_of_keras_2(path: Path) -> bool:
+    """Whether a model was saved by tf_keras, or an older Keras."""
+    if path.is_dir():  # a SavedModel, which Keras 3 does not load
+        return True
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            version = json.loads(archive.read("metadata.json"))["keras_version"]
+    else:
+        import h5py  # Keras needs it, too
+
+        with h5py.File(path) as file:
+            version = file.attrs.get("keras_version", "")
+    return str(version).startswith("2.")

@@ -90,7 +90,7 @@ def lines(
             f'<rect class="hit" x="{start:.1f}" y="{top}" width="{max(1.0, stop - start):.1f}" '
             f'height="{tall}"><title>{text}</title></rect>'
         )
-    return "".join([*parts, "</svg>"])
+    return "".join([*parts, "</svg></div>"])
 
 
 def bars(
@@ -120,7 +120,7 @@ def bars(
             at += wide
         total = bar.note or shown(sum(piece[2] for piece in bar.pieces))
         parts.append(_text(at + 6, y + thick / 2 + 6, total, style="value"))
-    return "".join([*parts, "</svg>"])
+    return "".join([*parts, "</svg></div>"])
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -142,7 +142,12 @@ def scale(most: float) -> list[float]:
 
 
 def _open(width: int, height: int) -> str:
-    return f'<svg viewBox="0 0 {width} {height}" role="img" preserveAspectRatio="xMinYMin meet">'
+    # Letters of 12 units stay legible: what is narrower than that scrolls, as tables do.
+    return (
+        f'<div class="scroll"><svg viewBox="0 0 {width} {height}" role="img" '
+        f'style="min-width: {width * 7 // 10}px; max-width: {width * 4 // 3}px" '
+        'preserveAspectRatio="xMinYMin meet">'
+    )
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", style: str = "") -> str:

@@ -47,13 +47,18 @@ def compared(run: Run, first: Run) -> tuple[str, str]:
         return "paid", f"is {factor:.2f} times as fast: {shown}"
     if low > most:
         return "cost", f"is {1 / factor:.2f} times as slow: {shown}"
-    return "unclear", f"cannot be told apart: {shown}, and these overlap. Record more steps"
+    return "unclear", f"{shown}, and these overlap: record more steps"
 
 
 def sentences(named: Named) -> list[str]:
     """Return a sentence for each run but the first, which they are compared with."""
-    (_, first), *rest = named
-    return [f"{name} {compared(run, first)[1]} in {named[0][0]}." for name, run in rest]
+    (reference, first), *rest = named
+    told = []
+    for name, run in rest:
+        kind, how = compared(run, first)
+        unclear = f"{name} cannot be told apart from {reference}: {how}."
+        told.append(unclear if kind == "unclear" else f"{name} {how} in {reference}.")
+    return told
 
 
 def render(named: Named) -> str:
@@ -65,7 +70,7 @@ def render(named: Named) -> str:
         kind=kinds[0] if len(set(kinds)) == 1 else "unclear",
         verdict=" ".join(sentences(named)),
         caveat=_CAVEAT,
-        facts=" — ".join(facts_of(run, name) for name, run in named),
+        facts="\n".join(facts_of(run, name) for name, run in named),
         body=_bars(named) + _table(named),
     )
 
@@ -81,7 +86,7 @@ def _bars(named: Named) -> str:
         '<figure class="wide"><h2>Seconds of a step</h2><p>Of the whole step, and in it what the '
         "exchange took of the engine’s time, though some of that runs beside the backward pass."
         f"</p>{charts.legend([('exchange', 'communicate'), ('the rest', 'saved')])}"
-        f"{charts.bars(rows, duration, width=1160, label=260, row=44)}</figure>"
+        f"{charts.bars(rows, duration, width=620, label=130)}</figure>"
     )
 
 

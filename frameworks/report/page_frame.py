@@ -21,15 +21,17 @@ body { margin: 0 auto; max-width: 1240px; padding: 20px 28px 40px; background: v
 header { border-left: 6px solid var(--plain); padding-left: 16px; }
 header.paid { border-color: var(--paid); } header.cost { border-color: var(--cost); }
 header.even { border-color: var(--even); }
-h1 { font-size: 22px; line-height: 1.3; margin: 0 0 6px; max-width: 62em; font-weight: 650; }
-header p { margin: 2px 0; color: var(--soft); font-size: 13px; max-width: 100em; }
+h1 { overflow-wrap: anywhere; font-size: 22px; line-height: 1.3;
+  margin: 0 0 6px; max-width: 62em; font-weight: 650; }
+header p { margin: 2px 0; color: var(--soft); font-size: 13px; max-width: 100em;
+  white-space: pre-line; overflow-wrap: anywhere; }
 h2 { font-size: 16px; margin: 0; } figure p { margin: 2px 0 8px; color: var(--soft);
   font-size: 13px; }
 .tiles { display: grid; grid-template-columns: repeat(5, 1fr); gap: 12px; margin: 16px 0 12px; }
 .tiles div { background: var(--panel); border-radius: 8px; padding: 10px 14px; }
 .tiles b { display: block; font-size: 22px; font-weight: 650; }
 .tiles span { color: var(--soft); font-size: 13px; }
-.columns { display: grid; grid-template-columns: 1fr 1fr; gap: 12px; }
+.columns { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 12px; }
 figure { margin: 0; background: var(--panel); border-radius: 8px; padding: 14px 16px 10px; }
 figure.wide { margin-top: 12px; } body > h2 { margin: 18px 0 8px; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
@@ -49,7 +51,7 @@ th { color: var(--soft); font-weight: 600; }
 td:first-child { max-width: 26em; overflow: hidden; text-overflow: ellipsis; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; } summary { cursor: pointer; font-size: 13px; margin: 8px 0; }
-@media (max-width: 900px) { .columns { grid-template-columns: 1fr; }
+@media (max-width: 980px) { .columns { grid-template-columns: minmax(0, 1fr); }
   .tiles { grid-template-columns: repeat(2, 1fr); } }
 """
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ringlet.compressors import Router
+from ringlet.compressors import NoCompression, Router
 from ringlet.compressors.core.context import State
 from ringlet.compressors.states import resize
-from ringlet.fusion import Group, Request
+from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision.reduction import carrier
@@ -29,6 +29,7 @@ from ringlet.shared.variable_names import alike
 
 log = logging.getLogger("ringlet")
 
+_ROWS = "rows"  # what a step's group holds where all gradients travel as rows
 LARGE = 1 << 16  # elements of a table from which its sparse gradients travel as rows
 
 
@@ -180,7 +181,7 @@ class Reducer:
             self._warn_of_unmatched(names)
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
         step = _Step(label, agreed, self.settings, self.states, runtime, self.step)
-        step.show(runtime.title(self._title(names), label))
+        step.show(runtime, runtime.title(self._title(names), label))
         self._steps[slots] = step
         return step
 
@@ -301,16 +302,19 @@ class _Step:
             for slot in slots
             if not settings.dense(slot)
         }
-        self._group: Group | None = None
-        if self._dense:
-            kept = [states[slot.name] for slot in self._dense]
-            engine, compressors = runtime.engine, [compressor for compressor, _ in carried]
-            self._group = engine.declare(label, requests, compressors, kept, step, number)
+        kept = [states[slot.name] for slot in self._dense]
+        compressors = [compressor for compressor, _ in carried]
+        if not self._dense:  # a rank that gives the step up has to tell the others all the same
+            requests = [
+                Request(_ROWS, "allreduce", "uint8", (1,), ReduceOp.MIN, process_set=number)
+            ]
+            kept, compressors = [{}], [NoCompression()]
+        engine = runtime.engine
+        self._group = engine.declare(label, requests, compressors, kept, step, number)
 
-    def show(self, title: str) -> None:
-        """Be called ``title`` in timelines and reports."""
-        if self._group is not None:
-            self._group.title = title
+    def show(self, runtime: Runtime, title: str) -> None:
+        """Be called ``title`` in timelines, reports and errors."""
+        runtime.engine.entitle(self._group, title)
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Submit everything, wait for everything, and return the results."""
@@ -333,14 +337,14 @@ class _Step:
                     densified(parts[0], parts[1], out)
                     source = out
                 results.append(out)
-                assert self._group is not None
                 self._group.submit(slot.name, flat(source), flat(out))
+            if not self._dense:
+                self._group.submit(_ROWS, np.ones(1, np.uint8))
         except Exception as error:
-            self._give_up(error, [exchange for _, exchange in gathering])
+            self._give_up(error)
             raise
         try:
-            if self._group is not None:
-                self._group.wait()
+            self._group.wait()
             for place, exchange in gathering:
                 results[place : place + 2] = exchange.wait()
         except Exception:
@@ -352,11 +356,9 @@ class _Step:
 
     def release(self, runtime: Runtime) -> None:
         """Let the engine forget the group."""
-        if self._group is not None:
-            runtime.engine.release(self._group)
+        runtime.engine.release(self._group)
 
-    def _give_up(self, error: Exception, gathering: Sequence[RowExchange]) -> None:
-        if self._group is not None:
-            self._group.abandon(f"{type(error).__name__}: {error}")
-        for exchange in gathering:
-            exchange.forget()
+    def _give_up(self, error: Exception) -> None:
+        self._group.abandon(f"{type(error).__name__}: {error}")
+        for exchange in self._rows.values():
+            exchange.give_up()

@@ -73,6 +73,7 @@ class RowExchange:
         self._op, self._process_set = op, process_set
         self._workspace = Workspace()
         self._handles: list[Handle] = []
+        self._before: tuple[Array, Array] | None = None  # rows of the residual, and which
         self._plan(compressor.at(int(state.get("step", 0))))
 
     def start(self, values: Array, indices: Array) -> None:
@@ -97,7 +98,7 @@ class RowExchange:
 
     def wait(self) -> tuple[Array, Array]:
         """Return everybody's rows, added up, and their indices (int64, ascending)."""
-        handles, self._handles = self._handles, []
+        handles, self._handles, self._before = self._handles, [], None
         indices, gathered = [handle.wait() for handle in handles]
         if self._packed:
             values = self._decoded(gathered, handles[1].sizes, handles[0].sizes)
@@ -113,14 +114,25 @@ class RowExchange:
             self._plan(now)
         return rows, places
 
+    def give_up(self) -> None:
+        """Let this step end without result, on this rank: others may wait for its rows."""
+        if not self._handles:
+            kind = numpy_dtype(self._dtype)
+            self.start(np.empty((0, *self._shape[1:]), kind), np.empty(0, np.int64))
+        self.forget()
+
     def forget(self) -> None:
-        """Wait for what is under way, and ignore how it ends."""
+        """Wait for what is under way, ignore how it ends, and keep what it would have sent."""
         for handle in self._handles:
             try:
                 handle.wait()
             except Exception:
                 continue
         self._handles = []
+        if self._before is not None:
+            rows, places = self._before
+            self._state["rows"][places] = rows
+            self._before = None
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -185,7 +197,8 @@ class RowExchange:
                 )
             if table is None:  # memory that is zero and that nobody has touched costs nothing
                 table = self._state["rows"] = np.zeros(self._shape, np.float32)
-            x = x + np.float32(self._feedback.decay) * table[places].reshape(-1)
+            self._before = table[places], places
+            x = x + np.float32(self._feedback.decay) * self._before[0].reshape(-1)
         payload = encoded(self._inner, x, context)
         if table is not None:
             sent = np.empty_like(x)

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: for Keras 3 optimizers, and for those of ``tf.compat.v1``."""
+"""DistributedOptimizer: for Keras's optimizers, and for those of ``tf.compat.v1``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import tensorflow as tf
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
-from ringlet.keras.optimizer import distributed, refuse_keras_2
+from ringlet.keras import tf_keras
+from ringlet.keras.optimizer import distributed
 from ringlet.precision import Policy
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.accumulation import Accumulator
@@ -96,17 +97,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return an optimizer whose gradients are reduced over all ranks before they are applied.
 
-    ``optimizer`` is a Keras 3 optimizer, for which see ``ringlet.keras.DistributedOptimizer``, or
-    one of ``tf.compat.v1.train``, in a graph or eager: its ``compute_gradients`` reduces, all
-    gradients in one node. Arguments mean the same for both, but that those of ``tf.compat.v1`` have
-    no loss scale, which the ``precision`` "fp16" needs. Raises ValueError for that, and for an
-    optimizer that is wrapped already; TypeError for anything else.
+    ``optimizer`` is one of Keras 3 or tf_keras, for which see
+    ``ringlet.keras.DistributedOptimizer``, or one of ``tf.compat.v1.train``, in a graph or eager:
+    its ``compute_gradients`` reduces, all gradients in one node. Arguments mean the same for all,
+    but that those of ``tf.compat.v1`` have no loss scale, which the ``precision`` "fp16" needs.
+    Raises ValueError for that, and for an optimizer that is wrapped already; TypeError for anything
+    else.
     """
     options = Options.among(locals())
-    if isinstance(optimizer, keras.optimizers.Optimizer):
+    if isinstance(optimizer, keras.optimizers.Optimizer) or tf_keras.is_optimizer(optimizer):
         return distributed(optimizer, name, options)
     refuse_wrapped(optimizer, _Distributed)
-    refuse_keras_2(optimizer)
     if not isinstance(optimizer, _V1):
         raise TypeError(
             "optimizer is a keras.optimizers.Optimizer or a tf.compat.v1.train.Optimizer, not "

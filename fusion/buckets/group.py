@@ -78,7 +78,7 @@ class Group:
         step: int = 0,
     ) -> None:
         self.name, self.number, self.peers = name, number, peers
-        self.title = name  # what observers are told, on this rank
+        self.title = name  # what people are told, on this rank
         self.epoch = self.turn = 0
         self.step = step
         self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
@@ -163,7 +163,7 @@ class Group:
             if (self._failures or self._broken) and self._error is not None:
                 return
             if name in self._submitted:
-                raise DuplicateName(f"{name!r} was submitted twice in one step of {self.name!r}")
+                raise DuplicateName(f"{name!r} was submitted twice in one step of {self.title!r}")
             if (values.shape, values.dtype) != member.request.fit:
                 self._refuse(member.request, values)
             self._submitted.add(name)
@@ -182,7 +182,7 @@ class Group:
         if values.size != request.numel:
             raise ValueError(
                 f"{request.name!r} has {values.size} elements in step {self.step} of "
-                f"{self.name!r}; it was declared with shape {list(request.shape)}, which is "
+                f"{self.title!r}; it was declared with shape {list(request.shape)}, which is "
                 f"{request.numel}. Declare again what has changed its shape"
             )
         check_values(request, values)
@@ -223,7 +223,7 @@ class Group:
         """Go on at ``step``; between steps, and on all ranks alike."""
         with self._lock:
             if self._submitted:
-                raise RuntimeError(f"group {self.name!r} cannot go on at another step in mid-step")
+                raise RuntimeError(f"group {self.title!r} cannot go on at another step in mid-step")
             self.step = step
             if self._scheduled:
                 self._replan()
@@ -253,7 +253,7 @@ class Group:
             error = self._error if self.turn == turn else self._outcome
             if error is None:
                 raise RuntimeError(
-                    f"step {self.step} of {self.name!r} was reduced on all ranks before this rank "
+                    f"step {self.step} of {self.title!r} was reduced on all ranks before this rank "
                     f"gave it up ({why}); take it, or restore a checkpoint on all ranks"
                 )
             error, marks = self._collect(turn)
@@ -375,7 +375,7 @@ class Group:
     def _drifted(self, turn: int, error: Exception) -> Exception:
         step = self.step + turn - self.turn
         return Mismatch(
-            f"step {step} of {self.name!r} failed on other ranks after rank {self.peers.rank} had "
+            f"step {step} of {self.title!r} failed on other ranks after rank {self.peers.rank} had "
             f"finished it, so that replicas may differ: {error}. Restore the last checkpoint"
         )
 
@@ -393,7 +393,7 @@ class Group:
         Another thread, or a signal's handler, may collect it first; then the next step has begun.
         """
         if not self._ended.wait_for(lambda: self.turn != turn or self.ended, timeout):
-            raise TimeoutError(f"group {self.name!r} has not finished within {timeout} s")
+            raise TimeoutError(f"group {self.title!r} has not finished within {timeout} s")
         if self.turn != turn:
             return self._outcome, []
         error = self._outcome = self._error

@@ -213,6 +213,11 @@ class Ballots:
                 found[f"{what} ({number})"] = ballot.peers, Wait(ready, turn)
         return found
 
+    def entitle(self, group: int, title: str) -> None:
+        """Call a declared group so, where it is told what waits and what failed."""
+        if group in self._names:
+            self._names[group] = title
+
     def calls(self) -> dict[tuple[int, str], Wait]:
         """Return the declarations that wait for other ranks."""
         return {

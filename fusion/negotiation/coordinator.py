@@ -83,6 +83,10 @@ class Coordinator:
 
     # -- ringlet.ring.control.plane.Handler ------------------------------------------------------
 
+    def entitle(self, group: int, title: str) -> None:
+        """Call a declared group so, where it is told what waits and what failed. Any thread."""
+        self._ballots.entitle(group, title)
+
     def on_message(self, rank: int, message: bytes) -> list[bytes]:
         """Take a message of ``rank``; return what every rank is to hear."""
         take = self._body.get(message[:1])

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.preloaded("tensorflow")
 
 SCRIPTS = Path(__file__).resolve().parent / "horovod_scripts"
 NAMES = sorted(path.name for path in SCRIPTS.glob("*.py"))
+KERAS_2 = sorted(path.name for path in SCRIPTS.glob("keras_2/*.py"))  # under tf_keras alone
+WITH_TF_KERAS = sorted([*KERAS_2, *(name for name in NAMES if not name.startswith("pytorch"))])
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-horovod.md"
 
 
@@ -38,11 +40,16 @@ def main() -> None:
     from ringlet.job.session import current, shutdown
 
     tf.keras.datasets.mnist.load_data = digits
+    of_keras_2 = "TF_USE_LEGACY_KERAS" in os.environ
     os.chdir(sys.argv[1] if os.environ["RINGLET_RANK"] == "0" else "/")
-    for name in NAMES:
+    for name in WITH_TF_KERAS if of_keras_2 else NAMES:
         keras.backend.clear_session()
+        tf.keras.backend.clear_session()
         keras.utils.set_random_seed(int(os.environ["RINGLET_RANK"]))
-        done = runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        for left in Path().glob("checkpoint-*.h5"):  # another script's, in rank 0's folder
+            left.unlink()
+        path = SCRIPTS / ("keras_2" if name in KERAS_2 else "") / name
+        done = runpy.run_path(str(path), run_name="__main__")
         losses = np.array(done["losses"], float)
         assert np.isfinite(losses).all(), losses
         arrays = [v.detach() if isinstance(v, torch.Tensor) else v for v in done["variables"]]
@@ -52,14 +59,12 @@ def main() -> None:
         shutdown()
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Return what rank 0 told of each script."""
-    folder = str(tmp_path_factory.mktemp("scripts"))
+def told_by(folder: Path, **environment: str) -> dict[str, list[str]]:
+    """Run all scripts in one job, and return what rank 0 told of each."""
     command = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--transport", "gloo"]
     ran = subprocess.run(
-        [*command, sys.executable, "-m", "ringlet.as_horovod", __file__, folder],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        [*command, sys.executable, "-m", "ringlet.as_horovod", __file__, str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"} | environment,
         capture_output=True,
         text=True,
         timeout=280,
@@ -69,16 +74,37 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {name: rest for name, *rest in lines}
 
 
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Return what rank 0 told of each script, on Keras 3 and torch."""
+    return told_by(tmp_path_factory.mktemp("scripts"))
+
+
+@pytest.fixture(scope="module")
+def told_of_keras_2(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Return what rank 0 told of each script, where ``tf.keras`` is tf_keras."""
+    return told_by(tmp_path_factory.mktemp("keras_2"), TF_USE_LEGACY_KERAS="1")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_in_the_calls_of_an_example_runs(told: dict[str, list[str]], name: str) -> None:
-    count, first, last, same = told[name]
+    check(name, *told[name])
+
+
+@pytest.mark.parametrize("name", WITH_TF_KERAS)
+def test_it_runs_on_tf_keras(told_of_keras_2: dict[str, list[str]], name: str) -> None:
+    check(name, *told_of_keras_2[name])
+
+
+def check(name: str, count: str, first: str, last: str, same: str) -> None:
+    """See that a script has trained, and all ranks to the same end."""
     assert int(count) > 1
     assert same == "True"
     if "synthetic" not in name:  # which have no more than noise to learn
         assert float(last) < float(first)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES, *KERAS_2}))
 def test_the_table_has_a_row_for_it(name: str) -> None:
     assert f"`{name}`" in DOCUMENT.read_text()
 

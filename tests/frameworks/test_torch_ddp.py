@@ -183,6 +183,31 @@ def case_shards_of_all_ranks_continue_bit_for_bit():
         state.load_sharded(kept[1][:1])
 
 
+def case_residuals_are_found_though_wrappers_have_come_or_gone():
+    started()
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters())
+    wrapped.register_comm_hook(state, hook)
+    wrapped(numbers(0)).square().mean().backward()
+    kept, norm = state.state_dict(), state.residual_norm()
+    everybodys = hvd.allgather_object(kept)
+    for way in ("own", "sharded"):
+        again = DistributedDataParallel(layers())
+        compiled = [(f"_orig_mod.{name}", p) for name, p in again.named_parameters()]
+        resumed, hook = hvd.ddp_hook("topk(ratio=0.05) | ef", compiled)
+        again.register_comm_hook(resumed, hook)
+        if way == "own":
+            resumed.load_state_dict(kept)
+        else:
+            resumed.load_sharded(everybodys)
+        assert resumed.residual_norm() == norm > 0
+        assert all(name.startswith("_orig_mod.module.") for name in resumed._states())
+    foreign = {**kept, "states": {f"x.{n}": v for n, v in kept["states"].items()}}
+    with pytest.warns(UserWarning, match=r"'x\.0\.weight' is not in this job"):
+        resumed.load_state_dict(foreign)
+
+
 def case_ranks_count_alike_after_loading_rank_0s_file():
     """Shared random numbers depend on the count: ranks that differ would add up other entries."""
     started()

@@ -199,6 +199,59 @@ def test_a_pattern_without_a_parameter_is_named_and_wrappers_are_looked_through(
     assert "'bais', 'weigth*' match no parameter" in told[1]
 
 
+def test_a_module_of_ones_own_that_is_called_module_is_no_wrapper():
+    def work():
+        model = nn.Module()
+        model.module, model.head = nn.Linear(8, 40), nn.Linear(40, 4)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        routes = {"weight": "fp16", "module.bias": "bf16", "*": "none"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "weight" is no parameter's name
+            optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), routes)
+        used = {name: str(c) for name, c in optimizer._ringlet.compressors.items()}
+        assert used["module.weight"] == "none"
+        assert used["module.bias"] == "bf16"
+        twice = [(f"module.module.{name}", p) for name, p in network().named_parameters()]
+        inner = torch.optim.SGD([p for _, p in twice], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, twice, {"0.weight": "fp16", "*": "none"})
+        assert str(optimizer._ringlet.compressors["module.module.0.weight"]) == "fp16"
+
+    told = told_by(work, 1)
+    assert not told, told
+
+
+def test_residuals_are_found_though_wrappers_have_come_or_gone():
+    def work():
+        model = nn.Sequential(nn.Linear(8, 300))
+        optimizer = wrap(model, compression="topk(ratio=0.1) | ef")
+        backward(model)
+        optimizer.step()
+        kept = optimizer.state_dict()
+        named = [(f"module.{name}", p) for name, p in model.named_parameters()]
+        inner = torch.optim.SGD([p for _, p in named], lr=0.1)
+        again = hvd.DistributedOptimizer(inner, named, compression="topk(ratio=0.1) | ef")
+        again.load_state_dict(kept)
+        assert again.residual_norm() == optimizer.residual_norm() > 0
+
+    assert not told_by(work, 2)
+
+
+def test_what_fails_is_called_by_the_optimizers_class():
+    def work():
+        model = network()
+        optimizer = wrap(model)
+        backward(model)
+        if hvd.rank() == 0:
+            optimizer.step()
+        hvd.barrier()  # all ranks have handed everything in, so rank 0's step is over
+        if hvd.rank() == 1:
+            with pytest.raises(RuntimeError, match="step 0 of 'SGD' was reduced on all ranks"):
+                optimizer.abandon_step("too late")
+            optimizer.step()
+
+    ranks(work)
+
+
 class Scaler(torch.amp.GradScaler):
     """One of the many that clip, or log, in a method of their own."""
 

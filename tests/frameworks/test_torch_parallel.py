@@ -182,6 +182,7 @@ def case_hsdp():
         if spec != "torch":
             made = hvd.compress_hsdp(own, spec, mesh["replicate"].get_group())
             assert len(made) == 2
+            assert [made[0], made[1]] == list(made)
         optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
         for x in batches(5):
             optimizer.zero_grad()

@@ -189,6 +189,34 @@ def test_a_checkpoint_continues_bit_for_bit(kind, before, way):
     ringlet.run(work, np=2, transport="local")
 
 
+@pytest.mark.parametrize("way", ["own", "sharded"])
+@pytest.mark.parametrize("kind", ["onebit", "diloco"])
+def test_what_was_loaded_is_saved_again_before_a_step(kind, way):
+    def work():
+        hvd.init()
+        model, loss = problem()
+        optimizer = made(kind, model)
+        train(model, optimizer, loss, 6)
+        kept = stored(optimizer.state_dict())
+        resumed = made(kind, model)
+        if way == "sharded":
+            resumed.load_sharded(hvd.allgather_object(kept))
+        else:
+            resumed.load_state_dict(kept)
+        again = stored(resumed.state_dict())
+        assert again["ringlet"].keys() == kept["ringlet"].keys()
+        assert all(
+            again["ringlet"][key] == kept["ringlet"][key] for key in ("rank", "size", "step")
+        )
+        for name, state in kept["ringlet"]["states"].items():
+            for key, value in state.items():
+                found = again["ringlet"]["states"][name][key]
+                same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+                assert same(found, value), (name, key)
+
+    ringlet.run(work, np=2, transport="local")
+
+
 @pytest.mark.parametrize("kind", ["onebit", "diloco"])
 def test_rank_0_alone_may_load_and_broadcast(kind):
     def work():

@@ -91,7 +91,8 @@ def test_the_log_names_tensors_and_ranks_and_the_engine_gives_up(declared, caplo
     def body(engine):
         if declared:
             request = Request("w", shape=(2000,))
-            group = engine.declare("model", [request], [parse("none")], [{}])
+            group = engine.declare("model.noname.0", [request], [parse("none")], [{}])
+            engine.entitle(group, f"SGD of rank {engine.rank}")
         if engine.rank != 1 and declared:
             group.submit("w", np.ones(2000, np.float32))
             waiting = group
@@ -115,7 +116,7 @@ def test_the_log_names_tensors_and_ranks_and_the_engine_gives_up(declared, caplo
     text = "\n".join(record.getMessage() for record in caplog.records)
     assert "'other'" in text
     assert "ready on rank 1, waiting for ranks 0, 2" in text
-    assert ("a step of 'model'" if declared else "'x'") in text
+    assert ("a step of 'SGD of rank 0'" if declared else "'x'") in text
 
 
 @pytest.mark.parametrize("whole", [(), (2,)])

@@ -7,7 +7,7 @@ saved as ones in host memory, and restored there; the engine brings them back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ from ringlet.shared.residual_store import (
     warn_of_loss,
     warn_of_misfits,
 )
+from ringlet.torch.optimizer.naming import plain, wrapped_in
 
-__all__ = ["STATE_KEY", "Tensor", "norm", "reshard", "restore", "saved", "shards_of"]
+__all__ = ["STATE_KEY", "Tensor", "norm", "renamed", "reshard", "restore", "saved", "shards_of"]
 
 STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
 _ADVICE = (
@@ -127,6 +128,27 @@ def reshard(
         put(state, found | {"step": max(counts, default=step)})
     warn_of_misfits(strange, stacklevel=4)
     return step
+
+
+def renamed(record: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Return what was ``saved`` under ``names``: wrappers may have come, or gone, since then.
+
+    What no name, or more than one, stands for keeps the name that it has.
+    """
+    listed, kept = list(names), list(record["states"])
+    found = {name: [n for n in kept if n == name] for name in listed}
+    now, then = wrapped_in(listed), wrapped_in(kept)
+    shortened = {name: plain(name, then) for name in kept if name not in found}
+    for name in listed:
+        if not found[name]:
+            found[name] = [n for n, short in shortened.items() if short == plain(name, now)]
+    new = {old[0]: name for name, old in found.items() if len(old) == 1}
+    parts = {
+        key: {new.get(name, name): value for name, value in record[key].items()}
+        for key in ("states", "specs")
+        if key in record
+    }
+    return {**record, **parts}
 
 
 def shards_of(

@@ -72,15 +72,39 @@ def name_parameters(
     return {name: p for name, p in named if id(p) in wanted}
 
 
-def routed(router: Router, name: str) -> Compressor:
-    """Return what ``router`` has for a parameter, whose ``name`` may hold names of wrappers."""
-    return router(*_aliases(name))
+def routed(router: Router, name: str, depth: int) -> Compressor:
+    """Return what ``router`` has for a parameter, whose ``name`` may hold names of wrappers.
+
+    ``depth`` is what ``wrapped_in`` says of all names of the model.
+    """
+    return router(*_aliases(name, depth))
+
+
+def wrapped_in(names: Iterable[str]) -> int:
+    """Return in how many DistributedDataParallel (and their like) a model's parameters are.
+
+    Each puts ``module`` before all names. Where only some begin so, the model has a module of its
+    own that is called that.
+    """
+    least: int | None = None
+    for name in names:
+        parts = [*_parts(name), ""]
+        found = next(i for i, part in enumerate(parts) if part != "module")
+        found = min(found, len(parts) - 2)  # the last is the parameter
+        least = found if least is None else min(least, found)
+    return least or 0
+
+
+def plain(name: str, depth: int) -> str:
+    """Return what a parameter is called in a model that nothing was put around."""
+    return ".".join(_parts(name)[depth:])
 
 
 def warn_of_unmatched(router: Router, names: Iterable[str], stacklevel: int) -> None:
     """Warn of patterns in a mapping that match no parameter: they are likely misspelt."""
     listed = list(names)
-    lost = router.unmatched(alias for name in listed for alias in _aliases(name))
+    depth = wrapped_in(listed)
+    lost = router.unmatched(alias for name in listed for alias in _aliases(name, depth))
     if lost and listed:
         each = "matches" if len(lost) == 1 else "match"
         warnings.warn(
@@ -90,13 +114,14 @@ def warn_of_unmatched(router: Router, names: Iterable[str], stacklevel: int) -> 
         )
 
 
-def _aliases(name: str) -> tuple[str, ...]:
+def _aliases(name: str, depth: int) -> tuple[str, ...]:
     """Return ``name``, and what it is without the names that wrappers of modules add."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    while len(parts) > 1 and parts[0] == "module":  # of DistributedDataParallel
-        del parts[0]
-    plain = ".".join(parts)
-    return (name,) if plain == name else (name, plain)
+    short = plain(name, depth)
+    return (name,) if short == name else (name, short)
+
+
+def _parts(name: str) -> list[str]:
+    return [part for part in name.split(".") if part not in _WRAPPERS]
 
 
 def _repeated(items: Iterable[object]) -> list[object]:

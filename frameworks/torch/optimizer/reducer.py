@@ -33,7 +33,7 @@ from ringlet.torch.ops.replica_check import Comparison
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
-from ringlet.torch.optimizer.naming import routed, warn_of_unmatched
+from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
 from ringlet.torch.optimizer.sparse_gradients import Rows
 from ringlet.torch.precision.rollback import Undo
 from ringlet.torch.tensors.placement import HOST, place_of
@@ -70,7 +70,7 @@ class Reducer:
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
         check_predivide(predivide, op)
-        self.parameters = named
+        self.parameters, self._depth = named, wrapped_in(named)
         self.compared: Mapping[str, torch.Tensor] | None = named  # from the first step on
         self._comparison: Comparison | None = None
         self.states: dict[str, State] = {name: {} for name in named}
@@ -121,7 +121,10 @@ class Reducer:
         warn_of_unmatched(self._router, self.parameters, stacklevel=3)
         with _at_work():
             for name, state in self.states.items():
-                compressors = routed(before, name), routed(self._router, name)
+                compressors = (
+                    routed(before, name, self._depth),
+                    routed(self._router, name, self._depth),
+                )
                 carry_over(state, *compressors, self._size(), self.averages)
         if not self._elastic or self._engine is current().engine:
             self._declare(self.step)
@@ -152,13 +155,14 @@ class Reducer:
     @property
     def compressors(self) -> dict[str, Compressor]:
         """What compresses each parameter's gradient, as it was declared."""
-        return {name: routed(self._router, name) for name in self.parameters}
+        return {name: routed(self._router, name, self._depth) for name in self.parameters}
 
     @property
     def tensors(self) -> dict[str, checkpoint.Tensor]:
         """The same, with how many elements each has."""
         return {
-            name: (routed(self._router, name), p.numel()) for name, p in self.parameters.items()
+            name: (routed(self._router, name, self._depth), p.numel())
+            for name, p in self.parameters.items()
         }
 
     @property
@@ -178,6 +182,8 @@ class Reducer:
     def load(self, kept: Mapping[str, Any] | None) -> None:
         """Go on with what this rank ``saved``. Warns, and starts anew, if it is another's."""
         runtime = current()
+        if kept is not None:
+            kept = checkpoint.renamed(kept, self.parameters)
         where = self.states, kept, runtime.rank, runtime.size
         given = self.tensors, self.averages, self._size()
         self._restored(checkpoint.restore(*where, *given))
@@ -185,6 +191,7 @@ class Reducer:
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
         """Go on with what all ranks of an earlier job ``saved``: see ``residuals.reshard``."""
         runtime = current()
+        shards = [checkpoint.renamed(shard, self.parameters) for shard in shards]
         where = self.states, shards, runtime.rank, runtime.size
         given = self.tensors, self.averages, self._size()
         self._restored(checkpoint.reshard(*where, *given))
@@ -314,7 +321,7 @@ class Reducer:
             return
         with _at_work():
             for name, state in self.states.items():
-                rescale(state, routed(self._router, name), factor)
+                rescale(state, routed(self._router, name, self._depth), factor)
 
     def undo(self) -> None:
         """Let compressors forget the last step, which is skipped."""
@@ -359,7 +366,13 @@ class Reducer:
         if before:
             with _at_work():
                 for name, state in self.states.items():
-                    resize(state, routed(self._router, name), before, self._among, self.averages)
+                    resize(
+                        state,
+                        routed(self._router, name, self._depth),
+                        before,
+                        self._among,
+                        self.averages,
+                    )
         self.compared = self.parameters
         self._declare(self._start)
 
@@ -395,7 +408,7 @@ class Reducer:
         # Declared even without parameters: a rank that has some has to hear of it.
         states, engine = [self.states[name] for name in names], runtime.engine
         group = engine.declare(self._label, requests, compressors, states, step, number)
-        group.title = runtime.title(self._title, self._label)
+        engine.entitle(group, runtime.title(self._title, self._label))
         if self._group is not None:
             self._finalizer.detach()
             engine.release(self._group)
@@ -417,7 +430,10 @@ class Reducer:
                 if (old := old_names.get(id(p))) is None:
                     continue
                 state = self.states[name] = before.states[old]
-                then, now = routed(before._router, old), routed(self._router, name)
+                then, now = (
+                    routed(before._router, old, before._depth),
+                    routed(self._router, name, self._depth),
+                )
                 if then != now:
                     carry_over(state, then, now, self._size(), self.averages)
                 if scales[0] != scales[1]:
@@ -428,7 +444,9 @@ class Reducer:
         p, number = self.parameters[name], self._process_set.number()
         dtype = dtype_of(p)
         exact = current().engine.sums_in_float32(dtype, number)
-        return carrier(routed(self._router, name), dtype, p.numel(), self._reduction, exact)
+        return carrier(
+            routed(self._router, name, self._depth), dtype, p.numel(), self._reduction, exact
+        )
 
     def _compare(
         self, parameters: Mapping[str, torch.Tensor], groups: list[dict[str, Any]]

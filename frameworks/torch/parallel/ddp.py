@@ -26,7 +26,7 @@ from ringlet.ring.transports.torch_subgroups import connections
 from ringlet.shared.compression import as_router
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer import checkpoint
-from ringlet.torch.optimizer.naming import routed, warn_of_unmatched
+from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
 from ringlet.torch.precision.policy_checks import acts
 from ringlet.torch.tensors.placement import HOST, behind, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
@@ -56,6 +56,8 @@ class DdpState:
         self._names: dict[int, str] = {}
         self._requests: dict[str, tuple[Request, Compressor]] = {}
         self._seen: list[weakref.ref[torch.Tensor]] = []  # an id is a parameter's while it lives
+        self._given = tuple(named_parameters or ())
+        self._depth = wrapped_in(self._given)
         for name, p in (named_parameters or {}).items():
             self._name(p, name)
         if named_parameters:
@@ -80,7 +82,7 @@ class DdpState:
         known = self._requests.get(name)
         asked = None if known is None else (known[0].dtype, known[0].shape, known[0].place)
         if known is None or asked != (dtype, shape, place):
-            declared, numel = routed(self._router, name), grad.numel()
+            declared, numel = routed(self._router, name, self._depth), grad.numel()
             exact = self._runtime.engine.sums_in_float32(dtype)
             compressor, collective = carrier(declared, dtype, numel, self._reduction, exact)
             full, op, spec = f"{self._label}.{name}", ReduceOp.AVERAGE, str(compressor)
@@ -97,12 +99,13 @@ class DdpState:
         """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
         with self._runtime.engine.at_work():
             states, runtime = self._states(), self._runtime
-            compressors = {name: routed(self._router, name) for name in states}
+            compressors = {name: routed(self._router, name, self._depth) for name in states}
             return checkpoint.saved(states, runtime.rank, runtime.size, compressors=compressors)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts anew, if it is another rank's."""
-        states = self._states_like([state])
+        (state,) = given = self._renamed([state])
+        states = self._states_like(given)
         where = self._runtime.rank, self._runtime.size
         checkpoint.restore(states, state, *where, self._tensors(states))
         self._bring(states)
@@ -113,6 +116,7 @@ class DdpState:
         Each rank passes all ranks' ``state_dict()``, as to DistributedOptimizer's method. Raises
         ValueError unless every rank's is there once.
         """
+        states = self._renamed(states)
         own = self._states_like(states)
         where = self._runtime.rank, self._runtime.size
         checkpoint.reshard(own, states, *where, self._tensors(own))
@@ -148,16 +152,23 @@ class DdpState:
         if failure is not None:
             raise failure
 
+    def _renamed(self, states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return states under this job's names, where the parameters' names were given."""
+        return [
+            checkpoint.renamed(state, self._given) if self._given else state for state in states
+        ]
+
     def _states_like(self, given: Sequence[Mapping[str, Any]]) -> dict[str, State]:
-        """Return the states, with new ones for what is ``given`` and not there yet."""
+        """Return the states, with new ones for what is ``given`` of this job and not there yet."""
         for name in {name for each in given for name in each["states"]}:
-            self._runtime.engine.states.setdefault(f"{self._label}.{name}", {})
+            if not self._given or name in self._given:
+                self._runtime.engine.states.setdefault(f"{self._label}.{name}", {})
         return self._states()
 
     def _tensors(self, names: Iterable[str]) -> dict[str, checkpoint.Tensor]:
         """Return what compresses each gradient, and how many elements it has if that is known."""
         numels = {name: request.numel for name, (request, _) in self._requests.items()}
-        return {name: (routed(self._router, name), numels.get(name)) for name in names}
+        return {name: (routed(self._router, name, self._depth), numels.get(name)) for name in names}
 
     def _bring(self, states: Mapping[str, State]) -> None:
         for name, (request, _) in self._requests.items():

@@ -62,6 +62,9 @@ class HsdpState:
     def __len__(self) -> int:
         return len(self._made)
 
+    def __getitem__(self, index: int) -> ReplicaAverage:
+        return self._made[index]
+
     def __iter__(self) -> Iterator[ReplicaAverage]:
         return iter(self._made)
 

@@ -1,0 +1,128 @@
+"""What a DistributedOptimizer is, whichever Keras its optimizer is of: Keras 3 or tf_keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from ringlet.precision.guards import unscaled_first
+from ringlet.shared.accumulation import Accumulator
+from ringlet.shared.gradients import Reducer, Staying
+from ringlet.shared.model_agreement import unique
+from ringlet.shared.optimizer_options import Options
+from ringlet.shared.variable_names import cohorts, identity, name_of
+from ringlet.shared.wrapping import wrapped
+
+
+class Reducing:
+    """What is added to the class of any optimizer; a subclass puts it where gradients come in.
+
+    A subclass says how gradients are reduced, and divided, in its framework.
+    """
+
+    _ringlet: Reducer
+    _ringlet_accumulator: Accumulator
+    _ringlet_staying: tuple[Staying, Accumulator]
+    _ringlet_groups: Any
+    _ringlet_local: set[int]
+    _ringlet_scale_local: bool
+    _ringlet_reduce: Callable[..., tuple[Any, list[Any]]]
+    _ringlet_divide: Callable[[Any, Any], Any]
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of ``variable`` as it is on this rank."""
+        self._ringlet_local.add(identity(variable))
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        return self._ringlet.norm()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: it is tied to its peers. Save the "
+            "model, or optimizer.get_config()"
+        )
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _ringlet_scale(self) -> Any:
+        """Return what gradients are multiples of, if that must not be seen by compressors."""
+        return None
+
+    def _ringlet_reduced(self, gradients: list[Any], variables: list[Any]) -> tuple[Any, list[Any]]:
+        shared = [i for i, v in enumerate(variables) if identity(v) not in self._ringlet_local]
+        results = list(gradients)
+        self._ringlet_kept(results, variables, [i for i in range(len(results)) if i not in shared])
+        chosen = [variables[i] for i in shared]
+        names = unique([name_of(v, i) for i, v in enumerate(chosen)])
+        given = [gradients[i] for i in shared]
+        # Neither residuals nor signs must depend on a loss scale.
+        scale = self._ringlet_scale()
+        if scale is not None:
+            given = self._ringlet_quotients(given, scale)
+        groups = cohorts(chosen, self._ringlet_groups)
+        ends, done = self._ringlet_reduce(
+            self._ringlet, chosen, names, given, groups, self._ringlet_accumulator
+        )
+        if scale is not None:
+            done = self._ringlet_quotients(done, 1.0 / scale)
+        for i, gradient in zip(shared, done, strict=True):
+            results[i] = gradient
+        return ends, results
+
+    def _ringlet_kept(self, results: list[Any], variables: list[Any], local: list[int]) -> None:
+        """Scale the gradients of local variables, and add up those of several passes."""
+        process_set = self._ringlet.settings.process_set
+        size = process_set.size() if process_set.included() else 1
+        given = [results[i] for i in local]
+        if self._ringlet_scale_local and size > 1:
+            given = self._ringlet_quotients(given, size)
+        if local and self._ringlet_accumulator.passes > 1:
+            chosen = [variables[i] for i in local]
+            names = unique([name_of(v, i) for i, v in enumerate(chosen)])
+            stay, sums = self._ringlet_staying
+            _, given = self._ringlet_reduce(stay, chosen, names, given, [""] * len(local), sums)
+        for i, gradient in zip(local, given, strict=True):
+            results[i] = gradient
+
+    def _ringlet_quotients(self, gradients: list[Any], by: Any) -> list[Any]:
+        return [None if g is None else self._ringlet_divide(g, by) for g in gradients]
+
+
+def made_of(
+    optimizer: Any,
+    mixin: type[Reducing],
+    kind: Callable[[type], str],
+    scales: type | tuple[type, ...],
+    title: str,
+    name: str | None,
+    options: Options,
+) -> Any:
+    """Return a distributed optimizer that shares the variables of ``optimizer``.
+
+    It is saved as the class that ``kind`` names, which is the original one. Optimizers of the
+    classes ``scales`` have a loss scale.
+    """
+    settings = options.settings(
+        guard=isinstance(optimizer, scales) and unscaled_first(options.router)
+    )
+    base: Any = type(optimizer)
+
+    def from_config(_: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        again = base.from_config(config, *args, **kwargs)
+        return made_of(again, mixin, kind, scales, title, None, replace(options))
+
+    content = {"from_config": classmethod(from_config), "__module__": base.__module__}
+    made = wrapped(optimizer, mixin, kind(base), content)
+    made.__dict__.update(
+        _ringlet=Reducer("DistributedOptimizer", settings, name or title),
+        _ringlet_accumulator=options.accumulator(),
+        _ringlet_staying=(Staying("local variables", settings), options.accumulator()),
+        _ringlet_groups=options.grouping,
+        _ringlet_local=set(),
+        _ringlet_scale_local=options.scale_local_gradients,
+    )
+    if name is not None:
+        made.__dict__["name"] = name
+    return made
