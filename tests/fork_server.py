@@ -378,10 +378,10 @@ def _load_kernels() -> None:
     import numpy
 
     from ringlet.compressors import Context, parse
-    from ringlet.compressors.base.exercise import exercise
+    from ringlet.compressors.base.precompile import precompile
 
     for spec in SPECS:
-        exercise(parse(spec), Context(shape=(64,), numel=64, xp=numpy))
+        precompile(parse(spec), Context(shape=(64,), numel=64, xp=numpy))
 
 
 def main() -> None:
