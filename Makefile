@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test stress test-bounds test-gpu lint types check clean
+.PHONY: demo test stress faults test-bounds test-gpu lint types check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -16,6 +16,10 @@ test: $(VENV)/.test
 
 stress: $(VENV)/.test
 	$(BIN)/python tests/stress.py
+
+# Every fault there is a promise about, with half an hour of chaos.
+faults: $(VENV)/.test
+	$(BIN)/python tests/faults.py --write
 
 # The CPU kernels' tests, with every index that a kernel uses checked (Numba does not otherwise).
 KERNEL_TESTS := $(addprefix tests/compressors/test_,$(addsuffix .py, \

@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py                                # 2 minutes, seed 0
     python benchmarks/chaos.py --minutes 30 --seed 7 --save   # also writes benchmarks/results/
+    python benchmarks/chaos.py --minutes 10 --kinds kill      # or freeze, cut, leave, join
 
 Four hosts (network namespaces; needs root) with a rank each train a CNN on digits in an elastic
 job, whose launcher is on a fifth. At random a rank is killed or frozen, a host is cut off, left out
@@ -228,7 +229,7 @@ def disturbed(hosts: netns.Hosts, options: argparse.Namespace) -> dict[str, Any]
             time.sleep(min(draw.expovariate(1 / options.every), max(0.0, until - time.monotonic())))
             if time.monotonic() >= until - SETTLED / 6:
                 break
-            kinds = draw.sample(KINDS, len(KINDS))
+            kinds = draw.sample(options.kinds, len(options.kinds))
             found = next((e for k in kinds if (e := disturb(job, k, draw))), None)
             if found is not None:
                 events.append(found)
@@ -276,7 +277,7 @@ def report(chaos: dict[str, Any], calm: dict[str, Any], options: argparse.Namesp
         "| event | how many | recovered | median s | slowest s |",
         "|---|---|---|---|---|",
     ]
-    for kind in KINDS:
+    for kind in options.kinds:
         events = [e for e in chaos["events"] if e["kind"] == kind and not _cut_short(e)]
         took = [e["recovered"] for e in events if e["recovered"] is not None]
         middle = f"{statistics.median(took):.2f} | {max(took):.2f}" if took else "|"
@@ -308,6 +309,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=15.0, help="mean seconds between events")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND")
     parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds without a sign")
     parser.add_argument("--step-ms", type=float, default=50.0, help="least time of a step")
     parser.add_argument("--commit", type=int, default=10, help="steps between commits")

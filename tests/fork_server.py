@@ -126,9 +126,9 @@ PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if 
 
 def forkable(command: object, env: dict[str, str], cwd: object) -> Program | None:
     """Return the program that ``command`` names if a fork can stand in for it, else None."""
-    if not isinstance(command, (list, tuple)) or not all(isinstance(c, str) for c in command):
+    if not isinstance(command, (list, tuple)):
         return None
-    words = list(command)
+    words = [os.fsdecode(word) for word in command]
     if words[0] != sys.executable:
         return None
     program = Program(words)

@@ -45,6 +45,18 @@ def epochs(lines):
     return list(dict.fromkeys((line["size"], line["batch"]) for line in begun(lines)))
 
 
+@pytest.fixture
+def measured(record_property):
+    """Return a function that records how soon after a rank's end the last survivor stepped."""
+
+    def record(lines, what):
+        ended = next(line["ends"] for line in lines if "ends" in line)
+        steps = [line["stepped"] for line in lines if line.get("stepped", 0) > ended]
+        record_property("measured", f"{what}: next step after {max(steps) - ended:.2f} s")
+
+    return record
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """Return the outcomes of all jobs, two at a time: they spend time on waiting."""
@@ -76,9 +88,10 @@ def jobs(tmp_path_factory):
         yield lambda name: started[name].result(400)
 
 
-def test_training_goes_on_when_a_host_loses_its_rank_0(jobs):
+def test_training_goes_on_when_a_host_loses_its_rank_0(jobs, measured):
     done, lines = jobs("host")
     assert done.returncode == 0, done.stderr
+    measured(lines, "rank 0 killed, its host left")
     assert epochs(lines) == [(4, 0), (2, 20)]
     last = [line for line in lines if "done" in line]
     assert [(x["host"], x["equal"], x["batch"]) for x in last] == [("127.0.0.1", True, 50)] * 2
@@ -86,9 +99,10 @@ def test_training_goes_on_when_a_host_loses_its_rank_0(jobs):
     assert "rank 0 on localhost was ended by signal 9 (SIGKILL); no rank is" in done.stderr
 
 
-def test_survivors_of_the_only_host_go_on_with_what_compression_held_back(jobs):
+def test_survivors_of_the_only_host_go_on_with_what_compression_held_back(jobs, measured):
     done, lines = jobs("one host")
     assert done.returncode == 0, done.stderr
+    measured(lines, "a rank exits")
     assert epochs(lines) == [(3, 0), (2, 20)]
     for started in (0, 2):
         own = [line for line in lines if line["started"] == started]
@@ -98,9 +112,10 @@ def test_survivors_of_the_only_host_go_on_with_what_compression_held_back(jobs):
         assert after == pytest.approx(committed, rel=1e-6)
 
 
-def test_a_frozen_rank_is_ended_and_the_others_go_on(jobs):
+def test_a_frozen_rank_is_ended_and_the_others_go_on(jobs, measured):
     done, lines = jobs("frozen")
     assert done.returncode == 0, done.stderr
+    measured(lines, "a rank frozen, heartbeat 1 s")
     assert epochs(lines) == [(3, 0), (2, 20)]
     assert "rank 2 on localhost was ended by signal 9 (SIGKILL)" in done.stderr
 

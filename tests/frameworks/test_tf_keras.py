@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import subprocess
 import sys
 import tempfile
@@ -21,6 +18,8 @@ import ringlet.tensorflow
 from ringlet.keras.functions import variables_equal
 from ringlet.keras.optimizer_state import state_variables
 from ringlet.keras.tf_keras import velocities_of
+
+pytestmark = pytest.mark.preloaded("tensorflow")
 
 
 def made(seed=0, rows=0, policy="float32"):

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import numpy as np
 
@@ -28,6 +29,7 @@ def interfere(state):
     """Do to this process what the plan says."""
     batch, what = plan.get("do", {}).get(str(started), (None, None))
     if batch == state.batch:
+        tell(ends=time.monotonic())
         if what == "exit":
             sys.exit(3)
         os.kill(os.getpid(), getattr(signal, what))
@@ -69,11 +71,15 @@ if framework == "torch":
         norm = held_back()
         tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm)
         draw = torch.Generator().manual_seed(hvd.rank())
+        first = True
         while not finished(state):
             interfere(state)
             optimizer.zero_grad()
             model(torch.randn(8, 100, generator=draw)).square().mean().backward()
             optimizer.step()
+            if first:
+                tell(stepped=time.monotonic(), size=hvd.size())
+            first = False
             state.batch += 1
             if state.batch % 10 == 0:
                 state.commit()

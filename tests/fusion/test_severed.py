@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 SOON = 20.0  # seconds, on a busy machine; gloo itself gives up after 100
 
 
-def told(folder, case, n):
+def told(record_property, folder, case, n):
     """Run the worker; return what was raised, without its times, and the longest of these."""
     process = subprocess.Popen(
         [sys.executable, WORKER, folder, case, str(n)],
@@ -36,12 +36,14 @@ def told(folder, case, n):
     assert process.returncode == 0, err
     lines = [re.fullmatch(r"([\d.]+) (.*)", line) for line in out.splitlines()]
     assert all(lines), out
-    return [line[2] for line in lines], max(float(line[1]) for line in lines)
+    longest = max(float(line[1]) for line in lines)
+    record_property("measured", f"{case}: raised everywhere within {longest:.1f} s")
+    return [line[2] for line in lines], longest
 
 
 @pytest.mark.parametrize("n", [4, 1 << 20])
-def test_a_connection_that_breaks_is_named_by_its_two_ranks(tmp_path, n):
-    texts, longest = told(tmp_path, "reset", n)
+def test_a_connection_that_breaks_is_named_by_its_two_ranks(record_property, tmp_path, n):
+    texts, longest = told(record_property, tmp_path, "reset", n)
     assert len(texts) == 3
     (text,) = set(texts)
     assert text.startswith("PeerLost [1, 2]: the connection between rank 1 and rank 2 broke")
@@ -50,8 +52,8 @@ def test_a_connection_that_breaks_is_named_by_its_two_ranks(tmp_path, n):
 
 @pytest.mark.parametrize("n", [4, 1 << 20])
 @pytest.mark.parametrize("case", ["forked", "cloned"])
-def test_a_killed_rank_is_named_although_its_child_lives(tmp_path, case, n):
-    texts, longest = told(tmp_path, case, n)
+def test_a_killed_rank_is_named_although_its_child_lives(record_property, tmp_path, case, n):
+    texts, longest = told(record_property, tmp_path, case, n)
     assert len(texts) == 2
     (text,) = set(texts)
     assert text.startswith("PeerLost [1]: rank 1 is gone: ")
@@ -59,8 +61,8 @@ def test_a_killed_rank_is_named_although_its_child_lives(tmp_path, case, n):
 
 
 @pytest.mark.parametrize("case", ["frozen", "killed"])
-def test_a_rank_that_is_lost_in_the_middle_of_a_message_is_named(tmp_path, case):
-    texts, longest = told(tmp_path, case, 1 << 24)
+def test_a_rank_that_is_lost_in_the_middle_of_a_message_is_named(record_property, tmp_path, case):
+    texts, longest = told(record_property, tmp_path, case, 1 << 24)
     assert len(texts) == 2
     (text,) = set(texts)
     assert text.startswith("PeerLost [1]: rank 1 is gone: ")

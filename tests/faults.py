@@ -1,0 +1,245 @@
+"""Injects every kind of fault there is a promise about, and writes down what came of it.
+
+    make faults                                     # all, and writes docs/reliability.md
+    python tests/faults.py --minutes 2 --rows 1 7   # some rows, printed only
+
+A row names the tests that hold its promise; they run in `make test` too. What they measure they
+record as a property, and the table shows it. Row 17 is benchmarks/chaos.py. The exit status is 1 if
+a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- written by make faults -->\n", "<!-- end of what make faults writes -->\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of fault: what is promised, and the tests that inject it, as pytest names them."""
+
+    number: int
+    fault: str
+    promise: str
+    tests: tuple[str, ...]
+
+
+ROWS = (
+    Row(
+        1,
+        "`kill -9` while a rank negotiates, encodes, sends, sums, decodes, or is idle",
+        "Survivors raise `PeerLost` with the rank's number. An elastic job goes on; replicas are "
+        "equal.",
+        (
+            "fusion/test_killed.py",
+            "frameworks/test_elastic.py::test_training_goes_on_when_a_host_loses_its_rank_0",
+            "frameworks/test_elastic.py::"
+            "test_survivors_of_the_only_host_go_on_with_what_compression_held_back",
+        ),
+    ),
+    Row(
+        2,
+        "`SIGSTOP`: a rank, or its whole process group, freezes",
+        "It is named within the heartbeat and 2 s. Elastic: it is ended, and its epoch shuts it "
+        "out.",
+        (
+            "ring/test_control_pulse.py",
+            "frameworks/test_elastic.py::test_a_frozen_rank_is_ended_and_the_others_go_on",
+        ),
+    ),
+    Row(
+        3,
+        "a host vanishes without a word",
+        "Those that are left name it within the heartbeat and 2 s, and the job ends.",
+        ("ring/test_launch_hosts.py::test_a_host_that_vanishes_without_a_word",),
+    ),
+    Row(
+        5,
+        "one rank is slower than the others",
+        "No rank is taken for dead. The log names the straggler.",
+        (
+            "fusion/test_stall.py",
+            "ring/test_control_pulse.py::test_a_rank_that_holds_the_interpreters_lock_is_not_lost",
+        ),
+    ),
+    Row(
+        6,
+        "a connection is reset, a message ends in the middle, the other end is gone",
+        "All ranks raise one error that names the ranks at both ends; nothing half-written shows.",
+        ("fusion/test_severed.py", "ring/test_control.py", "ring/test_wire.py"),
+    ),
+    Row(
+        7,
+        "bits flip on the way",
+        "The comparison of sums names the step; a changed frame is refused before memory is taken.",
+        ("fusion/test_verify_sums.py", "compressors/test_wire.py", "ring/test_checksum.py"),
+    ),
+    Row(
+        8,
+        "names, order, shapes, dtypes, specs or settings differ between ranks",
+        "The same `Mismatch` on every rank; the engine goes on.",
+        ("fusion/test_mixed_faults.py", "fusion/test_negotiation.py"),
+    ),
+    Row(
+        9,
+        "a compressor raises, writes nothing, has the wrong size, exits, or takes long",
+        "Every rank raises an error that names rank and compressor.",
+        ("fusion/test_plugin_faults.py", "fusion/test_failed_kinds.py"),
+    ),
+    Row(
+        10,
+        "Inf or NaN in one rank's gradients, with every compressor and loss scale",
+        "All ranks skip that step, and residuals stay as they were.",
+        ("frameworks/test_precision.py",),
+    ),
+    Row(
+        11,
+        "a restart; ranks leave and join",
+        "A restart from sharded checkpoints goes on bit for bit. Survivors keep residuals to 1e-6.",
+        (
+            "frameworks/test_torch_state.py",
+            "frameworks/test_elastic.py::"
+            "test_survivors_of_the_only_host_go_on_with_what_compression_held_back",
+            "frameworks/test_elastic.py::test_hosts_come_and_go_without_going_back",
+            "frameworks/test_elastic.py::test_a_script_names_hosts_elsewhere",
+        ),
+    ),
+    Row(
+        12,
+        "ranks have different numbers of batches",
+        "Nobody waits for ever; the mean is over those that gave something, where that is chosen.",
+        ("fusion/test_uneven.py", "fusion/test_join_divisor.py"),
+    ),
+    Row(
+        13,
+        "no memory for a buffer",
+        "All ranks give the step up and go on with smaller buckets, or raise one `MemoryError`.",
+        ("fusion/test_memory.py",),
+    ),
+    Row(
+        14,
+        "a disk is full",
+        "Training goes on; what is printed or traced is dropped, and that is said once. A file is "
+        "replaced whole or not at all.",
+        (
+            "ring/test_launch_output.py",
+            "ring/test_files.py",
+            "fusion/test_timeline.py::test_the_queue_is_bounded_and_a_full_disk_costs_events_only",
+        ),
+    ),
+    Row(
+        15,
+        "a rank forks; SIGINT, SIGTERM; the launcher or a wrapper is killed",
+        "A forked child ends. Signals reach every rank. No process is left.",
+        (
+            "frameworks/test_torch_fork.py",
+            "ring/test_launch.py::test_signals_are_passed_on",
+            "ring/test_launch.py::test_the_second_interrupt_kills",
+            "ring/test_launch.py::test_killing_a_wrapper_ends_the_job",
+            "ring/test_launch.py::test_killing_the_launcher_leaves_nothing",
+            "ring/test_launch.py::test_killing_a_rank_ends_the_job",
+            "ring/test_launch.py::test_what_a_rank_leaves_behind_is_ended",
+        ),
+    ),
+    Row(
+        16,
+        "strangers: wrong keys, replays, lengths of 4 GiB, silence, pickles, a seized place",
+        "No code of theirs runs, no memory is taken for them, and the job goes on or says why not.",
+        (
+            "ring/test_gloo_proof.py",
+            "ring/test_launch_listener.py",
+            "ring/test_launch_pmi.py",
+            "ring/test_store.py",
+            "frameworks/test_hostile_files.py",
+        ),
+    ),
+)
+
+
+def play(rows: list[Row]) -> dict[str, tuple[int, int, int, list[str]]]:
+    """Run the tests of ``rows``; return passed, failed, skipped and what was measured, by test."""
+    tests = sorted({test for row in rows for test in row.tests})
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-q"]
+        command += [f"--junitxml={report}", *(str(ROOT / "tests" / test) for test in tests)]
+        subprocess.run(command, check=False, cwd=ROOT)
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    return {test: _outcome([case for case in cases if _belongs(case, test)]) for test in tests}
+
+
+def _belongs(case: ElementTree.Element, test: str) -> bool:
+    file, _, function = test.partition("::")
+    module = "tests." + file.removesuffix(".py").replace("/", ".")
+    name = str(case.get("name")).partition("[")[0]
+    return case.get("classname") == module and function in ("", name)
+
+
+def _outcome(cases: list[ElementTree.Element]) -> tuple[int, int, int, list[str]]:
+    bad = sum(c.find("failure") is not None or c.find("error") is not None for c in cases)
+    out = sum(c.find("skipped") is not None for c in cases)
+    said = [str(p.get("value")) for c in cases for p in c.iter("property")]
+    return len(cases) - bad - out, bad, out, said
+
+
+def table(rows: list[Row], found: dict[str, tuple[int, int, int, list[str]]]) -> list[str]:
+    """Return the table as lines of Markdown."""
+    lines = ["| # | fault | promise | measured | tests |", "|---|---|---|---|---|"]
+    for row in rows:
+        outcomes = [found[test] for test in row.tests]
+        passed, failed, out = (sum(o[i] for o in outcomes) for i in range(3))
+        said = "; ".join(dict.fromkeys(text for o in outcomes for text in o[3]))
+        verdict = f"{passed} passed" if not failed else f"**{failed} of {passed + failed} failed**"
+        verdict += f", {out} not run" if out else ""
+        lines.append(f"| {row.number} | {row.fault} | {row.promise} | {said} | {verdict} |")
+    return lines
+
+
+def chaos(minutes: float, seed: int) -> tuple[str, int]:
+    """Run the benchmark; return what it printed of its result, and its exit status."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py")]
+    command += ["--minutes", str(minutes), "--seed", str(seed)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return re.sub("^# Chaos: ", "Row 17, chaos: ", done.stdout[done.stdout.find("# Chaos") :]), (
+        done.returncode
+    )
+
+
+def main() -> int:
+    """Run what is asked for; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="of chaos; 0: none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, nargs="*", help="numbers of rows (default: all)")
+    parser.add_argument("--write", action="store_true", help="into docs/reliability.md")
+    options = parser.parse_args()
+    rows = [row for row in ROWS if not options.rows or row.number in options.rows]
+    found = play(rows)
+    lines = table(rows, found)
+    failed = any(outcome[1] for outcome in found.values())
+    if options.minutes:
+        said, code = chaos(options.minutes, options.seed)
+        lines += ["", *said.splitlines()]
+        failed |= code != 0
+    text = "\n".join(["", f"On {os.cpu_count()} cores, {date.today()}.", "", *lines, "", ""])
+    print(text)
+    if options.write:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(before + BEGIN + text + END + rest.split(END)[1])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
