@@ -35,6 +35,7 @@ from ringlet.ring.wire.listener import Listener
 
 LOCAL = "127.0.0.1"
 GRACE = 5.0  # seconds between asking members to end and killing them, and until they are given up
+GONE = 1.0  # seconds until a member that is killed while others go on counts as gone with its host
 NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
 
 
@@ -314,7 +315,7 @@ class Driver:
             rank = self._rank_table.ranks[member.number]
             if rank.channel:
                 rank.channel.send(Kind.SIGNAL, b"%d" % signal.SIGKILL)
-            self._kill_at[member.number] = now + GRACE
+            self._kill_at[member.number] = now + GONE
         if todo.over is not None:
             self._finish(*todo.over, now)
 
