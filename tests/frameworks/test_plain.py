@@ -23,6 +23,8 @@ from ringlet.ring.transports.local import run_local
 
 TORCH = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.preloaded("torch")
+
 
 def refuse(*args, **kwargs):
     raise AssertionError("something was unpickled")

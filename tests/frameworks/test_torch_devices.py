@@ -11,6 +11,8 @@ import ringlet.torch as hvd
 from ringlet.job.session import current
 from ringlet.torch.parallel.ddp import DdpState, _reduce
 
+pytestmark = pytest.mark.preloaded("torch")
+
 
 class Far(torch.Tensor):
     """A tensor that claims to be elsewhere, and whose values only copies reach."""

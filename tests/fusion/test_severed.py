@@ -37,7 +37,7 @@ def told(record_property, folder, case, n):
     lines = [re.fullmatch(r"([\d.]+) (.*)", line) for line in out.splitlines()]
     assert all(lines), out
     longest = max(float(line[1]) for line in lines)
-    record_property("measured", f"{case}: raised everywhere within {longest:.1f} s")
+    record_property("measured", f"{case}, {n} values: raised within {longest:.1f} s")
     return [line[2] for line in lines], longest
 
 

@@ -20,7 +20,10 @@ from ringlet.ring.transports.local import run_local
 from ringlet.ring.wire.framing import derive
 from ringlet.ring.wire.keys import agreed_key, job_key
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
+    pytest.mark.preloaded("torch"),
+]
 
 HERE = Path(__file__).parent
 WAIT = 120.0

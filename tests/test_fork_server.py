@@ -1,0 +1,96 @@
+"""What tests/fork_server.py starts is what the interpreter would have started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import fork_server
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.preloaded("torch")
+
+TELL = """
+import json, os, sys
+print(json.dumps({
+    "preloaded": "torch" in sys.modules, "parent": os.getppid(), "argv": sys.argv,
+    "name": __name__, "cwd": os.getcwd(), "own": os.environ.get("OWN"), "path": sys.path[0],
+    "leads": os.getsid(0) == os.getpid(), "open": sorted(map(int, os.listdir("/proc/self/fd"))),
+}))
+"""
+
+
+def told(*words, **options):
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_program_is_forked_and_finds_what_it_would_find(tmp_path):
+    script = tmp_path / "tell.py"
+    script.write_text(TELL)
+    found = told(script, "a", "-b", cwd=tmp_path, env=os.environ | {"OWN": "x"})
+    assert found.pop("open")[:3] == [0, 1, 2]
+    assert found == {
+        "preloaded": True, "parent": os.getpid(), "argv": [str(script), "a", "-b"],
+        "name": "__main__", "cwd": str(tmp_path), "own": "x", "path": str(tmp_path),
+        "leads": False,
+    }  # fmt: skip
+
+
+def test_flags_sessions_and_descriptors():
+    reader, writer = os.pipe()
+    found = told("-P", "-c", TELL, "z", start_new_session=True, pass_fds=[writer])
+    os.close(reader)
+    os.close(writer)
+    assert (found["preloaded"], found["argv"], found["leads"]) == (True, ["-c", "z"], True)
+    assert found["path"] != ""
+    assert set(found["open"]) - {0, 1, 2} <= {writer, *range(3, 5)}  # one lists the folder
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("raise SystemExit('no more')", 1, "no more\n"),
+        ("import os; os._exit(7)", 7, ""),
+        ("import atexit; atexit.register(print, 'bye'); print('x')", 0, ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("def f(): 1 / 0\nf()", 1, "ZeroDivisionError: division by zero\n"),
+    ],
+)  # fmt: skip
+def test_it_ends_as_the_interpreter_would(program, code, said):
+    command = [sys.executable, "-c", program]
+    forked = subprocess.run(command, capture_output=True, text=True)
+    usual = fork_server.USUAL(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = usual.communicate()
+    assert (forked.returncode, forked.stdout) == (usual.returncode, out)
+    assert forked.returncode == code
+    last = [text.splitlines(keepends=True)[-1:] for text in (forked.stderr, err, said)]
+    assert last[0] == last[1] == last[2]
+    assert "fork_server" not in forked.stderr
+
+
+def test_it_is_one_programs_own_signal_that_ends_it():
+    program = "import time; print('up', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"up\n"
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("flags", "env"), [(["-I"], {}), ([], {"PYTHONHASHSEED": "0"}), ([], {"NUMBA_OPT": "3"})]
+)
+def test_what_is_decided_at_the_start_is_started_as_usual(flags, env):
+    assert not told(*flags, "-c", TELL, env=os.environ | env)["preloaded"]
+
+
+def test_what_it_starts_forks_its_own_programs():
+    program = (
+        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
+    )
+    found = told("-c", program, TELL.replace('"parent": os.getppid()', '"parent": 0'))
+    assert found["preloaded"]
