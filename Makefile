@@ -9,7 +9,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 # Files at a time, each with processes of its own. More than cores pays, until tests run out of time.
-JOBS ?= 3
+JOBS ?= 2
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

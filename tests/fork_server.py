@@ -52,6 +52,8 @@ READ_EARLY = (
 )
 # These are, but a forked process can still do as they say.
 DONE_LATE = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONPATH")
+# Frameworks set these themselves, when they are imported.
+SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 # The launcher's wrappers run with one thread of OpenBLAS, and say nothing of it to their ranks.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
@@ -115,7 +117,7 @@ def early(env: dict[str, str]) -> dict[str, str]:
         name: value
         for name, value in env.items()
         if name.startswith(READ_EARLY)
-        and name not in DONE_LATE
+        and name not in (*DONE_LATE, *SET_BY_IMPORTS)
         and not (name in ONE_THREAD and value == ONE_THREAD[name])
     }
 

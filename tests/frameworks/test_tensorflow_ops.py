@@ -599,4 +599,4 @@ def test_importing_ringlet_does_not_import_tensorflow():
     code = (
         "import sys, ringlet; assert 'tensorflow' not in sys.modules and 'keras' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-I", "-c", code], check=True, timeout=60)
