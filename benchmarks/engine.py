@@ -13,6 +13,7 @@ and 161 gradients of ResNet-50's sizes, with ranks comparing their sums and with
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 
@@ -191,9 +192,9 @@ def resnet(runtime, rounds: int) -> dict[str, float]:
         "ringlet, sums not compared": comparing(0),
     } | peers(runtime)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    order = list(ways.items())
+    order, shuffle = list(ways.items()), random.Random(0).shuffle
     for _ in range(rounds):
-        order.append(order.pop(0))  # nobody always comes after the same way
+        shuffle(order)  # nobody always comes after the same way; all ranks in one order
         for name, way in order:
             runtime.engine.submit(Request("start", "barrier"), np.empty(0, np.float32)).wait()
             start = time.perf_counter()

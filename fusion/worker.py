@@ -206,7 +206,7 @@ class Worker:
             return  # of a step that failed meanwhile
         bucket = group.buckets[index]
         if not bucket.more:
-            bucket.begin(group.turn)
+            group.begin_bucket(index)
         if self.recorder.observers:
             self.recorder.encoding(group.title, group.step, bucket)
         try:

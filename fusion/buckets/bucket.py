@@ -36,6 +36,7 @@ from ringlet.ring.errors import ExchangeFailed
 from ringlet.ring.pipeline import ALONE, Steps, resume
 
 log = logging.getLogger("ringlet")
+SPREAD = 13  # between the turns of a step's buckets, so that all steps compare equally much
 
 _NAMED = 3  # tensors that an error names
 _MASK = (1 << 64) - 1  # a plan's hash has 64 bits
@@ -58,7 +59,7 @@ class Bucket(ABC):
         self.finite = True  # whether the last step's results were, where that is looked at
         self.mark: Mark | None = None  # the end of the last step's work, where that has an order
         self.verify = 0  # of how many spans of large sums ranks compare one; 0: of none
-        self.turn = 0  # of this step, the same on all ranks
+        self.turn = 0  # which of this step's sums are compared, the same on all ranks
         self.digest = 0  # of this step's sums, the same on all ranks; 0 where there is none
         self.told = 0  # that of the step before, which ranks compare in their votes
         self._plan: int | None = None
@@ -72,7 +73,10 @@ class Bucket(ABC):
         self.lanes = 0  # collectives of the exchange under way so far, where that is counted
 
     def begin(self, turn: int) -> Trace:
-        """Forget what the last step cost; return where the costs of this one, ``turn``, will be."""
+        """Forget what the last step cost; return where the costs of this one will be.
+
+        ``turn`` says which of its sums are compared; the same on all ranks.
+        """
         if not self.place.ordered:  # one tensor may be more than a bucket's limit
             self.place.pool.reserve(self._uncompressed)
         self.trace = Trace()

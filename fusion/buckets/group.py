@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ringlet.compressors import Context, Workspace
 from ringlet.compressors.core.compile_lock import compile_lock
-from ringlet.fusion.buckets.bucket import Bucket
+from ringlet.fusion.buckets.bucket import SPREAD, Bucket
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.fusion.devices.host import Mark, collect
@@ -26,6 +26,7 @@ from ringlet.fusion.planning.lookahead import pack
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.planning.pieces import divide
 from ringlet.fusion.process_set import Peers
+from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.requests.legality import check_values
 from ringlet.fusion.requests.request import Request
@@ -233,6 +234,10 @@ class Group:
         """Note that the caller begins a new step: ``abandon`` gives that one up."""
         with self._lock:
             self._told = False
+
+    def begin_bucket(self, index: int) -> Trace:
+        """Begin a bucket's work in the step at hand; return where its costs will be."""
+        return self.buckets[index].begin(self.turn + SPREAD * index)
 
     def abandon(self, why: str) -> bool:
         """Give up the step at hand on all ranks: elsewhere ``wait`` raises, telling ``why``.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ringlet.compressors import NoCompression
-from ringlet.fusion.buckets.bucket import Bucket
+from ringlet.fusion.buckets.bucket import SPREAD, Bucket
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.planning.lookahead import pack
@@ -15,8 +15,10 @@ from ringlet.fusion.planning.pieces import divide
 from ringlet.fusion.process_set import Peers
 from ringlet.fusion.queue.exchanges import Exchanges
 from ringlet.fusion.queue.tensor_queue import TensorQueue
+from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.requests.handle import Work
+from ringlet.ring.collectives.checksum import turn_of
 from ringlet.ring.pipeline import Steps
 
 Note = Callable[[int, int, str, int], None]  # batch, place in it, a tensor's name, digest
@@ -86,6 +88,11 @@ class Batch:
         """Which of its steps this is: a batch has one."""
         return 0
 
+    def begin_bucket(self, index: int) -> Trace:
+        """Begin a bucket's work; return where its costs will be."""
+        bucket = self.buckets[index]
+        return bucket.begin(turn_of(self.number, bucket.verify) + SPREAD * index)
+
     def run_plain(self, exchanges: Exchanges, recorder: Recorder) -> list[int]:
         """Launch the uncompressed buckets; return the indices of those that need a vote."""
         compressed: list[int] = []
@@ -95,7 +102,7 @@ class Batch:
                 done = partial(self._plain_done, index, recorder)
                 peers = bucket.among(self.peers)
                 steps = self._plain(bucket, peers, recorder)
-                exchanges.launch(steps, bucket.begin(self.number), peers, nbytes, done)
+                exchanges.launch(steps, self.begin_bucket(index), peers, nbytes, done)
             else:
                 compressed.append(index)
         self._voted = set(compressed)

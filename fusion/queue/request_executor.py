@@ -24,7 +24,7 @@ from ringlet.fusion.requests.handle import Signal, Work
 from ringlet.fusion.requests.identity_values import neutral
 from ringlet.fusion.requests.request import Request, loads
 from ringlet.fusion.requests.series import MARK
-from ringlet.ring.collectives.checksum import digest
+from ringlet.ring.collectives.checksum import digest, turn_of
 from ringlet.ring.errors import RingError
 
 Digest = tuple[int, int, str, int]  # batch, place in it, a tensor's name, digest
@@ -240,7 +240,8 @@ class RequestExecutor:
         if self._recorder.observers:
             self._recorder.single_done(request.kind, request.key, work.name, trace)
         if at is not None and work.output.size:
-            found = digest(work.output, request.dtype, share=share, turn=at[0])
+            turn = turn_of(at[0], share)
+            found = digest(work.output, request.dtype, share=share, turn=turn)
             self._note(request.process_set, *at, work.name, found)
         self._tensor_queue.complete([work])
 

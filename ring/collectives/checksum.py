@@ -18,7 +18,7 @@ import numpy as np
 
 from ringlet.ring.dtypes import Array
 
-SPAN = 1 << 18  # bytes
+SPAN = 1 << 20  # bytes
 WHOLE = 1 << 20  # bytes
 _STEP = 0x3C6EF372  # weight i is i * _STEP + 1 modulo 2**32: distinct for 2**31 words
 _MIX = 0x9E3779B97F4A7C15
@@ -54,6 +54,11 @@ def is_due(span: int, nbytes: int, share: int, turn: int) -> bool:
     Up to WHOLE bytes all are.
     """
     return nbytes <= WHOLE or (span + turn) % share == 0
+
+
+def turn_of(number: int, share: int) -> int:
+    """Return a turn for batch ``number``: batches at any regular distance come to all spans."""
+    return (number * _MIX & _MASK) * share >> 64
 
 
 def digest(

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, Request
 from ringlet.ring import Mismatch
-from ringlet.ring.collectives.checksum import SPAN, WHOLE, digest, is_due
+from ringlet.ring.collectives.checksum import SPAN, WHOLE, digest, is_due, turn_of
 from ringlet.ring.communicator import Topology
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
@@ -142,6 +142,12 @@ def test_every_span_has_its_turn(share, start):
         due = [is_due(span, nbytes, share, start + i) for i in range(share)]
         assert sum(due) == 1
     assert all(is_due(span, WHOLE, share, start) for span in range(4))
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(0, 10_000))
+def test_batches_at_a_regular_distance_come_to_all_spans(share, distance, first):
+    turns = {turn_of(first + distance * i, share) for i in range(16 * share)}
+    assert turns == set(range(share))
 
 
 def test_it_can_be_turned_off(flips):
