@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from ringlet.job import session
 from ringlet.ring.transports import torch_nccl
 from ringlet.ring.transports import torch_subgroups as ring_connections
 from ringlet.ring.transports.torch_subgroups import connections
+from ringlet.torch.parallel import hsdp
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -362,3 +364,27 @@ CASES = [value for name, value in list(globals().items()) if name.startswith("ca
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
 def test_parallel(run_case, case, size):
     run_case(case, "gloo", size)
+
+
+def test_the_interpreters_end_waits_for_a_thread_that_leaves():
+    began, go_on, ended = threading.Event(), threading.Event(), []
+
+    class Slow:
+        def shutdown(self):
+            began.set()
+            go_on.wait(30)
+
+        def close(self):
+            ended.append("closed")
+
+    leave = hsdp.Departure(Slow(), Slow())
+    threading.Thread(target=leave).start()  # as the end of a model does
+    assert began.wait(30)
+    at_exit = threading.Thread(target=lambda: (leave(), ended.append("exit")))
+    at_exit.start()
+    at_exit.join(0.2)
+    early = not at_exit.is_alive()
+    go_on.set()
+    at_exit.join(30)
+    assert not early
+    assert ended.index("closed") < ended.index("exit")

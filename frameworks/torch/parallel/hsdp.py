@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from ringlet.fusion import Engine, Request
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.job.settings import limits_from
-from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.torch_subgroups import connections
 from ringlet.shared.compression import as_compressor
@@ -102,6 +103,27 @@ class HsdpState:
         return {each.name: known[each.name] for each in self._made if each.name in known}
 
 
+class Departure:
+    """Ends an engine and its connections. Whoever calls it returns when that is done.
+
+    So does the interpreter's end, when the model's has begun it: it must not end beneath a thread
+    that is inside torch, which ends the process with SIGABRT.
+    """
+
+    def __init__(self, engine: Engine, comm: Communicator) -> None:
+        self._engine, self._comm = engine, comm
+        self._lock, self._pid = threading.Lock(), os.getpid()
+
+    def __call__(self) -> None:
+        """Shut the engine down, and close the connections."""
+        if os.getpid() != self._pid:
+            return  # a forked child, whose parent goes on with them
+        with self._lock:
+            self._engine.shutdown()
+            self._comm.close()
+            atexit.unregister(self)  # which keeps both
+
+
 def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> HsdpState:
     """Average gradients over ``replicas``, compressed, after FSDP2's reduce-scatter. Collective.
 
@@ -125,11 +147,7 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
             )
     comm = connections(replicas)
     engine = Engine(comm, open_control, limits_from(os.environ), agreed_places(comm))
-
-    def leave() -> None:
-        engine.shutdown()
-        comm.close()
-
+    leave = Departure(engine, comm)
     # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
     finalizer = weakref.finalize(module, _thread.start_new_thread, leave, ())
     finalizer.atexit = False
