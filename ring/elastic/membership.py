@@ -120,7 +120,7 @@ class Membership:
                 self._drop(member, now, gentle=True)
 
     def asks(self, number: int, lost: Iterable[int], now: float) -> None:
-        """Note that a member asks for the next epoch, having ``lost`` ranks of the present one."""
+        """Note that a member asks for the next epoch, having ``lost`` ranks of its present one."""
         member = self.members[number]
         if member.ended:
             return
@@ -129,7 +129,8 @@ class Membership:
             member.limit = None
         if not self._resetting(besides=member) and self.epoch:
             self._wanting = now
-        ranks = set(lost)
+        # Who was dropped may ask so late that those who stay are numbered anew already.
+        ranks = set(lost) if member.rank is not None else set()
         for other in self._present():
             if other.rank in ranks and not other.asked and other.limit is None:
                 other.limit = now + FENCE

@@ -205,6 +205,20 @@ def test_who_was_dismissed_and_ends_later_disturbs_no_epoch():
     assert members.decide(1.3).lost == [2]
 
 
+def test_what_a_slow_dropped_member_has_lost_is_nobody_of_the_next_epoch():
+    members = running()
+    members.ended(0, 137, "was killed", 1.0)
+    for number in (2, 3):
+        members.asks(number, (0,), 1.0)
+    assert ranks(members.decide(1.0)) == {2: 0, 3: 1}
+    members.asks(1, (0,), 1.5)  # rank 0 of the epoch before
+    todo = members.decide(1.5)
+    assert (todo.dismiss, todo.kill) == ({1: ""}, [])
+    assert members.decide(1.5 + FENCE).kill == []
+    members.ended(1, 0, "exited with code 0", 4.0)
+    assert members.decide(4.0).kill == []
+
+
 def test_a_newcomer_that_failed_does_not_make_a_job_fail():
     members = running([Host("a", 2)])
     members.hosts_found([Host("a", 2), Host("b", 1)], 1.0)
