@@ -73,7 +73,7 @@ def train(plan: dict[str, Any]) -> None:
     )
     state = hvd.elastic.TorchState(model, optimizer, step=0, over=False)
 
-    @hvd.elastic.run
+    @hvd.elastic.run(resume=plan["resume"])
     def loop(state: Any) -> None:
         host = os.environ["HOROVOD_HOSTNAME"]
         tell(begun=state.step, size=hvd.size(), rank=hvd.rank(), host=host)
@@ -252,6 +252,7 @@ def undisturbed(hosts: netns.Hosts, options: argparse.Namespace, steps: int) -> 
 def _plan(options: argparse.Namespace, until: float, steps: int) -> dict[str, Any]:
     return {
         "until": until, "steps": steps, "seconds": options.step_ms / 1000, "commit": options.commit,
+        "resume": options.resume,
     }  # fmt: skip
 
 
@@ -288,10 +289,14 @@ def report(chaos: dict[str, Any], calm: dict[str, Any], options: argparse.Namesp
     goodput = rate(chaos["told"]) / rate(calm["told"])
     losses = [f"{end['loss']:.4f}" if end else "none, the job failed" for end in ends]
     ranks = [line["size"] for line in chaos["told"] if "step" in line]
+    begun = [line["begun"] for line in chaos["told"] if "begun" in line and line["rank"] == 0]
+    furthest = [line["step"] for line in chaos["told"] if "step" in line]
+    again = len(furthest) - len(set(furthest))
     lines += [
         "",
         f"- {commits[-1]['committed']} steps in {len(commits)} commits, by"
         f" {statistics.mean(ranks):.2f} ranks on average; replicas differed at {different}.",
+        f"- {len(begun) - 1} times ranks were numbered anew; {again} steps were done twice.",
         f"- Goodput {100 * goodput:.1f} % of the steps of an undisturbed run in the same time.",
         f"- Held-out loss {losses[0]}; undisturbed, after the same number of steps, {losses[1]}.",
         f"- The job ended with code {chaos['code']}.",
@@ -313,6 +318,9 @@ def main() -> int:
     parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds without a sign")
     parser.add_argument("--step-ms", type=float, default=50.0, help="least time of a step")
     parser.add_argument("--commit", type=int, default=10, help="steps between commits")
+    parser.add_argument(
+        "--resume", choices=("commit", "step"), default="step", help="where survivors go on"
+    )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/chaos.md")
     parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ringlet.fusion.errors import EngineClosed
-from ringlet.job import objects, session, topology
+from ringlet.job import json_exchange, objects, session, topology
+from ringlet.job.process_sets import global_process_set
+from ringlet.ring.collectives.checksum import checksum
 from ringlet.ring.errors import PeerLost, RingError
 from ringlet.ring.rendezvous import epochs
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run"]
 
+log = logging.getLogger("ringlet")
 R = TypeVar("R")
 
 
@@ -79,6 +86,24 @@ class State(ABC):
     def reset(self) -> None:  # noqa: B027 - for subclasses that have to
         """Prepare for other ranks."""
 
+    def keep_steps(self) -> None:
+        """From now on be ready for ``take_back``; TypeError where that cannot be."""
+        raise self._goes_back()
+
+    def take_back(self) -> None:
+        """Undo, on this rank, what a step that has failed did so far."""
+        raise self._goes_back()
+
+    def content(self) -> Any:
+        """Return what survivors must have in common to go on: dicts, lists, arrays, objects."""
+        raise self._goes_back()
+
+    def _goes_back(self) -> TypeError:
+        return TypeError(
+            f"{type(self).__name__} can only go back to commits: use elastic.run without "
+            'resume="step", or say in keep_steps(), take_back() and content() how it goes on'
+        )
+
 
 class ObjectState(State):
     """Objects, as attributes: those that ``kwargs`` names, at first with its values.
@@ -115,6 +140,16 @@ class ObjectState(State):
             self._put(name, content)
         self.save()
 
+    def keep_steps(self) -> None:
+        """Nothing: objects do not change before a step has succeeded."""
+
+    def take_back(self) -> None:
+        """Nothing."""
+
+    def content(self) -> Any:
+        """Return all objects, or their states."""
+        return {name: _content(getattr(self, name)) for name in self._names}
+
     def _plain(self) -> list[str]:
         """Names of what travels as pickled objects."""
         return self._names
@@ -127,39 +162,108 @@ class ObjectState(State):
             setattr(self, name, content)
 
 
-def run(func: Callable[..., R]) -> Callable[..., R]:
+def run(func: Callable[..., R] | None = None, *, resume: str = "commit") -> Any:
     """Decorate a training function whose first argument is a ``State``, which is synchronised.
 
     When ranks are lost the state is the last commit's again; ranks are numbered anew, the state is
     synchronised and the function called again. So too, without going back, when hosts have changed
     (``State.check_host_updates``). A process for which there is no rank any more ends, with 0.
 
+    With ``resume="step"`` the state stays what it is where all survivors still hold the same: only
+    the step in which ranks were lost is done again. The function may then begin at any step, so
+    all that counts steps, or batches, has to be in the state. Compressors' memory is copied before
+    each step. Where survivors differ, because some had finished the step, they go back to the
+    commit. Raises TypeError for a state that cannot do this.
+
     In a job whose ranks stay, an error of their communication is raised, with the state as it was
     committed last, so that a caller can store it.
     """
+    if resume not in ("commit", "step"):
+        raise ValueError(f'resume must be "commit" or "step", not {resume!r}')
+    if func is None:
+        return functools.partial(run, resume=resume)
+    goes_on = resume == "step"
 
     @functools.wraps(func)
     def synchronised(state: State, *args: Any, **kwargs: Any) -> R:
-        again = False
+        elastic = epochs.is_elastic()
+        keeps, again, common = goes_on and elastic, False, False
+        if goes_on:
+            state.keep_steps()
+            _fingerprint(state.content())  # what cannot be compared is to be found out now
+        own: str | None = None  # what this rank goes on with, where it could
         while True:
             try:
                 if again:
                     session.init_again()
                     state.on_reset()
+                if keeps:
+                    _go_back_unless_alike(state, own)
                 state.sync()
+                own, common = None, True
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt:
-                if not epochs.is_elastic():
+                if not elastic:
                     raise
             except RingError as error:
-                if session.is_initialized():
+                others = _by_others(error)
+                if keeps and others:
+                    state.take_back()
+                    own = _fingerprint(state.content()) if common else None
+                elif session.is_initialized():
                     state.restore()
-                if not epochs.is_elastic() or not _by_others(error):
+                if not elastic or not others:
                     raise
                 epochs.note_lost(getattr(error, "ranks", ()))
             again = True
 
     return synchronised
+
+
+def _go_back_unless_alike(state: State, own: str | None) -> None:
+    """Go back to the last commit where survivors hold different states. Collective.
+
+    ``own`` is the fingerprint of this rank's, None where it has nothing to go on with.
+    """
+    found = json_exchange.gather(
+        own,
+        "elastic.state",
+        global_process_set,
+        "a fingerprint",
+        lambda told: told is None or isinstance(told, str),
+    )
+    held = {told for told in found if told is not None}
+    if len(held) > 1:
+        log.info("survivors hold different states: back to the last commit")
+        if own is not None:
+            state.restore()
+    elif held:
+        log.info("survivors hold the same state: on from the step at hand")
+
+
+def _fingerprint(content: Any) -> str:
+    """Return a hash of dicts, lists, tuples and arrays by their values, and of pickled objects."""
+    hashed = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            hashed.update(b"{%d" % len(value))
+            for key in sorted(value, key=repr):
+                hashed.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            hashed.update(b"[%d" % len(value))
+            for each in value:
+                add(each)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            hashed.update(f"{value.dtype}{value.shape}".encode())
+            found = checksum(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+            hashed.update(found.to_bytes(8, "little"))
+        else:
+            hashed.update(objects.dumps(value))
+
+    add(content)
+    return hashed.hexdigest()
 
 
 def _by_others(error: RingError) -> bool:

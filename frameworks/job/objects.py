@@ -69,13 +69,18 @@ def allgather_object(
     return objects
 
 
-def _sealed(obj: Any, name: str, sender: int) -> bytes:
+def dumps(obj: Any) -> bytes:
+    """Return ``obj`` pickled, by cloudpickle where that is installed."""
     try:
         from cloudpickle import dumps
     except ImportError:
         from pickle import dumps
     data: bytes = dumps(obj)
-    return seal(current().secret, name, data, sender)
+    return data
+
+
+def _sealed(obj: Any, name: str, sender: int) -> bytes:
+    return seal(current().secret, name, dumps(obj), sender)
 
 
 def _opened(sealed: bytes, name: str, sender: int) -> Any:

@@ -64,6 +64,22 @@ class KerasState(ObjectState):
             reducer.restart(step)
         super().restore()
 
+    def keep_steps(self) -> None:
+        """Keep what compressors remember from before each step."""
+        if (reducer := self._reducer()) is not None:
+            reducer.keep_steps()
+
+    def take_back(self) -> None:
+        """Let compressors forget the step at hand."""
+        if (reducer := self._reducer()) is not None:
+            reducer.take_back()
+
+    def content(self) -> dict[str, Any]:
+        """Return weights, optimizer state and objects, without what is each rank's own."""
+        reducer = self._reducer()
+        arrays = [as_array(variable) for variable in self._variables()]
+        return {"": [arrays, reducer and reducer.step], **super().content()}
+
     def sync(self) -> None:
         """Take over rank 0's weights, optimizer state and objects, and save them. Collective.
 

@@ -24,6 +24,7 @@ from ringlet.shared import residual_store
 from ringlet.shared.arrays import all_finite, allocate, flat
 from ringlet.shared.model_agreement import UNUSED, common_names
 from ringlet.shared.requests import check_predivide
+from ringlet.shared.rollback import Undo
 from ringlet.shared.sparse_rows import RowExchange, densified
 from ringlet.shared.variable_names import alike
 
@@ -109,6 +110,8 @@ class Reducer:
         self._among = 0  # ranks in that runtime
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._lock = threading.RLock()
+        self._undo: Undo | None = None
+        self._unfinished = False  # whether a step has begun, and was not reduced
 
     def enlist(self) -> None:
         """Count this reducer now, and not with its first gradients: ranks may begin with others."""
@@ -137,9 +140,24 @@ class Reducer:
             step = self._steps.get(tuple(slots))
             if step is None:
                 step = self._declared(tuple(slots), unused, runtime)
+            if self._undo is not None:
+                self._undo.remember(self.states)
+            self._unfinished = True
             results = step.run(arrays)
+            self._unfinished = False
             self.step = step.number
             return results
+
+    def keep_steps(self) -> None:
+        """From now on copy what compressors remember before each step, for ``take_back``."""
+        self._undo = self._undo or Undo()
+
+    def take_back(self) -> None:
+        """Let compressors forget the step at hand, which has failed."""
+        with self._lock:
+            if self._unfinished and self._undo is not None:
+                self._undo.restore(self.states, counters=True)
+            self._unfinished = False
 
     def restart(self, step: int) -> None:
         """Go on at ``step`` with the states as they are now: groups are declared anew."""

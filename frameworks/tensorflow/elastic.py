@@ -87,6 +87,10 @@ class TensorFlowState(ObjectState):
             self.session.run(self._assign, fed)
         super().restore()
 
+    def keep_steps(self) -> None:
+        """Raise TypeError: what tapes' compressors remember is not known here."""
+        raise self._goes_back()
+
     def sync(self) -> None:
         """Take over rank 0's variables and objects, and save them. Collective."""
         if self.session is None:

@@ -6,11 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import hypothesis.strategies as st
 import netns
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from ringlet.job import elastic
 
 pytest.importorskip("torch")
 
@@ -70,6 +77,14 @@ def jobs(tmp_path_factory):
             ["-np", "3", "--min-np", "2", "--heartbeat-seconds", "1"],
             {"do": {"2": [25, "SIGSTOP"]}},
         ),
+        "step": (
+            ["-np", "3", "--min-np", "2"],
+            {"do": {"1": [25, "SIGKILL"]}, "resume": "step"},
+        ),
+        "different": (
+            ["-np", "3", "--min-np", "2"],
+            {"do": {"1": [25, "SIGKILL"]}, "resume": "step", "own": True},
+        ),
         "twice": (
             ["-np", "3", "--min-np", "1", "--reset-limit", "1"],
             {"do": {"0": [25, "SIGKILL"], "1": [35, "SIGKILL"]}},
@@ -110,6 +125,38 @@ def test_survivors_of_the_only_host_go_on_with_what_compression_held_back(jobs, 
         after = next(x["residual"] for x in own if x.get("size") == 2)
         assert committed > 0
         assert after == pytest.approx(committed, rel=1e-6)
+
+
+def check_step(lines):
+    """Check that both survivors went on from batch 25 with what they held back before it."""
+    assert epochs(lines) == [(3, 0), (2, 25)]
+    for started in (0, 2):
+        own = [line for line in lines if line["started"] == started]
+        before = [line["before"] for line in own if "before" in line]
+        assert len(before) == 2  # the step that failed, and once more
+        assert before[0] > 0
+        assert before == pytest.approx([before[0]] * 2, rel=1e-6)
+    assert [line["equal"] for line in lines if "done" in line] == [True, True]
+
+
+def test_survivors_go_on_from_the_step_at_hand(jobs, measured):
+    done, lines = jobs("step")
+    assert done.returncode == 0, done.stderr
+    measured(lines, "a rank killed, on from the step at hand")
+    check_step(lines)
+    assert not any(line["stale"] for line in begun(lines))
+
+
+def test_survivors_that_differ_go_back_to_the_commit(jobs):
+    done, lines = jobs("different")
+    assert done.returncode == 0, done.stderr
+    assert epochs(lines) == [(3, 0), (2, 20)]
+    for started in (0, 2):
+        own = [line for line in lines if line["started"] == started]
+        committed = next(x["residual"] for x in own if x.get("committed") == 20)
+        after = next(x["residual"] for x in own if x.get("size") == 2)
+        assert after == pytest.approx(committed, rel=1e-6)
+    assert [line["equal"] for line in lines if "done" in line] == [True, True]
 
 
 def test_a_frozen_rank_is_ended_and_the_others_go_on(jobs, measured):
@@ -165,6 +212,15 @@ def test_a_script_names_hosts_elsewhere(tmp_path):
     assert sorted(x["host"] for x in lines if "done" in x) == ["node0", "node1"]
 
 
+def test_keras_goes_on_from_the_step_at_hand():
+    pytest.importorskip("tensorflow")
+    do, spec = {"1": [25, "SIGKILL"]}, "topk(ratio=0.1) | ef"
+    plan = {"batches": 40, "do": do, "resume": "step", "spec": spec}
+    done, lines = job(["-np", "3", "--min-np", "2"], plan, "keras", KERAS_BACKEND="tensorflow")
+    assert done.returncode == 0, done.stderr
+    check_step(lines)
+
+
 def test_keras_goes_on(tmp_path):
     pytest.importorskip("tensorflow")
     plan = {"batches": 40, "do": {"0": [25, "SIGKILL"]}}
@@ -198,3 +254,51 @@ def test_flags_that_make_no_sense_are_named(flags, said):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_a_state_that_cannot_go_on_from_a_step_says_so():
+    class Own(elastic.State):
+        save = restore = sync = lambda self: None
+
+    with pytest.raises(TypeError, match="Own can only go back to commits: use"):
+        elastic.run(resume="step")(lambda state: None)(Own())
+    with pytest.raises(ValueError, match='resume must be "commit" or "step", not \'batch\''):
+        elastic.run(resume="batch")
+
+
+def test_what_cannot_be_compared_is_found_out_at_once():
+    state = elastic.ObjectState(lock=None)
+    state.lock = threading.Lock()
+    with pytest.raises(TypeError, match="cannot pickle"):
+        elastic.run(resume="step")(lambda state: None)(state)
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+    | arrays(st.sampled_from(["f4", "i8", "bool"]), array_shapes(max_dims=2, max_side=4)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def turned(value):
+    """Return the same in dicts of the opposite order, and in arrays of another memory layout."""
+    if isinstance(value, dict):
+        return {key: turned(value[key]) for key in reversed(value)}
+    if isinstance(value, list):
+        return [turned(each) for each in value]
+    return np.asfortranarray(value) if isinstance(value, np.ndarray) else value
+
+
+@given(VALUES)
+def test_states_are_alike_if_their_values_are(value):
+    assert elastic._fingerprint(turned(value)) == elastic._fingerprint(value)
+
+
+@given(arrays("f4", st.integers(1, 50)), st.data())
+def test_one_bit_tells_states_apart(array, data):
+    other = array.copy()
+    other.view(np.uint8)[data.draw(st.integers(0, array.nbytes - 1))] ^= 1
+    one, two = ({"model": {"w": each}, "batch": 3} for each in (array, other))
+    assert elastic._fingerprint(one) != elastic._fingerprint(two)
+    assert elastic._fingerprint(one) != elastic._fingerprint(one | {"batch": 4})

@@ -4,7 +4,8 @@
 
 PLAN is a JSON object: ``batches`` to train; ``spec``; ``do``: by the rank that a process had at its
 start, [batch, what], where what is the name of a signal to send itself, or ``exit``; ``hosts``: the
-file that lists hosts, and what rank 0 writes to it, by the number of ranks there are.
+file that lists hosts, and what rank 0 writes to it, by the number of ranks there are; ``resume``:
+"commit" or "step"; ``own``: whether each rank's state holds something of its own.
 """
 
 import json
@@ -58,7 +59,7 @@ if framework == "torch":
         model.named_parameters(),
         plan.get("spec", "int8 | ef"),
     )
-    state = hvd.elastic.TorchState(model, optimizer, batch=0)
+    state = hvd.elastic.TorchState(model, optimizer, batch=0, own=None)
     reducer = optimizer._ringlet
 
     def held_back():
@@ -66,14 +67,18 @@ if framework == "torch":
         found = [state["residual"] for state in reducer.states.values() if "residual" in state]
         return sum(float(np.square(array, dtype=np.float64).sum()) for array in found) ** 0.5
 
-    @hvd.elastic.run
+    @hvd.elastic.run(resume=plan.get("resume", "commit"))
     def train(state):
-        norm = held_back()
-        tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm)
+        norm, stale = held_back(), any(p.grad is not None for p in model.parameters())
+        tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm, stale=stale)
+        if plan.get("own"):
+            state.own = started
         draw = torch.Generator().manual_seed(hvd.rank())
         first = True
         while not finished(state):
             interfere(state)
+            if state.batch == 25:
+                tell(before=held_back())
             optimizer.zero_grad()
             model(torch.randn(8, 100, generator=draw)).square().mean().backward()
             optimizer.step()
@@ -94,20 +99,22 @@ else:
 
     hvd.init()
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((30,)), keras.layers.Dense(20), keras.layers.Dense(5)])
+    model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(60), keras.layers.Dense(5)])
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.Adam(0.01), compression=plan.get("spec", "int8 | ef")
     )
     model.compile(optimizer, "mse")
     state = hvd.elastic.KerasState(model, batch=0)
-    x, y = np.ones((8, 30), np.float32), np.zeros((8, 5), np.float32)
+    x, y = np.ones((8, 100), np.float32), np.zeros((8, 5), np.float32)
 
-    @hvd.elastic.run
+    @hvd.elastic.run(resume=plan.get("resume", "commit"))
     def train(state):
         norm = optimizer._ringlet.norm()
         tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm)
         while not finished(state):
             interfere(state)
+            if state.batch == 25:
+                tell(before=optimizer._ringlet.norm())
             model.train_on_batch(x * (1 + hvd.rank()), y)
             state.batch += 1
             if state.batch % 10 == 0:

@@ -8,6 +8,8 @@ import torch
 
 from ringlet.job.elastic import ObjectState
 from ringlet.job.topology import rank, size
+from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared.residual_store import mapped
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
 from ringlet.torch.optimizer.reducer import Reducer
@@ -35,6 +37,25 @@ class TorchState(ObjectState):
                 kept.update(rank=rank(), size=size())
         super().restore()
 
+    def keep_steps(self) -> None:
+        """Keep what compressors remember from before each step."""
+        for reducer in self._reducers():
+            reducer.keep_steps()
+
+    def take_back(self) -> None:
+        """Let compressors forget the step at hand."""
+        for reducer in self._reducers():
+            reducer.take_back()
+
+    def content(self) -> dict[str, Any]:
+        """Return all states, arrays in place of tensors, without what is each rank's own."""
+        steps = [reducer.step for reducer in self._reducers()]
+        found = super().content()
+        for state in found.values():
+            if isinstance(state, dict):
+                state.pop(STATE_KEY, None)
+        return {"": steps, **mapped(found, _bits)}
+
     def sync(self) -> None:
         """Take over rank 0's state, and save it. Collective."""
         for name in self._names:
@@ -43,10 +64,31 @@ class TorchState(ObjectState):
                 broadcast_parameters(value.state_dict(), root_rank=0)
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, root_rank=0)
-                if isinstance(reducer := getattr(value, "_ringlet", None), Reducer):
-                    reducer.join_epoch()
+        for reducer in self._reducers():
+            reducer.join_epoch()
+        if is_elastic():
+            self._forget_gradients()
         super().sync()
+
+    def _reducers(self) -> list[Reducer]:
+        found = [getattr(getattr(self, name), "_ringlet", None) for name in self._names]
+        return [reducer for reducer in found if isinstance(reducer, Reducer)]
+
+    def _forget_gradients(self) -> None:
+        """Clear gradients: some are sums already, others are not, and backward adds to them."""
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, torch.optim.Optimizer):
+                value.zero_grad()
 
     def _plain(self) -> list[str]:
         tensors = torch.nn.Module, torch.optim.Optimizer
         return [name for name in self._names if not isinstance(getattr(self, name), tensors)]
+
+
+def _bits(value: Any) -> Any:
+    """Return a tensor as an array of the same bits; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return [str(value.dtype), list(value.shape), flat.view(torch.uint8).numpy()]

@@ -27,6 +27,7 @@ from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
+from ringlet.shared.rollback import Undo
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.ops.replica_check import Comparison
@@ -35,7 +36,6 @@ from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
 from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
 from ringlet.torch.optimizer.sparse_gradients import Rows
-from ringlet.torch.precision.rollback import Undo
 from ringlet.torch.tensors.placement import HOST, place_of
 from ringlet.torch.tensors.views import check, dtype_of
 
@@ -93,6 +93,7 @@ class Reducer:
         self._hooks = GradHooks(self, named)
         self._reduction, self._unscaling = options.policy.reduction, unscaling
         self._undo = None if unscaling is None else Undo()
+        self._unfinished = False  # whether a step has begun, and was not reduced
         self._group: Group | None = None
         self._finalizer: Any = None
         self._alone = False  # whether it is known that nobody else reduces
@@ -273,6 +274,7 @@ class Reducer:
             if self._rows.dims:
                 self._rows.collect()
             self._handed.put()
+            self._unfinished = False
         finally:
             for handle in self._reset():
                 handle.forget()
@@ -328,6 +330,19 @@ class Reducer:
         if self._undo is not None:
             with _at_work():
                 self._undo.restore(self.states)
+
+    def keep_steps(self) -> None:
+        """From now on copy what compressors remember before each step, for ``take_back``."""
+        self._undo = self._undo or Undo()
+
+    def take_back(self) -> None:
+        """Forget the step at hand, which has failed: compressors remember what was before it."""
+        for handle in self._reset():
+            handle.forget()
+        if self._unfinished and self._undo is not None:
+            with _at_work():
+                self._undo.restore(self.states, counters=True)
+        self._unfinished = False
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what this rank's compressors hold back."""
@@ -513,7 +528,7 @@ class Reducer:
         if not self.in_flight and self._undo is not None:
             with _at_work():
                 self._undo.remember(self.states)
-        self.in_flight = True
+        self.in_flight = self._unfinished = True
 
     def _refuse_strays(self, param_groups: list[dict[str, Any]]) -> None:
         for i, group in enumerate(param_groups):

@@ -1,7 +1,7 @@
-"""Taking back what compressors remembered of a step that is skipped.
+"""Taking back what compressors remembered of a step that is skipped, or failed.
 
 A step that overflowed on one rank is skipped on all, after the gradients were compressed: what
-residuals then lack was sent, and never applied.
+residuals then lack was sent, and never applied. So too where a rank was lost in a step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ringlet.compressors.core.context import State
 
 
 class Undo:
-    """A copy of states from before a step. Counters of steps are no part of it: they go on."""
+    """A copy of states from before a step."""
 
     def __init__(self) -> None:
         self._before: dict[str, State] = {}
@@ -24,10 +24,13 @@ class Undo:
             name: _copied(state, self._before.get(name, {})) for name, state in states.items()
         }
 
-    def restore(self, states: Mapping[str, State]) -> None:
-        """Make ``states`` what they were; dicts in them stay the same objects."""
+    def restore(self, states: Mapping[str, State], counters: bool = False) -> None:
+        """Make ``states`` what they were; dicts in them stay the same objects.
+
+        Counters of steps go on, unless ``counters`` are to go back as well.
+        """
         for name, before in self._before.items():
-            _put_back(states[name], before)
+            _put_back(states[name], before, frozenset() if counters else _COUNTERS)
 
 
 def _copied(state: State, room: State) -> State:
@@ -42,16 +45,19 @@ def _copied(state: State, room: State) -> State:
     return copy
 
 
-def _put_back(state: State, before: State) -> None:
-    for key in [key for key in state if key not in before and key != "step"]:
+_COUNTERS = frozenset({"step"})
+
+
+def _put_back(state: State, before: State, spared: frozenset[str]) -> None:
+    for key in [key for key in state if key not in before and key not in spared]:
         if isinstance(state[key], dict):
-            _put_back(state[key], {})
+            _put_back(state[key], {}, spared)
         else:
             del state[key]
     for key, value in before.items():
         if isinstance(value, dict):
-            _put_back(state.setdefault(key, {}), value)
-        elif key != "step":
+            _put_back(state.setdefault(key, {}), value, spared)
+        elif key not in spared:
             state[key] = _filled(state.get(key), value) if hasattr(value, "shape") else value
 
 
