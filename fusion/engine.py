@@ -97,6 +97,11 @@ class Engine:
         """What compressors remember of tensors that are submitted one by one, by request key."""
         return self._worker.requests.states
 
+    @property
+    def specs(self) -> list[str]:
+        """How declared tensors are compressed: each spec once, in order."""
+        return self._worker.specs
+
     def place(self, name: str) -> Place | None:
         """Return a place where tensors can lie; None if there is none of that name."""
         return self._worker.places.get(name)

@@ -147,6 +147,13 @@ class Worker:
 
         return in_order
 
+    @property
+    def specs(self) -> list[str]:
+        """How members of groups are compressed: each spec once, in order."""
+        groups = [group for group in list(self._groups.values()) if isinstance(group, Group)]
+        found = {str(m.compressor) for group in groups for m in group.members.values()}
+        return sorted(found)
+
     def member(self, request: Request, compressor: Compressor, state: State) -> Member:
         """Return ``request`` as a member of buckets."""
         peers = self.sets[request.process_set]

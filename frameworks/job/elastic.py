@@ -65,7 +65,14 @@ class State(ABC):
         """
         if not epochs.is_elastic():
             return
-        changed = epochs.changes() if topology.rank() == 0 else 0
+        changed = 0
+        if topology.rank() == 0:
+            changed = epochs.changes()
+            runtime = session.current()
+            specs = runtime.engine.specs
+            if specs != runtime.extras.get("specs"):  # for newcomers
+                epochs.tell_specs(specs)
+                runtime.extras["specs"] = specs
         if topology.size() > 1:
             changed = objects.broadcast_object(changed, name="elastic.changes")
         if changed:

@@ -21,13 +21,14 @@ from ringlet.fusion.devices.host import Place
 from ringlet.fusion.requests.series import Series
 from ringlet.job.link_settings import hierarchical, measured_link
 from ringlet.job.settings import limits_from, wishes_from
+from ringlet.job.warm_up import warm_up
 from ringlet.metrics.switches import switch_on
 from ringlet.ring.communicator import Communicator, Topology
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.errors import LaunchError, PeerLost, RingError
 from ringlet.ring.log import level_from, show
 from ringlet.ring.rendezvous.connect import connect
-from ringlet.ring.rendezvous.epochs import is_elastic, note_lost
+from ringlet.ring.rendezvous.epochs import is_elastic, note_lost, told_specs
 from ringlet.ring.transports.gpu import GpuCommunicator
 from ringlet.ring.transports.local import LocalCommunicator, this_thread
 from ringlet.ring.variables import check, unknown
@@ -137,6 +138,7 @@ def agreed_places(comm: Communicator) -> list[Place]:
 _process: Runtime | None = None
 # What ``init`` was asked for last: transport, autotune, join_divisor.
 _asked: tuple[str | None, bool | str | None, str | None] = (None, None, None)
+_joined = False  # whether this process has been a rank
 
 
 class _Thread(threading.local):
@@ -165,7 +167,7 @@ def init(
     when something is not installed; ValueError when this was called before with another transport,
     what was asked for cannot be, or variables of the environment are misspelt or wrong.
     """
-    global _process, _asked
+    global _process, _asked, _joined
     existing = _current()
     if existing is not None and existing.pid == os.getpid():
         wanted = transport or (comm.base.name if comm is not None else existing.transport)
@@ -186,6 +188,8 @@ def init(
     limits, wishes = limits_from({**os.environ, **asked}), wishes_from(os.environ)
     level = level_from(os.environ)
     given = comm
+    if given is None and is_elastic() and not _joined and (specs := told_specs()) is not None:
+        warm_up(specs)
     while True:
         comm = connect(transport) if given is None else given
         threads = isinstance(comm, LocalCommunicator) and comm is this_thread()
@@ -201,6 +205,7 @@ def init(
             note_lost(error.ranks)  # before all had met: the next epoch is without it
     if given is None:
         _asked = transport, autotune, join_divisor
+        _joined = True
     if comm.rank == 0 and (strangers := unknown(os.environ)):
         log.warning("%s: no variable of Ringlet's, and not read", ", ".join(strangers))
     if isinstance(comm, LocalCommunicator) and threads:

@@ -123,6 +123,7 @@ class Driver:
             stack.enter_context(contextlib.closing(self._listener))
             self._rank_table = RankTable([], printer, self._task, place=b"{}")
             self._kv_store.leave(epochs.CHANGES, b"0")
+            self._kv_store.leave(epochs.SPECS, b"null")
             reader, writer = os.pipe()
             os.set_blocking(reader, False)
             self._noise: BinaryIO = stack.enter_context(os.fdopen(reader, "rb", buffering=0))

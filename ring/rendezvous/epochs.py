@@ -2,14 +2,15 @@
 
 The launcher decides (``ringlet.ring.elastic``); questions and answers lie in the job's store. Names
 there: ``elastic/ask/M`` is what member M asked last, ``elastic/answer/M/N`` the answer to its N-th
-question, ``elastic/changes`` how often hosts have changed.
+question, ``elastic/changes`` how often hosts have changed, ``elastic/specs`` (a list, as JSON) what
+the ranks' compressors are.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from ringlet.ring.wire.kv_store import Op
 
 EPOCH = "RINGLET_EPOCH"
 CHANGES = "elastic/changes"
+SPECS = "elastic/specs"
 
 
 class Dismissed(RingError):
@@ -84,3 +86,14 @@ def take_rank(env: MutableMapping[str, str]) -> None:
 def changes() -> int:
     """Return how often hosts have changed since this process got its rank. Asks the launcher."""
     return int(client().ask(Op.GET, CHANGES.encode())) - _past.changes
+
+
+def tell_specs(specs: Sequence[str]) -> None:
+    """Let newcomers know how the ranks compress."""
+    client().ask(Op.SET, SPECS.encode(), json.dumps(specs).encode())
+
+
+def told_specs() -> list[str] | None:
+    """Return how the ranks compress that train already, None before. Asks the launcher."""
+    specs: list[str] | None = json.loads(client().ask(Op.GET, SPECS.encode()))
+    return specs

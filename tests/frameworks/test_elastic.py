@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from ringlet.job import elastic
+from ringlet.compressors import parse
+from ringlet.job import elastic, warm_up
 
 pytest.importorskip("torch")
 
@@ -190,6 +191,11 @@ def test_hosts_come_and_go_without_going_back(jobs):
     assert sizes == [2, 3, 1]
     (last,) = [line for line in lines if "done" in line]
     assert (last["host"], last["rank"], last["equal"]) == ("127.0.0.1", 0, True)
+    first = {x["started"] for x in begun(lines) if x["batch"] == 0}
+    for line in lines:  # newcomers know what to load before they ask for a rank
+        if "specs" in line:
+            expected = None if line["started"] in first else ["none", "topk(ratio=0.1) | ef"]
+            assert line["specs"] == expected
     # Nothing was lost: an epoch begins where the last commit of the one before was.
     assert [batch % 10 for _, batch in epochs(lines)] == [0, 0, 0]
     alone = next(line for line in begun(lines) if line["size"] == 1)
@@ -302,3 +308,15 @@ def test_one_bit_tells_states_apart(array, data):
     one, two = ({"model": {"w": each}, "batch": 3} for each in (array, other))
     assert elastic._fingerprint(one) != elastic._fingerprint(two)
     assert elastic._fingerprint(one) != elastic._fingerprint(one | {"batch": 4})
+
+
+def test_a_newcomer_loads_what_it_can(monkeypatch, caplog):
+    loaded = []
+    monkeypatch.setattr(warm_up, "loads", [lambda: loaded.append("framework")])
+    used = []
+    kind = type(parse("int8"))
+    monkeypatch.setattr(kind, "warm_up", lambda self, ctx: used.append(str(self)))
+    with caplog.at_level("DEBUG", "ringlet"):
+        warm_up.warm_up(["no such thing", "int8"])
+    assert (loaded, used) == (["framework"], ["int8"])
+    assert "no kernels were loaded for 'no such thing'" in caplog.text

@@ -16,6 +16,8 @@ import time
 
 import numpy as np
 
+from ringlet.ring.rendezvous.epochs import told_specs
+
 framework, plan = sys.argv[1], json.loads(sys.argv[2])
 started = int(os.environ["HOROVOD_RANK"])
 
@@ -52,6 +54,7 @@ if framework == "torch":
 
     torch.set_num_threads(1)
     hvd.init()
+    tell(specs=told_specs())
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(100, 60), torch.nn.Linear(60, 5))
     optimizer = hvd.DistributedOptimizer(
