@@ -55,6 +55,8 @@ class State(ABC):
     def commit(self) -> None:
         """Save, and let ranks come and go. Collective."""
         self.save()
+        if epochs.is_elastic() and (norm := self.held_back()) is not None:
+            epochs.tell_held(norm)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -92,6 +94,10 @@ class State(ABC):
 
     def reset(self) -> None:  # noqa: B027 - for subclasses that have to
         """Prepare for other ranks."""
+
+    def held_back(self) -> float | None:
+        """Return the norm of what compression holds back on this rank alone; None if unknown."""
+        return None
 
     def keep_steps(self) -> None:
         """From now on be ready for ``take_back``; TypeError where that cannot be."""

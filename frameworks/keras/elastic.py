@@ -64,6 +64,11 @@ class KerasState(ObjectState):
             reducer.restart(step)
         super().restore()
 
+    def held_back(self) -> float | None:
+        """Return the norm of what compression holds back on this rank alone."""
+        reducer = self._reducer()
+        return None if reducer is None else reducer.norm()
+
     def keep_steps(self) -> None:
         """Keep what compressors remember from before each step."""
         if (reducer := self._reducer()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -248,6 +249,9 @@ class Driver:
                 how = processes.describe(rank.code or 0)
                 if rank.lost:
                     how = "was killed together with its wrapper, or its host cannot be reached"
+                member = self._membership.members[number]
+                if rank.code and not member.ended:
+                    self._count_lost(member)
                 self._membership.ended(number, processes.shell_code(rank.code or 0), how, now)
                 self._let_go(rank)
                 continue
@@ -258,6 +262,19 @@ class Driver:
                 code = self._started[number].poll()
                 if code is not None or now >= self._start_by[number]:
                     self._never_came(rank, code, now)
+
+    def _count_lost(self, member: Member) -> None:
+        """Say what is lost of gradients with a member that had committed."""
+        told = self._kv_store.value(epochs.held_name(member.number))
+        try:
+            norm = float(json.loads(told or b"0"))
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            return  # no program of ours says so
+        if norm > 0 and math.isfinite(norm):
+            self._printer.note(
+                f"what compression held back on rank {member.rank} is lost: gradients of norm "
+                f"{norm:.3g}, at its last commit"
+            )
 
     def _let_go(self, rank: Rank) -> None:
         """Keep nothing of a rank that is done: others may come for as long as the job lasts."""

@@ -3,7 +3,7 @@
 The launcher decides (``ringlet.ring.elastic``); questions and answers lie in the job's store. Names
 there: ``elastic/ask/M`` is what member M asked last, ``elastic/answer/M/N`` the answer to its N-th
 question, ``elastic/changes`` how often hosts have changed, ``elastic/specs`` (a list, as JSON) what
-the ranks' compressors are.
+the ranks' compressors are, ``elastic/held/M`` the norm of what those of member M hold back.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ def answer_name(member: int, question: int) -> str:
     return f"elastic/answer/{member}/{question}"
 
 
+def held_name(member: int) -> str:
+    """Return the name under which a member says what it holds back."""
+    return f"elastic/held/{member}"
+
+
 def meeting(epoch: int) -> str:
     """Return what the names begin with by which ranks of an epoch meet."""
     return f"ringlet/epoch/{epoch}/"
@@ -97,3 +102,9 @@ def told_specs() -> list[str] | None:
     """Return how the ranks compress that train already, None before. Asks the launcher."""
     specs: list[str] | None = json.loads(client().ask(Op.GET, SPECS.encode()))
     return specs
+
+
+def tell_held(norm: float) -> None:
+    """Let the launcher know what would be lost of gradients with this process: its norm."""
+    name = held_name(int(os.environ[MEMBER]))
+    client().ask(Op.SET, name.encode(), json.dumps(norm).encode())

@@ -145,6 +145,9 @@ def test_survivors_go_on_from_the_step_at_hand(jobs, measured):
     assert done.returncode == 0, done.stderr
     measured(lines, "a rank killed, on from the step at hand")
     check_step(lines)
+    (held,) = [x["norm"] for x in lines if x.get("committed") == 20 and x["started"] == 1]
+    lost = f"what compression held back on rank 1 is lost: gradients of norm {held:.3g}, at its"
+    assert lost in done.stderr
     assert not any(line["stale"] for line in begun(lines))
 
 

@@ -91,7 +91,7 @@ if framework == "torch":
             state.batch += 1
             if state.batch % 10 == 0:
                 state.commit()
-                tell(committed=state.batch, residual=held_back())
+                tell(committed=state.batch, residual=held_back(), norm=optimizer.residual_norm())
 
     train(state)
     equal = hvd.replicas_equal(model.state_dict())

@@ -9,10 +9,11 @@ import pytest
 from ringlet.ring.elastic import discovery as module
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.driver import Driver
-from ringlet.ring.elastic.membership import Rules
+from ringlet.ring.elastic.membership import Member, Rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
+from ringlet.ring.rendezvous import epochs
 
 
 @pytest.fixture
@@ -140,3 +141,23 @@ def test_a_host_elsewhere_cannot_join_a_job_on_loopback():
     assert driver._reachable(hosts) == hosts[:1]
     (said,) = driver._printer.said
     assert said.startswith("host node1 cannot join: the hosts at the start were this one alone")
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (None, []),
+        (b"0.0", []),
+        (b"2.5", ["what compression held back on rank 3 is lost: gradients of norm 2.5, at its"]),
+        (b"NaN", []),
+        (b"[1]", []),
+        (b"rubbish", []),
+    ],
+)
+def test_what_is_lost_with_a_rank_is_counted(told, said):
+    driver = Driver(["true"], Rules(1, 1), Discovery("true"), "gloo", {}, Reach())
+    driver._printer = Notes()
+    if told is not None:
+        driver._kv_store.leave(epochs.held_name(5), told)
+    driver._count_lost(Member(5, "localhost", 0, rank=3))
+    assert [note.removesuffix(" last commit") for note in driver._printer.said] == said

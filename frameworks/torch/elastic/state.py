@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ class TorchState(ObjectState):
             if isinstance(content, dict) and isinstance(kept := content.get(STATE_KEY), dict):
                 kept.update(rank=rank(), size=size())
         super().restore()
+
+    def held_back(self) -> float:
+        """Return the norm of what compression holds back on this rank alone."""
+        return math.hypot(*[reducer.residual_norm() for reducer in self._reducers()])
 
     def keep_steps(self) -> None:
         """Keep what compressors remember from before each step."""
