@@ -217,8 +217,6 @@ def _elastic(
     hosts: Sequence[Host],
     reach: Reach,
 ) -> int:
-    if options.output_filename is not None:
-        raise UsageError("--output-filename is for jobs whose ranks stay, which this one's do not")
     if not hosts and options.discovery is None:
         slots = slots_here(options, np)
         hosts = [Host("localhost", _ranks(str(slots), hosts=False))]
@@ -229,6 +227,7 @@ def _elastic(
         options.transport,
         env,
         reach=reach,
+        output=options.output_filename,
         prefix=options.prefix,
         verbose=options.verbose,
     )

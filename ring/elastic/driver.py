@@ -48,6 +48,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     *,
     reach: Reach | None = None,
+    output: str | None = None,
     prefix: bool = True,
     verbose: bool = False,
 ) -> int:
@@ -55,11 +56,11 @@ def launch(
 
     It is 0 when a rank ends with 0 and all others do so then, else the code of the rank that failed
     first of those that were there last, or 1 where there were too few. Other arguments are as for
-    ``ringlet.ring.launch.job.launch``. Raises LaunchError or TransportUnavailable if the job cannot
-    start.
+    ``ringlet.ring.launch.job.launch``; the files of ``output`` have the numbers of members. Raises
+    LaunchError or TransportUnavailable if the job cannot start.
     """
     driver = Driver(command, rules, discovery, transport, env or {}, reach or Reach())
-    return driver.run(Printer(rules.np, prefix), verbose)
+    return driver.run(Printer(rules.np, prefix, output, come=True), verbose)
 
 
 class Driver:
@@ -282,6 +283,8 @@ class Driver:
             with contextlib.suppress(OSError):
                 rank.channel.send(Kind.RELEASE)
                 rank.channel.close()
+        if rank.done:
+            self._printer.leave(rank.number)
         process = self._started.get(rank.number)
         if rank.done and process is not None and process.poll() is not None:
             if process.stdin:
@@ -375,6 +378,7 @@ class Driver:
         here = is_here(member.host, self._resolve)
         number = member.number
         self._rank_table.ranks.append(Rank(number, member.host, here))
+        self._printer.join(number)
         self._listener.size = number + 1
         self._start_by[number] = now + self._reach.start_timeout
         try:

@@ -9,6 +9,7 @@ import stat
 from collections import deque
 from typing import BinaryIO
 
+from ringlet.ring.errors import LaunchError
 from ringlet.ring.processes.lost_output import Losses
 from ringlet.ring.processes.output_files import open_files
 
@@ -27,20 +28,38 @@ class Printer:
     Lines leave in the order in which they became whole, and a line is finished before the next
     begins, also when both descriptors are one pipe. A carriage return ends a line as well, as
     progress bars need. Bytes are passed through as they are. If there is a ``directory``, what a
-    rank writes goes to ``rank.N/stdout`` and ``rank.N/stderr`` in it too, as it is. What cannot be
-    written is dropped, and counted in ``losses``.
+    rank writes goes to ``rank.N/stdout`` and ``rank.N/stderr`` in it too, as it is; if ranks
+    ``come`` and go, from ``join`` to ``leave``. What cannot be written is dropped, and counted in
+    ``losses``.
     """
 
-    def __init__(self, size: int, prefix: bool = True, directory: str | None = None) -> None:
+    def __init__(
+        self, size: int, prefix: bool = True, directory: str | None = None, come: bool = False
+    ) -> None:
         self.size = size
-        self._directory = f"--output-filename {directory}"
-        self._files = {} if directory is None else open_files(directory, size)
+        self._directory = directory
+        first, width = ((), 1) if come else (range(size), len(str(size - 1)))
+        self._files = {} if directory is None else open_files(directory, first, width)
         self.losses = Losses()
         self.prefix = prefix
         self.pending = 0
         self._muted = False
         self._partial: dict[tuple[int, int], bytearray] = {}
         self._queue: deque[tuple[int, memoryview]] = deque()
+
+    def join(self, rank: int) -> None:
+        """Write what a rank that has come prints to files, too, if there is a directory."""
+        if self._directory is not None:
+            try:
+                self._files |= open_files(self._directory, [rank])
+            except LaunchError as error:
+                self.note(f"{error}; what rank {rank} prints is not kept")
+
+    def leave(self, rank: int) -> None:
+        """Close the files of a rank that prints no more."""
+        for stream in _NAMES:
+            if file := self._files.pop((rank, stream), None):
+                file.close()
 
     def feed(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes that ``rank`` wrote to ``stream`` (1 or 2); queue the lines now whole."""
@@ -119,7 +138,7 @@ class Printer:
             while rest:
                 rest = rest[file.write(rest) :]
         except OSError as error:
-            self._lost(self._directory, len(rest), error)
+            self._lost(f"--output-filename {self._directory}", len(rest), error)
 
     def _lost(self, place: str, nbytes: int, error: OSError) -> None:
         if said := self.losses.add(place, nbytes, error):

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from typing import BinaryIO
 
 from ringlet.ring.errors import LaunchError
@@ -17,20 +18,22 @@ from ringlet.ring.errors import LaunchError
 NAMES = {1: "stdout", 2: "stderr"}
 
 
-def open_files(directory: str, size: int) -> dict[tuple[int, int], BinaryIO]:
-    """Open ``rank.N/stdout`` and ``rank.N/stderr`` in ``directory`` for each of ``size`` ranks.
+def open_files(
+    directory: str, ranks: Iterable[int], width: int = 1
+) -> dict[tuple[int, int], BinaryIO]:
+    """Open ``rank.N/stdout`` and ``rank.N/stderr`` in ``directory`` for each N of ``ranks``.
 
-    They are returned by rank and stream (1 or 2), and empty. Raises LaunchError.
+    N is filled up to ``width`` digits. The files are returned by rank and stream (1 or 2), and
+    empty. Raises LaunchError.
     """
     files: dict[tuple[int, int], BinaryIO] = {}
-    width = len(str(size - 1))
     with contextlib.ExitStack() as opened:
         place = directory
         try:
             os.makedirs(directory, exist_ok=True)
             top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             opened.callback(os.close, top)
-            for rank in range(size):
+            for rank in ranks:
                 place = name = f"rank.{rank:0{width}d}"
                 folder = _open_folder(name, top)
                 try:

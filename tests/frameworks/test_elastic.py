@@ -79,7 +79,7 @@ def jobs(tmp_path_factory):
             {"do": {"2": [25, "SIGSTOP"]}},
         ),
         "step": (
-            ["-np", "3", "--min-np", "2"],
+            ["-np", "3", "--min-np", "2", "--output-filename", str(hosts.parent / "out")],
             {"do": {"1": [25, "SIGKILL"]}, "resume": "step"},
         ),
         "different": (
@@ -138,6 +138,14 @@ def check_step(lines):
         assert before[0] > 0
         assert before == pytest.approx([before[0]] * 2, rel=1e-6)
     assert [line["equal"] for line in lines if "done" in line] == [True, True]
+
+
+def test_what_ranks_print_is_kept_by_process(jobs, tmp_path_factory):
+    _, lines = jobs("step")
+    out = tmp_path_factory.getbasetemp() / "elastic0/out"
+    for started in range(3):
+        kept = (out / f"rank.{started}/stdout").read_text().splitlines()
+        assert [json.loads(x) for x in kept] == [x for x in lines if x["started"] == started]
 
 
 def test_survivors_go_on_from_the_step_at_hand(jobs, measured):
