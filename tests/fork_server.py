@@ -54,6 +54,8 @@ READ_EARLY = (
 DONE_LATE = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONPATH")
 # Frameworks set these themselves, when they are imported.
 SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
+# What is the same as nothing.
+DEFAULTS = {"KERAS_BACKEND": "tensorflow"}
 # The launcher's wrappers run with one thread of OpenBLAS, and say nothing of it to their ranks.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
@@ -118,7 +120,7 @@ def early(env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if name.startswith(READ_EARLY)
         and name not in (*DONE_LATE, *SET_BY_IMPORTS)
-        and not (name in ONE_THREAD and value == ONE_THREAD[name])
+        and {**ONE_THREAD, **DEFAULTS}.get(name) != value
     }
 
 

@@ -92,6 +92,7 @@ class Driver:
         self._kv_store = KvStore()
         self._questions: dict[int, int] = {}  # the last of each member
         self._changes = 0
+        self._failed: list[Member] = []  # since members were looked at
         self._started: dict[int, subprocess.Popen[bytes]] = {}  # by member
         self._start_by: dict[int, float] = {}  # when a member has to have reported
         self._kill_at: dict[int, float] = {}  # when a member that was killed is given up
@@ -203,6 +204,9 @@ class Driver:
             if hosts is not None:
                 self._membership.hosts_found(self._reachable(hosts), now)
             self._obey(self._membership.decide(now), now)
+            for member in self._failed if self._over is None else ():
+                self._count_lost(member)
+            self._failed.clear()
         elif self._end_at is not None and now >= self._end_at:
             self._rank_table.signal(signal.SIGKILL)
             for rank in self._rank_table.ranks:
@@ -252,7 +256,7 @@ class Driver:
                     how = "was killed together with its wrapper, or its host cannot be reached"
                 member = self._membership.members[number]
                 if rank.code and not member.ended:
-                    self._count_lost(member)
+                    self._failed.append(member)
                 self._membership.ended(number, processes.shell_code(rank.code or 0), how, now)
                 self._let_go(rank)
                 continue

@@ -18,6 +18,8 @@ from ringlet.ring.cost.link_probe import Link
 from ringlet.ring.launch import start
 from ringlet.ring.transports.local import run_local, this_thread
 
+pytestmark = pytest.mark.preloaded("torch")
+
 DOCTOR = [sys.executable, "-m", "ringlet", "doctor"]
 transports = [name for name, why in start.lacking().items() if why is None]
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import hypothesis.strategies as st
 import netns
 import numpy as np
 import pytest
+from elastic_jobs import begun, check_step, epochs, job
 from hypothesis import given
 from hypothesis.extra.numpy import array_shapes, arrays
 
@@ -25,32 +24,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.preloaded("torch")
 
 missing = netns.unavailable()
-WORKER = Path(__file__).with_name("worker_elastic.py")
 TWO_HOSTS = ["-H", "localhost:2,127.0.0.1:2"]
-
-
-def job(flags, plan, framework="torch", command=list, **env):
-    launch = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *flags]
-    done = subprocess.run(
-        command([*launch, sys.executable, str(WORKER), framework, json.dumps(plan)]),
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return done, lines
-
-
-def begun(lines):
-    """Return what ranks said when an epoch began."""
-    return [line for line in lines if "residual" in line and "committed" not in line]
-
-
-def epochs(lines):
-    """Return the size, and the batch at the start, of each epoch of the job."""
-    return list(dict.fromkeys((line["size"], line["batch"]) for line in begun(lines)))
 
 
 @pytest.fixture
@@ -126,18 +100,6 @@ def test_survivors_of_the_only_host_go_on_with_what_compression_held_back(jobs, 
         after = next(x["residual"] for x in own if x.get("size") == 2)
         assert committed > 0
         assert after == pytest.approx(committed, rel=1e-6)
-
-
-def check_step(lines):
-    """Check that both survivors went on from batch 25 with what they held back before it."""
-    assert epochs(lines) == [(3, 0), (2, 25)]
-    for started in (0, 2):
-        own = [line for line in lines if line["started"] == started]
-        before = [line["before"] for line in own if "before" in line]
-        assert len(before) == 2  # the step that failed, and once more
-        assert before[0] > 0
-        assert before == pytest.approx([before[0]] * 2, rel=1e-6)
-    assert [line["equal"] for line in lines if "done" in line] == [True, True]
 
 
 def test_what_ranks_print_is_kept_by_process(jobs, tmp_path_factory):
@@ -227,24 +189,6 @@ def test_a_script_names_hosts_elsewhere(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [size for size, _ in epochs(lines)] == [1, 2]
     assert sorted(x["host"] for x in lines if "done" in x) == ["node0", "node1"]
-
-
-def test_keras_goes_on_from_the_step_at_hand():
-    pytest.importorskip("tensorflow")
-    do, spec = {"1": [25, "SIGKILL"]}, "topk(ratio=0.1) | ef"
-    plan = {"batches": 40, "do": do, "resume": "step", "spec": spec}
-    done, lines = job(["-np", "3", "--min-np", "2"], plan, "keras", KERAS_BACKEND="tensorflow")
-    assert done.returncode == 0, done.stderr
-    check_step(lines)
-
-
-def test_keras_goes_on(tmp_path):
-    pytest.importorskip("tensorflow")
-    plan = {"batches": 40, "do": {"0": [25, "SIGKILL"]}}
-    done, lines = job(["-np", "3", "--min-np", "2"], plan, "keras", KERAS_BACKEND="tensorflow")
-    assert done.returncode == 0, done.stderr
-    assert epochs(lines) == [(3, 0), (2, 20)]
-    assert [line["equal"] for line in lines if "done" in line] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.preloaded("torch")
+
 PROGRAM = """
 import os, sys
 import torch
