@@ -5,18 +5,26 @@
 
 Every host is a network namespace of its own with one interface, ``v0``; the bridge has one too, so
 nothing here touches the machine's network. ``tc tbf`` shapes what a host sends and what it
-receives. Needs root and iproute2; ``unavailable`` says what is missing.
+receives. A link that loses packets is two TAP devices and a process that copies between them, all
+but those that it drops: the kernel's own ``netem`` is rarely there. Needs root and iproute2;
+``unavailable`` says what is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import json
 import os
+import random
+import select
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,16 +35,21 @@ PREFIX = "ringlet-rig"
 INTERFACE = "v0"
 # Loss-based, as hosts commonly are: with bbr, connections that share a shaped link leave it idle.
 CONGESTION_CONTROL = "reno"
+TUN = "/dev/net/tun"
+TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+CLONE_NEWNET = 0x40000000
 BURST_KB = 256  # kilobytes; a quarter of it halves the throughput
 
 
-def unavailable() -> str | None:
-    """Say why there can be no namespaces here, or return None if there can."""
+def unavailable(loss: bool = False) -> str | None:
+    """Say why there can be no namespaces here, with links that lose packets; None if there can."""
     if os.geteuid() != 0:
         return "needs root to make network namespaces"
     for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
             return f"needs {program} (iproute2, util-linux)"
+    if loss and not os.access(TUN, os.R_OK | os.W_OK):
+        return f"needs {TUN} to lose packets"
     probe = f"{PREFIX}-{os.getpid()}-probe"
     if _ip("netns", "add", probe, check=False):
         return "may not make network namespaces here"
@@ -48,15 +61,19 @@ class Hosts:
     """``count`` hosts named node0, node1, ... whose links carry ``mbit`` (None: as fast as can be).
 
     A context manager; afterwards nothing is left, and processes still in the namespaces are
-    killed. Rates are megabits a second, for each direction by itself.
+    killed. Rates are megabits a second, for each direction by itself. So is ``loss``: the
+    probability that a link loses a packet.
     """
 
-    def __init__(self, count: int, mbit: float | None = None) -> None:
+    def __init__(self, count: int, mbit: float | None = None, loss: float = 0.0) -> None:
         if not 0 < count < 250:
             raise ValueError(f"a rig has 1 to 249 hosts, not {count}")
         if mbit is not None and mbit <= 0:
             raise ValueError(f"a link carries more than 0 Mbit/s, not {mbit}")
-        self.mbit = mbit
+        if not 0 <= loss < 1:
+            raise ValueError(f"a link loses a part of all packets from 0 to below 1, not {loss}")
+        self.mbit, self._loss = mbit, loss
+        self._copier: subprocess.Popen[bytes] | None = None
         self.names = [f"node{i}" for i in range(count)]
         self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
         self._namespaces = [f"{PREFIX}-{os.getpid()}-{name}" for name in self.names]
@@ -80,6 +97,9 @@ class Hosts:
         """Kill what runs in the namespaces and remove them. Idempotent."""
         for namespace in (*self._namespaces, self._bridge):
             _remove(namespace)
+        if self._copier is not None:
+            self._copier.kill()
+            self._copier.communicate()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
@@ -123,8 +143,12 @@ class Hosts:
             port = f"p{i}"
             _ip("netns", "add", namespace)
             _ip("-n", namespace, "link", "set", "lo", "up")
-            peer = ("peer", "name", INTERFACE, "netns", namespace)
-            _ip("-n", self._bridge, "link", "add", port, "type", "veth", *peer)
+            if self._loss:
+                _ip("-n", self._bridge, "tuntap", "add", "dev", port, "mode", "tap")
+                _ip("-n", namespace, "tuntap", "add", "dev", INTERFACE, "mode", "tap")
+            else:
+                peer = ("peer", "name", INTERFACE, "netns", namespace)
+                _ip("-n", self._bridge, "link", "add", port, "type", "veth", *peer)
             _ip("-n", self._bridge, "link", "set", port, "master", "br0", "up")
             _ip("-n", namespace, "addr", "add", f"{self.addresses[i]}/24", "dev", INTERFACE)
             _ip("-n", namespace, "link", "set", INTERFACE, "up")
@@ -133,6 +157,13 @@ class Hosts:
             if self.mbit is not None:
                 for where, device in ((namespace, INTERFACE), (self._bridge, port)):
                     _shape(where, device, self.mbit)
+        if self._loss:
+            where = [self._bridge, *self._namespaces]
+            command = [sys.executable, "-I", "-S", __file__, str(self._loss), *where]
+            self._copier = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert self._copier.stdout is not None
+            if self._copier.stdout.readline() != b"ready\n":
+                raise RuntimeError("cannot copy packets between TAP devices")
         # Arguments are joined and given to a shell, with all that means for quoting.
         script = [
             "#!/bin/sh",
@@ -195,3 +226,37 @@ def _sweep() -> None:
             pid = rest.partition("-")[0]
             if not prefix and pid.isdecimal() and not Path("/proc", pid).exists():
                 _remove(path.name)
+
+
+def _copy(loss: float, bridge: str, namespaces: Sequence[str]) -> None:
+    """Copy packets between the ends of each host's link, but for some; never returns."""
+    other: dict[int, int] = {}
+    ready = select.epoll()
+    for i, namespace in enumerate(namespaces):
+        ends = _tap(namespace, INTERFACE), _tap(bridge, f"p{i}")
+        other |= {ends[0]: ends[1], ends[1]: ends[0]}
+        for end in ends:
+            ready.register(end, select.EPOLLIN)
+    print("ready", flush=True)
+    draw = random.Random(0).random
+    while True:
+        for end, _ in ready.poll():
+            with contextlib.suppress(OSError):  # a device that is down
+                packet = os.read(end, 1 << 16)
+                if draw() >= loss:
+                    os.write(other[end], packet)
+
+
+def _tap(namespace: str, device: str) -> int:
+    """Return a descriptor of a TAP ``device``, which carries whole frames."""
+    with open(f"/run/netns/{namespace}") as place:
+        if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    descriptor = os.open(TUN, os.O_RDWR)
+    request = struct.pack("16sH22x", device.encode(), IFF_TAP | IFF_NO_PI)
+    fcntl.ioctl(descriptor, TUNSETIFF, request)
+    return descriptor
+
+
+if __name__ == "__main__":
+    _copy(float(sys.argv[1]), sys.argv[2], sys.argv[3:])

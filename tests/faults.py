@@ -66,6 +66,12 @@ ROWS = (
         ("ring/test_launch_hosts.py::test_a_host_that_vanishes_without_a_word",),
     ),
     Row(
+        4,
+        "links lose 1 % or 5 % of all packets",
+        "Results are those of links that lose none, bit for bit. No rank is taken for dead.",
+        ("fusion/test_packet_loss.py",),
+    ),
+    Row(
         5,
         "one rank is slower than the others",
         "No rank is taken for dead. The log names the straggler.",

@@ -72,3 +72,29 @@ def test_a_rig_that_cannot_be_built_leaves_nothing(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="a name that no interface can have"), netns.Hosts(2):
         pass
     assert left() == []
+
+
+COUNT = (
+    "import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+    "s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)\n"
+    "s.bind(('10.77.0.2', 5000))\nprint('up', flush=True)\nn = 0\n"
+    "while s.recv(100) != b'end': n += 1\nprint(n)"
+)
+COUNTED = (
+    "import socket, time\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+    "for i in range(2000):\n"
+    "    s.sendto(b'x', ('10.77.0.2', 5000))\n    time.sleep(0.0005)\n"
+    "for i in range(100): s.sendto(b'end', ('10.77.0.2', 5000))"
+)
+
+
+@pytest.mark.skipif(netns.unavailable(loss=True) is not None, reason=f"needs {netns.TUN}")
+def test_links_lose_the_share_of_packets_asked_for() -> None:
+    with netns.Hosts(2, loss=0.1) as hosts:
+        python = [sys.executable, "-I", "-S", "-c"]
+        with hosts.popen(1, [*python, COUNT], stdout=subprocess.PIPE) as receiver:
+            assert receiver.stdout.readline() == b"up\n"
+            assert hosts.popen(0, [*python, COUNTED]).wait() == 0
+            arrived = int(receiver.stdout.readline())
+    assert 0.76 < arrived / 2000 < 0.86  # two links: 0.81, and a standard deviation of 0.009
+    assert left() == []
