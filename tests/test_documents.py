@@ -33,6 +33,13 @@ def test_every_environment_variable_is_documented():
     assert VARIABLES.keys() - _INTERNAL - told == set()
 
 
+def test_the_tables_of_variables_are_what_the_registry_says():
+    reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+    kept = (ROOT / "docs" / "configuration.md").read_text()
+    assert reference["configuration"]() == kept, "run python docs/reference.py"
+    assert not [n for n, v in VARIABLES.items() if not v.meaning and n not in _INTERNAL]
+
+
 def test_the_table_of_compressors_has_all_of_them():
     rows = re.findall(
         r"^\| `(.+?)` \| [\d.]+ \|", (ROOT / "docs" / "compressors.md").read_text(), re.M

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from ringlet.compressors.specs.registry import names
 
+EXAMPLES = """\
+ringlet new sign                           # makes ringlet-sign/: plugin, test, entry point
+ringlet check "ringlet_sign:Sign | ef"     # in that folder"""
 _PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]
