@@ -208,7 +208,8 @@ _SHARED: dict[str, Variable] = {
         read_flag,
         ENGINE,
         "off",
-        "two levels: inside hosts, then between them ([design](design.md#two-levels))",
+        "two levels: inside hosts, then between them "
+        "([collectives](which-collective.md#two-levels))",
     ),
     "AUTOTUNE": Variable(
         _anything,
