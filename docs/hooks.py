@@ -32,6 +32,9 @@ RESULTS = {
 OUTSIDE = PROJECT | RESULTS
 _LINK = re.compile(r"(?<!!)\[([^\]\n]+(?:\n[^\]\n]+)?)\]\(([^)\s]+)\)")
 
+_FILE = re.compile(r"^<!-- file: (\S+) -->$", re.M)  # where a file of the repository is shown
+_CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+
 
 def generated() -> dict[str, str]:
     """Return the pages that are in no file, by where they stand in the site."""
@@ -106,4 +109,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match[0]  # which MkDocs complains of
         return f"[{text}]({posixpath.relpath(target, here or '.')}{mark}{anchor})"
 
-    return _LINK.sub(led, markdown)
+    return _FILE.sub(_shown, _LINK.sub(led, markdown))
+
+
+def _shown(match: re.Match[str]) -> str:
+    return f'```python title="{match[1]}"\n{(ROOT / match[1]).read_text()}```\n'
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Return a page's HTML without the backslashes that Markdown's tables want before a pipe."""
+    return _CELL.sub(lambda match: match[0].replace("\\|", "|"), html)

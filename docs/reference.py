@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import ringlet.compressors as compressors_package
 from ringlet.__main__ import command_parser
 from ringlet.cli.commands import COMMANDS, grouped
 from ringlet.compressors import Compressor, Modifier, Traits, built_in
@@ -48,6 +49,14 @@ ROOMS = {
     "lowrank": "Factors of low rank",
     "modifiers": "Modifiers: what stands behind a `|`",
 }
+
+_CODE = re.compile(r"(```.*?```|``[^`]*``|`[^`]*`)", re.DOTALL)
+
+
+def plain(docstring: str) -> str:
+    """Return a docstring as Markdown whose stars, outside code, are stars, as in 2**-8."""
+    parts = _CODE.split(docstring)
+    return "".join(p if i % 2 else p.replace("*", "\\*") for i, p in enumerate(parts))
 
 
 def environment(group: str) -> str:
@@ -145,7 +154,7 @@ def every(kind: type[Compressor]) -> Iterator[str]:
 
 
 def _compressor(name: str, cls: type[Compressor]) -> str:
-    doc = re.sub(r"``([^`]*)``", r"`\1`", inspect.getdoc(cls) or "")
+    doc = plain(inspect.getdoc(cls) or "")
     text = f"\n### `{name}` {{ #{name} }}\n\n{doc}\n"
     if options := options_of(cls):
         text += "\n| option | type | default | allowed | meaning |\n|---|---|---|---|---|\n"
@@ -182,7 +191,13 @@ def _promises(traits: Traits) -> str:
 
 def module(name: str) -> str:
     """Return the page of the module ``name``, which mkdocstrings fills from docstrings."""
-    return f"# {MODULES[name]}: `{name}`\n\n::: {name}\n"
+    text = f"# {MODULES[name]}: `{name}`\n\n::: {name}\n"
+    if name == "ringlet.compressors":  # each compressor has its place on a page of its own
+        own = {cls.__name__ for cls in built_in().values()}
+        shown = sorted(set(compressors_package.__all__) - own)
+        text += "    options:\n      members:\n" + "".join(f"        - {each}\n" for each in shown)
+        text += "\n[Compressors, one by one](compressors.md) has the built-in ones.\n"
+    return text
 
 
 def _cell(text: str) -> str:
