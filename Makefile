@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test docs docs-serve figures stress faults test-bounds test-gpu lint types check clean
+.PHONY: demo test test-install docs docs-serve figures stress faults test-bounds test-gpu lint types check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,10 @@ KERNEL_TESTS := $(addprefix tests/compressors/test_,$(addsuffix .py, \
 	blocktopk feedback fp8 lossless microscaling modifiers natural_terngrad nvfp4 remembered residuals rounds sign sparse wire))
 test-bounds: $(VENV)/.test
 	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest $(KERNEL_TESTS) tests/fusion/test_dtypes.py
+
+# The packages, built and installed without the checkout, in every Python that is here.
+test-install: $(VENV)/.test
+	$(BIN)/python tests/install.py --extras
 
 # The site, in build/site. Strict: a link or a reference that leads nowhere fails.
 docs: $(VENV)/.docs
