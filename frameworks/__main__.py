@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,6 +29,10 @@ class Parser(argparse.ArgumentParser):
         options = [word for action in self._actions for word in action.option_strings]
         if unknown and (near := difflib.get_close_matches(unknown, options, 1)):
             message += f"; did you mean {near[0]}?"
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            words = re.findall(r"[\w-]+", choice[2])
+            if near := difflib.get_close_matches(choice[1], words, 1):
+                message += f"; did you mean {near[0]}?"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def format_help(self) -> str:

@@ -64,6 +64,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["run", "-np", "2", "--ssh-port", "70000", "true"], "--ssh-port takes a port"),
         (["run", "-np", "2", "--start-timeout", "0", "true"], "--start-timeout takes seconds"),
         (["doctor", "--transports", "mpi"], "did you mean --transport?"),
+        (["completion", "bsh"], "did you mean bash?"),
+        (["env", "--jsn"], "did you mean --json?"),
     ],
 )
 def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
