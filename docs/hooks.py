@@ -64,7 +64,7 @@ def on_config(config: Any) -> Any:
     """Add the generated pages to the navigation."""
     modules = [{name: f"reference/{name}.md"} for name in reference.MODULES]
     _extend(config, "Reference", modules)
-    _extend(config, "Benchmarks", [{_title(ROOT / s): t} for s, t in RESULTS.items()])
+    _extend(config, "Benchmarks", [{Path(s).stem.replace("_", " "): t} for s, t in RESULTS.items()])
     _extend(config, "Project", [{_title(ROOT / s): t} for s, t in PROJECT.items()])
     return config
 

@@ -50,6 +50,10 @@ def main(options: argparse.Namespace) -> int:
             text = comparison.render(named)
         with create_text(output) as file:
             file.write(text)
+    except FileNotFoundError as error:
+        remedy = "RINGLET_METRICS=run.jsonl makes a run write one"
+        print(f"ringlet report: there is no file {error.filename}; {remedy}", file=sys.stderr)
+        return 2
     except (OSError, NotARun) as error:
         print(f"ringlet report: {error}", file=sys.stderr)
         return 2

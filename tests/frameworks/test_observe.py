@@ -331,7 +331,8 @@ def test_a_file_without_steps_is_refused(tmp_path, content, capsys):
     assert f"{path} holds no step of a training run" in err
     with pytest.raises(NotARun):
         read(path)
-    assert report(tmp_path / "none.jsonl", capsys=capsys)[0] == 2
+    code, _, err = report(tmp_path / "none.jsonl", capsys=capsys)
+    assert (code, "there is no file" in err, "RINGLET_METRICS=" in err) == (2, True, True)
 
 
 def made(ratio, took, plain, steps=20):
