@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ringlet.cli.progress import Progress
 from ringlet.compressors import parse
 from ringlet.compressors.testing import simulate
 
@@ -43,9 +44,13 @@ def main():
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
     found = {}
-    for spec in SPECS:
-        found[spec] = errors(spec)
-        print(f"{spec:<24} {found[spec][-1]:.4f} after {STEPS} steps")
+    with Progress(len(SPECS)) as progress:
+        for spec in SPECS:
+            progress.begin(spec)
+            found[spec] = errors(spec)
+            progress.end()
+    for spec, values in found.items():
+        print(f"{spec:<24} {values[-1]:.4f} after {STEPS} steps")
     if options.save:
         about = f"{RANKS} simulated ranks, {ELEMENTS} elements, noise as large as the gradient"
         steps = list(range(10, STEPS + 1, 10))
