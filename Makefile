@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test stress faults test-bounds test-gpu lint types check clean
+.PHONY: demo test test-install docs docs-serve figures stress faults test-bounds test-gpu lint types check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,23 @@ KERNEL_TESTS := $(addprefix tests/compressors/test_,$(addsuffix .py, \
 test-bounds: $(VENV)/.test
 	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest $(KERNEL_TESTS) tests/fusion/test_dtypes.py
 
+# The packages, built and installed without the checkout, in every Python that is here.
+test-install: $(VENV)/.test
+	$(BIN)/python tests/install.py --extras
+
+# The site, in build/site. Strict: a link or a reference that leads nowhere fails.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# The figures and tables of the site, from benchmarks/results and the registries.
+figures: $(VENV)/.docs
+	$(BIN)/python docs/draw_figures.py
+	$(BIN)/python docs/draw_rooms.py
+	$(BIN)/python docs/reference.py
+
 test-gpu:
 	@sh tests/run_gpu.sh
 
@@ -49,6 +66,10 @@ $(VENV)/.made:
 
 $(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,mpi,run,examples]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo pyproject.toml constraints.txt

@@ -22,6 +22,7 @@ PACKAGES = ("frameworks", "fusion", "compressors", "ring")
 WIDTH, GAP, HIGH, TOP, LEFT = 210, 70, 24, 46, 20  # pixels
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1f2328 }
+.paper { fill: #ffffff }
 .name { font-weight: 600; font-size: 14px }
 .room { fill: #eef2f7; stroke: #8c959f }
 .import { fill: none; stroke: #8c959f; opacity: 0.35 }
@@ -29,6 +30,7 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 }
 .stop { fill: #bc4c00 }
 .number { fill: #ffffff; font-size: 10px; text-anchor: middle }
 @media (prefers-color-scheme: dark) {
+  .paper { fill: #0d1117 }
   text { fill: #e6edf3 } .room { fill: #161b22; stroke: #6e7681 } .import { stroke: #8b949e }
   .way { stroke: #f0883e } .stop { fill: #f0883e } .number { fill: #0d1117 }
 }
@@ -133,7 +135,8 @@ def draw() -> str:
     wide = LEFT + len(PACKAGES) * (WIDTH + GAP)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {height}" role="img">'
     title = "<title>Rooms from the ground up, imports, and the way of a gradient</title>"
-    return "\n".join([head, title, f"<style>{STYLE}</style>", *lines, *out, "</svg>", ""])
+    paper = f'<rect class="paper" width="{wide}" height="{height}" rx="6"/>'
+    return "\n".join([head, title, f"<style>{STYLE}</style>", paper, *lines, *out, "</svg>", ""])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compressors written as docs/compressors.md, "Writing one", says: array code, for CPU and GPU.
+"""Compressors written as docs/own-compressor.md says: array code, for CPU and GPU.
 
 cd examples && ringlet check "written_compressors:DeltaTopK | ef"
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from ringlet.ring.log import check_level
 
@@ -76,57 +77,174 @@ def _anything(variable: str, text: str) -> None:
     """What can only be judged where it is used."""
 
 
-# What each may say. Those of the second table are read by HOROVOD_... as well.
-_RINGLET: dict[str, Check] = {
-    "SEED": read_whole,
-    "STREAMS": _positive,
-    "STAGED": read_flag,
-    "LINK": _anything,
-    "COLLECTIVE": _one_of("auto", "allgather", "scatter_reduce"),
-    "VERIFY_SUMS": read_whole,
-    "JOIN_DIVISOR": _one_of("all", "contributors"),
-    "METRICS": _anything,
-    "METRICS_EVERY": _unless_empty(read_whole),
-    "PROMETHEUS": _unless_empty(read_port),
-    "TENSORBOARD": _anything,
-    "NUM_THREADS": _unless_empty(_positive),
-    "TRANSPORT": _anything,
-    "SECRET": _anything,
-    "IFACE": _anything,
-    "ADDRESS": _anything,
-    "HEARTBEAT": read_number,
-    "KERNEL_CACHE": _anything,
-    "RANK": _anything,
-    "SIZE": _anything,
-    "LOCAL_RANK": _anything,
-    "LOCAL_SIZE": _anything,
-    "MEMBER": _anything,
-    "EPOCH": _anything,
-    "RENDEZVOUS": _anything,
-    "STORE_KEY": _anything,
-    "LAUNCHER": _anything,
-    "LAUNCHER_SECRET": _anything,
+class Variable(NamedTuple):
+    """What one variable may say, and what is said of it in the documents (Markdown).
+
+    ``default`` is empty where a launcher sets it; ``meaning`` names its unit.
+    """
+
+    check: Check
+    group: str
+    default: str
+    meaning: str
+
+
+ENGINE, EYES, PROCESS, RANK = "engine", "eyes", "process", "rank"
+_LAUNCHER = "set by `ringlet run`: "
+
+_RINGLET: dict[str, Variable] = {
+    "STREAMS": Variable(
+        _positive, ENGINE, "4", "exchanges under way at once (H: `HOROVOD_NUM_NCCL_STREAMS`)"
+    ),
+    "SEED": Variable(read_whole, ENGINE, "0", "of the compressors' random numbers"),
+    "STAGED": Variable(
+        read_flag,
+        ENGINE,
+        "off",
+        "tensors on a GPU go through host memory even over NCCL ([GPUs](gpu.md))",
+    ),
+    "LINK": Variable(
+        _anything,
+        ENGINE,
+        "unknown",
+        "`latency,bandwidth` between hosts, such as `100us,1Gbit/s`, or `measure`: chooses "
+        "collectives by the cost model",
+    ),
+    "COLLECTIVE": Variable(
+        _one_of("auto", "allgather", "scatter_reduce"),
+        ENGINE,
+        "auto",
+        "`allgather` or `scatter_reduce`, where either is possible",
+    ),
+    "VERIFY_SUMS": Variable(
+        read_whole,
+        ENGINE,
+        "by hosts",
+        "ranks compare checksums of what sums gave, one step later: `1` of everything, `16` of a "
+        "16th of large sums in turn, by default a 32nd on one host and everything on several, `0` "
+        "of nothing ([design](design.md#what-is-compared))",
+    ),
+    "JOIN_DIVISOR": Variable(
+        _one_of("all", "contributors"),
+        ENGINE,
+        "all",
+        "while ranks have joined, averages are divided by `all` ranks, as in Horovod, or by the "
+        "`contributors`",
+    ),
+    "METRICS": Variable(_anything, EYES, "off", "a file of JSON lines for `ringlet report`"),
+    "METRICS_EVERY": Variable(
+        _unless_empty(read_whole),
+        EYES,
+        "0: never",
+        "every so many steps, errors of each layer are measured",
+    ),
+    "PROMETHEUS": Variable(
+        _unless_empty(read_port), EYES, "off", "`[host:]port` to be scraped at, plus the local rank"
+    ),
+    "TENSORBOARD": Variable(_anything, EYES, "off", "a folder for TensorBoard"),
+    "NUM_THREADS": Variable(
+        _unless_empty(_positive),
+        PROCESS,
+        "a rank's share of the cores, at most `OMP_NUM_THREADS`",
+        "threads of a codec's kernel; `ringlet run` sets `OMP_NUM_THREADS` to the share, torchrun "
+        "to 1",
+    ),
+    "TRANSPORT": Variable(_anything, PROCESS, "chosen", "`mpi`, `gloo`, `local` or `nccl`"),
+    "SECRET": Variable(
+        _anything,
+        PROCESS,
+        "none",
+        "the job's key where `ringlet run` gives none: the same text, of 16 characters or more, "
+        "for every rank ([security](../SECURITY.md))",
+    ),
+    "IFACE": Variable(_anything, PROCESS, "found", "the network interface for connections"),
+    "ADDRESS": Variable(_anything, PROCESS, "found", "this host's address for connections"),
+    "HEARTBEAT": Variable(
+        read_number,
+        PROCESS,
+        "5",
+        "seconds without a sign of life until a rank counts as lost; 0: never",
+    ),
+    "KERNEL_CACHE": Variable(
+        _anything, PROCESS, "`~/.cache/ringlet/kernels`", "where compiled CUDA kernels are kept"
+    ),
+    "RANK": Variable(_anything, RANK, "", _LAUNCHER + "this rank's number"),
+    "SIZE": Variable(_anything, RANK, "", _LAUNCHER + "how many ranks there are"),
+    "LOCAL_RANK": Variable(_anything, RANK, "", _LAUNCHER + "this rank's number on its host"),
+    "LOCAL_SIZE": Variable(_anything, RANK, "", _LAUNCHER + "how many ranks this host has"),
+    "MEMBER": Variable(
+        _anything, RANK, "", _LAUNCHER + "this process's number in an elastic job, which stays"
+    ),
+    "EPOCH": Variable(
+        _anything, RANK, "", _LAUNCHER + "how often an elastic job's ranks were numbered anew"
+    ),
+    "RENDEZVOUS": Variable(_anything, RANK, "", _LAUNCHER + "where the job's store is"),
+    "STORE_KEY": Variable(_anything, RANK, "", _LAUNCHER + "the store's key, which is secret"),
+    "LAUNCHER": Variable(_anything, RANK, "", _LAUNCHER + "that it has started this rank"),
+    "LAUNCHER_SECRET": Variable(_anything, RANK, "", ""),  # between a launcher and its wrappers
 }
-_SHARED: dict[str, Check] = {
-    "FUSION_THRESHOLD": read_whole,
-    "CYCLE_TIME": read_number,
-    "CACHE_CAPACITY": read_whole,
-    "NUM_NCCL_STREAMS": _positive,
-    "HIERARCHICAL_ALLREDUCE": read_flag,
-    "AUTOTUNE": _anything,
-    "AUTOTUNE_LOG": _anything,
-    "AUTOTUNE_WARMUP_SAMPLES": read_whole,
-    "AUTOTUNE_STEPS_PER_SAMPLE": read_whole,
-    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": read_whole,
-    "TIMELINE": _anything,
-    "TIMELINE_MARK_CYCLES": read_flag,
-    "LOG_LEVEL": _unless_empty(lambda variable, text: check_level(text, variable)),
-    "STALL_CHECK_TIME_SECONDS": read_number,
-    "STALL_SHUTDOWN_TIME_SECONDS": read_number,
-    "STALL_CHECK_DISABLE": read_flag,
+# Those that are read by HOROVOD_... as well.
+_SHARED: dict[str, Variable] = {
+    "FUSION_THRESHOLD": Variable(
+        read_whole, ENGINE, "16777216", "bytes of uncompressed tensors in a fusion buffer"
+    ),
+    "CYCLE_TIME": Variable(
+        read_number,
+        ENGINE,
+        "1",
+        "milliseconds that single submissions wait for company while nobody waits for them",
+    ),
+    "CACHE_CAPACITY": Variable(
+        read_whole,
+        ENGINE,
+        "4096",
+        "how many names get a number of their own; the one that was not used for longest makes "
+        "room",
+    ),
+    "NUM_NCCL_STREAMS": Variable(
+        _positive, ENGINE, "4", "Horovod's name of `RINGLET_STREAMS`, which counts before it"
+    ),
+    "HIERARCHICAL_ALLREDUCE": Variable(
+        read_flag,
+        ENGINE,
+        "off",
+        "two levels: inside hosts, then between them "
+        "([collectives](which-collective.md#two-levels))",
+    ),
+    "AUTOTUNE": Variable(
+        _anything,
+        ENGINE,
+        "off",
+        "`1`, or names of what is to be tuned ([observability](observability.md#autotuning))",
+    ),
+    "AUTOTUNE_LOG": Variable(_anything, ENGINE, "none", "the autotuner's CSV file"),
+    "AUTOTUNE_WARMUP_SAMPLES": Variable(
+        read_whole, ENGINE, "3", "windows that autotuning leaves out at first"
+    ),
+    "AUTOTUNE_STEPS_PER_SAMPLE": Variable(
+        read_whole, ENGINE, "10", "steps of one window of autotuning"
+    ),
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": Variable(
+        read_whole, ENGINE, "24", "settings after which the best one stays"
+    ),
+    "TIMELINE": Variable(_anything, EYES, "off", "a file: a Perfetto trace of all ranks"),
+    "TIMELINE_MARK_CYCLES": Variable(read_flag, EYES, "off", "marks of the engine's cycles in it"),
+    "LOG_LEVEL": Variable(
+        _unless_empty(lambda variable, text: check_level(text, variable)),
+        EYES,
+        "warning",
+        "trace, debug, info, warning, error, fatal",
+    ),
+    "STALL_CHECK_TIME_SECONDS": Variable(
+        read_number, EYES, "60", "seconds after which rank 0 names what waits, and for whom"
+    ),
+    "STALL_SHUTDOWN_TIME_SECONDS": Variable(
+        read_number, EYES, "0: never", "seconds after which that is an error on all ranks"
+    ),
+    "STALL_CHECK_DISABLE": Variable(read_flag, EYES, "off", "no such warnings"),
 }
-VARIABLES: dict[str, Check] = {f"RINGLET_{name}": c for name, c in (_RINGLET | _SHARED).items()}
-UNDERSTOOD: dict[str, Check] = {f"HOROVOD_{name}": check for name, check in _SHARED.items()}
+VARIABLES = {f"RINGLET_{name}": variable for name, variable in (_RINGLET | _SHARED).items()}
+UNDERSTOOD = {f"HOROVOD_{name}": variable for name, variable in _SHARED.items()}
 
 
 def given(env: Mapping[str, str], name: str) -> tuple[str, str] | None:
@@ -143,11 +261,11 @@ def check(env: Mapping[str, str]) -> None:
     Where Ringlet's and Horovod's name are both set, the first counts alone.
     """
     wrong = [said for _, said in _strangers(env) if said]
-    for variable, judge in (VARIABLES | UNDERSTOOD).items():
+    for variable, known in (VARIABLES | UNDERSTOOD).items():
         ours = variable.replace("HOROVOD_", "RINGLET_")
         if variable in env and (variable == ours or ours not in env):
             try:
-                judge(variable, env[variable])
+                known.check(variable, env[variable])
             except ValueError as error:
                 wrong.append(str(error))
     if wrong:

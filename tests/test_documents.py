@@ -1,5 +1,6 @@
 """Documents that have to keep up with the code."""
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -33,6 +34,13 @@ def test_every_environment_variable_is_documented():
     assert VARIABLES.keys() - _INTERNAL - told == set()
 
 
+def test_the_tables_of_variables_are_what_the_registry_says():
+    reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+    kept = (ROOT / "docs" / "configuration.md").read_text()
+    assert reference["configuration"]() == kept, "run python docs/reference.py"
+    assert not [n for n, v in VARIABLES.items() if not v.meaning and n not in _INTERNAL]
+
+
 def test_the_table_of_compressors_has_all_of_them():
     rows = re.findall(
         r"^\| `(.+?)` \| [\d.]+ \|", (ROOT / "docs" / "compressors.md").read_text(), re.M
@@ -43,13 +51,61 @@ def test_the_table_of_compressors_has_all_of_them():
     assert not lacking, "run benchmarks/compressor_table.py --add"
 
 
-def test_the_readme_names_compressors_that_there_are():
-    text = (ROOT / "README.md").read_text().split("### Compressors")[1].split("\n###")[0]
+def test_the_overview_names_compressors_that_there_are():
+    text = (ROOT / "docs" / "compressors.md").read_text().split("## What there is")[1]
+    text = text.split("\n\n")[1]
     cells = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
     assert len(cells) > 8
     for spec in re.findall(r"`([^`]+)`", " ".join(cells)):
         spec = spec.replace("\\|", "|").removeprefix("... | ")
         assert lookup(spec) if spec.isidentifier() else parse(spec)
+
+
+def test_the_figures_are_what_the_script_draws():
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_figures.py"))["DRAWN"]
+    for name, draw in drawn.items():
+        kept = (ROOT / "docs" / "figures" / f"{name}.svg").read_text()
+        assert draw() == kept, "run python docs/draw_figures.py"
+        ElementTree.fromstring(kept)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert pages - listed == set(), "name them under nav in mkdocs.yml"
+    made = {"reference/command-line.md", "reference/compressors.md"}
+    assert listed - pages == made
+
+
+def test_links_in_documents_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text):
+            if "://" not in link and not link.startswith(("mailto:", "reference/")):
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def sayings():
+    """Return every text of the four packages, with … where values are put in."""
+    for folder in ("ring", "fusion", "frameworks", "compressors"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+                    yield "".join(map(str, parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_troubleshooting_has_the_words_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    words = re.findall(r"^### `(.+)`$", page, re.M)
+    assert len(words) >= 30
+    assert page.count("*Cause.* ") == page.count("*Cure.* ") >= len(words)
+    said = list(sayings())
+    for each in words:
+        for part in filter(None, map(str.strip, each.split("…"))):
+            assert any(part in text for text in said), f"nothing says {part!r} any more"
 
 
 def test_the_figure_of_the_rooms_is_what_the_script_draws():

@@ -5,16 +5,20 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
+import numpy
 import pytest
 
+import ringlet
 from ringlet.ring.launch import start
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"frameworks": "ringlet", "compressors": "ringlet/compressors"}
+WHERE = "import ringlet.compressors as c; print(c.__file__, c.parse('int8 | ef'))"
 FOLDERS |= {"fusion": "ringlet/fusion", "ring": "ringlet/ring"}
 
 
@@ -35,16 +39,23 @@ def python(*args, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def packages(tmp_path_factory):
+    """Build the sdist, and the wheel from it; return both."""
     # From a copy: a build leaves files in its tree that the next wheel would pick up.
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
+    others = ("README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "CITATION.cff")
+    for name in (*FOLDERS, "pyproject.toml", *others):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    built = python("-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(source))
+    built = python("-m", "build", "--no-isolation", "--outdir", str(out), str(source))
     assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = out.glob("*.whl")
-    return path
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(packages):
+    return packages[1]
 
 
 def test_the_wheel_holds_every_module(wheel):
@@ -65,6 +76,66 @@ def test_the_wheel_works_by_itself(wheel, tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert str(tmp_path) in ran.stdout
     assert "topk | int8 | ef" in ran.stdout
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_from(packages):
+    with tarfile.open(packages[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in FOLDERS:
+        assert {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.cuh")} <= names
+    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"} <= names
+    assert "frameworks/py.typed" in names
+
+
+def test_the_wheel_in_an_environment_of_its_own(wheel, tmp_path):
+    # What it depends on is this environment's, which holds no ringlet but by an editable install.
+    assert python("-m", "venv", "--without-pip", str(tmp_path / "env")).returncode == 0
+    binaries = tmp_path / "env" / "bin"
+    target = ["--python", str(binaries / "python"), "install", "--no-deps", "--no-index"]
+    done = python("-m", "pip", *target, str(wheel))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (packages / "needed.pth").write_text(str(Path(numpy.__file__).parents[1]))
+    env = {"PATH": f"{binaries}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": env, "timeout": 240}
+    for command, words in (
+        (["ringlet", "--version"], f"ringlet {ringlet.__version__}"),
+        (["ringlet"], "ringlet run -np 4 python train.py"),
+        (["ringlet", "env"], f"ringlet          {ringlet.__version__}"),
+        (["ringlet", "run", "--no-prefix", "-np", "2", "python", "-c", WHERE], str(packages)),
+    ):
+        done = subprocess.run([binaries / command[0], *command[1:]], **options, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert words in done.stdout
+
+
+def test_the_version_is_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "ringlet.__version__"}
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1]
+    changed = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
+    assert cited == changed == ringlet.__version__
+
+
+@pytest.mark.skipif(
+    shutil.which("actionlint") is None, reason="no actionlint here: see github.com/rhysd/actionlint"
+)
+def test_the_workflows_are_sound():
+    done = subprocess.run(
+        ["actionlint", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_workflows_call_what_there_is():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text()
+        assert set(re.findall(r"run: make ([\w-]+)", text)) <= targets, path.name
+        for script in re.findall(r"python (tests/\S+\.py)", text):
+            assert (ROOT / script).exists(), path.name
 
 
 def test_extras_are_the_promised_ones():

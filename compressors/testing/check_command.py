@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringlet.compressors.core.errors import CompressorError
@@ -14,6 +15,8 @@ from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.testing.catalogue import all_checks
 from ringlet.compressors.testing.runner import failures_of
 from ringlet.compressors.testing.tools.named_check import Named
+
+Telling = Callable[[str, bool | None, int], None]  # a check's name, whether it passed, how many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,29 +27,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a spec such as 'int8 | ef' or 'MODULE:NAME(option=1) | ef' with the class of a "
         "compressor; modules are looked for here first",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
-def main(options: argparse.Namespace) -> int:
-    """Print a line per check; return 1 if one fails, 2 if there is nothing to check."""
+def main(options: argparse.Namespace, telling: Telling | None = None) -> int:
+    """Print a line per check; return 1 if one fails, 2 if there is nothing to check.
+
+    ``telling`` shows checks in place of these lines.
+    """
     sys.path.insert(0, os.getcwd())
     try:
         compressor = resolve(options.compressor)
     except CompressorError as error:
         print(f"ringlet check: {error}", file=sys.stderr)
         return 2
-    return report(compressor, all_checks())
+    return report(compressor, all_checks(), telling, options.json)
 
 
-def report(plugin: Any, checks: Sequence[Named]) -> int:
-    """Print a line per check, then what failed; return 1 if one did."""
-    print(f"checking {plugin}")
+def report(
+    plugin: Any, checks: Sequence[Named], telling: Telling | None = None, as_json: bool = False
+) -> int:
+    """Print a line per check, then what failed; return 1 if one did.
+
+    ``telling(name, ok, total)`` shows a check instead. With ``as_json`` all that is printed is an
+    object with "plugin", "checks" by name ("ok", "failed" or "waiting") and "failures".
+    """
     start, marks = time.perf_counter(), {True: "ok", False: "FAILED", None: "-"}
-    passed = dict.fromkeys(marks, 0)
+    passed, found = dict.fromkeys(marks, 0), {}
 
     def told(name: str, ok: bool | None) -> None:
         passed[ok] += 1
-        print(f"  {marks[ok]:6}  {name}")
+        found[name] = {True: "ok", False: "failed", None: "waiting"}[ok]
+        if telling is not None and not as_json:
+            telling(name, ok, len(checks))
+        elif not as_json:
+            print(f"  {marks[ok]:6}  {name}")
 
+    if as_json:
+        failures = failures_of(plugin, checks, told)
+        print(json.dumps({"plugin": str(plugin), "checks": found, "failures": failures}, indent=1))
+        return 1 if failures else 0
+    print(f"checking {plugin}")
     for failure in failures_of(plugin, checks, told):
         print(f"\n{failure}")
     waiting = f", {passed[None]} wait for the ones that failed" if passed[None] else ""

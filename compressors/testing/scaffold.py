@@ -8,6 +8,9 @@ from pathlib import Path
 
 from ringlet.compressors.specs.registry import names
 
+EXAMPLES = """\
+ringlet new sign                           # makes ringlet-sign/: plugin, test, entry point
+ringlet check "ringlet_sign:Sign | ef"     # in that folder"""
 _PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]
@@ -81,8 +84,7 @@ _README = """\
 A gradient compressor for Ringlet. Install it with `pip install -e '.[test]'`, test it with
 `pytest`, use it with `compression="{name} | ef"`. Before it is installed, here,
 `ringlet check "ringlet_{name}:{cls} | ef"` says what is wrong and what to do; try the extremes of
-its options as well. What a compressor has to keep to is in Ringlet's docs/compressors.md, "Writing
-one".
+its options as well. What a compressor has to keep to is in Ringlet's docs/own-compressor.md.
 """
 
 

@@ -7,8 +7,15 @@ import importlib
 import os
 import sys
 
+from ringlet.cli.progress import Progress
 from ringlet.compressors.testing import check_command
+from ringlet.compressors.testing.check_command import Telling
 from ringlet.precision import Policy, parse_policy
+
+EXAMPLES = """\
+ringlet check "int8 | ef"                  # a spec
+ringlet check "mine:Sign(scale=2) | ef"    # a class of mine.py, here
+ringlet check --policy "fp16(static=128)"  # a precision policy"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a line per check; return 1 if one fails, 2 if there is nothing to check."""
+    """Print a line per check; return 1 if one fails, 2 if there is nothing to check.
+
+    On a terminal a bar stands for the checks that pass.
+    """
     if not options.policy:
-        return check_command.main(options)
+        return check_command.main(options, _bar())
     from ringlet.precision.testing import all_checks
 
     try:
@@ -33,7 +43,27 @@ def main(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"ringlet check: {error}", file=sys.stderr)
         return 2
-    return check_command.report(policy, all_checks())
+    return check_command.report(policy, all_checks(), _bar(), options.json)
+
+
+def _bar() -> Telling | None:
+    """Return what shows checks as a bar, None where the output is no terminal."""
+    if not sys.stdout.isatty():
+        return None
+    progress: Progress | None = None
+
+    def told(name: str, ok: bool | None, total: int) -> None:
+        nonlocal progress
+        progress = progress or Progress(total)
+        progress.end()
+        progress.begin(name)
+        if ok is False:
+            progress.wipe()
+            print(f"  FAILED  {name}", flush=True)
+        if progress.finished:
+            progress.wipe()
+
+    return told
 
 
 def _find(text: str) -> Policy:

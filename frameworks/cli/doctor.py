@@ -9,11 +9,14 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
+from ringlet.cli.progress import Progress
 from ringlet.compressors import Compressor, Context, Workspace, parse
 from ringlet.compressors.base.contract import storage
 from ringlet.job.capabilities import gpu_path
@@ -30,6 +33,9 @@ from ringlet.ring.rendezvous.environment import check_transport, detect
 SPECS = ("fp16", "int8", "int4", "topk(ratio=0.01)", "powersgd(rank=4)")
 SIDE = 2048  # the tensor on which codecs are timed is SIDE x SIDE float32
 PAYS = 1.1  # times faster than uncompressed from which on a compressor is recommended
+EXAMPLES = """\
+ringlet doctor                            # this machine: versions, transports, launcher
+ringlet doctor -np 8 -H host1:4,host2:4   # the links between hosts, and what pays on them"""
 DESCRIPTION = """\
 Say what is installed and which transports work. With -np or hosts, or as the
 command of `ringlet run`, also connect the ranks, measure the links between
@@ -48,6 +54,17 @@ class Codec:
     ratio: float
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a codec would do: times faster than uncompressed, and the seconds on wire and codec."""
+
+    spec: str
+    gain: float
+    verdict: str
+    wire_seconds: float
+    codec_seconds: float
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``ringlet doctor``."""
     parser.description = DESCRIPTION
@@ -55,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-np", "--np", "--num-proc", dest="np", metavar="N", help="connect N ranks")
     parser.add_argument("--transport", metavar="NAME", help="mpi, gloo or nccl")
     add_hosts(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--ranks-only", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -65,16 +83,23 @@ def main(options: argparse.Namespace) -> int:
     except RingError:
         rank = None  # the report says so
     if rank is not None and rank.size > 1:
-        return _as_rank(options.ranks_only)
-    good = _report(_examined())
+        return _as_rank(options.ranks_only, options.json)
     try:
         hosts = chosen_hosts(options.hosts, options.hostfile)
-        if options.np is None and not hosts:
+        ranks = options.np is not None or bool(hosts)
+        if options.json and not ranks:
+            findings = _examined()
+            print(json.dumps({"machine": _as_objects(findings)}, indent=1))
+            return 0 if all(finding.good for finding in findings) else 1
+        # Of several ranks the first prints the object, with what it finds on its own machine.
+        good = options.json or _report(_examined())
+        if not ranks:
             print("\nMore with ranks: ringlet doctor -np 4, or -H host1:4,host2:4")
             return 0 if good else 1
         if options.transport is not None:
             check_transport(options.transport, "--transport")
-        command = [sys.executable, "-P", "-m", "ringlet", "doctor", "--ranks-only"]
+        told = "--json" if options.json else "--ranks-only"
+        command = [sys.executable, "-P", "-m", "ringlet", "doctor", told]
         sys.stdout.flush()
         code = launch(
             command,
@@ -101,25 +126,54 @@ def _report(findings: Sequence[Finding]) -> bool:
     return all(finding.good for finding in findings)
 
 
-def _as_rank(ranks_only: bool) -> int:
+def _as_objects(findings: Sequence[Finding]) -> list[dict[str, object]]:
+    return [{"name": f.name, "text": f.text, "good": f.good} for f in findings]
+
+
+def _as_rank(ranks_only: bool, as_json: bool = False) -> int:
     try:
         comm = connect()
     except RingError as error:
         print(f"ringlet doctor: the ranks cannot be connected: {error}", file=sys.stderr)
         return 1
     good = True
-    if comm.rank == 0 and not ranks_only:
+    if comm.rank == 0 and not ranks_only and not as_json:
         good = _report(_examined())
     told = [
         json.loads(said)
         for said in comm.allgather_bytes(json.dumps([socket.gethostname(), versions()]).encode())
     ]
     hosts = [host for host, _ in told]
-    links = measure_links(comm, hosts)
+    several = len(set(hosts)) > 1
+    shown = Progress(2 + several * len(SPECS)) if comm.rank == 0 else None
+    with _piece(shown, "measuring the links between hosts"):
+        links = measure_links(comm, hosts)
     compared = bool(links) and not any(link.error for link in links)  # or there is no verdict
-    codecs = [_slowest(comm, _codec(parse(spec))) for spec in SPECS] if compared else []
-    reduced = _allreduce_rate(comm)
-    if comm.rank == 0:
+    codecs = []
+    for spec in SPECS if compared else ():
+        with _piece(shown, f"timing {spec}"):
+            codecs.append(_slowest(comm, _codec(parse(spec))))
+    with _piece(shown, "timing an uncompressed allreduce"):
+        reduced = _allreduce_rate(comm)
+    if shown is not None:
+        shown.wipe()
+    if comm.rank == 0 and as_json:
+        findings = _examined()
+        good = all(f.good for f in findings) and not any(link.error for link in links)
+        good = good and not _differing([found for _, found in told])
+        rows = [asdict(each) for each in _predicted(codecs, hosts, links)] if compared else []
+        facts = {
+            "machine": _as_objects(findings),
+            "transport": comm.name,
+            "hosts": hosts,
+            "links": [asdict(link) for link in links],
+            "allreduce_bytes_per_s": reduced,
+            "predicted": rows,
+            "compression": _best(rows) if compared else None if links else "none",
+            "good": good,
+        }
+        print(json.dumps(facts, indent=1), flush=True)
+    elif comm.rank == 0:
         print(f"\n{comm.size} ranks over {comm.name}:")
         for host in dict.fromkeys(hosts):
             ranks = ", ".join(str(r) for r, name in enumerate(hosts) if name == host)
@@ -134,15 +188,27 @@ def _as_rank(ranks_only: bool) -> int:
     return 0 if good else 1
 
 
+@contextmanager
+def _piece(shown: Progress | None, what: str) -> Iterator[None]:
+    """Show on rank 0 that ``what`` is being done."""
+    if shown is not None:
+        shown.begin(what)
+    yield
+    if shown is not None:
+        shown.end()
+
+
 def _compare(found: Sequence[dict[str, str]], hosts: Sequence[str]) -> bool:
     """Say which versions differ between ranks; differing ones compute different things."""
-    good = True
-    for name in found[0]:
+    differing = _differing(found)
+    for name in differing:
         seen = {host: one[name] or "none" for host, one in zip(hosts, found, strict=True)}
-        if len(set(seen.values())) > 1:
-            good = False
-            print(f"! {name} differs: {', '.join(f'{v} on {h}' for h, v in seen.items())}")
-    return good
+        print(f"! {name} differs: {', '.join(f'{v} on {h}' for h, v in seen.items())}")
+    return not differing
+
+
+def _differing(found: Sequence[dict[str, str]]) -> list[str]:
+    return [name for name in found[0] if len({one[name] for one in found}) > 1]
 
 
 def _links(links: Sequence[Link]) -> bool:
@@ -165,27 +231,42 @@ def _verdict(codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[Link
     if any(link.error for link in links):
         print("\nNo verdict: a link could not be measured.")
         return
-    rate = min(link.rate for link in links)
     print(
         "\nPredicted for float32 gradients (bytes over the slowest link / its rate, plus codec"
         f" time measured\non a {SIDE} x {SIDE} tensor; no overlap with computing; accuracy is"
         " another matter, see docs/convergence.md):"
     )
-    n = 4.0 * SIDE * SIDE
-    plain = _crossing("sum", 1.0, hosts) * n / rate
-    best = ("none", 1.0)
+    predicted = _predicted(codecs, hosts, links)
+    for one in predicted:
+        print(
+            f"  {one.spec:<18} {one.gain:5.1f} x  {one.verdict:<20}"
+            f" wire {1e3 * one.wire_seconds:7.1f} ms, codec {1e3 * one.codec_seconds:6.1f} ms"
+        )
+    plain = _crossing("sum", 1.0, hosts) * 4.0 * SIDE * SIDE / min(link.rate for link in links)
+    chosen = _best([asdict(one) for one in predicted])
+    print(f"Uncompressed: {1e3 * plain:.1f} ms. Fastest by this model: compression={chosen!r}.")
+
+
+def _predicted(
+    codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[Link]
+) -> list[Prediction]:
+    """Return what each codec would gain on the slowest of ``links``."""
+    per_byte = 4.0 * SIDE * SIDE / min(link.rate for link in links)
+    plain = _crossing("sum", 1.0, hosts) * per_byte
+    found = []
     for codec in codecs:
-        crossing = _crossing(codec.combine, codec.ratio, hosts) * n / rate
+        crossing = _crossing(codec.combine, codec.ratio, hosts) * per_byte
         spent = _work(codec, len(hosts))
         gain = plain / (crossing + spent)
-        best = max(best, (codec.spec, gain), key=lambda pair: pair[1])
         verdict = "pays" if gain >= PAYS else "costs" if gain < 1 / PAYS else "makes no difference"
-        print(
-            f"  {codec.spec:<18} {gain:5.1f} x  {verdict:<20}"
-            f" wire {1e3 * crossing:7.1f} ms, codec {1e3 * spent:6.1f} ms"
-        )
-    chosen = best[0] if best[1] >= PAYS else "none"
-    print(f"Uncompressed: {1e3 * plain:.1f} ms. Fastest by this model: compression={chosen!r}.")
+        found.append(Prediction(codec.spec, gain, verdict, crossing, spent))
+    return found
+
+
+def _best(predicted: Sequence[dict[str, Any]]) -> str:
+    """Return the spec that gains most, "none" where none pays."""
+    best = max(predicted, key=lambda one: float(one["gain"]), default=None)
+    return str(best["spec"]) if best and best["gain"] >= PAYS else "none"
 
 
 def _crossing(combine: str, ratio: float, hosts: Sequence[str]) -> float:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from ringlet.report import comparison, single_run
 from ringlet.report.summary import NotARun, read, verdict
 from ringlet.ring.safe_files import create_text
+
+EXAMPLES = """\
+ringlet report run.jsonl                  # writes run.html
+ringlet report none.jsonl int8.jsonl      # compares two runs"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, help="where to write (default: beside it, as .html)"
     )
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -36,15 +42,24 @@ def main(options: argparse.Namespace) -> int:
     try:
         runs = [read(path) for path in paths]
         if len(runs) == 1:
-            sentence, text = verdict(runs[0])[1], single_run.render(runs[0], paths[0].name)
+            kind, sentence = verdict(runs[0])
+            text = single_run.render(runs[0], paths[0].name)
         else:
             named = list(zip([path.name for path in paths], runs, strict=True))
-            sentence, text = " ".join(comparison.sentences(named)), comparison.render(named)
+            kind, sentence = comparison.verdict(named), " ".join(comparison.sentences(named))
+            text = comparison.render(named)
         with create_text(output) as file:
             file.write(text)
+    except FileNotFoundError as error:
+        remedy = "RINGLET_METRICS=run.jsonl makes a run write one"
+        print(f"ringlet report: there is no file {error.filename}; {remedy}", file=sys.stderr)
+        return 2
     except (OSError, NotARun) as error:
         print(f"ringlet report: {error}", file=sys.stderr)
         return 2
+    if options.json:
+        print(json.dumps({"verdict": kind, "sentence": sentence, "page": str(output)}))
+        return 0
     print(sentence)
     print(output)
     return 0

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ringlet.fusion.observe.merge import merge, rank_files
 
+EXAMPLES = "ringlet timeline t.json        # merges t.rank0.json, t.rank1.json and so on"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what ``main`` needs to ``parser``."""

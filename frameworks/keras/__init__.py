@@ -1,10 +1,12 @@
 """Ringlet for Keras 3 (on TensorFlow, torch) and tf_keras: Horovod's interface, with compressors.
 
+```python
 import ringlet.keras as hvd
 
 hvd.init()
 model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), compression="int8 | ef"), loss)
 model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+```
 """
 
 from ringlet.shared.requirements import need

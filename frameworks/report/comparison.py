@@ -61,13 +61,18 @@ def sentences(named: Named) -> list[str]:
     return told
 
 
+def verdict(named: Named) -> str:
+    """Return how all runs compare with the first, as ``compared``; "unclear" if they differ."""
+    (_, first), *rest = named
+    kinds = {compared(run, first)[0] for _, run in rest}
+    return kinds.pop() if len(kinds) == 1 else "unclear"
+
+
 def render(named: Named) -> str:
     """Return the comparison as HTML that needs nothing else."""
-    (_, first), *rest = named
-    kinds = [compared(run, first)[0] for _, run in rest]
     return page(
         title="Ringlet: " + " and ".join(name for name, _ in named),
-        kind=kinds[0] if len(set(kinds)) == 1 else "unclear",
+        kind=verdict(named),
         verdict=" ".join(sentences(named)),
         caveat=_CAVEAT,
         facts="\n".join(facts_of(run, name) for name, run in named),

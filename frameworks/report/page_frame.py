@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from ringlet.report import sorted_table
+
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --panel: #f6f7f9; --ink: #1b1f24;
   --soft: #5b6470; --grid: #dfe3e8; --wire: #2463b4; --plain: #8b95a1; --saved: #d3dae3;
@@ -51,6 +53,7 @@ th { color: var(--soft); font-weight: 600; }
 td:first-child { max-width: 26em; overflow: hidden; text-overflow: ellipsis; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; } summary { cursor: pointer; font-size: 13px; margin: 8px 0; }
+@media (max-width: 600px) { body { padding: 14px 12px 28px; } h1 { font-size: 19px; } }
 @media (max-width: 980px) { .columns { grid-template-columns: minmax(0, 1fr); }
   .tiles { grid-template-columns: repeat(2, 1fr); } }
 """
@@ -72,7 +75,7 @@ def page(title: str, kind: str, verdict: str, caveat: str, facts: str, body: str
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<style>{_STYLE}{colours}</style></head>
+<style>{_STYLE}{sorted_table.STYLE}{colours}</style></head>
 <body><header class="{escape(kind)}"><h1>{escape(verdict)}</h1><p>{escape(facts)}</p>
 <p>{escape(caveat)}</p></header>
 {body}

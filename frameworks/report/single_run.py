@@ -7,6 +7,7 @@ from html import escape
 from ringlet.report import charts
 from ringlet.report.page_frame import page
 from ringlet.report.records import Record
+from ringlet.report.sorted_table import Cell, sorted_table
 from ringlet.report.summary import (
     LOOSE,
     PHASES,
@@ -23,6 +24,8 @@ _LAYERS = 12  # drawn; the table holds more
 _ROWS = 200
 _WARNINGS = 20
 _COMPARED = 5  # layers whose errors are drawn over time
+_WORDS = ("layer", "compressor", "collective")
+_NUMBERS = ("elements", "sent", "of", "times fewer", "gradient norm", "error", "residual norm")
 _SENT = (("sent", "wire"), ("saved", "saved"))
 
 
@@ -186,35 +189,31 @@ def _layers(run: Group) -> str:
         for layer in found[:_LAYERS]
     ]
     chart = charts.bars(rows, amount, width=1160, label=300, row=30)
-    head = "".join(f"<th>{name}</th>" for name in ("layer", "compressor", "collective"))
-    numbers = ("elements", "sent", "of", "times fewer", "gradient norm", "error", "residual norm")
-    head += "".join(f'<th class="n">{name}</th>' for name in numbers)
-    body = "".join(_row(layer) for layer in found[:_ROWS])
+    listed = found[:_ROWS]
+    table = sorted_table([*_WORDS, *_NUMBERS], [_cells(layer) for layer in listed], len(_WORDS))
     more = f"<p>and {len(found) - _ROWS} more</p>" if len(found) > _ROWS else ""
     step = escape(str(run.layers[-1]["step"]))
     return (
         f'<figure class="wide"><h2>Layer by layer</h2><p>The largest layers, at step {step}: '
         f"bytes sent per step and rank.</p>{charts.legend(_SENT)}{chart}"
-        f"<details open><summary>All layers as a table</summary><div class='scroll'><table>"
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}</details></figure>"
+        f"<details open><summary>All layers as a table; a click on a heading sorts it</summary>"
+        f"{table}{more}</details></figure>"
     )
 
 
-def _row(layer: Record) -> str:
-    wire, raw = layer["wire_bytes"], layer["raw_bytes"]
+def _cells(layer: Record) -> list[Cell]:
+    wire, raw, error = layer["wire_bytes"], layer["raw_bytes"], layer.get("relative_error")
     words = [layer["name"], layer["compressor"], layer["collective"].replace("_", "-")]
-    cells = "".join(f"<td>{escape(word)}</td>" for word in words)
-    error = layer.get("relative_error")
-    numbers = [
-        f"{layer['elements']:,}",
-        amount(wire),
-        amount(raw),
-        f"{raw / wire:.1f}" if wire else "",
-        _number(layer.get("norm")),
-        "" if error is None else f"{100 * error:.3g} %",
-        _number(layer.get("residual_norm")),
+    return [
+        *((word, word) for word in words),
+        (f"{layer['elements']:,}", layer["elements"]),
+        (amount(wire), wire),
+        (amount(raw), raw),
+        (f"{raw / wire:.1f}" if wire else "", raw / wire if wire else None),
+        (_number(layer.get("norm")), layer.get("norm")),
+        ("" if error is None else f"{100 * error:.3g} %", error),
+        (_number(layer.get("residual_norm")), layer.get("residual_norm")),
     ]
-    return f"<tr>{cells}" + "".join(f'<td class="n">{escape(n)}</td>' for n in numbers) + "</tr>"
 
 
 def _number(value: float | None) -> str:

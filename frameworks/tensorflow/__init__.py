@@ -1,5 +1,6 @@
 """Ringlet for TensorFlow: Horovod's interface, with compressors, eager and in tf.function.
 
+```python
 import ringlet.tensorflow as hvd
 
 hvd.init()
@@ -7,6 +8,7 @@ with tf.GradientTape() as tape:
     loss = ...
 tape = hvd.DistributedGradientTape(tape, compression="int8 | ef")
 optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+```
 """
 
 from ringlet.shared.requirements import need

@@ -1,5 +1,6 @@
 """Ringlet for PyTorch: Horovod's interface, with compressors.
 
+```python
 import ringlet.torch as hvd
 
 hvd.init()
@@ -8,6 +9,7 @@ optimizer = hvd.DistributedOptimizer(
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+```
 """
 
 from ringlet.shared.requirements import need

@@ -29,13 +29,12 @@ Start COMMAND once per rank, on this machine or on the hosts given, and connect
 the ranks, so that ringlet's init() finds them. Lines that a rank prints appear
 with the rank in front. When a rank fails, the others are ended, and its exit
 code is returned, unless the job is elastic: then the others go on."""
+EXAMPLES = """\
+ringlet run -np 4 python train.py --epochs 3
+ringlet run -np 2 --transport gloo --env SEED=7 python -m package.train
+ringlet run -np 8 -H host1:4,host2:4 python train.py
+ringlet run --hostfile hosts --rsh "ssh -p 22" -x WANDB_MODE python train.py"""
 EPILOG = """\
-examples:
-  ringlet run -np 4 python train.py --epochs 3
-  ringlet run -np 2 --transport gloo --env SEED=7 python -m package.train
-  ringlet run -np 8 -H host1:4,host2:4 python train.py
-  ringlet run --hostfile hosts --rsh "ssh -p 22" -x WANDB_MODE python train.py
-
 Other hosts need the same Python, packages and directory as this one, and a
 remote shell that asks nothing. docs/launching.md says more."""
 
@@ -103,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print lines as they are, without [rank]<stdout>: in front",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="say what is started and how")
+    parser.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="say neither what is started nor, in the end, the failed rank's last lines again "
+        "(so does --no-prefix)",
+    )
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -202,6 +208,7 @@ def main(options: argparse.Namespace) -> int:
             output=options.output_filename,
             prefix=options.prefix,
             verbose=options.verbose,
+            quiet=options.quiet or not options.prefix,
         )
     except UsageError as error:
         return _complain(str(error), error.code)
@@ -229,7 +236,7 @@ def _elastic(
         reach=reach,
         output=options.output_filename,
         prefix=options.prefix,
-        verbose=options.verbose,
+        verbose=options.verbose or (options.prefix and not options.quiet),
     )
 
 

@@ -54,4 +54,11 @@ class Allocation:
 
     def listed(self) -> str:
         """Return hosts and ranks, to be read."""
-        return ", ".join(f"{host}:{count}" for host, count in self.counts())
+        return ", ".join(
+            f"{host} (rank{'s' if len(ranks) > 1 else ''} {_span(ranks)})"
+            for host, ranks in self.by_host.items()
+        )
+
+
+def _span(ranks: Sequence[int]) -> str:
+    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"

@@ -49,6 +49,7 @@ def launch(
     prefix: bool = True,
     verbose: bool = False,
     grace: float = GRACE,
+    quiet: bool = True,
 ) -> int:
     """Run ``command`` as ``np`` ranks and return the job's exit code.
 
@@ -60,7 +61,9 @@ def launch(
     process's environment. Output goes to descriptors 1 and 2, whole lines at a time, with
     ``[rank]<stdout>: `` in front unless ``prefix`` is false, and, as it was written, into files
     of the directory ``output`` if that is given. After a failure the other ranks have
-    ``grace`` seconds to end. Raises LaunchError or TransportUnavailable if the job cannot start.
+    ``grace`` seconds to end. Unless ``quiet`` it is said at once what is started where (with
+    ``verbose`` too), and in the end what the rank that failed first said last, if others have
+    printed since. Raises LaunchError or TransportUnavailable if the job cannot start.
     """
     job = Job(
         command,
@@ -73,6 +76,7 @@ def launch(
         prefix=prefix,
         verbose=verbose,
         grace=grace,
+        quiet=quiet,
     )
     return job.run().code
 
@@ -93,6 +97,7 @@ class Job:
         prefix: bool = True,
         verbose: bool = False,
         grace: float = GRACE,
+        quiet: bool = True,
     ) -> None:
         self._plan = Plan(command, np, transport, env or {}, hosts, reach or Reach())
         site = self._plan.site
@@ -100,8 +105,10 @@ class Job:
         self.printer = Printer(np, prefix, output)
         if self._plan.remark:
             self.printer.note(self._plan.remark)
-        if verbose:
-            self.printer.note(str(self._plan))
+        self._quiet = quiet
+        if verbose or not quiet:
+            files = f"; what rank N prints is in {output}/rank.N too" if output else ""
+            self.printer.note(f"{self._plan}{files}")
         self._rank_table = RankTable(site.ranks(), self.printer, self._task, self._plan.pmi)
         self._verdict = Verdict(self._rank_table, self.kv_store, site.several)
         self._helpers = Helpers(site, self._rank_table)
@@ -130,13 +137,27 @@ class Job:
                 self._verdict.manager = self._helpers.started[0]
             while self.printer.pending or not self._rank_table.done or not self._ending.explained:
                 self._step()
-            if said := self.printer.losses.summary():
+            said = self.printer.losses.summary()
+            if said:
                 self.printer.note(said)
+            if self._remind() or said:
                 with contextlib.suppress(BrokenPipeError):
                     self.printer.write()
         first, interrupted = self._verdict.first, self._ending.interrupted
         number = None if first is None else first.number
         return Outcome(self._ending.code(), number, self._verdict.reason(), interrupted)
+
+    def _remind(self) -> bool:
+        """Say again what the rank that failed first said last; false where that is not needed."""
+        first = self._verdict.first
+        if self._quiet or first is None or self._ending.forwarded:
+            return False
+        lines = self.printer.last_lines(first.number)
+        if lines:
+            self.printer.note(f"rank {first.number} failed first; its last lines were:")
+        for line in lines:
+            self.printer.note(f"| {line}")
+        return bool(lines)
 
     def _task(self, rank: int) -> dict[str, Any]:
         return self._plan.task(rank, self._listener.address)

@@ -16,6 +16,8 @@ from ringlet.ring.processes.pmi import Pmi
 from ringlet.ring.processes.torchrun import users_own
 from ringlet.ring.variables import check
 
+SHOWN = 300  # characters of a command that are shown
+
 
 class Plan:
     """``command`` as ``size`` ranks at ``site``; the arguments are those of ``launch``.
@@ -73,4 +75,6 @@ class Plan:
     def __str__(self) -> str:
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         where = f" on {self.site.listed()}" if self.site.several else ""
-        return f"{ranks}{where} over {self.transport}: {' '.join(self.command)}"
+        command = " ".join(" ".join(self.command).split())  # one line, whatever is in it
+        shown = command if len(command) <= SHOWN else f"{command[:SHOWN]} ..."
+        return f"{ranks}{where} over {self.transport}: {shown}"

@@ -15,6 +15,7 @@ from ringlet.ring.processes.output_files import open_files
 
 STDOUT, STDERR = 1, 2
 HIGH = 1 << 20  # bytes waiting to be printed from which on no more should be fed
+LAST = 10  # lines of each rank that are remembered
 LONGEST = 64 << 20  # a longer line is broken, so that memory stays bounded
 
 PLACES = {STDOUT: "the standard output", STDERR: "the standard error"}
@@ -46,6 +47,8 @@ class Printer:
         self._muted = False
         self._partial: dict[tuple[int, int], bytearray] = {}
         self._queue: deque[tuple[int, memoryview]] = deque()
+        self._last: dict[int, deque[bytes]] = {}
+        self._speaker: int | None = None  # the rank whose line was whole last
 
     def join(self, rank: int) -> None:
         """Write what a rank that has come prints to files, too, if there is a directory."""
@@ -89,7 +92,16 @@ class Printer:
         """Queue a line of the launcher's own on the standard error."""
         self._queue_bytes(STDERR, f"ringlet run: {text}\n".encode(errors="surrogateescape"))
 
+    def last_lines(self, rank: int) -> list[str]:
+        """Return the last lines of ``rank`` if others have printed since; else an empty list."""
+        if self._speaker == rank:
+            return []
+        return [line.decode(errors="replace") for line in self._last.get(rank, ())]
+
     def _put(self, rank: int, stream: int, lines: bytes) -> None:
+        self._speaker = rank
+        kept = self._last.setdefault(rank, deque(maxlen=LAST))
+        kept.extend(line[:400] for line in lines[-4096:].splitlines()[-LAST:])
         if self.prefix:
             mark = b"[%d]<%s>: " % (rank, _NAMES[stream])
             if b"\r" in lines:

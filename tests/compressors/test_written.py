@@ -1,4 +1,4 @@
-"""The examples that follow "Writing one" word for word are what they claim to be."""
+"""The examples that follow docs/own-compressor.md word for word are what they claim to be."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from written_compressors import SketchFeedback
 
-PAGE = (Path(__file__).parents[2] / "docs" / "compressors.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "own-compressor.md").read_text()
 WRITTEN = [f"written_compressors:{name}" for name in ("LogQuantiser", "CountSketch", "DeltaTopK")]
 BEHIND = [
     "written_compressors:LogQuantiser | hadamard",

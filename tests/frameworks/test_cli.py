@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +15,8 @@ import pytest
 
 import ringlet
 from ringlet.__main__ import COMMANDS, main
+from ringlet.cli.commands import grouped
+from ringlet.cli.progress import Progress
 
 SCRIPT = Path(sys.executable).parent / "ringlet"
 
@@ -32,7 +38,6 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "a command is missing; commands: run"),
         (["rum"], "unknown command 'rum'. Did you mean 'run'?"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["run"], "-np is missing: how many ranks?"),
@@ -59,6 +64,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["run", "-np", "2", "--ssh-port", "70000", "true"], "--ssh-port takes a port"),
         (["run", "-np", "2", "--start-timeout", "0", "true"], "--start-timeout takes seconds"),
         (["doctor", "--transports", "mpi"], "did you mean --transport?"),
+        (["completion", "bsh"], "did you mean bash?"),
+        (["env", "--jsn"], "did you mean --json?"),
     ],
 )
 def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,11 +156,107 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert max(map(len, out.splitlines())) <= 100
 
 
-def test_every_command_is_there() -> None:
+def test_alone_it_shows_what_one_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for title, names in grouped().items():
+        assert f"\n{title}:\n  {names[0]} " in out
+    assert sorted(name for names in grouped().values() for name in names) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_that_begins_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    examples, usage, _ = capsys.readouterr().out.partition("\n\nusage: ")
+    assert usage
+    assert all(re.match(r"(eval .\$\()?ringlet ", line) for line in examples.splitlines())
+    assert f"ringlet {name} " in examples
+
+
+def test_what_a_bug_report_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGLET_SECRET", "0123456789abcdef")
+    monkeypatch.setenv("RINGLET_SEED", "7")
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert "0123456789abcdef" not in text
+    assert re.search(r"RINGLET_SECRET +\(set, not shown\)", text)
+    assert re.search(r"RINGLET_SEED +7", text)
+    assert re.search(rf"ringlet +{re.escape(ringlet.__version__)}", text)
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["variables"]["RINGLET_SEED"] == "7"
+    assert facts["installed"]["numpy"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell: str, tmp_path: Path) -> None:
+    pytest.importorskip("shtab", reason="pip install 'ringlet[completion]'")
+    made = subprocess.run(
+        [SCRIPT, "completion", shell], capture_output=True, text=True, check=True, timeout=60
+    )
     for name in COMMANDS:
-        with pytest.raises(SystemExit) as end:
-            main([name, "--help"])
-        assert end.value.code == 0
+        assert name in made.stdout
+    assert "--hostfile" in made.stdout
+    if shell == "bash" and shutil.which("bash"):
+        (tmp_path / "complete").write_text(made.stdout)
+        ask = f". {tmp_path}/complete; COMP_WORDS=(ringlet rep); COMP_CWORD=1; "
+        ask += 'COMP_LINE="ringlet rep"; COMP_POINT=11; _shtab_ringlet; echo "${COMPREPLY[*]}"'
+        done = subprocess.run(
+            ["bash", "-c", ask], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.stdout.split() == ["report"]
+
+
+def test_check_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--json", "fp16"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plugin"] == "fp16"
+    assert set(found["checks"].values()) == {"ok"}
+    assert found["failures"] == []
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream in (Terminal(), io.StringIO()):
+        with Progress(2, stream) as progress:
+            for what in ("first", "second"):
+                progress.begin(what)
+                progress.end()
+        text = stream.getvalue()
+        if stream.isatty():
+            assert text.startswith("\r[........................] 0/2 first\x1b[K\r[############")
+            assert text.endswith("\r\x1b[K")
+            assert "\n" not in text
+        else:
+            assert re.fullmatch(r"1/2 first \(0\.0 s\)\n2/2 second \(0\.0 s\)\n", text)
+
+
+def test_the_rank_that_failed_first_has_the_last_word() -> None:
+    # Rank 1 fails; rank 0 prints after that, so that what rank 1 said has to be looked for.
+    code = (
+        "import os, sys, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "if os.environ['RINGLET_RANK'] == '1': sys.exit('the cause')\n"
+        "signal.pause(); print('much later', flush=True)"
+    )
+    run = [SCRIPT, "run", "--gloo", "-np", "2", sys.executable, "-c", code]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert "much later" in ended.stdout
+    assert ended.stderr.startswith("ringlet run: 2 ranks over gloo: ")
+    assert ended.stderr.endswith(
+        "ringlet run: rank 1 failed first; its last lines were:\nringlet run: | the cause\n"
+    )
 
 
 def test_importing_is_quick() -> None:

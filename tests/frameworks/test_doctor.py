@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -53,6 +54,26 @@ def test_with_ranks_on_one_host(way: str) -> None:
     assert done.stdout.count("  numpy ") == 1
     assert "2 ranks over " in done.stdout
     assert "Inside one host compression saves no time" in done.stdout
+
+
+def test_as_json() -> None:
+    alone = json.loads(ran(*DOCTOR, "--json").stdout)
+    assert {"name", "text", "good"} == alone["machine"][0].keys()
+
+
+@pytest.mark.skipif(not transports, reason="needs a transport between processes")
+def test_with_ranks_as_json() -> None:
+    done = ran(*DOCTOR, "-np", "2", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["good"], found["compression"]) == (0, True, "none")
+    assert len(found["hosts"]) == 2
+    assert (found["links"], found["predicted"]) == ([], [])
+    assert found["allreduce_bytes_per_s"] > 0
+    # How far it has come is said beside it, a line a piece, where no terminal is.
+    assert [line.partition(" (")[0] for line in done.stderr.splitlines()] == [
+        "1/2 measuring the links between hosts",
+        "2/2 timing an uncompressed allreduce",
+    ]
 
 
 @pytest.mark.skipif(missing is not None, reason=str(missing))

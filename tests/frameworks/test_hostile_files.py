@@ -16,7 +16,7 @@ from ringlet.report.summary import read
 EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
 ALLOWED = set(
     "html head meta title style body header h1 p div b span figure h2 i svg g path text rect"  # noqa: SIM905
-    " circle details summary table thead tbody tr th td code".split()
+    " circle details summary table thead tbody tr th td code label input".split()
 )
 
 
@@ -73,7 +73,7 @@ def replaced(value, path, new):
 def drawn(records, path, capsys):
     """Return the page of these records, or None where they hold no step."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    options = SimpleNamespace(metrics=[path], output=path.with_suffix(".html"))
+    options = SimpleNamespace(metrics=[path], output=path.with_suffix(".html"), json=False)
     code = draw_report.main(options)
     said = capsys.readouterr()
     assert code in (0, 2)
@@ -163,7 +163,7 @@ def test_a_report_is_not_written_through_a_link(tmp_path, capsys):
     (tmp_path / "run.html").symlink_to(target)
     path = tmp_path / "run.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in good()))
-    assert draw_report.main(SimpleNamespace(metrics=[path], output=None)) == 2
+    assert draw_report.main(SimpleNamespace(metrics=[path], output=None, json=False)) == 2
     assert "is a symbolic link" in capsys.readouterr().err
     assert target.read_text() == "precious"
 

@@ -211,6 +211,10 @@ def test_a_report_is_one_sound_page(tmp_path, capsys):
     spec = str(parse("topk(ratio=0.01) | ef"))
     assert f"run.jsonl · compression {spec} · ringlet 0.1.0 · python 3" in text
     assert "95 % within" in text
+    assert main(["report", "--json", str(path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] in ("paid", "cost", "even", "unclear")
+    assert (told["sentence"] + "\n" + told["page"] + "\n") == out
 
 
 def test_a_report_shows_every_optimizer_and_what_is_sent_one_by_one(tmp_path, capsys):
@@ -327,7 +331,8 @@ def test_a_file_without_steps_is_refused(tmp_path, content, capsys):
     assert f"{path} holds no step of a training run" in err
     with pytest.raises(NotARun):
         read(path)
-    assert report(tmp_path / "none.jsonl", capsys=capsys)[0] == 2
+    code, _, err = report(tmp_path / "none.jsonl", capsys=capsys)
+    assert (code, "there is no file" in err, "RINGLET_METRICS=" in err) == (2, True, True)
 
 
 def made(ratio, took, plain, steps=20):

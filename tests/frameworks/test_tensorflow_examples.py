@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.preloaded("tensorflow")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = {
     "keras_digits.py": ["--epochs", "3", "--compression", "int8 | ef", "--precision", "bf16"],
+    "keras_fit.py": [],
     "tensorflow_custom_loop.py": ["--steps", "60"],
     "tensorflow_embedding.py": ["--epochs", "2"],
     "tensorflow_function.py": [],
@@ -55,6 +57,14 @@ def test_keras_digits(told):
     assert lines["replicas bit-equal"] == "yes"
     assert float(lines["ratio"]) > 3
     assert lines["precision"] == "bf16"
+
+
+def test_keras_fit(told):
+    (said,) = [line for line in told["keras_fit.py"] if line.startswith("accuracy")]
+    figures = said + told["keras_fit.py"][said]
+    accuracy, fewer = map(float, re.findall(r"([\d.]+) (?:%|times)", figures))
+    assert accuracy > 75
+    assert fewer > 3
 
 
 def test_custom_loop(told):

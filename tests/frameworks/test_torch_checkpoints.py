@@ -1,4 +1,4 @@
-"""The recipes of docs/pytorch.md for checkpoints, in loops that call them as the libraries do."""
+"""The recipes of docs/checkpoints.md, in loops that call them as the libraries do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import ringlet.torch as hvd
 pytestmark = pytest.mark.preloaded("torch")
 
 SPEC = "topk(ratio=0.05) | ef"
-TEXT = (Path(__file__).parents[2] / "docs" / "pytorch.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 
 
 def recipe(name, **given):

@@ -146,7 +146,9 @@ def test_lines_carry_their_rank(ringlet: Launcher, transport: str) -> None:
     returned, out, err = ringlet(code, 3, transport).end()
     assert returned == 0
     assert sorted(out.splitlines()) == [b"[%d]<stdout>: out %d" % (n, n) for n in range(3)]
-    assert sorted(err.splitlines()) == [b"[%d]<stderr>: err %d" % (n, n) for n in range(3)]
+    started, *lines = err.splitlines()
+    assert started.startswith(f"ringlet run: 3 ranks over {transport}: ".encode())
+    assert sorted(lines) == [b"[%d]<stderr>: err %d" % (n, n) for n in range(3)]
 
 
 def test_bytes_pass_through_as_they_are(ringlet: Launcher) -> None:
@@ -242,7 +244,7 @@ def test_the_first_failure_ends_the_job(
 
 
 def test_all_is_well_when_every_rank_says_so(ringlet: Launcher) -> None:
-    assert ringlet("pass", 3).end() == (0, b"", b"")
+    assert ringlet("pass", 3, "gloo", "--quiet").end() == (0, b"", b"")
 
 
 def test_whoever_ignores_the_request_to_end_is_killed(ringlet: Launcher, tmp_path: Path) -> None:

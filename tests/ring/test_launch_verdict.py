@@ -109,7 +109,7 @@ while hvd.rank() == 0:
     ],
 )
 def test_the_launcher_names_who_left(transport: str) -> None:
-    options = ["-m", "ringlet", "run", "-np", "2", "--transport", transport]
+    options = ["-m", "ringlet", "run", "--quiet", "-np", "2", "--transport", transport]
     done = subprocess.run(
         [sys.executable, *options, sys.executable, "-c", EARLY],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
