@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-_EXTRAS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
-_NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "keras": "Keras"}
+_EXTRAS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
+_EXTRAS |= {"optax": "jax"}
+_NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "keras": "Keras", "jax": "JAX"}
+_NAMES |= {"optax": "optax"}
 _BACKEND = ", which Keras runs on here; set KERAS_BACKEND for another, or install it"
 
 
