@@ -30,6 +30,7 @@ from ringlet.jax.ops.movements import (
 )
 from ringlet.jax.ops.reducescatter import grouped_reducescatter, reducescatter
 from ringlet.jax.ops.reductions import allreduce, grouped_allreduce
+from ringlet.jax.sharded.mesh_mean import sharded_mean
 from ringlet.job.objects import allgather_object, broadcast_object
 
 __all__ = [
@@ -50,5 +51,6 @@ __all__ = [
     "reducescatter",
     "replicas_equal",
     "residual_norm",
+    "sharded_mean",
 ]
 __all__ += common_names.__all__
