@@ -19,6 +19,7 @@ CASES = [
      "KERAS_BACKEND for another, or install it: pip install 'ringlet[tensorflow]'"),
     ("ringlet.jax", "jax", "jax", "JAX: pip install 'ringlet[jax]'"),
     ("ringlet.jax", "optax", "optax", "optax: pip install 'ringlet[jax]'"),
+    ("ringlet.mxnet", "mxnet", "mxnet", "MXNet: pip install --no-deps mxnet requests"),
     ("ringlet.keras", "torch", "torch", "PyTorch, which Keras runs on here; set KERAS_BACKEND for "
      "another, or install it: pip install 'ringlet[torch]'"),
 ]  # fmt: skip
