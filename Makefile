@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-install docs docs-serve figures stress faults test-bounds test-gpu lint types check clean
+.PHONY: demo test test-install docs docs-serve figures stress faults test-bounds test-gpu test-mxnet lint types check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -47,6 +47,17 @@ figures: $(VENV)/.docs
 test-gpu:
 	@sh tests/run_gpu.sh
 
+# MXNet asks for a NumPy that nothing else here runs with, and works with another: no dependencies.
+MXVENV := .venv-mxnet
+test-mxnet: $(MXVENV)/.made
+	$(MXVENV)/bin/python -m pytest tests/mxnet
+
+$(MXVENV)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(MXVENV)
+	$(MXVENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[mpi,run]' hypothesis pytest pytest-timeout requests
+	$(MXVENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps mxnet
+	touch $@
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,7 +68,7 @@ types: $(VENV)/.test
 check: lint types test
 
 clean:
-	rm -rf $(VENV) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(MXVENV) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Ringlet needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11")'

@@ -33,13 +33,14 @@ FLOORS = {
     "frameworks": """precision metrics job observe shared horovod report cli as_horovod
         torch/tensors torch/ops torch/precision torch/optimizer torch/functions torch/elastic
         torch/parallel torch/recipes torch
-        tensorflow/ops tensorflow/functions keras tensorflow __main__""",
+        tensorflow/ops tensorflow/functions jax/ops keras tensorflow jax/sharded jax mxnet
+        __main__""",
 }
 # Modules that Horovod has in every adapter, and programs import by these names.
 HOROVODS = {"callbacks", "compression", "elastic", "functions", "optimizer", "sync_batch_norm"}
 # What each adapter says in the terms of its framework, so that who knows one knows all.
 ADAPTERS = {"checkpoint", "movements", "placement", "reducescatter", "reductions"}
-FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "mxnet", "pyspark", "ray"}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "optax", "mxnet", "pyspark", "ray"}
 
 
 def imports(path):

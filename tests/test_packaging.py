@@ -175,7 +175,7 @@ def brought_by(extra, extras):
     return found
 
 
-@pytest.mark.parametrize("extra", ["torch", "tensorflow", "mpi", "interop", "test"])
+@pytest.mark.parametrize("extra", ["torch", "tensorflow", "jax", "mpi", "interop", "test"])
 def test_what_a_framework_needs_brings_a_transport(extra, monkeypatch):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     brought = brought_by(extra, extras["optional-dependencies"])

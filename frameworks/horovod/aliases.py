@@ -37,6 +37,10 @@ ALIASES = {
     "horovod.keras": "ringlet.keras",
     "horovod.keras.callbacks": "ringlet.keras.callbacks",
     "horovod.keras.elastic": "ringlet.keras.elastic",
+    "horovod.mxnet": "ringlet.mxnet",
+    "horovod.mxnet.mpi_ops": "ringlet.mxnet",
+    "horovod.mxnet.functions": "ringlet.mxnet",
+    "horovod.mxnet.compression": "ringlet.mxnet.compression",
     "horovod.common": "",  # a package with nothing of its own
     "horovod.common.process_sets": "ringlet.job.process_sets",
     "horovod.common.elastic": "ringlet.job.elastic",

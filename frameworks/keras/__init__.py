@@ -1,4 +1,4 @@
-"""Ringlet for Keras 3 (on TensorFlow, torch) and tf_keras: Horovod's interface, with compressors.
+"""Ringlet for Keras 3 (TensorFlow, torch, JAX) and tf_keras: Horovod's names, with compressors.
 
 ```python
 import ringlet.keras as hvd

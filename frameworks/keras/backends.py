@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
+from ringlet.ring.dtypes import Array
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.gradients import Reducer, Slot
 
 Called = TypeVar("Called", bound=Callable[..., Any])
-SUPPORTED = ("tensorflow", "torch")
+SUPPORTED = ("tensorflow", "torch", "jax")
 LOSS_SCALE_OUTSIDE = (
     "a LossScaleOptimizer around a DistributedOptimizer would skip steps on one rank and not on "
     "others. Wrap it the other way round: DistributedOptimizer(LossScaleOptimizer(optimizer)). "
@@ -26,7 +27,7 @@ def backend() -> str:
     name: str = keras.config.backend()
     if name not in SUPPORTED:
         raise RuntimeError(
-            f"ringlet.keras runs on Keras's backends {' and '.join(SUPPORTED)}, not {name!r}; set "
+            f"ringlet.keras runs on Keras's backends {', '.join(SUPPORTED)}, not {name!r}; set "
             "KERAS_BACKEND before keras is imported"
         )
     return name
@@ -55,6 +56,8 @@ def reduce_gradients(
         from ringlet.tensorflow.ops.gradient_node import reduced
 
         return reduced(reducer, variables, names, gradients, cohorts, accumulator)
+    if backend() == "jax":
+        return True, _reduce_jax(reducer, names, gradients, cohorts)
     return _reduce_torch(reducer, accumulator, names, gradients, cohorts)
 
 
@@ -75,6 +78,49 @@ def _then_nothing(apply: Callable[[], Any]) -> Any:
 
     done = apply()
     return tf.group(done) if isinstance(done, tf.Operation) else tf.no_op()
+
+
+def check_jax(optimizer: Any, passes: int) -> None:
+    """Raise ValueError for what an optimizer in a program of JAX's cannot do.
+
+    Its steps are one program, which does not know between them whether one was skipped.
+    """
+    if backend() != "jax":
+        return
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "a LossScaleOptimizer cannot be distributed on Keras's backend jax: take the policy "
+            "mixed_bfloat16, or 'bf16' as precision, which need no loss scale"
+        )
+    if passes != 1:
+        raise ValueError(
+            "backward_passes_per_step is for Keras's other backends: on jax pass "
+            "gradient_accumulation_steps to the optimizer inside"
+        )
+
+
+def _reduce_jax(
+    reducer: Reducer,
+    names: Sequence[str],
+    gradients: Sequence[Any],
+    cohorts: Sequence[str],
+) -> list[Any]:
+    from ringlet.jax.ops.operands import dtype_of
+    from ringlet.jax.ops.ordered_calls import call
+
+    slots, given = [], []
+    for name, gradient, cohort in zip(names, gradients, cohorts, strict=True):
+        if gradient is not None:
+            dtype = dtype_of(gradient, f"the gradient of {name!r}")
+            slots.append(Slot(name, dtype, tuple(gradient.shape), False, cohort))
+            given.append(gradient)
+    unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+
+    def exchange(arrays: Sequence[Array], results: Sequence[Array]) -> None:
+        reducer.reduce(slots, arrays, unused, results)
+
+    reduced = iter(call(exchange, given, [(slot.dtype, slot.shape) for slot in slots]))
+    return [None if gradient is None else next(reduced) for gradient in gradients]
 
 
 def _reduce_torch(

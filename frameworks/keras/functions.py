@@ -135,11 +135,18 @@ def variables_equal(variables: Sequence[Any]) -> bool:
 
 def _operation(name: str) -> Any:
     """Return the operation of that name in the adapter of Keras's backend."""
-    return (_of_tensorflow() if backend() == "tensorflow" else _of_torch())[name]
+    found = {"tensorflow": _of_tensorflow, "torch": _of_torch, "jax": _of_jax}[backend()]
+    return found()[name]
 
 
 def _of_tensorflow() -> dict[str, Any]:
     from ringlet.tensorflow.ops import movements, reducescatter, reductions
+
+    return vars(movements) | vars(reducescatter) | vars(reductions)
+
+
+def _of_jax() -> dict[str, Any]:
+    from ringlet.jax.ops import movements, reducescatter, reductions
 
     return vars(movements) | vars(reducescatter) | vars(reductions)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 
@@ -48,9 +48,15 @@ class Distributed(Reducing):
         ends, reduced = self._ringlet_reduced(gradients, variables)
         backends.when(ends, lambda: inner.apply(reduced, trainable_variables))
 
-    def stateless_apply(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: communication is not a pure function."""
-        raise RuntimeError("a DistributedOptimizer has no stateless_apply; use apply")
+    def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduce and apply on Keras's backend jax, whose programs call this; elsewhere refuse.
+
+        What compressors remember stays beside the program, in the order in which it runs.
+        """
+        if backends.backend() != "jax":
+            raise RuntimeError("a DistributedOptimizer has no stateless_apply; use apply")
+        inner: Any = super()
+        return inner.stateless_apply(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Keras's LossScaleOptimizer sets this on the optimizer that it is put around.
@@ -129,6 +135,7 @@ def distributed(optimizer: Any, name: str | None, options: Options) -> Any:
     backends.backend()
     current()
     optimizer = with_loss_scale(optimizer, options.policy)
+    backends.check_jax(optimizer, options.backward_passes_per_step)
     kind, scaled = keras.saving.get_registered_name, keras.optimizers.LossScaleOptimizer
     return made_of(optimizer, Distributed, kind, scaled, optimizer.name, name, options)
 

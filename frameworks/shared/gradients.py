@@ -120,7 +120,11 @@ class Reducer:
                 self._bind(current())
 
     def reduce(
-        self, slots: Sequence[Slot], arrays: Sequence[Array], unused: Sequence[str] = ()
+        self,
+        slots: Sequence[Slot],
+        arrays: Sequence[Array],
+        unused: Sequence[str] = (),
+        outputs: Sequence[Array] | None = None,
     ) -> list[Array]:
         """Return the reduced gradients; collective, and called with the same slots on all ranks.
 
@@ -128,12 +132,13 @@ class Reducer:
 
         ``arrays`` are one for each slot, or values and indices where it is sparse. So are the
         results, but those of sparse gradients that are fused are dense: one array. Arrays given
-        are left alone, and never returned.
+        are left alone, and never returned. Where no gradient is sparse the results may go to
+        ``outputs``, contiguous arrays of the slots' dtypes and shapes.
         """
         with self._lock:
             process_set, runtime = self.settings.process_set, current()
             if not process_set.included() or process_set.size() == 1:
-                return self._alone(slots, arrays)
+                return self._alone(slots, arrays, outputs)
             self._bind(runtime)
             if self.settings.guard and not self._all_finite(slots, arrays):
                 return self._overflowed(slots, arrays)
@@ -143,7 +148,7 @@ class Reducer:
             if self._undo is not None:
                 self._undo.remember(self.states)
             self._unfinished = True
-            results = step.run(arrays)
+            results = step.run(arrays, outputs)
             self._unfinished = False
             self.step = step.number
             return results
@@ -158,6 +163,16 @@ class Reducer:
             if self._unfinished and self._undo is not None:
                 self._undo.restore(self.states, counters=True)
             self._unfinished = False
+
+    def go_to(self, step: int) -> None:
+        """Let the next reduction be that of ``step``, with the groups that there are.
+
+        For states that the caller puts in place before each reduction; on all ranks alike.
+        """
+        with self._lock:
+            self.step = step
+            for each in self._steps.values():
+                each.go_to(step)
 
     def restart(self, step: int) -> None:
         """Go on at ``step`` with the states as they are now: groups are declared anew."""
@@ -226,7 +241,16 @@ class Reducer:
                 ", ".join(map(repr, names[:3])),
             )
 
-    def _alone(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
+    def _alone(
+        self,
+        slots: Sequence[Slot],
+        arrays: Sequence[Array],
+        outputs: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        if outputs is not None:
+            for out, array in zip(outputs, arrays, strict=True):
+                out[...] = array
+            return list(outputs)
         results, given = [], iter(arrays)
         for slot in slots:
             parts = [next(given) for _ in range(slot.inputs)]
@@ -263,10 +287,14 @@ class Staying(Reducer):
     """Stands for a reducer where gradients stay on their rank, and are only added up."""
 
     def reduce(
-        self, slots: Sequence[Slot], arrays: Sequence[Array], unused: Sequence[str] = ()
+        self,
+        slots: Sequence[Slot],
+        arrays: Sequence[Array],
+        unused: Sequence[str] = (),
+        outputs: Sequence[Array] | None = None,
     ) -> list[Array]:
         """Return the gradients as they are."""
-        return self._alone(slots, arrays)
+        return self._alone(slots, arrays, outputs)
 
 
 class _Step:
@@ -334,9 +362,16 @@ class _Step:
         """Be called ``title`` in timelines, reports and errors."""
         runtime.engine.entitle(self._group, title)
 
-    def run(self, arrays: Sequence[Array]) -> list[Array]:
+    def go_to(self, step: int) -> None:
+        """Let the next step be that of this number."""
+        self.number = step
+        if self._group.step != step:
+            self._group.restart(step)
+
+    def run(self, arrays: Sequence[Array], outputs: Sequence[Array] | None = None) -> list[Array]:
         """Submit everything, wait for everything, and return the results."""
-        outputs = allocate([s.dtype for s in self._dense], [s.shape for s in self._dense])
+        if outputs is None:
+            outputs = allocate([s.dtype for s in self._dense], [s.shape for s in self._dense])
         free, given = iter(outputs), iter(arrays)
         results: list[Array | None] = []
         gathering: list[tuple[int, RowExchange]] = []

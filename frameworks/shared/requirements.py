@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 
-_EXTRAS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
-_NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "keras": "Keras"}
+_EXTRAS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
+_EXTRAS |= {"optax": "jax"}
+_NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "keras": "Keras", "jax": "JAX"}
+_NAMES |= {"optax": "optax", "mxnet": "MXNet"}
+# It asks for an older NumPy than Ringlet, and works with this one.
+_PLAINLY = {"mxnet": "--no-deps mxnet requests"}
 _BACKEND = ", which Keras runs on here; set KERAS_BACKEND for another, or install it"
 
 
@@ -21,5 +25,6 @@ def need(module: str, adapter: str) -> None:
         if missing not in _NAMES:
             raise
         why = _BACKEND if module == "keras" and missing != "keras" else ""
-        text = f"{adapter} needs {_NAMES[missing]}{why}: pip install 'ringlet[{_EXTRAS[missing]}]'"
+        what = f"'ringlet[{_EXTRAS[missing]}]'" if missing in _EXTRAS else _PLAINLY[missing]
+        text = f"{adapter} needs {_NAMES[missing]}{why}: pip install {what}"
         raise ModuleNotFoundError(text, name=missing) from None

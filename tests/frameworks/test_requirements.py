@@ -17,6 +17,9 @@ CASES = [
     ("ringlet.keras", "keras", "keras", "Keras: pip install 'ringlet[tensorflow]'"),
     ("ringlet.keras", "tensorflow", "tensorflow", "TensorFlow, which Keras runs on here; set "
      "KERAS_BACKEND for another, or install it: pip install 'ringlet[tensorflow]'"),
+    ("ringlet.jax", "jax", "jax", "JAX: pip install 'ringlet[jax]'"),
+    ("ringlet.jax", "optax", "optax", "optax: pip install 'ringlet[jax]'"),
+    ("ringlet.mxnet", "mxnet", "mxnet", "MXNet: pip install --no-deps mxnet requests"),
     ("ringlet.keras", "torch", "torch", "PyTorch, which Keras runs on here; set KERAS_BACKEND for "
      "another, or install it: pip install 'ringlet[torch]'"),
 ]  # fmt: skip

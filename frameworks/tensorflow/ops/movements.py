@@ -8,20 +8,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringlet.fusion import Request
 from ringlet.fusion.devices.host import Place
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.shared.arrays import allocate, flat, shaped
-from ringlet.shared.requests import (
-    check_some,
-    check_splits,
-    member_names,
-    rows_to_send,
-    wait_all,
+from ringlet.shared.array_operations import (
+    alltoall_array,
+    broadcast_flat,
+    gather_arrays,
+    wait_at_barrier,
 )
+from ringlet.shared.arrays import allocate, flat
+from ringlet.shared.requests import check_some, check_splits
 from ringlet.tensorflow.ops.autodiff import differentiable
 from ringlet.tensorflow.ops.bridge import Name, as_written, operation_name, run
 from ringlet.tensorflow.ops.placement import direct
@@ -113,7 +112,8 @@ def broadcast_all(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Return rank ``root_rank``'s tensors under ``names``, all in one graph node."""
-    root, number = process_set.rank_of(root_rank, "root_rank"), process_set.number()
+    process_set.rank_of(root_rank, "root_rank")  # an error where the graph is built
+    number = process_set.number()
     given = [signed(tensor) for tensor in tensors]
     dtypes = [dtype_of(tensor) for tensor in given]
     named = [
@@ -122,18 +122,8 @@ def broadcast_all(
     ]
 
     def submit(shapes: list[tuple[int, ...]], buffers: list[Array], place: str) -> None:
-        items = [
-            (
-                Request(
-                    tell(), "broadcast", dtype, shape, root=root, process_set=number, place=place
-                ),
-                buffer,
-                None,
-                None,
-            )
-            for tell, dtype, shape, buffer in zip(named, dtypes, shapes, buffers, strict=True)
-        ]
-        wait_all(current().engine.submit_all(items, at_once=True))
+        told = [tell() for tell in named]
+        broadcast_flat(told, dtypes, shapes, buffers, root_rank, process_set, place)
 
     def move(arrays: list[Array]) -> list[Array]:
         shapes = [array.shape for array in arrays]
@@ -192,8 +182,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     named = operation_name("barrier", None, None, number)
 
     def wait(_: list[Array]) -> list[Array]:
-        request = Request(named(), "barrier", process_set=number)
-        current().engine.submit(request, np.empty(0, np.float32), at_once=True).wait()
+        wait_at_barrier(named(), process_set)
         return []
 
     run(wait, [], [])
@@ -247,24 +236,8 @@ def _gather(
     named = operation_name(kind, name, tensors[0], number)
 
     def move(arrays: list[Array]) -> list[Array]:
-        # No group: rows may differ between ranks, so that some members are cached, others not.
-        names = member_names(named(), count, single)
-        items = [
-            (
-                Request(name, "allgather", dtype, array.shape, process_set=number),
-                flat(array),
-                None,
-                None,
-            )
-            for name, array, dtype in zip(names, arrays, dtypes, strict=True)
-        ]
-        handles = current().engine.submit_all(items, at_once=True)
-        wait_all(handles)
-        gathered = [
-            shaped(handle.output, dtype, (sum(handle.sizes), *array.shape[1:]))
-            for handle, array, dtype in zip(handles, arrays, dtypes, strict=True)
-        ]
-        return [*gathered, np.array([handle.sizes for handle in handles], np.int64)]
+        gathered, sizes = gather_arrays(named(), arrays, process_set, single)
+        return [*gathered, sizes]
 
     outputs: list[tuple[str, Any]] = [
         (dtype, None if t.shape.rank is None else (None, *t.shape[1:]))
@@ -284,12 +257,7 @@ def _alltoall(
 
     def move(arrays: list[Array]) -> list[Array]:
         array, shares = arrays
-        rows = rows_to_send(None if equal else shares, array.shape, size)
-        request = Request(named(), "alltoall", dtype, array.shape, process_set=number, splits=rows)
-        handle = current().engine.submit(request, flat(array), at_once=True)
-        handle.wait()
-        received = np.array(handle.sizes, np.int32)
-        return [shaped(handle.output, dtype, (sum(handle.sizes), *array.shape[1:])), received]
+        return list(alltoall_array(named(), array, None if equal else shares, process_set))
 
     shape = None if tensor.shape.rank is None else (None, *tensor.shape[1:])
     moved, received = run(move, [given, splits], [(dtype, shape), ("int32", (size,))])

@@ -9,18 +9,15 @@ import tensorflow as tf
 
 from ringlet.compressors.specs.routes import Spec
 from ringlet.job.process_sets import ProcessSet, global_process_set
-from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.dtypes import FLOATS, Array
-from ringlet.shared.arrays import flat, numpy_dtype, shaped
+from ringlet.ring.dtypes import Array
+from ringlet.shared.array_operations import scatter_arrays, scattered_types
 from ringlet.shared.compression import around, as_compressor, legacy
 from ringlet.shared.requests import (
     check_scatter,
     check_some,
-    group_requests,
     scatter_gradient,
     scattered_as,
-    wait_all,
 )
 from ringlet.tensorflow.ops.autodiff import differentiable, no_gradient
 from ringlet.tensorflow.ops.bridge import as_written, operation_name, run
@@ -108,36 +105,14 @@ def _run(
     single: bool,
     wire: str | None,
 ) -> list[Any]:
-    number, rank = process_set.number(), process_set.rank()
+    number = process_set.number()
     dtypes = [dtype_of(tensor) for tensor in tensors]
-    wires = [wire if wire and dtype in FLOATS else dtype for dtype in dtypes]
-    check_defined("reducescatter", name, wires, op, factors)
+    check_defined("reducescatter", name, scattered_types(dtypes, wire), op, factors)
     kind = "reducescatter" if single else "grouped_reducescatter"
     named = operation_name(kind, name, tensors[0], number)
 
     def combine(arrays: list[Array]) -> list[Array]:
-        requests = group_requests(
-            "reducescatter",
-            named(),
-            single,
-            wires,
-            [array.shape for array in arrays],
-            op=op,
-            prescale=factors[0],
-            postscale=factors[1],
-            process_set=number,
-        )
-        both = zip(arrays, wires, strict=True)
-        sources = [flat(array.astype(numpy_dtype(wire), copy=False)) for array, wire in both]
-        items = [(r, source, None, None) for r, source in zip(requests, sources, strict=True)]
-        handles = current().engine.submit_all(items, at_once=True)
-        wait_all(handles)
-        return [
-            shaped(handle.output, each, (handle.sizes[rank], *array.shape[1:])).astype(
-                array.dtype, copy=False
-            )
-            for handle, each, array in zip(handles, wires, arrays, strict=True)
-        ]
+        return scatter_arrays(named(), arrays, wire, op, factors, process_set, single)
 
     outputs: list[tuple[str, Any]] = [
         (dtype, None if t.shape.rank is None else (None, *t.shape[1:]))

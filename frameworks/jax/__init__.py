@@ -1,0 +1,56 @@
+"""Ringlet for JAX: collectives and an optax transformation, eager and in compiled programs.
+
+import ringlet.jax as hvd
+
+hvd.init()
+optimizer = optax.chain(hvd.reduce_gradients("topk(ratio=0.01) | ef"), optax.adam(1e-3))
+"""
+
+from ringlet.shared.requirements import need
+
+need("jax", "ringlet.jax")
+need("optax", "ringlet.jax")
+
+
+from ringlet.horovod import common_names
+from ringlet.horovod.common_names import *  # noqa: F403
+from ringlet.jax.functions import broadcast_pytree, replicas_equal
+from ringlet.jax.gradient_transformation import (
+    ReduceGradientsState,
+    reduce_gradients,
+    residual_norm,
+)
+from ringlet.jax.ops.movements import (
+    allgather,
+    alltoall,
+    barrier,
+    broadcast,
+    grouped_allgather,
+    join,
+)
+from ringlet.jax.ops.reducescatter import grouped_reducescatter, reducescatter
+from ringlet.jax.ops.reductions import allreduce, grouped_allreduce
+from ringlet.jax.sharded.mesh_mean import sharded_mean
+from ringlet.job.objects import allgather_object, broadcast_object
+
+__all__ = [
+    "ReduceGradientsState",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_pytree",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "join",
+    "reduce_gradients",
+    "reducescatter",
+    "replicas_equal",
+    "residual_norm",
+    "sharded_mean",
+]
+__all__ += common_names.__all__

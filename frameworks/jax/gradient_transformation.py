@@ -1,0 +1,270 @@
+"""``reduce_gradients``: what makes any optax optimizer a distributed one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ringlet.fusion.planning.member import overrides
+from ringlet.jax.held_state import Held, flattened, merge_layouts, nested, store
+from ringlet.jax.ops.operands import dtype_of
+from ringlet.jax.ops.ordered_calls import Output, call
+from ringlet.jax.tree_paths import paths_and_leaves
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
+from ringlet.precision import Policy
+from ringlet.precision.reduction import carrier
+from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import Array
+from ringlet.shared.arrays import numpy_dtype
+from ringlet.shared.gradients import Reducer, Settings, Slot
+from ringlet.shared.model_agreement import agree
+from ringlet.shared.optimizer_options import Options
+from ringlet.shared.residual_store import put
+
+Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # dtype and shape, by path and key
+
+_KIND = "reduce_gradients"
+_LATEST = 24  # schedules are tried at the steps 0, 1, 2, 4, ..., 2 ** _LATEST
+_SAME_STEP = "restore the state of the same step on every rank"
+
+
+class ReduceGradientsState(NamedTuple):
+    """What ``reduce_gradients`` knows between steps: a pytree of this rank's own.
+
+    ``step`` (int32) counts reductions. ``held`` has what compressors remember, arrays by the
+    gradient's path and a key, such as ``held["dense/kernel"]["residual"]``; ``present`` (uint8)
+    says of each whether its compressor has made it yet.
+    """
+
+    step: Any
+    present: Any
+    held: Held
+
+
+def reduce_gradients(
+    compression: Any = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    precision: str | Policy | None = None,
+    reduction: str | None = None,
+) -> optax.GradientTransformation:
+    """Return a transformation that replaces gradients by their average over all ranks, or sum.
+
+    ``optax.chain(reduce_gradients("topk(ratio=0.01) | ef"), optax.adam(1e-3))`` is a distributed
+    Adam. ``update`` works inside ``jax.jit`` and outside, in one exchange for all gradients; all
+    ranks call it with gradients of the same paths, shapes and dtypes (Mismatch, the same on every
+    rank). None has no gradient.
+
+    - ``compression``: a spec, or a mapping of patterns of paths such as "dense/kernel" to specs.
+    - ``op``: Average, Sum or Adasum; ``gradient_predivide_factor`` as in Horovod.
+    - ``reduction``: in what sums accumulate: "float32", or "wire" for the gradients' own dtype if
+      that is how the transport adds. None leaves it to ``precision``, a policy's name, and without
+      one to the transport.
+
+    ``init`` is collective where a compressor remembers something, because it finds out what: it
+    reduces zeros, at step 0 and at other steps of schedules. Raises SpecError (a ValueError), and
+    ValueError for a compressor whose state changes its shape.
+    """
+    if reduction not in (None, "float32", "wire"):
+        raise ValueError(f"reduction is 'float32', 'wire' or None, not {reduction!r}")
+    options = Options(
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        process_set=process_set,
+        precision=precision,
+    )
+    if options.policy.scale.watches:
+        raise ValueError(
+            f"policy {options.policy.name!r} has a loss scale, which JAX's optimizers keep "
+            "themselves: take 'bf16' or 'amp_bf16', or scale and unscale around reduce_gradients"
+        )
+    plain = options.settings()
+    chosen = plain.reduction if reduction is None else reduction
+    made = _Reductions(
+        Settings(plain.router, plain.op, plain.predivide, plain.process_set, reduction=chosen)
+    )
+    return optax.GradientTransformation(made.init, made.update)
+
+
+class _Reductions:
+    """The reducers of one transformation: one for each list of gradients."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._reducers: dict[tuple[Slot, ...], Reducer] = {}
+        self._layouts: dict[tuple[object, tuple[Slot, ...]], Layouts] = {}
+        self._lock = threading.Lock()
+
+    def init(self, params: Any) -> ReduceGradientsState:
+        """Return the state for gradients like ``params``, which may be shapes and dtypes."""
+        slots = _slots(params)
+        layouts = self._layout(slots)
+        held = {
+            path: {key: jnp.zeros(shape, dtype) for key, (dtype, shape) in layout.items()}
+            for path, layout in layouts.items()
+        }
+        count = max(1, sum(map(len, layouts.values())))  # orbax saves no empty arrays
+        return ReduceGradientsState(jnp.zeros((), jnp.int32), jnp.zeros(count, jnp.uint8), held)
+
+    def update(
+        self, updates: Any, state: ReduceGradientsState, params: Any = None
+    ) -> tuple[Any, ReduceGradientsState]:
+        """Return the reduced gradients, and what compressors remember now."""
+        del params
+        slots, (leaves, tree) = _slots(updates), jax.tree_util.tree_flatten(updates)
+        if not leaves:
+            return updates, state
+        keys = [(path, key) for path in sorted(state.held) for key in sorted(state.held[path])]
+        remembered = [state.held[path][key] for path, key in keys]
+        missing = sorted(set(state.held) - {slot.name for slot in slots})
+        if missing:
+            raise ValueError(f"the state is of other gradients: it remembers {missing[0]!r}")
+        outputs: list[Output] = [(slot.dtype, slot.shape) for slot in slots]
+        outputs.append(("uint8", tuple(state.present.shape)))
+        outputs += [(array.dtype.name, tuple(array.shape)) for array in remembered]
+        first = len(slots)
+
+        def exchange(arrays: Sequence[Array], results: Sequence[Array]) -> None:
+            step, present = int(arrays[first]), arrays[first + 1]
+            for source, target in zip(arrays[first + 2 :], results[first + 1 :], strict=True):
+                if source.ctypes.data != target.ctypes.data:
+                    target[...] = source
+            places: dict[str, dict[str, Array]] = {}
+            for (path, key), target in zip(keys, results[first + 1 :], strict=True):
+                places.setdefault(path, {})[key] = target
+            self._run(slots, arrays[:first], results[:first], step, present, results[first], places)
+
+        aliases = tuple((first + 2 + i, first + 1 + i) for i in range(len(keys)))
+        given = [*leaves, state.step, state.present, *remembered]
+        results = call(exchange, given, outputs, aliases)
+        held: Held = {path: {} for path in state.held}
+        for (path, key), array in zip(keys, results[first + 1 :], strict=True):
+            held[path][key] = array
+        after = ReduceGradientsState(state.step + 1, results[first], held)
+        return jax.tree_util.tree_unflatten(tree, results[:first]), after
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        slots: tuple[Slot, ...],
+        arrays: Sequence[Array],
+        outputs: Sequence[Array],
+        step: int,
+        present: Array,
+        now_present: Array,
+        places: dict[str, dict[str, Array]],
+    ) -> None:
+        """Reduce ``arrays`` into ``outputs``; what is remembered lies in ``places``."""
+        with self._lock:
+            reducer = self._reducers.get(slots)
+            if reducer is None:
+                label = current().unnamed(f"{_KIND}.step", self._settings.process_set.number())
+                items = [("the step", str(step))]
+                agree(_KIND, label, items, self._settings.process_set, _SAME_STEP)
+                reducer = self._reducers[slots] = Reducer(_KIND, self._settings)
+            first = 0
+            try:
+                for path, arrays_of in places.items():
+                    known = dict(
+                        pair
+                        for pair, there in zip(arrays_of.items(), present[first:], strict=False)
+                        if there
+                    )
+                    put(reducer.states.setdefault(path, {}), nested(known))
+                    first += len(arrays_of)
+                for slot in slots:  # which compressors that remember nothing else count, too
+                    reducer.states.setdefault(slot.name, {})["step"] = step
+                reducer.go_to(step)
+                reducer.reduce(slots, arrays, outputs=outputs)
+                first = 0
+                for path in sorted(reducer.states):  # as ``places`` are
+                    arrays_of = places.get(path, {})
+                    flags = now_present[first : first + len(arrays_of)]
+                    store(reducer.states[path], arrays_of, flags, f"the compressor of {path!r}")
+                    first += len(arrays_of)
+                now_present[first:] = 0
+            finally:
+                for state in reducer.states.values():  # of memory that is about to be XLA's again
+                    put(state, {})
+
+    def _layout(self, slots: tuple[Slot, ...]) -> Layouts:
+        """Return what compressors remember of these gradients. Collective, if they do."""
+        settings, runtime = self._settings, current()
+        if not settings.process_set.included() or settings.process_set.size() == 1:
+            return {}
+        found = self._layouts.get((runtime, slots))
+        if found is None:
+            found = self._layouts[runtime, slots] = self._tried(slots)
+        return found
+
+    def _tried(self, slots: tuple[Slot, ...]) -> Layouts:
+        settings = self._settings
+        asked = {slot: settings.router(slot.name) for slot in slots}
+        steps = [0, *(2**i for i in range(_LATEST + 1))]
+        schedules: dict[tuple[str, ...], int] = {}
+        for step in steps if any(overrides(c, "at") for c in asked.values()) else steps[:1]:
+            now = tuple(str(compressor.at(step)) for compressor in asked.values())
+            schedules.setdefault(now, step)
+        remembering = []
+        for slot, compressor in asked.items():
+            used, _ = carrier(compressor, slot.dtype, prod(slot.shape), settings.reduction)
+            if any(used.at(step).traits().stateful for step in schedules.values()):
+                remembering.append(slot)
+        if not remembering:
+            return {}
+        reducer = Reducer(f"{_KIND}.init", settings)
+        zeros = [np.zeros(slot.shape, numpy_dtype(slot.dtype)) for slot in remembering]
+        seen: dict[str, list[dict[str, Array]]] = {}
+        for step in schedules.values():
+            reducer.restart(step)
+            reducer.reduce(remembering, zeros)
+            for path, state in reducer.states.items():
+                seen.setdefault(path, []).append(flattened(state))
+                put(state, {})
+        reducer.restart(0)
+        try:
+            layouts = {path: merge_layouts(states) for path, states in sorted(seen.items())}
+        except ValueError as error:
+            raise ValueError(f"compression={settings.router}: {error}") from error
+        return {path: layout for path, layout in layouts.items() if layout}
+
+
+def _slots(tree: Any) -> tuple[Slot, ...]:
+    paths, leaves = paths_and_leaves(tree)
+    return tuple(
+        Slot(path, dtype_of(leaf, f"the gradient of {path!r}"), tuple(leaf.shape))
+        for path, leaf in zip(paths, leaves, strict=True)
+    )
+
+
+def residual_norm(state: Any) -> Any:
+    """Return the Euclidean norm (float32) of all residuals of this rank, inside ``jax.jit`` too.
+
+    ``state`` is any pytree that holds ``ReduceGradientsState``, such as that of ``optax.chain``.
+    Residuals that are kept in fewer bits than float32 do not count.
+    """
+    found = jax.tree_util.tree_leaves(state, is_leaf=_is_ours)
+    residuals = [
+        array
+        for one in found
+        if _is_ours(one)
+        for arrays in one.held.values()
+        for key, array in arrays.items()
+        if key.rpartition("/")[2] == "residual"
+    ]
+    return jnp.sqrt(sum((jnp.vdot(array, array) for array in residuals), jnp.zeros(())))
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, ReduceGradientsState)

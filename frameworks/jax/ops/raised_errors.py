@@ -1,0 +1,71 @@
+"""What fails inside a compiled program, raised where the program was called, in its own class.
+
+JAX carries a text out of a callback, not an exception: whatever it raises comes out as a
+``JaxRuntimeError``. So callbacks put down what they raised, and the method by which JAX runs
+programs that call back is wrapped: it looks there for what failed. Errors of others pass unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from ringlet.ring.errors import again
+
+_lock = threading.Lock()
+_failed: deque[Exception] = deque(maxlen=32)  # what callbacks raised and nobody was told
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Note what is raised inside, so that the program's caller gets it as it is."""
+    try:
+        yield
+    except Exception as error:
+        bare = again(error).with_traceback(None)  # frames would keep the program's memory alive
+        bare.__cause__ = bare.__context__ = None
+        with _lock:
+            _failed.append(bare)
+        raise
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Raise what a callback raised in place of the ``JaxRuntimeError`` that tells of it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        found = _own(str(error))
+        if found is None:
+            raise
+        raise found.with_traceback(error.__traceback__) from None
+
+
+def _own(message: str) -> Exception | None:
+    with _lock:
+        for failed in _failed:
+            if str(failed) and str(failed) in message:
+                _failed.remove(failed)
+                return failed
+    return None
+
+
+@functools.cache
+def watch_programs() -> None:
+    """Have errors of callbacks come out of compiled programs as what they are, from now on."""
+    from jax._src.interpreters.pxla import ExecuteReplicated
+
+    inner: Callable[..., Any] = ExecuteReplicated.__call__
+
+    @functools.wraps(inner)
+    def call(self: Any, *args: Any) -> Any:
+        with told():
+            return inner(self, *args)
+
+    ExecuteReplicated.__call__ = call

@@ -1,0 +1,132 @@
+"""DistributedOptimizer for MXNet's modules, and DistributedTrainer for Gluon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.mxnet.nd_views import view
+from ringlet.shared.gradients import Reducer, Slot
+from ringlet.shared.model_agreement import unique
+from ringlet.shared.optimizer_options import Options
+
+
+class DistributedOptimizer(mx.optimizer.Optimizer):
+    """An optimizer that averages gradients over all ranks before it updates weights.
+
+    Each index is a gradient of its own, as in Horovod; compressors keep what they remember by it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+        compression: Spec | Routes | Any = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._settings = Options.among(locals()).settings()
+        self._reducers: dict[tuple[Slot, ...], Reducer] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def create_state(self, index: Any, weight: Any) -> Any:
+        """Return what the wrapped optimizer keeps for a weight."""
+        return self._optimizer.create_state(index, weight)
+
+    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+        """Return what the wrapped optimizer keeps for a weight of 16 bits."""
+        return self._optimizer.create_state_multi_precision(index, weight)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Reduce ``grad`` in place, and update ``weight``; lists of them, too."""
+        self._reduce(index, grad)
+        self._optimizer.update(index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Reduce ``grad`` in place, and update a ``weight`` of 16 bits."""
+        self._reduce(index, grad)
+        self._optimizer.update_multi_precision(index, weight, grad, state)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the wrapped optimizer's rate."""
+        self._optimizer.set_learning_rate(lr)
+
+    def set_lr_mult(self, args_lr_mult: Any) -> None:
+        """Set the wrapped optimizer's factors of rates."""
+        self._optimizer.set_lr_mult(args_lr_mult)
+
+    def set_wd_mult(self, args_wd_mult: Any) -> None:
+        """Set the wrapped optimizer's factors of decay."""
+        self._optimizer.set_wd_mult(args_wd_mult)
+
+    def _reduce(self, index: Any, grad: Any) -> None:
+        listed = isinstance(index, tuple | list)
+        indices, grads = (list(index), list(grad)) if listed else ([index], [grad])
+        names = [str(self._optimizer.idx2name.get(i, i)) for i in indices]
+        arrays = [
+            view(each, f"the gradient of {n!r}") for n, each in zip(names, grads, strict=True)
+        ]
+        slots = _slots(names, arrays)
+        reducer = self._reducers.setdefault(slots, Reducer("DistributedOptimizer", self._settings))
+        reducer.reduce(slots, arrays, outputs=arrays)
+
+
+class DistributedTrainer(mx.gluon.Trainer):
+    """A Gluon trainer that averages gradients over all ranks, all of a step in one exchange.
+
+    ``compression`` is a spec, or a mapping of patterns of parameters' names to specs; ``prefix``
+    goes before the names. ``num_groups`` parts them into so many groups that travel together.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: Any = None,
+        compression: Spec | Routes | Any = None,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ValueError(
+                "DistributedTrainer reduces gradients by itself: pass it the optimizer inside the "
+                "DistributedOptimizer"
+            )
+        settings = Options.among(locals()).settings()
+        super().__init__(params, optimizer, optimizer_params, kvstore=None)
+        self._prefix, self._groups = prefix or "", num_groups
+        self._reducer = Reducer("DistributedTrainer", settings)
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what compression holds back on this rank."""
+        return self._reducer.norm()
+
+    def _allreduce_grads(self) -> None:
+        used = [param for param in self._params if param.grad_req != "null"]
+        names = unique([f"{self._prefix}{param.name}" for param in used])
+        arrays = [
+            view(param.list_grad()[0], f"the gradient of {name!r}")
+            for name, param in zip(names, used, strict=True)
+        ]
+        if arrays:
+            slots = _slots(names, arrays, self._groups)
+            self._reducer.reduce(slots, arrays, outputs=arrays)
+
+
+def _slots(names: Sequence[str], arrays: Sequence[Any], groups: int = 0) -> tuple[Slot, ...]:
+    each = -(-len(names) // groups) if groups else 0
+    return tuple(
+        Slot(name, np.dtype(array.dtype).name, tuple(array.shape), False,
+             str(i // each) if each else "")
+        for i, (name, array) in enumerate(zip(names, arrays, strict=True))
+    )  # fmt: skip

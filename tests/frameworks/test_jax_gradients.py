@@ -1,0 +1,343 @@
+"""ringlet.jax.reduce_gradients: an optax transformation whose state is a pytree of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ringlet.jax as hvd
+from ringlet.compressors import Compressor, Payload, Traits, resolve
+from ringlet.compressors.testing.tools.simulate import simulate
+from ringlet.jax.held_state import flattened, merge_layouts, nested, store
+
+SHAPES = {"dense": {"kernel": (60, 70), "bias": (70,)}, "out": (5000,)}
+SPECS = (
+    "none",
+    "fp16",
+    "int8 | ef",
+    "int4 | ef(dtype='bf16')",
+    "topk(ratio=0.1) | ef",
+    "onebit | ef(dtype='int8')",
+    "powersgd(rank=2) | ef",
+    "acpsgd(rank=2) | ef",
+    "randomk(ratio=0.1)",
+    "int8 | ef21",
+    "topk | momentum_correction",
+    "topk(ratio=0.1) | ef | warmup(steps=2)",
+    "onebit | server_ef",
+)  # fmt: skip
+
+
+def gradients(step, rank=None):
+    numbers = np.random.default_rng([step, hvd.rank() if rank is None else rank])
+    leaf = lambda shape: numbers.normal(size=shape).astype("float32")  # noqa: E731
+    return jax.tree.map(leaf, SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def trained(transformation, state, steps, compiled=True):
+    update = jax.jit(transformation.update) if compiled else transformation.update
+    results = []
+    for step in steps:
+        reduced, state = update(gradients(step), state)
+        assert hvd.replicas_equal(reduced)
+        results.append(bits(reduced))
+    return results, state
+
+
+def case_specs():
+    """Results are those of a simulated engine, and the same compiled, eager and restored."""
+    from orbax.checkpoint import StandardCheckpointer
+
+    size = hvd.size()
+    params = gradients(0, 0)
+    for spec in SPECS:
+        chosen = resolve(spec)
+        transformation = hvd.reduce_gradients(spec)
+        start = transformation.init(params)
+        results, end = trained(transformation, start, range(4))
+        assert int(end.step) == 4
+        assert trained(transformation, start, range(4))[0] == results, spec
+        assert trained(hvd.reduce_gradients(spec), start, range(4), False)[0] == results, spec
+        # Another process, or this one, goes on from a checkpoint.
+        _, middle = trained(transformation, start, range(2))
+        folder = Path(tempfile.mkdtemp()) / "state"
+        with StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder, middle)
+            checkpointer.wait_until_finished()
+            restored = checkpointer.restore(folder, jax.tree.map(jnp.zeros_like, middle))
+        again, last = trained(hvd.reduce_gradients(spec), restored, range(2, 4))
+        assert again == results[2:], spec
+        assert bits(last) == bits(end), spec
+        if chosen.traits().combine == "decode" and size == 2:
+            states = [{} for _ in range(size)]
+            for step in range(4):
+                given = [gradients(step, rank)["out"] for rank in range(size)]
+                expected = simulate(chosen, given, states, step, "out")
+                assert np.allclose(expected[0], np.frombuffer(results[step][-1], "float32"),
+                                   rtol=1e-5, atol=1e-6), spec  # fmt: skip
+
+
+def case_names():
+    """Compressors are chosen, and residuals filed, by path."""
+    routes = {"dense/*": "none", "out": "int8 | ef"}
+    transformation = hvd.reduce_gradients(routes)
+    state = transformation.init(gradients(0))
+    if hvd.size() == 1:
+        assert state.held == {}  # nothing is compressed
+        return
+    assert list(state.held) == ["out"]
+    second = [f"stage2.{hvd.rank()}/residual"] if hvd.size() > 2 else []  # of its own shard
+    assert sorted(state.held["out"]) == ["residual", *second]
+    _, state = trained(transformation, state, range(2))
+    chained = (optax.EmptyState(), {"inner": state})
+    own = np.linalg.norm(np.concatenate(list(state.held["out"].values())))
+    assert np.isclose(hvd.residual_norm(chained), own)
+    assert own > 0
+    assert float(hvd.residual_norm(optax.EmptyState())) == 0
+    listed = hvd.reduce_gradients("int8 | ef").init([jnp.ones(2000), (jnp.ones(3000), None)])
+    assert sorted(listed.held) == ["0", "1/0"]
+    shapes = jax.eval_shape(transformation.init, gradients(0))
+    assert shapes.held["out"]["residual"].shape == (5000,)
+
+
+def case_optax():
+    """Chains, accumulation, loops: what is put around an optax transformation."""
+    rank, size = hvd.rank(), hvd.size()
+    target = jnp.arange(3000.0) / 3000
+
+    def loss(params, noise):
+        return ((params["w"] - target + noise) ** 2).sum()
+
+    optimizer = optax.chain(
+        optax.MultiSteps(
+            hvd.reduce_gradients("topk(ratio=0.05) | ef"), 2
+        ).gradient_transformation(),
+        optax.adam(0.02),
+    )
+
+    @jax.jit
+    def train(params, state):
+        def step(carry, noise):
+            params, state = carry
+            grads = jax.grad(loss)(params, noise)
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), loss(params, 0.0)
+
+        noises = 0.01 * jax.random.normal(jax.random.key(rank), (300, 3000))
+        return jax.lax.scan(step, (params, state), noises)
+
+    params = hvd.broadcast_pytree({"w": jnp.full(3000, float(rank))})
+    (params, _), losses = train(params, optimizer.init(params))
+    assert losses[-1] < losses[0] / 20
+    assert hvd.replicas_equal(params)
+    total = hvd.reduce_gradients(op=hvd.Sum, gradient_predivide_factor=1.0)
+    ones = {"a": jnp.ones(3), "b": None}
+    reduced, _ = total.update(ones, total.init(ones))
+    assert (reduced["a"].tolist(), reduced["b"]) == ([size] * 3, None)
+    assert total.update({}, total.init({}))[0] == {}
+
+
+def case_memory():
+    """A state that is given away stays where it is; one that is kept stays what it is."""
+    transformation = hvd.reduce_gradients("int8 | ef")
+    grads = {"w": jnp.ones(200_000) * (1 + hvd.rank())}
+    state = transformation.init(grads)
+    update = jax.jit(transformation.update, donate_argnums=(0, 1))
+    _, state = update(jax.tree.map(jnp.copy, grads), state)
+    if hvd.size() > 1:
+        where = state.held["w"]["residual"].unsafe_buffer_pointer()
+        _, state = update(jax.tree.map(jnp.copy, grads), state)
+        assert state.held["w"]["residual"].unsafe_buffer_pointer() == where
+    kept, before = state, bits(state)
+    jax.block_until_ready(jax.jit(transformation.update)(gradients(0), transformation.init(
+        gradients(0))))  # fmt: skip
+    jax.block_until_ready(jax.jit(transformation.update)(grads, kept))
+    assert bits(kept) == before
+
+
+def case_reduction():
+    """Sums of 16-bit gradients accumulate in float32 where that is asked for."""
+    values = np.random.default_rng(hvd.rank()).normal(size=4096).astype("float32")
+    grads = {"w": jnp.asarray(values, "bfloat16")}
+    every = np.asarray(hvd.allgather(grads["w"].astype("float32")[None]))
+    exact = np.asarray(jnp.asarray(every.sum(0), "bfloat16"), "float32")
+    for options in ({"reduction": "float32"}, {"precision": "bf16"}):
+        transformation = hvd.reduce_gradients("none", op=hvd.Sum, **options)
+        reduced, _ = jax.jit(transformation.update)(grads, transformation.init(grads))
+        assert np.array_equal(np.asarray(reduced["w"], "float32"), exact), options
+    with pytest.raises(ValueError, match="'float32', 'wire' or None"):
+        hvd.reduce_gradients(reduction="float64")
+    with pytest.raises(ValueError, match="loss scale"):
+        hvd.reduce_gradients(precision="fp16")
+
+
+BROKEN = []
+
+
+class Breaking(Compressor):
+    """Fails on rank 1 at step 1, once."""
+
+    def traits(self):
+        return Traits()
+
+    def compress(self, x, ctx):
+        if ctx.rank == 1 and ctx.step == 1 and not BROKEN:
+            BROKEN.append(True)
+            raise ArithmeticError("not today")
+        return {"values": x.copy()}
+
+    def decompress(self, payload: Payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class Growing(Compressor):
+    """Remembers more in later steps than in its first one."""
+
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        ctx.state["seen"] = np.zeros(ctx.step + 1, np.float32)
+        return {"values": x.copy()}
+
+    def decompress(self, payload: Payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class Counting(Compressor):
+    """Remembers a number, a 64-bit array, and one within another dict."""
+
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        ctx.state["calls"] = ctx.state.get("calls", 0) + 1
+        seen = ctx.state.setdefault("seen", np.zeros(2, np.int64))
+        seen += 1
+        inside = ctx.state.setdefault("deep", {})
+        inside["large"] = inside.get("large", 2.0**40) + 1
+        assert inside["large"] == 2.0**40 + seen[0]
+        return {"values": np.full_like(x, ctx.state["calls"])}
+
+    def decompress(self, payload: Payload, out, ctx):
+        out[:] = payload["values"]
+
+
+def case_plugins():
+    if hvd.size() == 1:
+        return
+    grads = {"w": jnp.ones(2000)}
+    counting = hvd.reduce_gradients(Counting())
+    state = counting.init(grads)
+    update = jax.jit(counting.update)
+    for turn in range(3):
+        reduced, state = update(grads, state)
+        assert set(reduced["w"].tolist()) == {turn + 1}
+    growing = hvd.reduce_gradients(Growing())
+    state = growing.init(grads)
+    update = jax.jit(growing.update)
+    _, state = update(grads, state)
+    with pytest.raises(ValueError, match=r"'w' now remembers 'seen' as float32\[2\]"):
+        update(grads, state)
+
+
+def case_errors():
+    """What fails on one rank fails on all, alike; the step can be repeated from its state."""
+    size, rank = hvd.size(), hvd.rank()
+    if size == 1:
+        return
+    grads = {"w": jnp.ones(2000), "v": jnp.ones(3)}
+    transformation = hvd.reduce_gradients({"w": Breaking(), "*": "none"})
+    state = transformation.init(grads)
+    update = jax.jit(transformation.update)
+    _, state = update(grads, state)
+    with pytest.raises(hvd.HorovodInternalError, match="not today") as caught:
+        update(grads, state)
+    assert hvd.allgather_object(type(caught.value).__name__)[0] == type(caught.value).__name__
+    reduced, state = update(grads, state)
+    assert set(reduced["w"].tolist()) == {1.0}
+    odd = {"w": jnp.ones(2000 + rank)}
+    plain = hvd.reduce_gradients()
+    with pytest.raises(hvd.HorovodInternalError, match="'w' differs between ranks") as caught:
+        jax.jit(plain.update)(odd, plain.init(odd))
+    assert len(set(hvd.allgather_object(str(caught.value)))) == 1
+    with pytest.raises(hvd.HorovodInternalError, match="'w' differs between ranks"):
+        hvd.reduce_gradients("int8 | ef").init(odd)
+    late = plain.init(grads)._replace(step=jnp.int32(rank))
+    with pytest.raises(hvd.HorovodInternalError, match="same step on every rank"):
+        plain.update(grads, late)
+    fed = hvd.reduce_gradients("int8 | ef")
+    state = fed.init(grads)
+    with pytest.raises(ValueError, match="of other gradients: it remembers 'w'"):
+        fed.update({"v": jnp.ones(3)}, state)
+    with pytest.raises(TypeError, match="gradient of 'z' is of dtype complex64"):
+        plain.init({"z": jnp.ones(3, "complex64")})
+    with pytest.raises(ValueError, match="unknown compressor"):
+        hvd.reduce_gradients("int9")
+
+
+def case_join():
+    """A rank with fewer batches goes on with zeros."""
+    size, rank = hvd.size(), hvd.rank()
+    grads = {"w": jnp.ones(2000)}
+    transformation = hvd.reduce_gradients("none", op=hvd.Sum)
+    state = transformation.init(grads)
+    update = jax.jit(transformation.update)
+    for turn in range(2 + rank):
+        reduced, state = update(grads, state)
+        assert reduced["w"][0] == (size if turn < 2 else size - turn + 1)
+    assert hvd.join() == size - 1
+
+
+CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(("transport", "size"), [("gloo", 2), ("mpi", 3)])
+def test_on_ranks(case, transport, size, run_case):
+    run_case(case, transport, size)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_on_one_rank(case):
+    hvd.init()
+    try:
+        case()
+    finally:
+        hvd.shutdown()
+
+
+def test_states_as_arrays():
+    state = {
+        "residual": np.arange(3, dtype=np.float32),
+        "stage2.0": {"residual": np.ones(2, np.float32), "bits": np.ones((2, 2), np.uint64)},
+        "calls": 7, "mean": 0.5, "on": True, "step": 9,
+    }  # fmt: skip
+    arrays = flattened(state)
+    assert arrays["stage2.0/bits:uint64"].shape == (2, 2, 8)
+    again = nested(arrays)
+    assert again["calls"] == 7
+    assert (again["mean"], again["on"]) == (0.5, True)
+    assert again["stage2.0"]["bits"].tolist() == [[1, 1], [1, 1]]
+    assert np.shares_memory(again["residual"], state["residual"])
+    into = {key: np.full_like(array, 9) for key, array in sorted(arrays.items())}
+    into["later"] = np.ones(2, np.float32)
+    present = np.zeros(len(into), np.uint8)
+    store(state, into, present, "it")
+    assert present.tolist() == [1] * len(arrays) + [0]
+    assert into["later"].tolist() == [0, 0]
+    assert all(np.array_equal(into[key], arrays[key]) for key in arrays)
+    with pytest.raises(ValueError, match="no room"):
+        store(state, {}, present[:0], "it")
+    with pytest.raises(ValueError, match="another shape in later steps"):
+        merge_layouts([{"a": np.ones(2)}, {"a": np.ones(3)}])

@@ -1,0 +1,273 @@
+"""ringlet.jax: every collective on real ranks, eager and inside jax.jit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ringlet.jax as hvd
+from ringlet.jax.ops import ordered_calls, raised_errors
+from ringlet.job.process_sets import InvalidArgument
+
+OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
+DTYPES = ("float16", "bfloat16", "float32", "uint8", "int8", "int32")
+
+
+def both(function):
+    """Return the function as it is, and compiled."""
+    return (function, jax.jit(function))
+
+
+def case_allreduce():
+    size, rank = hvd.size(), hvd.rank()
+    mine = [float(r + 1) for r in range(size)]
+    expected = {
+        hvd.Average: sum(mine) / size,
+        hvd.Sum: sum(mine),
+        hvd.Min: 1.0,
+        hvd.Max: float(size),
+        hvd.Product: float(np.prod(mine)),
+    }
+    for op in OPS:
+        for call in both(lambda x, op=op: hvd.allreduce(x, op=op)):
+            assert call(jnp.full((2, 3), rank + 1.0)).tolist() == [[expected[op]] * 3] * 2
+    for dtype in DTYPES:
+        for call in both(lambda x: hvd.allreduce(x, average=False)):
+            for shape in ((), (5,), (2, 0), (300, 70)):
+                total = call(jnp.full(shape, rank + 1, dtype))
+                assert total.dtype == dtype
+                assert total.shape == shape
+                assert set(np.asarray(total).astype(float).reshape(-1)) <= {sum(mine)}
+    scaled = hvd.allreduce(
+        jnp.ones(3), op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25, name="scaled"
+    )
+    assert scaled.tolist() == [size / 2] * 3
+    assert int(hvd.allreduce(3, op=hvd.Sum)) == 3 * size
+    bits = hvd.allreduce(jnp.array([rank == 0, False]), op=hvd.Max)
+    assert bits.tolist() == [True, False]
+    one, two = jax.jit(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum))(jnp.ones(3))
+    assert (one.tolist(), two.tolist()) == ([size] * 3, [2 * size] * 3)
+
+
+def case_compression():
+    rank, size = hvd.rank(), hvd.size()
+    x = jax.random.normal(jax.random.key(rank), (4096,))
+    mean = hvd.allreduce(x, name="plain")
+    for spec, near in (("fp16", 1e-2), ("int8", 0.05)):
+        for call in both(lambda x, c=spec: hvd.allreduce(x, compression=c, name="compressed")):
+            assert np.allclose(call(x), mean, atol=near)
+    sent = sum(hvd.allreduce(x, compression="int8 | ef", name="fed") for _ in range(20))
+    assert np.allclose(sent / 20, mean, atol=0.01)
+    low = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Max, compression="fp16"))(jnp.full(3, rank))
+    assert low.tolist() == [size - 1] * 3
+    with pytest.raises(ValueError, match="needs a name"):
+        hvd.allreduce(x, compression="int8 | ef")
+
+
+def case_order():
+    """Calls of a program run in the order of tracing, whatever depends on them."""
+    size, rank = hvd.size(), hvd.rank()
+
+    @jax.jit
+    def many(*arrays):
+        return [hvd.allreduce(jnp.sin(a @ a), op=hvd.Sum) for a in arrays]
+
+    given = [jnp.full((60, 60), float(i)) for i in range(24)]
+    for total, a in zip(many(*given), given, strict=True):
+        assert np.allclose(total, size * jnp.sin(a @ a), atol=1e-4)
+
+    @jax.jit
+    def looped(x):
+        def body(carry, i):
+            again = hvd.allreduce(carry, op=hvd.Sum)
+            return jax.lax.cond(i > 1, lambda x: hvd.allreduce(x), lambda x: x, again), again.sum()
+
+        return jax.lax.scan(body, x, jnp.arange(4))
+
+    end, sums = looped(jnp.ones(3))
+    assert end.tolist() == [size**4] * 3
+    assert sums.tolist() == [3.0 * size**i for i in range(1, 5)]
+    # A rank that compiles once more counts its calls as the others do.
+    several = jax.jit(lambda x: hvd.allreduce(x[:2], op=hvd.Sum))
+    for turn in range(3):
+        length = 5 if rank == 0 and turn == 1 else 3
+        assert several(jnp.full(length, turn)).tolist() == [turn * size] * 2
+    assert float(hvd.allreduce(1.0, op=hvd.Sum)) == size
+
+
+def case_gradients():
+    size, rank = hvd.size(), hvd.rank()
+    weights = jnp.arange(3.0) + rank
+    total = sum(jnp.arange(3.0) + r for r in range(size))
+
+    def gradients(function, x):
+        loss = lambda x: (function(x) * weights).sum()  # noqa: E731
+        for call in both(jax.grad(loss)):
+            yield call(x)
+        yield jax.jit(jax.grad(jax.checkpoint(loss)))(x)
+
+    for got in gradients(lambda x: hvd.allreduce(x, op=hvd.Sum), jnp.ones(3)):
+        assert got.tolist() == total.tolist()
+    for got in gradients(lambda x: hvd.allreduce(x, name="mean"), jnp.ones(3)):
+        assert np.allclose(got, total / size)
+    for got in gradients(lambda x: hvd.broadcast(x, 0), jnp.ones(3)):
+        assert np.allclose(got, total / size if rank == 0 else 0)
+    for got in gradients(lambda x: hvd.allgather(x).reshape(size, 3), jnp.ones(3)):
+        assert np.allclose(got, total / size)
+    for got in gradients(lambda x: hvd.reducescatter(x, op=hvd.Sum), jnp.ones((size, 3))):
+        assert got.tolist() == [(size * (jnp.arange(3.0) + r)).tolist() for r in range(size)]
+    for got in gradients(hvd.alltoall, jnp.ones((size, 3))):
+        assert got.tolist() == [(jnp.arange(3.0) + r).tolist() for r in range(size)]
+    uneven = jax.grad(lambda x: (hvd.allgather(x) ** 2).sum())(jnp.full((rank + 1,), 2.0))
+    assert uneven.tolist() == [4.0] * (rank + 1)
+    with pytest.raises(LookupError, match="stop_gradient"):
+        jax.grad(lambda x: hvd.allreduce(x, op=hvd.Max).sum())(jnp.ones(3))
+
+
+def case_movements():
+    size, rank = hvd.size(), hvd.rank()
+    every = [[r, r] for r in range(size)]
+    for call in both(hvd.allgather):
+        assert call(jnp.full((1, 2), rank)).tolist() == every
+    uneven = hvd.allgather(jnp.full((rank, 2), rank))
+    assert uneven.tolist() == [[r, r] for r in range(size) for _ in range(r)]
+    if size > 1:
+        with pytest.raises(InvalidArgument, match="as many rows of every rank"):
+            jax.jit(hvd.allgather)(jnp.full((1 + rank, 2), rank))
+    with pytest.raises(InvalidArgument, match="without dimensions"):
+        hvd.allgather(1.0)
+    pair = hvd.grouped_allgather([jnp.full(1, rank), jnp.full((1, 1), rank)], name="pair")
+    assert [each.size for each in pair] == [size, size]
+    for dtype in DTYPES:
+        for call in both(lambda x: hvd.broadcast(x, size - 1)):
+            got = call(jnp.full((2, 2), rank, dtype))
+            assert (got.dtype, np.asarray(got, float).tolist()) == (dtype, [[size - 1] * 2] * 2)
+    for call in both(hvd.alltoall):
+        assert call(jnp.arange(size) + 10 * rank).tolist() == [rank + 10 * r for r in range(size)]
+    moved, received = hvd.alltoall(jnp.full(sum(range(size)), rank), list(range(size)))
+    assert moved.tolist() == [r for r in range(size) for _ in range(rank)]
+    assert received.tolist() == [rank] * size
+    for call in both(lambda x: hvd.reducescatter(x, op=hvd.Sum)):
+        rows = call(jnp.ones((2 * size + 1, 3)))
+        assert rows.shape == (2 + (rank == 0), 3)
+        assert set(np.asarray(rows).reshape(-1)) == {float(size)}
+    first, second = hvd.grouped_reducescatter([jnp.ones(size), jnp.ones((size, 2))], name="two")
+    assert (first.shape, second.shape) == ((1,), (1, 2))
+    assert float(hvd.reducescatter(jnp.ones(size), compression="bf16")[0]) == 1.0
+
+
+def case_trees():
+    rank = hvd.rank()
+    tree = {"dense": [jnp.full(3, rank), 0.5 * rank], "count": np.int32(rank)}
+    assert hvd.size() == 1 or not hvd.replicas_equal(tree)
+    same = hvd.broadcast_pytree(tree)
+    assert same["dense"][0].tolist() == [0, 0, 0]
+    assert (float(same["dense"][1]), int(same["count"])) == (0.0, 0)
+    assert hvd.replicas_equal(same)
+    assert hvd.broadcast_pytree({}) == {}
+    if hvd.size() > 1:
+        with pytest.raises(hvd.HorovodInternalError, match=r"'a' differs between ranks"):
+            hvd.broadcast_pytree({"a": jnp.ones(3 + rank)})
+    with pytest.raises(TypeError, match="leaf 'c' is of dtype complex64"):
+        hvd.broadcast_pytree({"c": jnp.ones(2, jnp.complex64)})
+
+
+def case_errors():
+    """What fails in a program is raised by its call, of its own class, alike on all ranks."""
+    size, rank = hvd.size(), hvd.rank()
+    if size > 1:
+        texts = []
+        for call in both(lambda x: hvd.allreduce(x, name="odd")):
+            with pytest.raises(hvd.HorovodInternalError, match="shapes differ") as caught:
+                call(jnp.ones(3 + rank))
+            assert type(caught.value).__name__ == "Mismatch"
+            texts.append(str(caught.value))
+        assert len(set(hvd.allgather_object(texts.pop()))) == 1
+    for turn in range(3):
+        assert jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(float(turn)) == turn * size
+    with pytest.raises(TypeError, match="complex64"):
+        jax.jit(hvd.allreduce)(jnp.ones(2, jnp.complex64))
+    with pytest.raises(ValueError, match="one of the ranks"):
+        jax.jit(lambda x: hvd.broadcast(x, 77))(1.0)
+    for refused in (hvd.barrier, hvd.join, lambda: hvd.broadcast_pytree({})):
+        with pytest.raises(RuntimeError, match="once, while it is traced"):
+            jax.jit(refused)()
+    with pytest.raises(jax.errors.JaxRuntimeError):  # what others' callbacks raise stays as it is
+        jax.block_until_ready(jax.jit(_failing)(1.0))
+
+
+def _failing(x):
+    def callback(_):
+        raise ValueError("mine")
+
+    return jax.pure_callback(callback, jax.ShapeDtypeStruct((), "float32"), x)
+
+
+def case_copies():
+    """An older JAX, without views of XLA's memory, gives the same."""
+    size, rank = hvd.size(), hvd.rank()
+    primitive, ordered_calls._primitive = ordered_calls._primitive, lambda: None
+    try:
+        many = jax.jit(lambda x: [hvd.allreduce(x + i, op=hvd.Sum) for i in range(8)])
+        for i, total in enumerate(many(jnp.zeros((300, 70)))):
+            assert set(np.asarray(total).reshape(-1)) == {float(i * size)}
+        assert jax.jit(hvd.allgather)(jnp.full((1,), rank)).tolist() == list(range(size))
+        got = jax.jit(hvd.allreduce)(jnp.full(3, rank, "bfloat16"))
+        assert np.asarray(got).dtype == ml_dtypes.bfloat16
+        if size > 1:
+            with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
+                jax.block_until_ready(jax.jit(hvd.allreduce)(jnp.ones(3 + rank)))
+    finally:
+        ordered_calls._primitive = primitive
+
+
+def case_process_sets():
+    size, rank = hvd.size(), hvd.rank()
+    if size < 3:
+        return
+    pair = hvd.add_process_set([0, 2])
+    if rank in (0, 2):
+        for call in both(lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=pair)):
+            assert float(call(float(rank))) == 2.0
+        assert jax.jit(lambda x: hvd.broadcast(x, 2, process_set=pair))(float(rank)) == 2.0
+    hvd.barrier()
+    hvd.remove_process_set(pair)
+
+
+def case_join():
+    size, rank = hvd.size(), hvd.rank()
+    total = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    for turn in range(rank + 1):
+        assert total(1.0) == size - turn
+    assert hvd.join() == size - 1
+    assert total(1.0) == size
+
+
+CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(("transport", "size"), [("gloo", 2), ("mpi", 3)])
+def test_on_ranks(case, transport, size, run_case):
+    run_case(case, transport, size)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_on_one_rank(case):
+    hvd.init()
+    try:
+        case()
+    finally:
+        hvd.shutdown()
+
+
+def test_errors_of_a_callback_are_told_once():
+    with pytest.raises(KeyError), raised_errors.noted():
+        raise KeyError("a key of its own")
+    with pytest.raises(KeyError, match="of its own"), raised_errors.told():
+        raise jax.errors.JaxRuntimeError("INTERNAL: KeyError: 'a key of its own'")
+    with pytest.raises(jax.errors.JaxRuntimeError), raised_errors.told():
+        raise jax.errors.JaxRuntimeError("INTERNAL: KeyError: 'a key of its own'")

@@ -1,0 +1,153 @@
+"""Compressors as JAX's operations on three devices of one process: this file is the script, too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+
+DEVICES = 3
+SPECS = (
+    "int8", "int4", "maxnorm(bits=3, bucket=64)", "onebit", "onebit | ef", "int8 | ef",
+    "int4 | ef(decay=0.9)", "block_topk(ratio=0.05)", "block_topk(ratio=0.05) | ef",
+    "block_topk(ratio=0.05, bits=16, block=256) | ef", "block_topk(ratio=0.1, block=65536) | ef",
+    "int4 | hadamard", "int4 | hadamard | ef", "onebit | hadamard(block=128)",
+)  # fmt: skip
+CHECKS = ("means", "payloads", "sums", "training", "mistakes")
+
+
+def main():
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    import ringlet.jax as hvd
+    from ringlet.compressors import parse
+    from ringlet.compressors.testing.tools.simulate import context, encode, simulate
+    from ringlet.jax.sharded.array_codecs import Around, codec_for, in_64_bits
+
+    axis = PartitionSpec("data")
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    numbers = np.random.default_rng(0)
+
+    def sharded(function, **kinds):
+        return jax.jit(jax.shard_map(function, mesh=mesh, **kinds))
+
+    def gradients(n):
+        spread = np.float32(10.0) ** numbers.integers(-3, 3, size=(1, n)).astype("float32")
+        return numbers.normal(size=(DEVICES, n)).astype("float32") * spread
+
+    def alike(given, expected):
+        return all(np.array_equal(row, expected, equal_nan=True) for row in np.asarray(given))
+
+    for spec in SPECS:
+        for n in (5000,) if spec != "int4 | hadamard | ef" else (33, 4096, 5000):
+
+            def mean(x, residual, step, spec=spec):
+                made, after = hvd.sharded_mean(x[0], "data", spec, residual[0], step)
+                return made[None], residual if after is None else after[None]
+
+            run = sharded(mean, in_specs=(axis, axis, PartitionSpec()), out_specs=(axis, axis))
+            states = [{} for _ in range(DEVICES)]
+            residual = jnp.zeros((DEVICES, n))
+            for step in range(3):
+                given = gradients(n)
+                if step == 1 and n > 40 and "topk" not in spec:
+                    given[1, 37] = np.inf
+                made, residual = run(given, residual, step)
+                expected = simulate(parse(spec), list(given), states, step)
+                assert alike(made, expected[0]), (spec, n, step)
+                for rank, state in enumerate(states):
+                    if "residual" in state:
+                        assert alike(residual[rank][None], state["residual"]), (spec, n, step)
+    print("means", flush=True)
+
+    for spec in dict.fromkeys(["fp16", "bf16", *(s.partition(" | ef")[0] for s in SPECS)]):
+        inner = parse(spec)
+        for n in (1, 33, 5000):
+            x = gradients(n)[0]
+            at = {"step": 7, "seed": 3, "name": "w"}
+            expected = encode(inner, x, context(x, **at))
+            codec, around = codec_for(inner), Around("w", 7, 3)
+            made = in_64_bits(jax.jit(partial(codec.encode, around=around)))(x)
+            assert made.keys() == expected.keys()
+            for name, array in expected.items():
+                assert np.asarray(made[name]).tobytes() == array.tobytes(), (spec, n, name)
+    print("payloads", flush=True)
+
+    given = gradients(5000)
+    unit = np.float32(1 / DEVICES)
+    for spec, dtype, first in (("none", "float32", False), ("bf16", "bfloat16", False),
+                               ("fp16", "float16", True)):  # fmt: skip
+        sent = np.asarray(jnp.asarray(given * unit if first else given, dtype), "float32")
+        total = sent[0] + sent[1] + sent[2]
+        expected = total if first else total * unit
+        for reduction in ("float32", "wire"):
+
+            def mean(x, spec=spec, reduction=reduction):
+                made, _ = hvd.sharded_mean(x[0], "data", spec, reduction=reduction)
+                return made[None]
+
+            made = np.asarray(sharded(mean, in_specs=axis, out_specs=axis)(given))
+            if reduction == "float32":
+                assert alike(made, expected), spec
+            near = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 3e-3}[dtype]
+            size = np.abs(given).max(0) + 1e-4
+            assert (np.abs(made - expected) <= near * size).all(), (spec, reduction)
+    print("sums", flush=True)
+
+    target = jnp.arange(6000.0).reshape(60, 100) / 6000
+
+    def step(w, residual, noise, turn):
+        grad = jax.grad(lambda w: 0.5 * ((w - target + noise[0]) ** 2).sum())(w)
+        mean, after = hvd.sharded_mean(grad, "data", "int4 | hadamard | ef", residual[0], turn)
+        return w - 0.2 * mean, after[None]
+
+    plain = PartitionSpec()
+    train = sharded(step, in_specs=(plain, axis, axis, plain), out_specs=(plain, axis),
+                    check_vma=False)  # fmt: skip
+    w, residual = jnp.zeros((60, 100)), jnp.zeros((DEVICES, 6000))
+    for turn in range(60):
+        noise = jax.random.normal(jax.random.key(turn), (DEVICES, 60, 100)) * 0.01
+        w, residual = train(w, residual, noise, turn)
+    assert float(jnp.abs(w - target).max()) < 0.05
+    shards = [np.asarray(shard.data) for shard in w.addressable_shards]
+    assert all(np.array_equal(shards[0], shard) for shard in shards[1:])
+    half = sharded(lambda x: hvd.sharded_mean(x, "data", "int8")[0], in_specs=axis, out_specs=axis)
+    assert half(jnp.ones((DEVICES, 2000), "bfloat16")).dtype == "bfloat16"
+    print("training", flush=True)
+
+    for spec in ("topk", "powersgd", "int8 | ef21", "maxnorm(stochastic=True)",
+                 "int8 | ef(dtype='bf16')", "block_topk(bits=8)"):  # fmt: skip
+        with pytest.raises(ValueError, match="not there as operations of JAX's"):
+            sharded(lambda x, s=spec: hvd.sharded_mean(x, "data", s)[0], in_specs=axis,
+                    out_specs=axis)(jnp.ones((DEVICES, 2000)))  # fmt: skip
+    with pytest.raises(ValueError, match="'float32' or 'wire'"):
+        hvd.sharded_mean(jnp.ones(3), "data", reduction="double")
+    print("mistakes", flush=True)
+
+
+@pytest.fixture(scope="module")
+def job():
+    """Run the checks in a process of three devices."""
+    devices = f"--xla_force_host_platform_device_count={DEVICES}"
+    return subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_three_devices(job, check):
+    assert f"{check}\n" in job.stdout, job.stdout + job.stderr
+
+
+if __name__ == "__main__":
+    main()

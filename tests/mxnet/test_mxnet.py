@@ -1,0 +1,144 @@
+"""ringlet.mxnet on real ranks: `make test-mxnet` runs it, in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+CHECKS = ("reductions", "movements", "one semantics", "training", "module", "mistakes")
+SIZE = 2
+
+
+def main():
+    import horovod.mxnet as hvd
+    import mxnet as mx
+    from mxnet import autograd, gluon
+
+    from ringlet.compressors import parse
+    from ringlet.compressors.testing.tools.simulate import simulate
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    ones = mx.nd.ones
+
+    mine = ones((2, 3)) * (rank + 1)
+    for op, value in ((None, 1.5), (hvd.Sum, 3), (hvd.Min, 1), (hvd.Max, 2), (hvd.Product, 2)):
+        assert hvd.allreduce(mine, op=op).asnumpy().tolist() == [[value] * 3] * 2
+    assert mine.asnumpy().tolist() == [[rank + 1] * 3] * 2
+    for dtype in ("float16", "float32", "float64", "uint8", "int8", "int32", "int64"):
+        total = hvd.allreduce(ones((300, 70), dtype=dtype), average=False)
+        assert (np.dtype(total.dtype).name, set(total.asnumpy().reshape(-1))) == (dtype, {size})
+    assert hvd.allreduce_(mine, average=False) is mine
+    assert mine.asnumpy().tolist() == [[3] * 3] * 2
+    one, two = hvd.grouped_allreduce([ones(3), ones(2) * rank], name="two", op=hvd.Sum)
+    assert (one.asnumpy().tolist(), two.asnumpy().tolist()) == ([2] * 3, [1] * 2)
+    scaled = hvd.allreduce(ones(2), op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25)
+    assert scaled.asnumpy().tolist() == [1, 1]
+    values = mx.nd.array(np.random.default_rng(rank).normal(size=4096))
+    mean = hvd.allreduce(values, name="plain").asnumpy()
+    for spec, near in (("int8", 0.05), ("fp16", 1e-2), (hvd.Compression.fp16, 1e-2)):
+        assert np.allclose(hvd.allreduce(values, compression=spec).asnumpy(), mean, atol=near)
+    print("reductions", flush=True)
+
+    gathered = hvd.allgather(ones((rank + 1, 2)) * rank)
+    assert gathered.asnumpy().tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert hvd.broadcast(ones(3) * rank, 1).asnumpy().tolist() == [1, 1, 1]
+    own = ones(3) * rank
+    assert hvd.broadcast_(own, 1) is own
+    assert own.asnumpy().tolist() == [1, 1, 1]
+    moved = hvd.alltoall(mx.nd.arange(2) + 10 * rank)
+    assert moved.asnumpy().tolist() == [rank, rank + 10]
+    moved, received = hvd.alltoall(ones(3) * rank, mx.nd.array([1, 2]))
+    assert (moved.size, received.asnumpy().tolist()) == (2 * (rank + 1), [rank + 1] * 2)
+    assert hvd.reducescatter(ones((4, 2)), op=hvd.Sum).asnumpy().tolist() == [[2, 2]] * 2
+    assert hvd.grouped_reducescatter([ones(2), ones(4)])[1].shape == (2,)
+    assert [each.shape for each in hvd.grouped_allgather([ones(1), ones((1, 2))])] == [(2,), (2, 2)]
+    assert hvd.allgather_object(rank) == [0, 1]
+    hvd.barrier()
+    print("movements", flush=True)
+
+    for spec in ("int8 | ef", "onebit | ef", "qsgd", "topk(ratio=0.05) | int8 | ef"):
+        param = gluon.Parameter("w", shape=(50, 60))
+        param.initialize(mx.init.Zero())
+        trainer = hvd.DistributedTrainer([param], "sgd", {"learning_rate": 1.0}, compression=spec)
+        states = [{} for _ in range(size)]
+        for step in range(3):
+            draw = [np.random.default_rng([r, step]).normal(size=3000) for r in range(size)]
+            given = [each.astype("float32") for each in draw]
+            with autograd.record():
+                loss = (param.data() * mx.nd.array(given[rank].reshape(50, 60))).sum()
+            loss.backward()
+            trainer.allreduce_grads()
+            expected = simulate(parse(spec), given, states, step, "w", (50, 60))[0]
+            assert np.array_equal(param.grad().asnumpy().reshape(-1), expected), (spec, step)
+        assert trainer.residual_norm() > 0 or spec == "qsgd"
+    print("one semantics", flush=True)
+
+    mx.random.seed(rank)
+    net = gluon.nn.Sequential()
+    net.add(gluon.nn.Dense(64, activation="relu"), gluon.nn.Dense(1))
+    net.initialize()
+    params = net.collect_params()
+    hvd.broadcast_parameters(params, root_rank=0)  # when their shapes are known
+    trainer = hvd.DistributedTrainer(params, "adam", {"learning_rate": 0.01},
+                                     compression="topk(ratio=0.1) | ef")  # fmt: skip
+    numbers = np.random.default_rng(rank)
+    x = mx.nd.array(numbers.normal(size=(256, 32)))
+    y = (x[:, 0] * x[:, 1]).reshape((-1, 1))
+    losses = []
+    for _ in range(60):
+        with autograd.record():
+            loss = gluon.loss.L2Loss()(net(x), y)
+        loss.backward()
+        trainer.step(len(x))
+        losses.append(float(loss.mean().asscalar()))
+    assert losses[-1] < losses[0] / 2
+    assert hvd.replicas_equal(params)
+    print("training", flush=True)
+
+    inner = mx.optimizer.create("sgd", learning_rate=1.0, rescale_grad=1.0)
+    optimizer = hvd.DistributedOptimizer(inner)
+    weight = mx.nd.zeros(3)
+    for step in range(2):
+        optimizer.update(0, weight, ones(3) * (rank + 1), optimizer.create_state(0, weight))
+        assert weight.asnumpy().tolist() == [-1.5 * (step + 1)] * 3
+    optimizer.set_learning_rate(0.5)
+    assert inner.learning_rate == 0.5
+    print("module", flush=True)
+
+    with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
+        hvd.allreduce(ones(3 + rank), name="odd")
+    with pytest.raises(hvd.HorovodInternalError, match="'a' differs between ranks"):
+        hvd.broadcast_parameters({"a": ones(3 + rank)})
+    with pytest.raises(TypeError, match="dense NDArray"):
+        hvd.allreduce(np.ones(3))
+    with pytest.raises(ValueError, match="reduces gradients by itself"):
+        hvd.DistributedTrainer(params, optimizer)
+    with pytest.raises(ValueError, match="needs a name"):
+        hvd.allreduce(ones(3), compression="int8 | ef")
+    last = hvd.join()
+    assert 0 <= last < size
+    print("mistakes", flush=True)
+
+
+@pytest.fixture(scope="module")
+def job():
+    """Run the checks on two ranks, as a program of Horovod's."""
+    run = [sys.executable, "-m", "ringlet", "run", "-np", str(SIZE), sys.executable]
+    program = [*run, "-m", "ringlet.as_horovod", __file__]
+    return subprocess.run(
+        program, env=os.environ.copy(), capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_ranks(job, check):
+    assert job.stdout.count(f">: {check}\n") == SIZE, job.stdout + job.stderr
+
+
+if __name__ == "__main__":
+    main()
