@@ -16,6 +16,7 @@ from ringlet.ring.errors import RingError
 # `main(options) -> int`, and what it does. Only the module that is needed is imported.
 COMMANDS = {
     "run": ("ringlet.ring.command.cli", "start a program on several ranks, on one or more hosts"),
+    "node": ("ringlet.ring.command.node", "start ranks on nodes that run one command, without ssh"),
     "doctor": ("ringlet.cli.doctor", "say what is installed, and what the network can do"),
     "report": ("ringlet.cli.draw_report", "draw what compression saved or cost in a run"),
     "timeline": (

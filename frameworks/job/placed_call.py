@@ -35,7 +35,8 @@ class Account:
     """What came of a call on ``rank``: what it returned, or the text of its exception's traceback.
 
     ``value`` is pickled, and so is ``error``, the exception, where it can be. ``effect`` tells that
-    it was raised for the loss of another rank.
+    it was raised for the loss of another rank. ``ended`` says how the rank's worker did, if it is
+    gone.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Account:
     text: str = ""
     error: bytes | None = None
     effect: bool = False
+    ended: str = ""
 
 
 def account_of(
@@ -58,9 +60,14 @@ def account_of(
         with placed_rank(ticket):
             data = bytes(pickler().dumps(fn(*args, **kwargs)))
     except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        return Account(rank, None, text, _pickled(error), isinstance(error, PeerLost))
+        return account_of_error(rank, error)
     return Account(rank, data)
+
+
+def account_of_error(rank: int, error: Exception) -> Account:
+    """Return what is to be told of an exception that rank ``rank`` has raised."""
+    text = "".join(traceback.format_exception(error))
+    return Account(rank, None, text, _pickled(error), isinstance(error, PeerLost))
 
 
 def _pickled(error: Exception) -> bytes | None:
@@ -94,7 +101,23 @@ def results(accounts: Sequence[Account]) -> list[Any]:
 
 def failure(account: Account) -> WorkerFailed:
     """Return the error that tells of an account's exception."""
-    said = WorkerFailed(f"rank {account.rank} raised\n{account.text}", account.rank, account.text)
+    what = account.ended or f"raised\n{account.text}"
+    said = WorkerFailed(f"rank {account.rank} {what}", account.rank, account.text)
     if account.error is not None:
         said.__cause__ = pickler().loads(account.error)
     return said
+
+
+def packed(
+    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> bytes:
+    """Return a call as bytes for ``pickle.loads``: function, arguments and named arguments.
+
+    Raises TypeError for what cannot be called, LaunchError for what cannot be pickled.
+    """
+    if not callable(fn):
+        raise TypeError(f"a function to call on every rank is needed, not {fn!r}")
+    try:
+        return bytes(pickler().dumps((fn, tuple(args), dict(kwargs or {}))))
+    except Exception as error:  # whatever an object's own reduction raises
+        raise LaunchError(f"the function or its arguments cannot be sent: {error}") from error

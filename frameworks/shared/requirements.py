@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 
 _EXTRAS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
+_EXTRAS |= {"ray": "ray", "pyspark": "spark", "distributed": "dask"}
 _NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "keras": "Keras"}
+_NAMES |= {"ray": "Ray", "pyspark": "Spark", "distributed": "Dask"}
 _BACKEND = ", which Keras runs on here; set KERAS_BACKEND for another, or install it"
 
 

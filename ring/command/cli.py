@@ -183,7 +183,7 @@ def main(options: argparse.Namespace) -> int:
         elastic = is_elastic(options)
         np = None if elastic and options.np is None else size_of(options, hosts)
         passed = dict(map(_passed_on, options.forward))
-        env = {**options.tunables, **passed, **dict(map(_assignment, options.env))}
+        env = {**options.tunables, **passed, **dict(map(assignment, options.env))}
         reach = reach_of(options, tuple(passed))
         if options.transport is not None:
             check_transport(options.transport, "--transport")
@@ -251,7 +251,8 @@ def _ranks(text: str, hosts: bool) -> int:
     return np
 
 
-def _assignment(text: str) -> tuple[str, str]:
+def assignment(text: str) -> tuple[str, str]:
+    """Read ``KEY=VALUE``. Raises UsageError."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise UsageError(f"--env takes KEY=VALUE, not {text!r}")
