@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ from ringlet.ring.command.elastic_flags import (
 from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.elastic import driver
 from ringlet.ring.errors import RingError
-from ringlet.ring.hosts.hosts import Host, chosen_hosts
+from ringlet.ring.hosts.batch_hosts import allocated
+from ringlet.ring.hosts.hosts import Host, chosen_hosts, is_here
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import launch
 from ringlet.ring.rendezvous.environment import check_transport
@@ -167,6 +169,29 @@ def reach_of(options: argparse.Namespace, forward: Sequence[str] = ()) -> Reach:
     )
 
 
+def batch_hosts(options: argparse.Namespace, env: Mapping[str, str]) -> list[Host]:
+    """Return the hosts of the batch job that this runs in; ``options`` then say how to reach them.
+
+    None outside of one, and where -np says how many ranks its only host is to have.
+    """
+    found = allocated(env)
+    if found is None:
+        return []
+    hosts = list(found.hosts)
+    if len(hosts) == 1 and options.np is not None and is_here(hosts[0].name):
+        return []
+    slots = sum(host.slots for host in hosts)
+    if options.np is not None and options.np.isdecimal() and int(options.np) > slots:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise UsageError(
+            f"-np {options.np} needs {options.np} slots, but this batch job has {slots}: {listed}"
+            f" ({found.source}); ask for more, or name hosts and slots by -H"
+        )
+    if options.rsh is None and options.ssh_port is None and options.ssh_identity_file is None:
+        options.rsh = shlex.join(found.shell)
+    return hosts
+
+
 def size_of(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
     """Return the number of ranks, from the arguments. Raises UsageError."""
     if options.np is not None:
@@ -180,6 +205,8 @@ def main(options: argparse.Namespace) -> int:
     """Run the job that ``options`` describe and return the exit code."""
     try:
         hosts = chosen_hosts(options.hosts, options.hostfile)
+        if not hosts and options.discovery is None:
+            hosts = batch_hosts(options, os.environ)
         elastic = is_elastic(options)
         np = None if elastic and options.np is None else size_of(options, hosts)
         passed = dict(map(_passed_on, options.forward))
