@@ -10,6 +10,7 @@ import json
 import select
 import socket
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 
 from ringlet.ring.wire.kv_store import KvStore
@@ -52,6 +53,11 @@ class StoreServer:
         with self._lock:
             self._failed = True
             self._store.refuse("", why)
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Whether ranks have left a value under each of ``names``."""
+        with self._lock:
+            return all(self._store.value(name) is not None for name in names)
 
     def close(self) -> None:
         """Send everybody away, and listen no more. Idempotent."""

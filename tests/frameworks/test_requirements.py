@@ -19,6 +19,9 @@ CASES = [
      "KERAS_BACKEND for another, or install it: pip install 'ringlet[tensorflow]'"),
     ("ringlet.keras", "torch", "torch", "PyTorch, which Keras runs on here; set KERAS_BACKEND for "
      "another, or install it: pip install 'ringlet[torch]'"),
+    ("ringlet.ray", "ray", "ray", "Ray: pip install 'ringlet[ray]'"),
+    ("ringlet.spark", "pyspark", "pyspark", "Spark: pip install 'ringlet[spark]'"),
+    ("ringlet.dask", "distributed", "distributed", "Dask: pip install 'ringlet[dask]'"),
 ]  # fmt: skip
 
 SCRIPT = """
