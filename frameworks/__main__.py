@@ -18,6 +18,7 @@ COMMANDS = {
     "run": ("ringlet.ring.command.cli", "start a program on several ranks, on one or more hosts"),
     "node": ("ringlet.ring.command.node", "start ranks on nodes that run one command, without ssh"),
     "doctor": ("ringlet.cli.doctor", "say what is installed, and what the network can do"),
+    "manifest": ("ringlet.cli.manifest", "print the YAML of a job for Kubernetes"),
     "report": ("ringlet.cli.draw_report", "draw what compression saved or cost in a run"),
     "timeline": (
         "ringlet.cli.merge_timeline",
