@@ -31,7 +31,7 @@ FLOORS = {
         negotiation queue worker extensions observe autotune lifetime background_loop engine""",
     # Keras stands on TensorFlow's operations, and TensorFlow's optimizer and tape on Keras.
     "frameworks": """precision metrics job observe shared horovod report cli as_horovod
-        ray spark dask
+        data_loaders ray spark dask
         torch/tensors torch/ops torch/precision torch/optimizer torch/functions torch/elastic
         torch/parallel torch/recipes torch
         tensorflow/ops tensorflow/functions keras tensorflow __main__""",

@@ -23,6 +23,7 @@ from ringlet.ring.hosts.batch_hosts import allocated
 from ringlet.ring.hosts.hosts import Host, chosen_hosts, is_here
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import launch
+from ringlet.ring.launch.machine import examine
 from ringlet.ring.rendezvous.environment import check_transport
 
 SUMMARY = "start a program on several ranks, here or on several hosts"
@@ -105,6 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print lines as they are, without [rank]<stdout>: in front",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="say what is started and how")
+    parser.add_argument(
+        "-cb", "--check-build", action="store_true", help="say what is installed, and end"
+    )
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -203,6 +207,10 @@ def size_of(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Run the job that ``options`` describe and return the exit code."""
+    if options.check_build:
+        for finding in examine(os.environ):
+            print(f"{finding.name}: {finding.text}")
+        return 0
     try:
         hosts = chosen_hosts(options.hosts, options.hostfile)
         if not hosts and options.discovery is None:

@@ -22,8 +22,8 @@ DOMAIN = "train.default.svc.cluster.local"
 def pod(hosts, index, folder, *words, env):
     # What the kubelet writes for the pod itself, and, for want of a name server, the others' names.
     lines = ["127.0.0.1 localhost", f"10.77.0.{index + 1} train-{index}.{DOMAIN} train-{index}"]
-    for other in range(2):
-        lines.append(f"10.77.0.{other + 1} train-{other}.train train-{other}.{DOMAIN}")
+    names = "10.77.0.{} train-{}.train train-{}.{}"
+    lines += [names.format(other + 1, other, other, DOMAIN) for other in range(2)]
     (folder / f"hosts{index}").write_text("\n".join(lines) + "\n")
     shell = f'mount --bind {folder}/hosts{index} /etc/hosts && hostname train-{index} && exec "$@"'
     variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
