@@ -22,10 +22,12 @@ AGENT = [sys.executable, "-P", "-m", "ringlet.ring.launch.agent"]
 class Arrived:
     """Hosts that have come by themselves: their ``names``, and what delivers one its orders.
 
-    ``address`` is this host's, as it leads to them.
+    ``address`` is this host's, as it leads to them. ``secret`` (32 bytes) is the job's, which they
+    know how to make: it is in no order.
     """
 
     address: str
+    secret: bytes
     names: frozenset[str]
     deliver: Callable[[str, Mapping[str, Any]], None]
 

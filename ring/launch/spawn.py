@@ -41,10 +41,11 @@ def bring_up(
     shell = site.reach.shell() if site.elsewhere and not arrived else []
     for host, ranks in site.elsewhere.items():
         programs = [{"RINGLET_RANK": str(rank)} for rank in ranks]
-        order = {"address": listener.address, "secret": listener.secret.hex(), "programs": programs}
+        order = {"address": listener.address, "programs": programs}
         if arrived:
             arrived.deliver(host, order)
             continue
+        order["secret"] = listener.secret.hex()
         process = start_agent(shell, host, remote_env, order, noise)
         yield Started(process, f"`{' '.join([*shell, bare(host)])} ...`", frozenset(ranks))
 

@@ -1,7 +1,8 @@
 """Where the nodes of a job meet that nobody reaches by ssh: the first one waits for the others.
 
-They prove to each other that they know the job's secret. Each node says what it has, hears which
-ranks to start, and in the end how the job has ended.
+They prove to each other that they know a secret. Each node says what it has, hears which ranks to
+start, and in the end how the job has ended. The job's own secret is made of the nodes' and of a
+fresh number, which travels.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from ringlet.ring.hosts.remote import Arrived
 from ringlet.ring.launch.agent import finish, obey
 from ringlet.ring.processes import processes
 from ringlet.ring.wire.entry import enter
+from ringlet.ring.wire.framing import derive
 from ringlet.ring.wire.handshake import Unwelcome
 from ringlet.ring.wire.launch_link import Channel, Kind
 from ringlet.ring.wire.listener import Listener
 
 PAUSE = 0.1, 2.0  # seconds between two tries to reach the first node: at first, and at most
 FLUSH = 5.0  # seconds for the other nodes to hear how the job has ended
+_JOB = "job of nodes"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -51,6 +54,8 @@ class Gate:
                 f"cannot listen on {with_port(address, port)} for the other nodes: {error.strerror}"
             ) from error
         self._address = address
+        self._nonce = os.urandom(32)
+        self._secret = derive(secret, _JOB, self._nonce)
 
     def __enter__(self) -> Gate:
         return self
@@ -123,11 +128,12 @@ class Gate:
     def arrived(self) -> Arrived:
         """Return how the launcher reaches those who are here."""
         names = frozenset(host.name for host in self._hosts[1:])
-        return Arrived(self._address, names, self._deliver)
+        return Arrived(self._address, self._secret, names, self._deliver)
 
     def _deliver(self, host: str, order: Mapping[str, Any]) -> None:
         node = [known.name for known in self._hosts].index(host)
-        self._channels[node].send(Kind.JOB, json.dumps(order).encode())
+        said = {**order, "nonce": self._nonce.hex()}
+        self._channels[node].send(Kind.JOB, json.dumps(said).encode())
 
     def dismiss(self, code: int) -> None:
         """Tell the others how the job has ended."""
@@ -161,12 +167,12 @@ def follow(node: int, first: str, port: int, secret: bytes, slots: int, timeout:
         for number in (*_SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         try:
-            return _attend(channel, woken)
+            return _attend(channel, woken, secret)
         finally:
             processes.kill_children()
 
 
-def _attend(channel: Channel, woken: socket.socket) -> int:
+def _attend(channel: Channel, woken: socket.socket, secret: bytes) -> int:
     wrappers: list[subprocess.Popen[bytes]] = []
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -174,7 +180,9 @@ def _attend(channel: Channel, woken: socket.socket) -> int:
     while True:
         for kind, body in channel.receive():
             if kind is Kind.JOB and not wrappers:
-                wrappers = obey(json.loads(body))
+                order = json.loads(body)
+                own = derive(secret, _JOB, bytes.fromhex(order["nonce"]))
+                wrappers = obey(order | {"secret": own.hex()})
             elif kind is Kind.CODE:
                 finish()
                 return int(body)
