@@ -270,10 +270,10 @@ def test_the_first_step_comes_as_soon_as_with_rays_own_backend(tmp_path):
         kind(first_step, scaling_config=scaling, run_config=run, **given).fit()
         return float(told.read_text()) - began
 
-    ours = min(
-        seconds(DataParallelTrainer, backend_config=RingletConfig()),
-        seconds(DataParallelTrainer, backend_config=RingletConfig()),
-    )
-    theirs = min(seconds(TorchTrainer), seconds(TorchTrainer))
+    own, other = [], []
+    for _ in range(3):  # in turn: the machine is busy, now more and now less
+        other.append(seconds(TorchTrainer))
+        own.append(seconds(DataParallelTrainer, backend_config=RingletConfig()))
+    ours, theirs = min(own), min(other)
     print(f"first step: {ours:.2f} s with Ringlet's backend, {theirs:.2f} s with Ray's")
-    assert ours < 1.5 * theirs
+    assert ours < 1.15 * theirs
