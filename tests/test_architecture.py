@@ -31,9 +31,9 @@ FLOORS = {
         negotiation queue worker extensions observe autotune lifetime background_loop engine""",
     # Keras stands on TensorFlow's operations, and TensorFlow's optimizer and tape on Keras.
     "frameworks": """precision metrics job observe shared horovod report cli as_horovod
-        data_loaders ray spark dask
+        data_loaders ray dask
         torch/tensors torch/ops torch/precision torch/optimizer torch/functions torch/elastic
-        torch/parallel torch/recipes torch
+        torch/parallel torch/recipes torch spark
         tensorflow/ops tensorflow/functions keras tensorflow __main__""",
 }
 # Modules that Horovod has in every adapter, and programs import by these names.
