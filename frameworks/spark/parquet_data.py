@@ -125,13 +125,13 @@ class Share:
                 kept.append(_arrays(table))
                 held += table.num_rows
                 if held >= max(ahead, rows):
-                    whole = _shuffled(_joined(kept), generator)
+                    whole = _whole(kept, generator)
                     last = held - held % rows
                     yield from _cut(whole, rows, last)
                     rest = tuple(None if each is None else each[last:] for each in whole)
                     kept, held = [rest], held - last  # type: ignore[list-item]
         if held:
-            yield from _cut(_shuffled(_joined(kept), generator), rows, held)
+            yield from _cut(_whole(kept, generator), rows, held)
 
 
 def _arrays(table: Any) -> Batch:
@@ -147,21 +147,28 @@ def _matrix(table: Any, name: str) -> Array:
     return np.asarray(flat, np.float32).reshape(len(column), -1)
 
 
-def _joined(kept: Sequence[Batch]) -> Batch:
-    features, labels, weights = zip(*kept, strict=True)
-    widths = {each.shape[1] for each in features if len(each)}
+def _whole(kept: Sequence[Batch], generator: np.random.Generator | None) -> Batch:
+    """Return the rows of ``kept`` as one batch, in random order with a ``generator``."""
+    widths = {each.shape[1] for each, _, _ in kept if len(each)}
     if len(widths) > 1:
         raise LaunchError(f"rows have features of different lengths: {sorted(widths)}")
-    weight = None if weights[0] is None else np.concatenate(weights)
-    return np.concatenate(features), np.concatenate(labels), weight
+    if generator is None and len(kept) == 1:
+        return kept[0]
+    count = sum(len(each) for each, _, _ in kept)
+    order = np.arange(count) if generator is None else generator.permutation(count)
+    features, labels, weights = zip(*kept, strict=True)
+    weight = None if weights[0] is None else _placed(weights, order)
+    return _placed(features, order), _placed(labels, order), weight
 
 
-def _shuffled(whole: Batch, generator: np.random.Generator | None) -> Batch:
-    if generator is None:
-        return whole
-    order = generator.permutation(len(whole[0]))
-    features, labels, weight = whole
-    return features[order], labels[order], None if weight is None else weight[order]
+def _placed(arrays: Sequence[Array], order: Array) -> Array:
+    """Return an array whose row ``order[i]`` is the i-th of ``arrays``: one copy in all."""
+    found = np.empty((len(order), *arrays[0].shape[1:]), arrays[0].dtype)
+    start = 0
+    for array in arrays:
+        found[order[start : start + len(array)]] = array
+        start += len(array)
+    return found
 
 
 def _cut(whole: Batch, rows: int, last: int) -> Iterator[Batch]:
