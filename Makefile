@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-install docs docs-serve figures stress faults test-bounds test-gpu test-mxnet lint types check clean
+.PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu test-mxnet lint types check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -13,6 +13,13 @@ JOBS ?= 2
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# Against real engines, in an environment of their own, one at a time. Java for Spark, and the packages
+# slurm-wlm and munge for Slurm (which wants root), have to be here.
+ENGINES ?= ray ray_cluster spark spark_estimator dask slurm manifests
+ENGINES_VENV := .venv-engines
+test-engines: $(ENGINES_VENV)/.made
+	set -e; for engine in $(ENGINES); do $(ENGINES_VENV)/bin/python -m pytest tests/engines/test_$$engine.py; done
 
 stress: $(VENV)/.test
 	$(BIN)/python tests/stress.py
@@ -68,7 +75,12 @@ types: $(VENV)/.test
 check: lint types test
 
 clean:
-	rm -rf $(VENV) $(MXVENV) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(MXVENV) $(ENGINES_VENV) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(ENGINES_VENV)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ENGINES_VENV)
+	$(ENGINES_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,run,engines]'
+	touch $@
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Ringlet needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11")'

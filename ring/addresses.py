@@ -83,9 +83,9 @@ def split_port(text: str) -> tuple[str, int]:
     return address.removeprefix("[").removesuffix("]"), int(port)
 
 
-def listen(address: str, backlog: int = 1024) -> socket.socket:
-    """Listen on ``address`` (never on all of them) at a port that the system chooses."""
-    return socket.create_server((address, 0), family=family_of(address), backlog=backlog)
+def listen(address: str, backlog: int = 1024, port: int = 0) -> socket.socket:
+    """Listen on ``address`` (never on all of them) at ``port``; 0: one that the system chooses."""
+    return socket.create_server((address, port), family=family_of(address), backlog=backlog)
 
 
 def _ipv4(interface: str) -> str | None:

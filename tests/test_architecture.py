@@ -24,15 +24,16 @@ FLOORS = {
         kernels/cuda/sparsifiers kernels/cuda/lowrank kernels/cuda/modifiers
         base specs dense quantizers sparsifiers lowrank modifiers states adaptive
         testing/tools testing/checks testing""",
-    "ring": """errors log variables dtypes arguments communicator float16 interrupt addresses
-        safe_files wire transports pipeline control collectives cost rendezvous hosts processes
-        launch elastic command""",
+    "ring": """errors process_owner log variables dtypes arguments communicator float16 interrupt
+        addresses safe_files wire transports pipeline control collectives cost rendezvous hosts
+        processes launch placed elastic command""",
     "fusion": """errors limits devices requests planning codecs recording process_set buckets
         negotiation queue worker extensions observe autotune lifetime background_loop engine""",
     # Keras stands on TensorFlow's operations, and TensorFlow's optimizer and tape on Keras.
     "frameworks": """precision metrics job observe shared horovod report cli as_horovod
+        data_loaders ray dask
         torch/tensors torch/ops torch/precision torch/optimizer torch/functions torch/elastic
-        torch/parallel torch/recipes torch
+        torch/parallel torch/recipes torch spark
         tensorflow/ops tensorflow/functions jax/ops keras tensorflow jax/sharded jax mxnet
         __main__""",
 }

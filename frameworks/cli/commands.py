@@ -4,6 +4,8 @@
 # and EXAMPLES, and what it does. Only the module that is needed is imported.
 COMMANDS = {
     "run": ("ringlet.ring.command.cli", "start a program on several ranks, on one or more hosts"),
+    "node": ("ringlet.ring.command.node", "start ranks on nodes that run one command, without ssh"),
+    "manifest": ("ringlet.cli.manifest", "print the YAML of a job for Kubernetes"),
     "doctor": ("ringlet.cli.doctor", "say what is installed, and what the network can do"),
     "report": ("ringlet.cli.draw_report", "draw what compression saved or cost in a run"),
     "timeline": (
@@ -17,7 +19,7 @@ COMMANDS = {
 }
 # How they are listed; one that no group names stands under "more".
 GROUPS = {
-    "train": ["run"],
+    "train": ["run", "node", "manifest"],
     "look at a network, or a run": ["doctor", "report", "timeline"],
     "write a compressor": ["new", "check"],
     "help": ["env", "completion"],

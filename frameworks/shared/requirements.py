@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 
 _EXTRAS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
-_EXTRAS |= {"optax": "jax"}
+_EXTRAS |= {"optax": "jax", "ray": "ray", "pyspark": "spark", "distributed": "dask"}
 _NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "keras": "Keras", "jax": "JAX"}
 _NAMES |= {"optax": "optax", "mxnet": "MXNet"}
+_NAMES |= {"ray": "Ray", "pyspark": "Spark", "distributed": "Dask"}
 # It asks for an older NumPy than Ringlet, and works with this one.
 _PLAINLY = {"mxnet": "--no-deps mxnet requests"}
 _BACKEND = ", which Keras runs on here; set KERAS_BACKEND for another, or install it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,11 @@ from ringlet.ring.command.elastic_flags import (
 from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.elastic import driver
 from ringlet.ring.errors import RingError
-from ringlet.ring.hosts.hosts import Host, chosen_hosts
+from ringlet.ring.hosts.batch_hosts import allocated
+from ringlet.ring.hosts.hosts import Host, chosen_hosts, is_here
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import launch
+from ringlet.ring.launch.machine import examine
 from ringlet.ring.rendezvous.environment import check_transport
 
 SUMMARY = "start a program on several ranks, here or on several hosts"
@@ -110,6 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(so does --no-prefix)",
     )
     parser.add_argument(
+        "-cb", "--check-build", action="store_true", help="say what is installed, and end"
+    )
+    parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND",
@@ -173,6 +179,29 @@ def reach_of(options: argparse.Namespace, forward: Sequence[str] = ()) -> Reach:
     )
 
 
+def batch_hosts(options: argparse.Namespace, env: Mapping[str, str]) -> list[Host]:
+    """Return the hosts of the batch job that this runs in; ``options`` then say how to reach them.
+
+    None outside of one, and where -np says how many ranks its only host is to have.
+    """
+    found = allocated(env)
+    if found is None:
+        return []
+    hosts = list(found.hosts)
+    if len(hosts) == 1 and options.np is not None and is_here(hosts[0].name):
+        return []
+    slots = sum(host.slots for host in hosts)
+    if options.np is not None and options.np.isdecimal() and int(options.np) > slots:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise UsageError(
+            f"-np {options.np} needs {options.np} slots, but this batch job has {slots}: {listed}"
+            f" ({found.source}); ask for more, or name hosts and slots by -H"
+        )
+    if options.rsh is None and options.ssh_port is None and options.ssh_identity_file is None:
+        options.rsh = shlex.join(found.shell)
+    return hosts
+
+
 def size_of(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
     """Return the number of ranks, from the arguments. Raises UsageError."""
     if options.np is not None:
@@ -184,12 +213,18 @@ def size_of(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Run the job that ``options`` describe and return the exit code."""
+    if options.check_build:
+        for finding in examine(os.environ):
+            print(f"{finding.name}: {finding.text}")
+        return 0
     try:
         hosts = chosen_hosts(options.hosts, options.hostfile)
+        if not hosts and options.discovery is None:
+            hosts = batch_hosts(options, os.environ)
         elastic = is_elastic(options)
         np = None if elastic and options.np is None else size_of(options, hosts)
         passed = dict(map(_passed_on, options.forward))
-        env = {**options.tunables, **passed, **dict(map(_assignment, options.env))}
+        env = {**options.tunables, **passed, **dict(map(assignment, options.env))}
         reach = reach_of(options, tuple(passed))
         if options.transport is not None:
             check_transport(options.transport, "--transport")
@@ -257,7 +292,8 @@ def _ranks(text: str, hosts: bool) -> int:
     return np
 
 
-def _assignment(text: str) -> tuple[str, str]:
+def assignment(text: str) -> tuple[str, str]:
+    """Read ``KEY=VALUE``. Raises UsageError."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise UsageError(f"--env takes KEY=VALUE, not {text!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from ringlet.ring.command.configuration_file import flags_of
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.log import LEVELS, check_level
 
@@ -67,13 +68,35 @@ _SWITCHES: dict[str, tuple[str, str, str]] = {
     "--no-stall-check": ("STALL_CHECK_DISABLE", "1", "do not warn of stalls"),
 }
 
-# What horovodrun has besides, and what to do instead.
+# What horovodrun has besides, and what to do instead; those with a value take one.
 ABSENT = {
-    "--config-file": "there are no configuration files; give the flags",
     "--mpi-args": "set MPI's own variables, as in --env MPIR_CVAR_DEBUG_SUMMARY=1",
     "--jsrun": "use the system's own launcher; ranks find each other under any mpiexec",
-    "--check-build": "see ringlet doctor",
-    "-cb": "see ringlet doctor",
+    "--hierarchical-allgather": "gathers go straight; --hierarchical-allreduce is for sums",
+    "--torus-allreduce": "--hierarchical-allreduce sums over two levels too",
+    "--autotune-gaussian-process-noise": "a score is taken to be right to 5 %",
+    "--mpi-threads-disable": "an engine thread calls MPI, which has to allow that",
+    "--tcp": "set what the libraries read: --env NCCL_IB_DISABLE=1, --env FI_PROVIDER=tcp",
+    "--binding-args": "start the program by numactl or taskset, after --",
+    "--thread-affinity": "start the program by numactl or taskset, after --",
+    "--gloo-timeout-seconds": "--heartbeat-seconds says after which silence a rank is lost",
+    "--log-with-timestamp": "configure Python's logging in the program; its format then counts",
+    "--no-log-hide-timestamp": "configure Python's logging in the program; its format then counts",
+    "--prefix-output-with-timestamp": "pipe the output through `ts`",
+    "-prefix-timestamp": "pipe the output through `ts`",
+}
+_WITH_VALUE = (
+    "--mpi-args", "--autotune-gaussian-process-noise", "--binding-args", "--thread-affinity",
+    "--gloo-timeout-seconds",
+)  # fmt: skip
+# What it has, and what is so anyway.
+NEEDLESS = {
+    "--disable-cache": "nothing is remembered of hosts",
+    "--no-hierarchical-allgather": "gathers go straight",
+    "--no-torus-allreduce": "there is none",
+    "--no-mpi-threads-disable": "MPI is asked for threads",
+    "--log-without-timestamp": "lines have no time in front",
+    "--log-hide-timestamp": "lines have no time in front",
 }
 
 
@@ -114,7 +137,41 @@ def add_tunables(parser: argparse.ArgumentParser) -> None:
         text = f"{meaning} ({name}={value})" if meaning else argparse.SUPPRESS
         group.add_argument(flag, action=_Set, nargs=0, dest="tunables", help=text)
     for flag in ABSENT:
-        parser.add_argument(flag, action=_Refuse, nargs=0, help=argparse.SUPPRESS)
+        values = 1 if flag in _WITH_VALUE else 0
+        parser.add_argument(flag, action=_Refuse, nargs=values, help=argparse.SUPPRESS)
+    for flag in NEEDLESS:
+        parser.add_argument(flag, dest="needless", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--config-file",
+        action=_Configure,
+        metavar="FILE",
+        help="flags in a file, as horovodrun takes it (YAML); flags behind this one win",
+    )
+
+
+def meaning_of(parser: argparse.ArgumentParser, flag: str) -> str:
+    """Say what ``flag``, of horovodrun, is here."""
+    if flag in ABSENT:
+        return f"refused: {ABSENT[flag]}"
+    if flag in NEEDLESS:
+        return f"accepted: {NEEDLESS[flag]}"
+    if not any(flag in action.option_strings for action in parser._actions):
+        return ""
+    name = _VALUES[flag][0] if flag in _VALUES else _SWITCHES[flag][0] if flag in _SWITCHES else ""
+    return f"the same (`RINGLET_{name}`)" if name else "the same"
+
+
+class _Configure(argparse.Action):
+    """Reads flags from a file, as if they stood here."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        options: argparse.Namespace,
+        value: object,
+        flag: str | None = None,
+    ) -> None:
+        parser.parse_args(flags_of(str(value)), options)
 
 
 class _Refuse(argparse.Action):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ringlet.ring.control.frame_kinds import live
 from ringlet.ring.errors import LOST_PEER, PeerLost
+from ringlet.ring.process_owner import is_lent
 from ringlet.ring.variables import read_number
 from ringlet.ring.wire.framing import derive
 
@@ -181,6 +182,9 @@ class Pulse:
                 return
             time.sleep(_LOOK)
         error = PeerLost(f"rank {rank} is gone: {why}", [rank])
+        if is_lent():
+            log.error("%s; a collective still waits for it: end this worker", error)
+            return
         print(
             f"ringlet: {error}; a collective still waits for it, so this rank ends", file=sys.stderr
         )

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,20 @@ AGENT = [sys.executable, "-P", "-m", "ringlet.ring.launch.agent"]
 
 
 @dataclass(frozen=True)
+class Arrived:
+    """Hosts that have come by themselves: their ``names``, and what delivers one its orders.
+
+    ``address`` is this host's, as it leads to them. ``secret`` (32 bytes) is the job's, which they
+    know how to make: it is in no order.
+    """
+
+    address: str
+    secret: bytes
+    names: frozenset[str]
+    deliver: Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
 class Reach:
     """How other hosts are reached.
 
@@ -26,6 +40,7 @@ class Reach:
     with ``ssh_port`` and ``ssh_identity_file`` if given. ``interfaces`` are network interfaces to
     use, in order of preference; none means the ones that lead from host to host.
     ``start_timeout`` is in seconds, ``forward`` names variables to pass on besides the usual ones.
+    Where hosts have ``arrived`` by themselves, no shell is needed, and each keeps its environment.
     """
 
     rsh: str | None = None
@@ -34,6 +49,7 @@ class Reach:
     interfaces: tuple[str, ...] = ()
     start_timeout: float = 120.0
     forward: tuple[str, ...] = ()
+    arrived: Arrived | None = None
 
     def shell(self) -> list[str]:
         """Return the remote shell as a command. Raises LaunchError if it is contradictory."""

@@ -25,8 +25,11 @@ class Allocation:
             self.by_host.setdefault(place.host, []).append(rank)
         # A remote shell of the user's own may know hosts by names that mean nothing here.
         resolve = reach.rsh is None
+        arrived = reach.arrived
         self.elsewhere = {
-            host: ranks for host, ranks in self.by_host.items() if not is_here(host, resolve)
+            host: ranks
+            for host, ranks in self.by_host.items()
+            if (host in arrived.names if arrived else not is_here(host, resolve))
         }
         self.several = bool(self.elsewhere)
         self.here = [r for r, place in enumerate(self.seats) if place.host not in self.elsewhere]
@@ -43,6 +46,9 @@ class Allocation:
         """Return the address to listen on: loopback unless somebody is elsewhere."""
         if self._address is None:
             others = list(self.elsewhere)
+            if self.reach.arrived:
+                self._address = self.reach.arrived.address
+                return self._address
             self._address = (
                 launcher_address(self.reach.interfaces, others) if others else "127.0.0.1"
             )

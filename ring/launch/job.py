@@ -124,7 +124,10 @@ class Job:
                 stream.flush()  # what was printed before comes before
         with contextlib.ExitStack() as stack:
             stack.callback(self.printer.close)
-            self._listener = Listener(self._plan.size, self._plan.site.address())
+            site = self._plan.site
+            arrived = site.reach.arrived
+            secret = arrived.secret if arrived else None
+            self._listener = Listener(self._plan.size, site.address(), secret=secret)
             stack.enter_context(contextlib.closing(self._listener))
             self.key = parcel_key(store_key(self._listener.secret))
             for name, data in (parcels or {}).items():

@@ -52,7 +52,9 @@ class Plan:
         asks_us = self.transport == "mpi" and start.is_mpich(reach.start_timeout)
         self.pmi = Pmi([count for _, count in self.site.counts()]) if asks_us else None
         asked = {*env, *reach.forward}
-        self.remote_env = forwarded(self._env, asked)
+        # Hosts that came by themselves have an environment, and GPUs, of their own.
+        arrived = reach.arrived is not None
+        self.remote_env = dict(env) if arrived else forwarded(self._env, asked)
         self._users = users_own(self._env, asked)
 
     def task(self, rank: int, address: str) -> dict[str, Any]:

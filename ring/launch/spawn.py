@@ -37,10 +37,15 @@ def bring_up(
         yield start.start_mpiexec(len(site.seats), env, noise)
         return
     yield from start.start_wrappers(site.here, env, noise)
-    shell = site.reach.shell() if site.elsewhere else []
+    arrived = site.reach.arrived
+    shell = site.reach.shell() if site.elsewhere and not arrived else []
     for host, ranks in site.elsewhere.items():
         programs = [{"RINGLET_RANK": str(rank)} for rank in ranks]
-        order = {"address": listener.address, "secret": listener.secret.hex(), "programs": programs}
+        order = {"address": listener.address, "programs": programs}
+        if arrived:
+            arrived.deliver(host, order)
+            continue
+        order["secret"] = listener.secret.hex()
         process = start_agent(shell, host, remote_env, order, noise)
         yield Started(process, f"`{' '.join([*shell, bare(host)])} ...`", frozenset(ranks))
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost
+from ringlet.ring.process_owner import is_lent
 from ringlet.ring.rendezvous.last_words import LastWords, farewell_name
 from ringlet.ring.wire.keys import STORE_KEY
 from ringlet.ring.wire.kv_client import SCHEME, Client
@@ -20,7 +21,6 @@ from ringlet.ring.wire.kv_store import Op
 PATIENCE = 2.0  # seconds that a rank on its way out spends on its last words
 
 
-@cache
 def leave_on_exception(always: bool) -> None:
     """Let a rank that an exception ends really end, with a code that tells cause from effect.
 
@@ -28,8 +28,14 @@ def leave_on_exception(always: bool) -> None:
     the job would hang, and its launcher never learn of the failure; so leave ``always`` before it.
     A rank that only failed because it lost another one leaves with code LOST_PEER, and tells the
     launcher, if it can, which one that was. A forked child that ends well leaves in the same way:
-    it must not finalize its parent's MPI.
+    it must not finalize its parent's MPI. A process that an engine has lent stays as it is.
     """
+    if not is_lent():
+        _hook(always)
+
+
+@cache
+def _hook(always: bool) -> None:
     rank = os.getpid()
     show = sys.excepthook
     failed: list[BaseException] = []

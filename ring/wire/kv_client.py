@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -78,9 +77,19 @@ class Client:
         count = int(self.ask(Op.GET, name.encode()))
         return b"".join(self.ask(Op.GET, f"{name}/{i}".encode()) for i in range(count))
 
+    @property
+    def own_address(self) -> str:
+        """This host's address, as it leads to the store."""
+        return self._channel.own_address
+
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
+
+
+# By address, key, rank and process; and what torch knows each as.
+_clients: dict[tuple[str, str, int, int], Client] = {}
+_stores: dict[Client, Any] = {}
 
 
 def client(env: Mapping[str, str] | None = None) -> Client:
@@ -91,21 +100,33 @@ def client(env: Mapping[str, str] | None = None) -> Client:
         raise LaunchError(f"RINGLET_RENDEZVOUS={place} is set but {STORE_KEY} is not")
     # A forked child must not talk in between on its parent's connection.
     number = int(env.get(MEMBER) or env["RINGLET_RANK"])
-    return _client(place.removeprefix(SCHEME), key, number, os.getpid())
+    place = place.removeprefix(SCHEME)
+    known = place, key, number, os.getpid()
+    if known not in _clients:
+        _clients[known] = Client(place, bytes.fromhex(key), number)
+    return _clients[known]
 
 
-@cache
-def _client(address: str, key: str, rank: int, pid: int) -> Client:
-    return Client(address, bytes.fromhex(key), rank)
+def forget(address: str) -> None:
+    """Close this process's connections to the store at ``address``: its job is over."""
+    for known in [known for known in _clients if known[0] == address]:
+        connection = _clients.pop(known)
+        _stores.pop(connection, None)
+        connection.close()
 
 
-@cache
 def torch_store(connection: Client) -> Any:
     """Return ``connection`` as a ``torch.distributed.Store``, as gloo needs one.
 
     One object for each connection, which is kept: torch holds on to its C++ half alone, which is
     of no use once the Python half has gone.
     """
+    if connection not in _stores:
+        _stores[connection] = _torch_store(connection)
+    return _stores[connection]
+
+
+def _torch_store(connection: Client) -> Any:
     dist: Any = import_module("torch.distributed")
 
     class JobStore(dist.Store):  # type: ignore[misc]  # torch may be absent when types are checked

@@ -49,6 +49,8 @@ class Kind(enum.IntEnum):
     PLACE = 11  # wrapper of rank 0: more variables, for all ranks, that its host decides on (JSON)
     BEGIN = 12  # launcher: start the program, with these variables (JSON)
     PMI = 13  # both: a line that MPI asks for, or gets, see ringlet.ring.processes.pmi
+    NODE = 14  # node: its host's name, and how many ranks it takes (JSON)
+    CODE = 15  # first node: the job is over, with this exit code (decimal)
 
 
 def store_key(secret: bytes) -> bytes:

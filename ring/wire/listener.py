@@ -42,15 +42,18 @@ class Listener:
     """Listens on ``host`` and lets in, as a rank below ``size``, who proves to know the secret.
 
     Visitors to the store prove that they know the store's key, which is derived from the secret.
+    ``port`` and ``secret`` (32 bytes) are chosen here unless they are given.
     When there are too many strangers, the oldest makes room for the next, of those who come from
     where most of them come from.
     """
 
-    def __init__(self, size: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, size: int, host: str = "127.0.0.1", port: int = 0, secret: bytes | None = None
+    ) -> None:
         self.size = size
-        self.secret = secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(32) if secret is None else secret
         self._key = store_key(self.secret)
-        self._listener = listen(host, max(128, 2 * size))
+        self._listener = listen(host, max(128, 2 * size), port)
         self._listener.setblocking(False)
         self._strangers: list[_Stranger] = []  # the oldest first
         self.address = with_port(host, self._listener.getsockname()[1])

@@ -22,6 +22,9 @@ CASES = [
     ("ringlet.mxnet", "mxnet", "mxnet", "MXNet: pip install --no-deps mxnet requests"),
     ("ringlet.keras", "torch", "torch", "PyTorch, which Keras runs on here; set KERAS_BACKEND for "
      "another, or install it: pip install 'ringlet[torch]'"),
+    ("ringlet.ray", "ray", "ray", "Ray: pip install 'ringlet[ray]'"),
+    ("ringlet.spark", "pyspark", "pyspark", "Spark: pip install 'ringlet[spark]'"),
+    ("ringlet.dask", "distributed", "distributed", "Dask: pip install 'ringlet[dask]'"),
 ]  # fmt: skip
 
 SCRIPT = """

@@ -1,0 +1,113 @@
+"""``ringlet.dask.run``: each worker of a Dask cluster runs one task, which is a rank."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from distributed import Client, wait
+
+from ringlet.job.placed_call import Account, account_of, packed, results
+from ringlet.ring.addresses import addresses_of, family_of
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.hosts.interfaces import find_interface
+from ringlet.ring.placed.store_server import StoreServer
+from ringlet.ring.placed.ticket import Ticket, tickets
+
+GRACE = 7.0  # seconds that ranks may take to notice that another one has failed
+
+
+def run(
+    client: Client,
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    workers: Sequence[str] | None = None,
+    *,
+    transport: str | None = None,
+    env: Mapping[str, str] | None = None,
+    interfaces: Sequence[str] = (),
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on each worker of ``client``'s cluster; return results by rank.
+
+    ``workers`` are addresses of those to take (None: all). They have to be processes: one can be
+    one rank. ``env`` is set for every rank, ``transport`` is gloo (None) or nccl, ``interfaces``
+    are network interfaces in order of preference. This process has to be reachable from the
+    workers. Raises WorkerFailed, with the text of the traceback, when a rank raises or its worker
+    goes, LaunchError when there are no such workers or the call cannot be sent.
+    """
+    call = packed(fn, args, kwargs)
+    known = list(client.scheduler_info(n_workers=-1)["workers"])
+    chosen = known if workers is None else list(workers)
+    if unknown := [address for address in chosen if address not in known]:
+        raise LaunchError(f"the cluster has no worker {unknown[0]}; it has {', '.join(known)}")
+    if not chosen:
+        raise LaunchError("the cluster has no workers")
+    if any(address.startswith("inproc://") for address in chosen):
+        raise LaunchError("a worker can be one rank: Client(processes=True) has them apart")
+    chosen.sort(key=_host)
+    with StoreServer(len(chosen), _own_host(client, interfaces)) as server:
+        given = tickets(server, list(map(_host, chosen)), transport, interfaces, env)
+        futures = [
+            client.submit(
+                _task, ticket, call, workers=[address], allow_other_workers=False, pure=False,
+                retries=0,
+            )
+            for ticket, address in zip(given, chosen, strict=True)
+        ]  # fmt: skip
+        accounts: dict[int, Account] = {}
+        limit: float | None = None
+        waiting = dict(enumerate(futures))
+        while waiting and (limit is None or time.monotonic() < limit):
+            left = None if limit is None else max(0.01, limit - time.monotonic())
+            try:
+                wait(list(waiting.values()), timeout=left, return_when="FIRST_COMPLETED")
+            except TimeoutError:
+                break
+            for rank in [rank for rank, future in waiting.items() if future.done()]:
+                accounts[rank] = _account(rank, waiting.pop(rank), chosen[rank], server)
+                if accounts[rank].value is None and limit is None:
+                    limit = time.monotonic() + GRACE
+        explained = any(each.value is None and not each.effect for each in accounts.values())
+        for rank, future in waiting.items():
+            future.cancel()
+            # A worker that Dask has started anew does not know of its task.
+            text = f"has not ended {GRACE:g} s after others had failed: {chosen[rank]} may be gone"
+            accounts[rank] = Account(rank, ended=text, effect=explained)
+        return results(list(accounts.values()))
+
+
+def _task(ticket: Ticket, call: bytes) -> Account:
+    fn, args, kwargs = pickle.loads(call)
+    return account_of(ticket, fn, args, kwargs)
+
+
+def _account(rank: int, future: Any, address: str, server: StoreServer) -> Account:
+    error = future.exception()
+    if error is None:
+        account: Account = future.result()
+        return account
+    text = f"has gone: the worker {address} did not finish it ({' '.join(str(error).split())})"
+    server.fail(f"rank {rank} {text}")
+    return Account(rank, ended=text)
+
+
+def _host(address: str) -> str:
+    return urlsplit(address).hostname or address
+
+
+def _own_host(client: Client, interfaces: Sequence[str]) -> str:
+    """Return the address of this process as the scheduler's host sees it."""
+    if interfaces:
+        return find_interface(interfaces)[1]
+    name = _host(client.scheduler.address)
+    address = next(iter(addresses_of(name)), None)
+    if address is None:
+        raise LaunchError(f"the host of the scheduler, {name}, is not known here")
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: it only finds the route
+        return str(probe.getsockname()[0])

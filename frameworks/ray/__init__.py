@@ -1,0 +1,16 @@
+"""Ringlet on Ray: a backend for Ray Train, and Horovod's RayExecutor.
+
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ringlet.ray import RingletConfig
+
+DataParallelTrainer(train, backend_config=RingletConfig(), scaling_config=...).fit()
+"""
+
+from ringlet.shared.requirements import need
+
+need("ray", "ringlet.ray")
+
+from ringlet.ray.executor import RayExecutor, RaySettings
+from ringlet.ray.train_backend import RingletConfig
+
+__all__ = ["RayExecutor", "RaySettings", "RingletConfig"]

@@ -1,0 +1,139 @@
+"""Horovod's configuration file: the flags of horovodrun in sections, as YAML of two levels."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from ringlet.ring.errors import LaunchError
+
+# Section, key: the flag; of a switch, the flags for true and for false.
+KEYS: dict[tuple[str, str], str | tuple[str, str]] = {
+    ("", "verbose"): ("--verbose", ""),
+    ("", "num_proc"): "--num-proc",
+    ("", "np"): "--num-proc",
+    ("", "hosts"): "--hosts",
+    ("", "hostfile"): "--hostfile",
+    ("", "start_timeout"): "--start-timeout",
+    ("", "ssh_port"): "--ssh-port",
+    ("", "ssh_identity_file"): "--ssh-identity-file",
+    ("", "output_filename"): "--output-filename",
+    ("", "network_interfaces"): "--network-interfaces",
+    ("", "disable_cache"): ("--disable-cache", ""),
+    ("params", "fusion_threshold_mb"): "--fusion-threshold-mb",
+    ("params", "cycle_time_ms"): "--cycle-time-ms",
+    ("params", "cache_capacity"): "--cache-capacity",
+    ("params", "hierarchical_allreduce"): (
+        "--hierarchical-allreduce", "--no-hierarchical-allreduce",
+    ),
+    ("params", "hierarchical_allgather"): (
+        "--hierarchical-allgather", "--no-hierarchical-allgather",
+    ),
+    ("params", "torus_allreduce"): ("--torus-allreduce", "--no-torus-allreduce"),
+    ("autotune", "enabled"): ("--autotune", "--no-autotune"),
+    ("autotune", "log_file"): "--autotune-log-file",
+    ("autotune", "warmup_samples"): "--autotune-warmup-samples",
+    ("autotune", "steps_per_sample"): "--autotune-steps-per-sample",
+    ("autotune", "bayes_opt_max_samples"): "--autotune-bayes-opt-max-samples",
+    ("autotune", "gaussian_process_noise"): "--autotune-gaussian-process-noise",
+    ("timeline", "filename"): "--timeline-filename",
+    ("timeline", "mark_cycles"): ("--timeline-mark-cycles", "--no-timeline-mark-cycles"),
+    ("stall_check", "enabled"): ("--stall-check", "--no-stall-check"),
+    ("stall_check", "warning_time_seconds"): "--stall-check-warning-time-seconds",
+    ("stall_check", "shutdown_time_seconds"): "--stall-check-shutdown-time-seconds",
+    ("library_options", "mpi_threads_disable"): (
+        "--mpi-threads-disable", "--no-mpi-threads-disable",
+    ),
+    ("library_options", "mpi_args"): "--mpi-args",
+    ("library_options", "num_nccl_streams"): "--num-nccl-streams",
+    ("library_options", "thread_affinity"): "--thread-affinity",
+    ("library_options", "gloo_timeout_seconds"): "--gloo-timeout-seconds",
+    ("logging", "level"): "--log-level",
+    ("logging", "hide_timestamp"): ("--log-hide-timestamp", "--no-log-hide-timestamp"),
+    ("logging", "with_timestamp"): ("--log-with-timestamp", "--log-without-timestamp"),
+}  # fmt: skip
+_LINE = re.compile(r"( *)([A-Za-z_][A-Za-z0-9_-]*) *:(?: +(.*))?")
+_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+_NOTHING = ("", "~", "null", "Null", "NULL")
+
+
+def flags_of(path: str) -> list[str]:
+    """Return what the file says as words of a command line. Raises LaunchError naming the line.
+
+    What it gives no value (null, or nothing) is left out.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"--config-file {path} cannot be read: {error}") from error
+    words: list[str] = []
+    section = ""
+    for number, line in enumerate(lines, 1):
+        where = f"--config-file {path}, line {number}"
+        text = _without_comment(line).rstrip()
+        if not text or text in ("---", "..."):
+            continue
+        found = _LINE.fullmatch(text)
+        if found is None:
+            raise LaunchError(f"{where}: expected `key: value`, not {line.strip()!r}")
+        indent, key, value = found[1], found[2].replace("-", "_"), (found[3] or "").strip()
+        if not indent:
+            section = ""
+        sections = {name for name, _ in KEYS}
+        if not indent and key in sections and not value:
+            section = key
+            continue
+        if key == "controller":
+            words += _controller(value, where)
+            continue
+        known = KEYS.get((section, key))
+        if known is None:
+            inside = f" in section {section}" if section else ""
+            keys = ", ".join(k for s, k in KEYS if s == section)
+            raise LaunchError(f"{where}: there is no {key!r}{inside}; there are {keys}")
+        if value not in _NOTHING:
+            words += _words(known, _scalar(value), f"{where}: {key}")
+    return words
+
+
+def _words(known: str | tuple[str, str], value: str, where: str) -> list[str]:
+    if isinstance(known, str):
+        return [f"{known}={value}"] if known.startswith("--") else [known, value]
+    word = value.lower()
+    if word not in (*_TRUE, *_FALSE):
+        raise LaunchError(f"{where} is true or false, not {value!r}")
+    flag = known[0] if word in _TRUE else known[1]
+    return [flag] if flag else []
+
+
+def _controller(value: str, where: str) -> list[str]:
+    word = _scalar(value)
+    if word in ("gloo", "mpi"):
+        return [f"--{word}"]
+    if word in _NOTHING:
+        return []
+    raise LaunchError(f"{where}: controller is gloo or mpi, not {word!r}")
+
+
+def _scalar(text: str) -> str:
+    if text.startswith("'") and text.endswith("'") and len(text) > 1:
+        return text[1:-1].replace("''", "'")
+    if text.startswith('"') and text.endswith('"') and len(text) > 1:
+        try:
+            return str(json.loads(text))
+        except ValueError:
+            return text[1:-1]
+    return text
+
+
+def _without_comment(line: str) -> str:
+    quoted = ""
+    for i, letter in enumerate(line):
+        if quoted:
+            quoted = "" if letter == quoted else quoted
+        elif letter in "'\"":
+            quoted = letter
+        elif letter == "#" and (i == 0 or line[i - 1] in " \t"):
+            return line[:i]
+    return line

@@ -1,0 +1,163 @@
+"""``ringlet node``: one command for every node of a job, which find each other without ssh."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from dataclasses import replace
+
+from ringlet.ring.addresses import addresses_of
+from ringlet.ring.command.cli import UsageError, assignment, check_command, reach_of
+from ringlet.ring.command.flags import add_tunables
+from ringlet.ring.errors import LaunchError, RingError
+from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.hosts.interfaces import find_interface
+from ringlet.ring.hosts.remote import Reach
+from ringlet.ring.launch.job import launch
+from ringlet.ring.placed.gate import Gate, follow
+from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
+from ringlet.ring.rendezvous.environment import check_transport
+from ringlet.ring.wire.framing import derive
+from ringlet.ring.wire.keys import SECRET, job_key
+
+DESCRIPTION = """\
+Start COMMAND as --slots ranks on this node, and connect them with those of the
+other nodes, each of which runs this same command. The first node waits for the
+others, prints what all ranks print, and decides how the job ends.
+
+Which node this is stands in the environment of a Slurm step, of a pod of an
+indexed Job (with the name of its Service), and of a TrainJob. Elsewhere
+--nodes, --node and --first say it. All nodes need the same RINGLET_SECRET."""
+EXAMPLES = """\
+ringlet node --slots 8 python train.py   # in a Slurm step, or in a pod: srun ringlet node ...
+ringlet node --nodes 2 --node 1 --first host0 --slots 4 python train.py"""
+EPILOG = "docs/where-to-run.md says more."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``ringlet node``."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "ringlet node [--slots N] [options] [--] COMMAND [ARGUMENT ...]"
+    for flag, meaning in (
+        ("--slots", "ranks on this node (default: 1)"),
+        ("--nodes", "how many nodes there are"),
+        ("--node", "which of them this is, from 0"),
+        ("--port", f"port that the first node listens on (default: {PORT}, or of the batch job)"),
+    ):
+        parser.add_argument(flag, metavar="N", help=meaning)
+    parser.add_argument("--first", metavar="HOST", help="name or address of the first node")
+    parser.add_argument(
+        "--service", metavar="NAME", help="Service that gives the pods of an indexed Job names"
+    )
+    parser.add_argument("--transport", metavar="NAME", help="mpi, gloo or nccl (default: gloo)")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="KEY=VALUE", help="set a variable for all"
+    )
+    parser.add_argument("--output-filename", metavar="DIR", help="also write what rank N prints")
+    parser.add_argument(
+        "--network-interface", dest="interfaces", default="", metavar="NAME[,NAME]",
+        help="network interface to use; the first of these that a node has",
+    )  # fmt: skip
+    parser.add_argument(
+        "--start-timeout", default="300", metavar="SECONDS",
+        help="how long nodes and ranks may take to come (default: 300)",
+    )  # fmt: skip
+    add_tunables(parser)
+    parser.add_argument(
+        "--no-prefix",
+        dest="prefix",
+        action="store_false",
+        help="print lines as they are, without [rank]<stdout>: in front",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="say what is started and how")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND",
+                        help="the program of one rank; everything after it is its own")  # fmt: skip
+    parser.set_defaults(rsh=None, ssh_port=None, ssh_identity_file=None)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run this node's part of the job and return the job's exit code."""
+    try:
+        return _run(options)
+    except (UsageError, RingError) as error:
+        print(f"ringlet node: {error}", file=sys.stderr)
+        return error.code if isinstance(error, UsageError) else 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    env = {**options.tunables, **dict(map(assignment, options.env))}
+    check_command(command, {**os.environ, **env}.get("PATH"))
+    transport = check_transport(options.transport or "gloo", "--transport")
+    reach = reach_of(options)
+    here = found(options)
+    secret = _secret(here)
+    assert here.first is not None
+    if here.node:
+        return follow(here.node, here.first, here.port, secret, here.slots, reach.start_timeout)
+
+    def run(hosts: list[Host], reach: Reach) -> int:
+        return launch(
+            command,
+            sum(host.slots for host in hosts) or here.slots,
+            transport,
+            env,
+            hosts=hosts,
+            reach=reach,
+            output=options.output_filename,
+            prefix=options.prefix,
+            verbose=options.verbose,
+        )
+
+    if here.nodes == 1:
+        return run([], reach)
+    assert here.nodes is not None
+    address = _own_address(here.first, reach.interfaces)
+    with Gate(here.nodes, address, here.port, secret, here.slots) as gate:
+        code = 2
+        try:
+            hosts = gate.gather(reach.start_timeout)
+            code = run(hosts, replace(reach, arrived=gate.arrived()))
+        finally:
+            gate.dismiss(code)
+    return code
+
+
+def found(options: argparse.Namespace) -> Whereabouts:
+    """Return which node this is; options count before the environment. Raises LaunchError."""
+    said: dict[str, object] = {}
+    for name, least in (("slots", 1), ("nodes", 1), ("node", 0), ("port", 1)):
+        text = getattr(options, name)
+        if text is None:
+            continue
+        if not text.isdecimal() or not least <= int(text) < (65536 if name == "port" else 10**9):
+            raise UsageError(f"--{name} takes a number of at least {least}, not {text!r}")
+        said[name] = int(text)
+    if options.first is not None:
+        said["first"] = options.first
+    by_hand = {"nodes", "node", "first"} <= said.keys()
+    known = Whereabouts() if by_hand else whereabouts(os.environ, socket.getfqdn(), options.service)
+    return replace(known, **said).complete()  # type: ignore[arg-type]
+
+
+def _secret(here: Whereabouts) -> bytes:
+    key = job_key(os.environ)
+    if key is None and here.nodes != 1:
+        raise LaunchError(
+            f"{SECRET} is not set: nodes prove by it that they belong together. Give all of them"
+            " the same text of at least 16 characters, such as what `openssl rand -hex 32` prints"
+        )
+    return derive(key or b"", "nodes")
+
+
+def _own_address(first: str, interfaces: tuple[str, ...]) -> str:
+    """Return the address of this node at which the others look for it."""
+    if interfaces:
+        return find_interface(interfaces)[1]
+    addresses = addresses_of(first)
+    if not addresses:
+        raise LaunchError(f"the name of the first node, {first}, is not known here")
+    return addresses[0]

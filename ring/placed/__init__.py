@@ -1,0 +1,1 @@
+"""Ranks in processes that others have placed: engines' workers, pods, tasks of batch systems."""

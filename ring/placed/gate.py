@@ -1,0 +1,234 @@
+"""Where the nodes of a job meet that nobody reaches by ssh: the first one waits for the others.
+
+They prove to each other that they know a secret. Each node says what it has, hears which ranks to
+start, and in the end how the job has ended. The job's own secret is made of the nodes' and of a
+fresh number, which travels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from ringlet.ring.addresses import addresses_of, with_port
+from ringlet.ring.errors import LaunchError, ProtocolError
+from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.hosts.remote import Arrived
+from ringlet.ring.launch.agent import finish, obey
+from ringlet.ring.processes import processes
+from ringlet.ring.wire.entry import enter
+from ringlet.ring.wire.framing import derive
+from ringlet.ring.wire.handshake import Unwelcome
+from ringlet.ring.wire.launch_link import Channel, Kind
+from ringlet.ring.wire.listener import Listener
+
+PAUSE = 0.1, 2.0  # seconds between two tries to reach the first node: at first, and at most
+FLUSH = 5.0  # seconds for the other nodes to hear how the job has ended
+_JOB = "job of nodes"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Gate:
+    """The first of ``nodes`` nodes, on ``address``; it takes ``slots`` ranks itself."""
+
+    def __init__(self, nodes: int, address: str, port: int, secret: bytes, slots: int) -> None:
+        self._nodes = nodes
+        self._channels: dict[int, Channel] = {}
+        self._names: dict[int, tuple[str, int]] = {0: (socket.gethostname(), slots)}
+        try:
+            self._listener = Listener(nodes, address, port, secret)
+        except OSError as error:
+            raise LaunchError(
+                f"cannot listen on {with_port(address, port)} for the other nodes: {error.strerror}"
+            ) from error
+        self._address = address
+        self._nonce = os.urandom(32)
+        self._secret = derive(secret, _JOB, self._nonce)
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def gather(self, timeout: float) -> list[Host]:
+        """Wait for all nodes, ``timeout`` seconds at most; return them as hosts, in their order.
+
+        Raises LaunchError that names those which have not come.
+        """
+        limit = time.monotonic() + timeout
+        while len(self._names) < self._nodes:
+            left = limit - time.monotonic()
+            if left <= 0:
+                lacking = sorted(set(range(self._nodes)) - set(self._names))
+                raise LaunchError(
+                    f"node {', '.join(map(str, lacking))} of {self._nodes} did not come to"
+                    f" {self._listener.address} within {timeout:g} s (see --start-timeout)"
+                )
+            self._turn(left)
+        count = Counter(name for name, _ in self._names.values())
+        hosts = []
+        for node in range(self._nodes):
+            name, slots = self._names[node]
+            hosts.append(Host(name if count[name] == 1 else f"{name}/{node}", slots))
+        self._hosts = hosts
+        return hosts
+
+    def _turn(self, seconds: float) -> None:
+        poll = select.poll()
+        for source in self._listener.sources():
+            poll.register(source, select.POLLIN)
+        for channel in self._channels.values():
+            poll.register(channel, select.POLLIN)
+        patience = self._listener.patience()
+        wait = seconds if patience is None else min(seconds, patience)
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * wait)}
+        for guest in self._listener.admit(ready):
+            if guest.visitor or guest.rank == 0:
+                guest.channel.close()
+                continue
+            if known := self._channels.pop(guest.rank, None):  # it was started once more
+                known.close()
+                self._names.pop(guest.rank, None)
+            self._channels[guest.rank] = guest.channel
+        for node, channel in list(self._channels.items()):
+            if channel.fileno() in ready:
+                self._hear(node, channel)
+
+    def _hear(self, node: int, channel: Channel) -> None:
+        try:
+            for kind, body in channel.receive():
+                if kind is not Kind.NODE:
+                    raise ProtocolError(f"a node does not send {kind.name}")
+                name, slots = json.loads(body)
+                self._names[node] = str(name), int(slots)
+        except (ProtocolError, ValueError):
+            channel.close()
+        if channel.closed:
+            del self._channels[node]
+            self._names.pop(node, None)
+
+    def arrived(self) -> Arrived:
+        """Return how the launcher reaches those who are here."""
+        names = frozenset(host.name for host in self._hosts[1:])
+        return Arrived(self._address, self._secret, names, self._deliver)
+
+    def _deliver(self, host: str, order: Mapping[str, Any]) -> None:
+        node = [known.name for known in self._hosts].index(host)
+        said = {**order, "nonce": self._nonce.hex()}
+        self._channels[node].send(Kind.JOB, json.dumps(said).encode())
+
+    def dismiss(self, code: int) -> None:
+        """Tell the others how the job has ended."""
+        limit = time.monotonic() + FLUSH
+        for channel in self._channels.values():
+            channel.send(Kind.CODE, b"%d" % code)
+        for channel in self._channels.values():
+            while channel.pending and not channel.closed and time.monotonic() < limit:
+                channel.wait(max(0.0, limit - time.monotonic()))
+
+    def close(self) -> None:
+        """Let everybody go. Idempotent."""
+        self._listener.close()
+        for channel in self._channels.values():
+            channel.close()
+
+
+def follow(node: int, first: str, port: int, secret: bytes, slots: int, timeout: float) -> int:
+    """Be node ``node``: start what the node at ``first`` says; return the job's exit code.
+
+    Raises LaunchError when it is not found within ``timeout`` seconds, or goes away.
+    """
+    channel = _reach(node, first, port, secret, timeout)
+    with contextlib.closing(channel):
+        channel.send(Kind.NODE, json.dumps([socket.gethostname(), slots]).encode())
+        processes.adopt_orphans()
+        woken, waker = socket.socketpair()
+        for end in (woken, waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        for number in (*_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        try:
+            return _attend(channel, woken, secret)
+        finally:
+            processes.kill_children()
+
+
+def _attend(channel: Channel, woken: socket.socket, secret: bytes) -> int:
+    wrappers: list[subprocess.Popen[bytes]] = []
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    while True:
+        for kind, body in channel.receive():
+            if kind is Kind.JOB and not wrappers:
+                order = json.loads(body)
+                own = derive(secret, _JOB, bytes.fromhex(order["nonce"]))
+                wrappers = obey(order | {"secret": own.hex()})
+            elif kind is Kind.CODE:
+                finish()
+                return int(body)
+        if channel.closed:
+            finish()
+            raise LaunchError("the first node has gone, and with it the job")
+        for descriptor, _ in poll.poll():
+            if descriptor == woken.fileno():
+                _pass_on(woken.recv(4096), wrappers)
+
+
+def _pass_on(numbers: bytes, wrappers: list[subprocess.Popen[bytes]]) -> None:
+    """Let the wrappers, which pass them on, have the signals that came here."""
+    for number in numbers:
+        if number == signal.SIGCHLD:
+            processes.reap()
+        elif not wrappers:  # nothing has been started
+            sys.exit(128 + number)
+        else:
+            children = set(processes.children_of(os.getpid()))
+            for wrapper in wrappers:
+                if wrapper.pid in children:
+                    processes.signal_group(wrapper.pid, number)
+
+
+def _reach(node: int, first: str, port: int, secret: bytes, timeout: float) -> Channel:
+    """Connect to the first node, whose name may not be known yet, and which may not listen yet."""
+    limit, pause = time.monotonic() + timeout, PAUSE[0]
+    while True:
+        found = addresses_of(first)
+        why = f"the name {first} is not known"
+        for address in found:
+            left = max(1.0, limit - time.monotonic())
+            try:
+                return enter(with_port(address, port), secret, node, patience=left)
+            except Unwelcome as error:
+                raise LaunchError(
+                    f"node 0 at {with_port(address, port)} does not let this node in: {error}"
+                    " (RINGLET_SECRET has to be the same for every node)"
+                ) from None
+            except (OSError, ProtocolError) as error:
+                why = f"{with_port(address, port)}: {error}"
+        if time.monotonic() + pause >= limit:
+            raise LaunchError(
+                f"node {node} did not reach node 0 within {timeout:g} s (see --start-timeout):"
+                f" {why}"
+            )
+        time.sleep(pause * random.uniform(0.5, 1.0))  # so that not all come at once
+        pause = min(2 * pause, PAUSE[1])

@@ -1,0 +1,32 @@
+"""Which process of an engine becomes which rank: ranks of a node follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A process's place in the job, and among those of its node."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def standings(nodes: Sequence[Hashable]) -> list[Standing]:
+    """Return the standing of each process, in the order of ``nodes``: what tells its node.
+
+    An engine may have several nodes on one host, so this is the engine's id of the node, not the
+    host's name. Nodes are in the order in which they appear, and so are the processes of each.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for process, node in enumerate(nodes):
+        members.setdefault(node, []).append(process)
+    found: dict[int, Standing] = {}
+    for processes in members.values():
+        for local_rank, process in enumerate(processes):
+            found[process] = Standing(len(found), len(nodes), local_rank, len(processes))
+    return [found[process] for process in range(len(nodes))]

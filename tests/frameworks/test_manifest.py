@@ -1,0 +1,47 @@
+"""`ringlet manifest` without Kubernetes: the YAML itself, and what cannot be asked for."""
+
+import pytest
+
+from ringlet.__main__ import main
+from ringlet.cli.yaml_text import yaml_text
+
+NEEDED = ["--kind", "Job", "--name", "train", "--image", "me/train"]
+
+
+def test_yaml_of_plain_values():
+    document = {"a": {"b": [1, {"c": "x y", "d": []}]}, "yes": "no", "n": True, "e": {}, "t": "x"}
+    assert yaml_text([document, ["--", "1e3"]]) == (
+        'a:\n  b:\n  - 1\n  - c: "x y"\n    d: []\n"yes": "no"\n"n": true\ne: {}\nt: x\n'
+        '---\n- "--"\n- "1e3"\n'
+    )
+
+
+def test_ranks_are_as_many_as_gpus(capsys):
+    assert main(["manifest", *NEEDED, "--gpus", "8", "python", "train.py"]) == 0
+    assert '- "--slots"\n        - "8"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kind", "Pod"], "--kind 'Pod' is not known: one of Job, TrainJob, MPIJob"),
+        ([], "--kind is missing"),
+        (["--kind", "Job"], "--name is missing"),
+        (["--kind", "Job", "--name", "Train", "--image", "i"], "--name 'Train': up to 40"),
+        (NEEDED, "a command is missing"),
+        ([*NEEDED, "--nodes", "no", "x"], "--nodes takes a number of at least 1, not 'no'"),
+        ([*NEEDED, "--volume", "data", "x"], "--volume takes CLAIM:/PATH"),
+        ([*NEEDED, "--min-nodes", "1", "x"], "those of MPIJob and RayJob do"),
+        (
+            ["--kind", "RayJob", *NEEDED[2:], "--nodes", "2", "--min-nodes", "3", "x"],
+            "must not fall in this order",
+        ),
+        ([*NEEDED, "--env", "RINGLET_METRIC=1", "x"], "did you mean RINGLET_METRICS"),
+        ([*NEEDED, "--env", "NONE", "x"], "--env takes KEY=VALUE"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(capsys, words, said):
+    assert main(["manifest", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

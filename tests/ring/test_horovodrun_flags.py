@@ -1,0 +1,125 @@
+"""Every flag of horovodrun is accepted or named, and its configuration file is read."""
+
+import argparse
+import runpy
+from pathlib import Path
+
+import pytest
+
+from ringlet.__main__ import main
+from ringlet.ring.command import cli
+from ringlet.ring.command.configuration_file import KEYS, flags_of
+from ringlet.ring.command.flags import ABSENT, meaning_of
+from ringlet.ring.command.horovodrun import FLAGS, OTHERWISE
+from ringlet.ring.errors import LaunchError
+
+ROOT = Path(__file__).parents[2]
+EVERY = [flag for flags in FLAGS.values() for flag in flags.split()]
+
+
+def parser():
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    cli.add_arguments(made)
+    return made
+
+
+@pytest.mark.parametrize("flag", EVERY)
+def test_every_flag_is_accepted_or_named(flag):
+    assert flag in OTHERWISE or meaning_of(parser(), flag)
+
+
+@pytest.mark.parametrize("flag", ABSENT)
+def test_what_stands_for_a_flag_is_said(capsys, flag):
+    with pytest.raises(SystemExit):
+        main(["run", "-np", "1", flag, "1", "true"])
+    assert f"{flag} is horovodrun's: {ABSENT[flag]}" in capsys.readouterr().err
+
+
+def test_the_table_is_what_the_parsers_say():
+    script = runpy.run_path(str(ROOT / "docs" / "list_flags.py"))
+    text = (ROOT / "docs" / "migrating-from-horovod.md").read_text()
+    assert script["written"](text) == text, "run python docs/list_flags.py"
+
+
+FILE = """\
+# as in Horovod's documentation
+verbose: True
+num_proc: 4
+params:
+    fusion_threshold_mb: 32   # MiB
+    cycle_time_ms: 10
+    hierarchical_allreduce: True
+autotune:
+    enabled: False
+    log_file: "auto # tune.csv"
+timeline:
+    filename: 'it''s.json'
+    mark_cycles: yes
+stall_check:
+    enabled: no
+    warning_time_seconds: 120
+logging:
+    level: INFO
+    hide_timestamp:
+controller: gloo
+"""
+
+
+def test_a_configuration_file_is_a_command_line(tmp_path):
+    (tmp_path / "c.yaml").write_text(FILE)
+    words = ["--cycle-time-ms", "1", "--config-file", str(tmp_path / "c.yaml")]
+    options = parser().parse_args([*words, "--fusion-threshold-mb", "8", "-np", "2", "x", "-v"])
+    assert options.tunables == {
+        "RINGLET_CYCLE_TIME": "10",  # flags before the file lose
+        "RINGLET_FUSION_THRESHOLD": str(8 << 20),  # those behind it win
+        "RINGLET_HIERARCHICAL_ALLREDUCE": "1",
+        "RINGLET_AUTOTUNE": "0",
+        "RINGLET_AUTOTUNE_LOG": "auto # tune.csv",
+        "RINGLET_TIMELINE": "it's.json",
+        "RINGLET_TIMELINE_MARK_CYCLES": "1",
+        "RINGLET_STALL_CHECK_DISABLE": "1",
+        "RINGLET_STALL_CHECK_TIME_SECONDS": "120",
+        "RINGLET_LOG_LEVEL": "INFO",
+    }
+    assert (options.np, options.transport, options.verbose) == ("2", "gloo", True)
+    assert options.command == ["x", "-v"]
+
+
+def test_a_configuration_file_starts_a_job(tmp_path, capfd):
+    (tmp_path / "c.yaml").write_text("num_proc: 2\nparams:\n  cycle_time_ms: 3\n")
+    words = ["sh", "-c", "echo cycle $RINGLET_CYCLE_TIME"]
+    assert main(["run", "--config-file", str(tmp_path / "c.yaml"), *words]) == 0
+    assert capfd.readouterr().out.count("cycle 3") == 2
+
+
+def test_every_key_is_a_flag():
+    known = parser()
+    for flags in KEYS.values():
+        for flag in [flags] if isinstance(flags, str) else filter(None, flags):
+            assert any(flag in action.option_strings for action in known._actions), flag
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("params:\n  fusion: 1", "line 2: there is no 'fusion' in section params; there are"),
+        ("parms:\n", "line 1: there is no 'parms'"),
+        ("params: {a: 1}", "line 1: there is no 'params'"),
+        ("- a", "line 1: expected `key: value`"),
+        ("autotune:\n  enabled: perhaps", "line 2: enabled is true or false, not 'perhaps'"),
+        ("controller: jsrun", "controller is gloo or mpi"),
+    ],
+)
+def test_what_a_file_says_wrongly_is_named(tmp_path, text, said):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(LaunchError, match=said):
+        flags_of(str(tmp_path / "c.yaml"))
+    with pytest.raises(LaunchError, match="nowhere cannot be read"):
+        flags_of("nowhere")
+
+
+def test_check_build_says_what_there_is(capsys):
+    assert main(["run", "--check-build"]) == 0
+    said = capsys.readouterr().out
+    assert "transport gloo: " in said
+    assert "torch: " in said

@@ -1,0 +1,192 @@
+"""`ringlet node`: N identical commands that find each other without a remote shell."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ringlet.ring.errors import LaunchError
+from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
+
+pytestmark = pytest.mark.preloaded("torch")
+SECRET = "0123456789abcdef0123456789abcdef"
+SUM = (
+    "import os, torch, ringlet.torch as hvd; hvd.init();"
+    "total = hvd.allreduce(torch.ones(3) * hvd.rank(), op=hvd.Sum);"
+    "print(hvd.rank(), hvd.size(), os.environ['RINGLET_LOCAL_RANK'], os.environ.get('OWN'),"
+    " float(total[0]))"
+)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def node(number, count, port, *words, env=None, slots=2, secret=SECRET):
+    place = ["--nodes", str(count), "--node", str(number), "--first", "127.0.0.1"]
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    given |= {"RINGLET_SECRET": secret} if secret else {}
+    return subprocess.Popen(
+        [sys.executable, "-m", "ringlet", "node", *place, "--port", str(port),
+         "--slots", str(slots), *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=given,
+    )  # fmt: skip
+
+
+def ended(process):
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def test_nodes_find_each_other_and_ranks_keep_their_nodes_environment():
+    port = free_port()
+    # The one that others look for comes last.
+    nodes = [
+        node(i, 3, port, sys.executable, "-c", SUM, env={"OWN": f"own{i}"}, slots=1 + (i == 1))
+        for i in (2, 1, 0)
+    ]
+    ends = [ended(process) for process in nodes]
+    assert [code for code, _, _ in ends] == [0, 0, 0], ends
+    assert ends[0][1] == ends[1][1] == ""
+    lines = sorted(re.findall(r"\[\d\]<stdout>: ?(.*)", ends[2][1]))
+    assert lines == [
+        "0 4 0 own0 6.0",
+        "1 4 0 own1 6.0",
+        "2 4 1 own1 6.0",
+        "3 4 0 own2 6.0",
+    ]
+
+
+def test_every_node_ends_with_the_code_of_the_rank_that_failed():
+    port = free_port()
+    code = "import os, sys; sys.exit(7 if os.environ['RINGLET_RANK'] == '3' else 0)"
+    ends = [ended(p) for p in [node(i, 2, port, sys.executable, "-c", code) for i in (0, 1)]]
+    assert [code for code, _, _ in ends] == [7, 7]
+    assert re.search(r"rank 3 on \S+ exited with code 7", ends[0][2])
+
+
+def test_ranks_of_a_node_that_is_gone_are_named_and_all_nodes_end():
+    port = free_port()
+    wait = "import time; print('there', flush=True); time.sleep(120)"
+    first, second = (node(i, 2, port, sys.executable, "-c", wait, slots=1) for i in (0, 1))
+    for _ in range(2):
+        assert "there" in first.stdout.readline()
+    second.kill()
+    code, _, err = ended(first)
+    assert code != 0
+    assert "rank 1 on" in err
+    ended(second)
+
+
+def test_a_signal_to_another_node_reaches_its_ranks():
+    port = free_port()
+    wait = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5));"
+        "print('there', flush=True); time.sleep(120)"
+    )
+    first, second = (node(i, 2, port, sys.executable, "-c", wait, slots=1) for i in (0, 1))
+    for _ in range(2):
+        assert "there" in first.stdout.readline()
+    second.send_signal(signal.SIGTERM)
+    code, _, err = ended(first)
+    assert code == 5, err
+    assert "rank 1 on" in err
+    assert ended(second)[0] == 5
+
+
+def test_a_node_with_another_secret_is_not_let_in():
+    port = free_port()
+    first = node(0, 2, port, "--start-timeout", "3", "true")
+    code, _, err = ended(node(1, 2, port, "true", secret="another" * 5))
+    assert code == 2
+    assert "RINGLET_SECRET has to be the same for every node" in err
+    code, _, err = ended(first)
+    assert code == 2
+    assert re.search(r"node 1 of 2 did not come to 127\.0\.0\.1:\d+ within 3 s", err)
+
+
+def test_a_first_node_that_does_not_come_is_said():
+    began = time.monotonic()
+    code, _, err = ended(node(1, 2, free_port(), "--start-timeout", "2", "true"))
+    assert code == 2
+    assert "node 1 did not reach node 0 within 2 s" in err
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["true"], "--nodes and --node and --first are missing"),
+        (["--nodes", "2", "--node", "2", "--first", "x", "true"], "not below --nodes 2"),
+        (["--nodes", "two", "true"], "--nodes takes a number of at least 1, not 'two'"),
+        (["--port", "70000", "true"], "--port takes a number"),
+        (["--nodes", "2", "--node", "0", "--first", "x", "true"], "RINGLET_SECRET is not set"),
+        (["--nodes", "1"], "a command is missing"),
+        (["--nodes", "1", "--transport", "goo", "true"], "Did you mean 'gloo'"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_a_sentence(words, said):
+    ran = subprocess.run(
+        [sys.executable, "-m", "ringlet", "node", *words], capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert said in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+def test_one_node_needs_nobody():
+    words = ["--nodes", "1", "--slots", "2", sys.executable, "-c", SUM]
+    ran = subprocess.run(
+        [sys.executable, "-m", "ringlet", "node", *words], capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "1 2 1 None 1.0" in ran.stdout
+
+
+SLURM = {
+    "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "1",
+}  # fmt: skip
+TRAINJOB = {
+    "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4",
+    "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("env", "host", "service", "expected"),
+    [
+        ({}, "here", None, Whereabouts()),
+        (SLURM, "gpu08", None, Whereabouts(3, 1, "gpu07", 10373)),
+        (TRAINJOB, "x", None, Whereabouts(2, 1, "job-node-0-0.job", 29500, 4)),
+        ({"JOB_COMPLETION_INDEX": "3"}, "a-b-3", "svc", Whereabouts(None, 3, "a-b-0.svc")),
+        (
+            {"JOB_COMPLETION_INDEX": "11"}, "a-11.svc.ns.svc.cluster.local", None,
+            Whereabouts(None, 11, "a-0.svc.ns.svc.cluster.local", PORT),
+        ),
+        ({"JOB_COMPLETION_INDEX": "3"}, "other", "svc", Whereabouts(None, 3, None)),
+    ],
+)  # fmt: skip
+def test_what_batch_systems_say_of_nodes(env, host, service, expected):
+    assert whereabouts(env, host, service) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, "srun --ntasks-per-node=1"),
+        ({**TRAINJOB, "PET_NPROC_PER_NODE": "auto"}, "numProcPerNode"),
+        ({"JOB_COMPLETION_INDEX": ""}, "JOB_COMPLETION_INDEX='' is not a whole number"),
+    ],
+)
+def test_what_batch_systems_say_wrongly(env, said):
+    with pytest.raises(LaunchError, match=said):
+        whereabouts(env, "job-0", "svc")

@@ -1,0 +1,1 @@
+../../frameworks/data_loaders.py
