@@ -14,15 +14,11 @@ _END = object()
 
 
 class BaseDataLoader:
-    """What a loader consists of: ``__len__``, ``_iterate`` and, if it likes, ``_process_batch``."""
-
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        raise NotImplementedError
+    """What a loader consists of: ``_iterate`` and, if it likes, ``__len__``, ``_process_batch``."""
 
     def _iterate(self) -> Iterator[Any]:
-        """Return an iterator over the batches."""
-        raise NotImplementedError
+        """Return an iterator over the batches; TypeError for a loader that has none of its own."""
+        raise TypeError(f"{type(self).__name__} has to define _iterate()")
 
     def _process_batch(self, batch: Any) -> Any:
         """Return what is handed out for ``batch``."""

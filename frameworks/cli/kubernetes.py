@@ -10,7 +10,6 @@ from typing import Any
 from ringlet.ring.placed.whereabouts import PORT
 
 Document = dict[str, Any]
-SSH = "/root/.ssh"  # where the MPI operator puts keys
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,6 @@ def mpijob(wanted: Wanted) -> list[Document]:
         "spec": {
             "slotsPerWorker": wanted.slots,
             "mpiImplementation": "OpenMPI",
-            "sshAuthMountPath": SSH,
             "launcherCreationPolicy": "WaitForWorkersReady",
             "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": wanted.restarts},
             "mpiReplicaSpecs": {

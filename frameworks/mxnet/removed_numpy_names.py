@@ -28,6 +28,6 @@ def restore() -> None:
 
 def _removed(name: str) -> Any:
     def removed(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"NumPy {np.__version__} has no {name} any more")
+        raise AttributeError(f"NumPy {np.__version__} has no {name} any more")
 
     return removed

@@ -78,3 +78,8 @@ def test_horovods_names_are_aliases():
     from ringlet.horovod.aliases import ALIASES
 
     assert ALIASES["horovod.data"] == "ringlet.data_loaders"
+
+
+def test_a_loader_without_batches_of_its_own_says_so():
+    with pytest.raises(TypeError, match=r"Nothing has to define _iterate\(\)"):
+        list(type("Nothing", (BaseDataLoader,), {})())
