@@ -118,6 +118,26 @@ def test_the_version_is_in_one_place():
     assert cited == changed == ringlet.__version__
 
 
+FORMS = ("bug", "compressor", "slow")
+
+
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("github-workflows", ".github/workflows/*.yml"),
+        *(("github-issue-forms", f".github/ISSUE_TEMPLATE/{form}.yml") for form in FORMS),
+        ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
+        ("citation-file-format", "CITATION.cff"),
+    ],
+)
+def test_what_others_read_is_as_they_want_it(schema, files):
+    found = sorted(ROOT.glob(files))
+    assert found
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    done = subprocess.run([*check, *found], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(
     shutil.which("actionlint") is None, reason="no actionlint here: see github.com/rhysd/actionlint"
 )

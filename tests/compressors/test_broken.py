@@ -1,5 +1,6 @@
 """Every broken plugin is caught, by one check, which names the cause and says what to do."""
 
+import functools
 import importlib
 import inspect
 import sys
@@ -257,14 +258,19 @@ def test_no_broken_plugin_is_left_out(module):
     assert plugins(module).keys() - BASES == CAUGHT[module].keys()
 
 
+@functools.cache
+def failures(module, name):
+    return failures_of(plugins(module)[name](), all_checks())
+
+
 # What they do to numbers is their business; NumPy warns of some of it.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("module", "name"), CASES)
 def test_a_broken_plugin_is_caught_once(module, name):
-    failures = failures_of(plugins(module)[name](), all_checks())
-    found = [failure.partition(" fails '")[2].partition("'")[0] for failure in failures]
-    assert sorted(found) == sorted(CAUGHT[module][name].split()), "\n\n".join(failures)
-    for failure in failures:
+    told = failures(module, name)
+    found = [failure.partition(" fails '")[2].partition("'")[0] for failure in told]
+    assert sorted(found) == sorted(CAUGHT[module][name].split()), "\n\n".join(told)
+    for failure in told:
         assert "Why it matters: " in failure
         assert "What to do: " in failure
 
@@ -277,9 +283,9 @@ def test_a_right_plugin_raises_no_false_alarm(name):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("module", "name"), SAYS)
 def test_a_message_names_the_cure(module, name):
-    failures = "\n".join(failures_of(plugins(module)[name](), all_checks()))
+    told = "\n".join(failures(module, name))
     for words in SAYS[module, name]:
-        assert words in failures
+        assert words in told
 
 
 def test_every_check_catches_a_mistake_or_is_named_here():
