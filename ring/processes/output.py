@@ -98,6 +98,10 @@ class Printer:
             return []
         return [line.decode(errors="replace") for line in self._last.get(rank, ())]
 
+    def says_last(self, rank: int, words: str) -> bool:
+        """Whether the last lines of ``rank`` have ``words``."""
+        return any(words.encode() in line for line in self._last.get(rank, ()))
+
     def _put(self, rank: int, stream: int, lines: bytes) -> None:
         self._speaker = rank
         kept = self._last.setdefault(rank, deque(maxlen=LAST))

@@ -243,6 +243,26 @@ def test_the_first_failure_ends_the_job(
     assert b"BAD TERMINATION" not in err
 
 
+@pytest.mark.parametrize("code", ["import nothing_of_the_kind", "1 / 0"])
+def test_a_module_that_another_python_lacks_has_a_remedy(code: str, tmp_path: Path) -> None:
+    other = tmp_path / "python3"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    command = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--transport", "gloo"]
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [*command, "python3", "-c", code],
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    remedy = f"python3 is {other}, and Ringlet is installed for {sys.executable}: activate"
+    assert (remedy in done.stderr) == code.startswith("import")
+
+
 def test_all_is_well_when_every_rank_says_so(ringlet: Launcher) -> None:
     assert ringlet("pass", 3, "gloo", "--quiet").end() == (0, b"", b"")
 
