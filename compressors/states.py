@@ -137,12 +137,12 @@ def merged(
 def resize(state: State, compressor: Compressor, before: int, after: int, average: bool) -> None:
     """Keep of ``state`` what goes on among ``after`` ranks instead of ``before``, or other ones.
 
-    That is the step and what is in units of the gradient. What ranks have in common (factors, a
-    server's sums) others may not have, and what belongs to a rank's shard belongs to another now:
+    That is the step and what is in units of the gradient. What ranks have in common (factors, the
+    means of EF21) others may not have, and what belongs to a rank's shard belongs to another now:
     these are forgotten.
     """
     step = {"step": state["step"]} if "step" in state else {}
-    kept = compressor.consolidate([plain(state)])
+    kept = compressor.regrouped(plain(state))
     unit = _share(compressor, after) / _share(compressor, before) if average else 1.0
     state.clear()
     state |= step
