@@ -113,12 +113,14 @@ ROWS = (
     Row(
         11,
         "a restart; ranks leave and join",
-        "A restart from sharded checkpoints goes on bit for bit. Survivors keep residuals to 1e-6.",
+        "A restart from sharded checkpoints goes on bit for bit. Survivors keep residuals to 1e-6; "
+        "with a copy at a neighbour, so do those that are lost.",
         (
             "frameworks/test_torch_state.py",
             "frameworks/test_elastic.py::"
             "test_survivors_of_the_only_host_go_on_with_what_compression_held_back",
             "frameworks/test_elastic.py::test_hosts_come_and_go_without_going_back",
+            "frameworks/test_elastic_redundancy.py",
             "frameworks/test_elastic.py::test_a_script_names_hosts_elsewhere",
         ),
     ),

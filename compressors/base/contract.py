@@ -139,9 +139,10 @@ class Compressor:
     def regrouped(self, state: State) -> State:
         """Return what a rank goes on with among others, of whose memories it knows nothing.
 
-        By default that is all in units of the gradient, which is each rank's own.
+        By default that is all in units of the gradient, which is each rank's own. Arrays are those
+        of ``state``.
         """
-        return self.consolidate([state])
+        return {name: state[name] for name in self.traits().gradient_units if name in state}
 
     def units_size(self, name: str, n: int) -> int:
         """Return how many elements ``ctx.state[name]`` has for a tensor of ``n``.

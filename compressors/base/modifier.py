@@ -115,9 +115,9 @@ class Modifier(Compressor):
     def regrouped(self, state: State) -> State:
         """Go on with what the wrapped compressor does, and what is remembered here."""
         inner = self.wrapped_compressor
-        kept = inner.regrouped(state)
-        forgotten = set(inner.traits().gradient_units) - kept.keys()
-        return {k: v for k, v in self.consolidate([state]).items() if k not in forgotten}
+        of_inner = inner.traits().gradient_units
+        own = {k: v for k, v in super().regrouped(state).items() if k not in of_inner}
+        return own | inner.regrouped(state)
 
     def units_size(self, name: str, n: int) -> int:
         """Return the wrapped compressor's, of what that one remembers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,12 +32,23 @@ class TorchState(ObjectState):
     ) -> None:
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
+    def save(self) -> None:
+        """Keep copies of all states, and among how many ranks they are."""
+        super().save()
+        self._among = [reducer.among for reducer in self._reducers()]
+
     def restore(self) -> None:
         """Go back to what was saved last, by this process: under whichever rank it was then."""
         for content in self._saved.values():
             if isinstance(content, dict) and isinstance(kept := content.get(STATE_KEY), dict):
                 kept.update(rank=rank(), size=size())
         super().restore()
+        for reducer, among in zip(self._reducers(), self._among, strict=False):
+            reducer.among = among
+
+    def holders(self) -> Sequence[Reducer]:
+        """Return the reducers of the optimizers."""
+        return self._reducers()
 
     def held_back(self) -> float:
         """Return the norm of what compression holds back on this rank alone."""
