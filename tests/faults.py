@@ -121,6 +121,7 @@ ROWS = (
             "test_survivors_of_the_only_host_go_on_with_what_compression_held_back",
             "frameworks/test_elastic.py::test_hosts_come_and_go_without_going_back",
             "frameworks/test_elastic_redundancy.py",
+            "frameworks/test_elastic_memory.py",
             "frameworks/test_elastic.py::test_a_script_names_hosts_elsewhere",
         ),
     ),

@@ -16,6 +16,8 @@ from ringlet.torch.functions import broadcast_optimizer_state, broadcast_paramet
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
 from ringlet.torch.optimizer.reducer import Reducer
 
+_ALONE = "progress"  # the method of optimizers whose ranks do something alone
+
 
 class TorchState(ObjectState):
     """A model, an optimizer and, as ``kwargs``, anything else; all of them become attributes.
@@ -30,6 +32,7 @@ class TorchState(ObjectState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
+        self._synchronised = False
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
     def save(self) -> None:
@@ -74,13 +77,23 @@ class TorchState(ObjectState):
         return {"": steps, **mapped(found, _bits)}
 
     def sync(self) -> None:
-        """Take over rank 0's state, and save it. Collective."""
+        """Take over rank 0's state, and save it. Collective.
+
+        In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays.
+        """
+        kept = []
+        if self._synchronised and is_elastic():
+            local = [value for name in self._names if hasattr(value := getattr(self, name), _ALONE)]
+            kept = [(value, value.progress()) for value in local]
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), root_rank=0)
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, root_rank=0)
+        for value, progress in kept:
+            value.resume(progress)
+        self._synchronised = True
         for reducer in self._reducers():
             reducer.join_epoch()
         if is_elastic():
