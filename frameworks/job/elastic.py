@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ringlet.fusion import Request
 from ringlet.fusion.errors import EngineClosed
 from ringlet.job import json_exchange, objects, session, topology
 from ringlet.job.process_sets import global_process_set
 from ringlet.job.residual_copies import Copies, Holder
 from ringlet.ring.collectives.checksum import checksum
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import PeerLost, RingError
 from ringlet.ring.rendezvous import epochs
 
@@ -80,8 +82,11 @@ class State(ABC):
             if specs != runtime.extras.get("specs"):  # for newcomers
                 epochs.tell_specs(specs)
                 runtime.extras["specs"] = specs
-        if topology.size() > 1:
-            changed = objects.broadcast_object(changed, name="elastic.changes")
+        if topology.size() > 1:  # one short message, which every commit waits for
+            told = np.array([changed], np.int64)
+            request = Request("elastic.changes", "allreduce", "int64", (1,), ReduceOp.MAX)
+            session.current().engine.submit(request, told, at_once=True).wait()
+            changed = int(told[0])
         if changed:
             if self._copies is not None:
                 self._copies.renew()  # of those, too, that leave now
@@ -147,13 +152,17 @@ class ObjectState(State):
     ) -> None:
         super().__init__()
         self._broadcast, self._names = bcast_object, list(kwargs)
+        self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():
             setattr(self, name, value)
         self.save()
 
     def save(self) -> None:
         """Keep copies of all objects or their states."""
-        self._saved = {name: copy.deepcopy(_content(getattr(self, name))) for name in self._names}
+        for name in self._names:
+            value = getattr(self, name)
+            room = self._saved.get(name) if _has_state(value) else None
+            self._saved[name] = self._copied(_content(value), room)
 
     def restore(self) -> None:
         """Go back to what was saved last."""
@@ -176,6 +185,10 @@ class ObjectState(State):
     def content(self) -> Any:
         """Return all objects, or their states."""
         return {name: _content(getattr(self, name)) for name in self._names}
+
+    def _copied(self, content: Any, room: Any) -> Any:
+        """Return a copy of ``content``; ``room`` is the last one of the same state, or None."""
+        return copy.deepcopy(content)
 
     def _plain(self) -> list[str]:
         """Names of what travels as pickled objects."""

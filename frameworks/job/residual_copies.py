@@ -32,7 +32,7 @@ from ringlet.ring.wire.keys import MEMBER
 log = logging.getLogger("ringlet")
 
 Held = Mapping[str, Mapping[str, Any]]  # arrays, by parameter, and by what it is called there
-_HEAD = 8  # bytes that say how long the head is
+_WORD = 8  # bytes: of two before the head, its length and the checksum of what follows it
 _TOLD = frozenset({"member", "host", "copies", "taken"})
 
 
@@ -88,6 +88,8 @@ class Copies:
         self._taken: dict[int, tuple[int, float, int]] = {}  # by member: its rank, norm and step
         self._coming: Handle | None = None
         self._shift = 1  # how many ranks further a copy goes
+        # New memory takes longer than copying: what is sent, the copy kept, the one that comes.
+        self._sent = self._last = self._next = np.empty(0, np.uint8)
 
     @property
     def _holders(self) -> Sequence[Holder]:
@@ -113,10 +115,10 @@ class Copies:
         holders = self._holders
         held, step = [holder.own() for holder in holders], sum(each.step for each in holders)
         copy = Copy(self._member, _epoch(), runtime.rank, runtime.size, step, held)
-        data = packed(copy)
+        data = self._sent = packed(copy, self._sent)
         splits = tuple(data.size if rank == to else 0 for rank in range(runtime.size))
         request = Request("elastic.copies", "alltoall", "uint8", data.shape, splits=splits)
-        self._coming = runtime.engine.submit(request, data)
+        self._coming = runtime.engine.submit(request, data, self._room)
 
     def collect(self) -> None:
         """Wait for the copy that is on its way; where it does not come the last one is kept."""
@@ -131,7 +133,7 @@ class Copies:
         if copy is None:
             log.warning("a copy of what compression holds back on another rank came damaged")
             return
-        self._kept = {copy.member: copy}
+        self._kept, self._last, self._next = {copy.member: copy}, self._next, self._last
 
     def settle(self) -> bool:
         """After ranks were numbered anew: take over what those held back that are gone. Collective.
@@ -167,6 +169,12 @@ class Copies:
             everything = [[*each, rank] for rank, of in enumerate(told) for each in of]
             epochs.tell_taken(_epoch(), everything)
 
+    def _room(self, size: int) -> Array:
+        """Make room for the copy that comes; the one that is kept stays until all of it is here."""
+        if self._next.size != size:
+            self._next = np.empty(size, np.uint8)
+        return self._next
+
     def _take_over(self, copy: Copy) -> None:
         holders = self._holders
         now = sum(holder.step for holder in holders)
@@ -200,35 +208,41 @@ def takers(told: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     return {member: -found[2] for member, found in best.items()}
 
 
-def packed(copy: Copy) -> Array:
-    """Return ``copy`` as bytes: a head in JSON, and its arrays as float32."""
+def packed(copy: Copy, room: Array | None = None) -> Array:
+    """Return ``copy`` as bytes, in ``room`` if it fits: a head in JSON, and arrays as float32."""
     arrays = [
-        (i, name, key, np.ascontiguousarray(array, np.float32).reshape(-1))
+        (i, name, key, np.asarray(array))
         for i, held in enumerate(copy.held)
         for name, of in held.items()
         for key, array in of.items()
     ]
-    shapes = [list(np.shape(copy.held[i][name][key])) for i, name, key, _ in arrays]
-    body = np.concatenate([np.zeros(0, np.float32), *(array for *_, array in arrays)])
-    head = {
-        "copy": [copy.member, copy.epoch, copy.rank, copy.size, copy.step, len(copy.held)],
-        "arrays": [[*where[:3], shape] for where, shape in zip(arrays, shapes, strict=True)],
-        "sum": checksum(body.view(np.uint8)),
-    }
-    text = json.dumps(head).encode()
+    size = sum(array.size for *_, array in arrays)
+    numbers = [copy.member, copy.epoch, copy.rank, copy.size, copy.step, len(copy.held)]
+    shapes = [[i, name, key, list(array.shape)] for i, name, key, array in arrays]
+    text = json.dumps({"copy": numbers, "arrays": shapes}).encode()
     text += b" " * (-len(text) % 8)
-    begin = np.frombuffer(len(text).to_bytes(_HEAD, "little") + text, np.uint8)
-    return np.concatenate([begin, body.view(np.uint8)])
+    total = 2 * _WORD + len(text) + 4 * size
+    made = room if room is not None and room.size == total else np.empty(total, np.uint8)
+    body, start = made[2 * _WORD + len(text) :], 0
+    values = body.view(np.float32)
+    for *_, array in arrays:
+        values[start : start + array.size] = array.reshape(-1)
+        start += array.size
+    for place, number in enumerate((len(text), checksum(body))):
+        word = number.to_bytes(_WORD, "little")
+        made[place * _WORD : (place + 1) * _WORD] = np.frombuffer(word, np.uint8)
+    made[2 * _WORD : total - 4 * size] = np.frombuffer(text, np.uint8)
+    return made
 
 
 def unpacked(data: Array) -> Copy | None:
     """Return what ``packed`` made of a copy, whose arrays share ``data``; None where it is not."""
     try:
-        stop = _HEAD + int.from_bytes(data[:_HEAD].tobytes(), "little")
-        head = json.loads(data[_HEAD:stop].tobytes())
-        numbers, arrays, total = head["copy"], head["arrays"], head["sum"]
-        member, epoch, rank, size, step, holders = map(int, numbers)
-        body = data[stop:]
+        length, total = data[: 2 * _WORD].view(np.uint64).tolist()
+        stop = 2 * _WORD + length
+        head, body = json.loads(data[2 * _WORD : stop].tobytes()), data[stop:]
+        member, epoch, rank, size, step, holders = map(int, head["copy"])
+        arrays = head["arrays"]
         if checksum(body) != total:
             return None
         values, start = body.view(np.float32), 0
