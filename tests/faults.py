@@ -151,13 +151,15 @@ ROWS = (
     Row(
         15,
         "a rank forks; SIGINT, SIGTERM; the launcher or a wrapper is killed",
-        "A forked child ends. Signals reach every rank. No process is left.",
+        "A forked child ends. Signals reach every rank. No process is left; of a killed launcher "
+        "it is said where it spoke itself.",
         (
             "frameworks/test_torch_fork.py",
             "ring/test_launch.py::test_signals_are_passed_on",
             "ring/test_launch.py::test_the_second_interrupt_kills",
             "ring/test_launch.py::test_killing_a_wrapper_ends_the_job",
             "ring/test_launch.py::test_killing_the_launcher_leaves_nothing",
+            "frameworks/test_elastic.py::test_a_killed_launcher_ends_all_ranks_and_that_is_said",
             "ring/test_launch.py::test_killing_a_rank_ends_the_job",
             "ring/test_launch.py::test_what_a_rank_leaves_behind_is_ended",
         ),
