@@ -19,7 +19,7 @@ import numpy as np
 from ringlet.fusion import Request
 from ringlet.fusion.errors import EngineClosed
 from ringlet.job import json_exchange, objects, session, topology
-from ringlet.job.process_sets import global_process_set
+from ringlet.job.process_sets import InvalidArgument, global_process_set
 from ringlet.job.residual_copies import Copies, Holder
 from ringlet.ring.collectives.checksum import checksum
 from ringlet.ring.communicator import ReduceOp
@@ -200,6 +200,12 @@ class ObjectState(State):
             value.load_state_dict(content)
         else:
             setattr(self, name, content)
+
+
+def refuse(what: str, why: str, instead: str) -> None:
+    """Raise InvalidArgument, on every rank, if this job is elastic, where ``what`` cannot be."""
+    if epochs.is_elastic():
+        raise InvalidArgument(f"{what} does not go together with an elastic job: {why}; {instead}")
 
 
 def run(
