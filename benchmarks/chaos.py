@@ -335,7 +335,7 @@ def main() -> int:
         "--resume", choices=("commit", "step"), default="step", help="where survivors go on"
     )
     parser.add_argument("--redundancy", type=int, default=0, help="copies of residuals: 0 or 1")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/chaos.md")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
@@ -353,15 +353,17 @@ def main() -> int:
         calm = None if options.events else undisturbed(hosts, options, commits[-1]["committed"])
     lines = report(chaos, calm, options)
     long = f"{options.events} events" if options.events else f"{options.minutes:g} minutes"
+    copies = ", a copy of residuals at a neighbour" if options.redundancy else ""
     title = (
         f"{long}, seed {options.seed}, an event every {options.every:g} s on "
-        f"average, heartbeat {options.heartbeat:g} s, `{SPEC}`, {os.cpu_count()} cores, "
+        f"average, heartbeat {options.heartbeat:g} s, `{SPEC}`{copies}, {os.cpu_count()} cores, "
         f"{date.today()}"
     )
     text = "\n".join([f"# Chaos: {title}", "", *lines])
     print(text)
     if options.save:
-        (RESULTS / "chaos.md").write_text(f"{text}\n")
+        name = "chaos-events.md" if options.events else "chaos.md"
+        (RESULTS / name).write_text(f"{text}\n")
     hung = [e for e in chaos["events"] if e["recovered"] is None and not e["over"]]
     failed = (
         hung

@@ -6,7 +6,8 @@ PLAN is a JSON object: ``batches`` to train; ``spec``; ``do``: by the rank that 
 start, [batch, what], where what is the name of a signal to send itself, or ``exit``; ``hosts``: the
 file that lists hosts, and what rank 0 writes to it, by the number of ranks there are; ``resume``:
 "commit" or "step"; ``own``: whether each rank's state holds something of its own; ``redundancy``;
-``die``: by that first rank, [method of Copies, epoch, batch] in which to kill itself.
+``groups`` of parameters; ``die``: by that first rank, [method of Copies, epoch, batch] in which to
+kill itself.
 """
 
 import json
@@ -63,6 +64,7 @@ if framework == "torch":
         torch.optim.Adam(model.parameters(), lr=0.01),
         model.named_parameters(),
         plan.get("spec", "int8 | ef"),
+        groups=plan.get("groups"),
     )
     state = hvd.elastic.TorchState(model, optimizer, batch=0, own=None)
     reducer, named = optimizer._ringlet, dict(model.named_parameters())
