@@ -3,12 +3,15 @@
     python benchmarks/chaos.py                                # 2 minutes, seed 0
     python benchmarks/chaos.py --minutes 30 --seed 7 --save   # also writes benchmarks/results/
     python benchmarks/chaos.py --minutes 10 --kinds kill      # or freeze, cut, leave, join
+    python benchmarks/chaos.py --events 200 --kinds kill --every 2   # however long that takes
 
 Four hosts (network namespaces; needs root) with a rank each train a CNN on digits in an elastic
 job, whose launcher is on a fifth. At random a rank is killed or frozen, a host is cut off, left out
 by the discovery script, or added again. Afterwards the same number of steps is trained by four
 ranks that nobody disturbs. A step takes at least --step-ms, as if a GPU computed it: else ranks on
 this machine's cores become faster when others leave.
+
+With --events there is no undisturbed run: what counts is that all of them were recovered from.
 
 Goodput is committed steps a second, as a part of those undisturbed. A recovery is counted from the
 event to the survivors' next optimizer step; for a frozen rank and a cut host it includes
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -73,7 +77,7 @@ def train(plan: dict[str, Any]) -> None:
     )
     state = hvd.elastic.TorchState(model, optimizer, step=0, over=False)
 
-    @hvd.elastic.run(resume=plan["resume"])
+    @hvd.elastic.run(resume=plan["resume"], redundancy=plan["redundancy"])
     def loop(state: Any) -> None:
         host = os.environ["HOROVOD_HOSTNAME"]
         tell(begun=state.step, size=hvd.size(), rank=hvd.rank(), host=host)
@@ -89,7 +93,7 @@ def train(plan: dict[str, Any]) -> None:
             if state.step % plan["commit"] == 0:
                 equal = hvd.replicas_equal(model.state_dict())
                 late = time.monotonic() >= plan["until"] or state.step >= plan["steps"]
-                state.over = hvd.broadcast_object(late)
+                state.over = hvd.broadcast_object(late or os.path.exists(plan["end"]))
                 if hvd.rank() == 0:
                     tell(committed=state.step, equal=bool(equal), size=hvd.size())
                 state.commit()
@@ -219,21 +223,23 @@ def disturb(job: Job, kind: str, draw: random.Random) -> dict[str, Any] | None:
 def disturbed(hosts: netns.Hosts, options: argparse.Namespace) -> dict[str, Any]:
     """Train for the minutes that ``options`` give, with faults; return what happened."""
     draw = random.Random(options.seed)
-    until = time.monotonic() + 60 * options.minutes
-    plan = _plan(options, until=until, steps=1 << 60)
+    until = math.inf if options.events else time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
+        end = Path(folder) / "end"
+        plan = _plan(options, until=until, steps=1 << 60, end=end)
         job = Job(hosts, Path(folder), plan, options.heartbeat)
         begun = any("step" in line for line in job.lines(0, until))
         events = []
         while begun and job.running:
             time.sleep(min(draw.expovariate(1 / options.every), max(0.0, until - time.monotonic())))
-            if time.monotonic() >= until - SETTLED / 6:
+            if time.monotonic() >= until - SETTLED / 6 or len(events) == options.events:
                 break
             kinds = draw.sample(options.kinds, len(options.kinds))
             found = next((e for k in kinds if (e := disturb(job, k, draw))), None)
             if found is not None:
                 events.append(found)
                 print(f"{found['kind']:>7} {found['host']}: {_seconds(found)}", flush=True)
+        end.touch()
         code = job.end()
         job.said.seek(0)
         return {"events": events, "told": job.told, "code": code, "said": job.said.read()}
@@ -242,17 +248,17 @@ def disturbed(hosts: netns.Hosts, options: argparse.Namespace) -> dict[str, Any]
 def undisturbed(hosts: netns.Hosts, options: argparse.Namespace, steps: int) -> dict[str, Any]:
     """Train ``steps`` steps without faults; return what happened."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = _plan(options, until=float("inf"), steps=steps)
+        plan = _plan(options, until=math.inf, steps=steps, end=Path(folder) / "end")
         job = Job(hosts, Path(folder), plan, options.heartbeat)
         code = job.end()
         job.said.seek(0)
         return {"told": job.told, "code": code, "said": job.said.read()}
 
 
-def _plan(options: argparse.Namespace, until: float, steps: int) -> dict[str, Any]:
+def _plan(options: argparse.Namespace, until: float, steps: int, end: Path) -> dict[str, Any]:
     return {
-        "until": until, "steps": steps, "seconds": options.step_ms / 1000, "commit": options.commit,
-        "resume": options.resume,
+        "until": until, "steps": steps, "end": str(end), "seconds": options.step_ms / 1000,
+        "commit": options.commit, "resume": options.resume, "redundancy": options.redundancy,
     }  # fmt: skip
 
 
@@ -272,21 +278,24 @@ def rate(told: list[dict[str, Any]]) -> float:
     return (last["committed"] - first["step"]) / (last["at"] - first["at"])
 
 
-def report(chaos: dict[str, Any], calm: dict[str, Any], options: argparse.Namespace) -> list[str]:
+def report(
+    chaos: dict[str, Any], calm: dict[str, Any] | None, options: argparse.Namespace
+) -> list[str]:
     """Return the result as lines of Markdown."""
     lines = [
-        "| event | how many | recovered | median s | slowest s |",
-        "|---|---|---|---|---|",
+        "| event | how many | recovered | median s | p99 s | slowest s |",
+        "|---|---|---|---|---|---|",
     ]
     for kind in options.kinds:
         events = [e for e in chaos["events"] if e["kind"] == kind and not _cut_short(e)]
         took = [e["recovered"] for e in events if e["recovered"] is not None]
-        middle = f"{statistics.median(took):.2f} | {max(took):.2f}" if took else "|"
+        late = sorted(took)[math.ceil(0.99 * len(took)) - 1] if took else 0.0
+        middle = f"{statistics.median(took):.2f} | {late:.2f} | {max(took):.2f}" if took else "| |"
         lines.append(f"| {kind} | {len(events)} | {len(took)} | {middle} |")
     commits = [line for line in chaos["told"] if "committed" in line]
     different = sum(not line["equal"] for line in commits)
-    ends = [next((x for x in run["told"] if "over" in x), None) for run in (chaos, calm)]
-    goodput = rate(chaos["told"]) / rate(calm["told"])
+    runs = [chaos] if calm is None else [chaos, calm]
+    ends = [next((x for x in run["told"] if "over" in x), None) for run in runs]
     losses = [f"{end['loss']:.4f}" if end else "none, the job failed" for end in ends]
     ranks = [line["size"] for line in chaos["told"] if "step" in line]
     begun = [line["begun"] for line in chaos["told"] if "begun" in line and line["rank"] == 0]
@@ -297,11 +306,14 @@ def report(chaos: dict[str, Any], calm: dict[str, Any], options: argparse.Namesp
         f"- {commits[-1]['committed']} steps in {len(commits)} commits, by"
         f" {statistics.mean(ranks):.2f} ranks on average; replicas differed at {different}.",
         f"- {len(begun) - 1} times ranks were numbered anew; {again} steps were done twice.",
-        f"- Goodput {100 * goodput:.1f} % of the steps of an undisturbed run in the same time.",
-        f"- Held-out loss {losses[0]}; undisturbed, after the same number of steps, {losses[1]}.",
-        f"- The job ended with code {chaos['code']}.",
     ]
-    return lines
+    if calm is not None:
+        goodput = rate(chaos["told"]) / rate(calm["told"])
+        lines += [
+            f"- Goodput {100 * goodput:.1f} % of the steps of an undisturbed run in the same time.",
+            f"- Held-out loss {losses[0]}; undisturbed, after as many steps, {losses[1]}.",
+        ]
+    return [*lines, f"- The job ended with code {chaos['code']}."]
 
 
 def _cut_short(event: dict[str, Any]) -> bool:
@@ -312,6 +324,7 @@ def main() -> int:
     """Run both, print the table; the exit status is 1 if anything was not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--events", type=int, default=0, help="so many, and no minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=15.0, help="mean seconds between events")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND")
@@ -321,7 +334,8 @@ def main() -> int:
     parser.add_argument(
         "--resume", choices=("commit", "step"), default="step", help="where survivors go on"
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/chaos.md")
+    parser.add_argument("--redundancy", type=int, default=0, help="copies of residuals: 0 or 1")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
@@ -336,19 +350,27 @@ def main() -> int:
         if not commits:
             print(f"chaos.py: nothing was trained\n{chaos['said']}", file=sys.stderr)
             return 1
-        calm = undisturbed(hosts, options, commits[-1]["committed"])
+        calm = None if options.events else undisturbed(hosts, options, commits[-1]["committed"])
     lines = report(chaos, calm, options)
+    long = f"{options.events} events" if options.events else f"{options.minutes:g} minutes"
+    copies = ", a copy of residuals at a neighbour" if options.redundancy else ""
     title = (
-        f"{options.minutes:g} minutes, seed {options.seed}, an event every {options.every:g} s on "
-        f"average, heartbeat {options.heartbeat:g} s, `{SPEC}`, {os.cpu_count()} cores, "
+        f"{long}, seed {options.seed}, an event every {options.every:g} s on "
+        f"average, heartbeat {options.heartbeat:g} s, `{SPEC}`{copies}, {os.cpu_count()} cores, "
         f"{date.today()}"
     )
     text = "\n".join([f"# Chaos: {title}", "", *lines])
     print(text)
     if options.save:
-        (RESULTS / "chaos.md").write_text(f"{text}\n")
+        name = "chaos-events.md" if options.events else "chaos.md"
+        (RESULTS / name).write_text(f"{text}\n")
     hung = [e for e in chaos["events"] if e["recovered"] is None and not e["over"]]
-    failed = hung or chaos["code"] or calm["code"] or not all(line["equal"] for line in commits)
+    failed = (
+        hung
+        or chaos["code"]
+        or (calm and calm["code"])
+        or not all(line["equal"] for line in commits)
+    )
     if failed:
         print(chaos["said"], file=sys.stderr)
     return int(bool(failed))

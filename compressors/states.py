@@ -5,7 +5,8 @@ Arrays may be of any array module; ``Traits.gradient_units`` names those in unit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -134,20 +135,70 @@ def merged(
     return found, told
 
 
-def resize(state: State, compressor: Compressor, before: int, after: int, average: bool) -> None:
+def own(state: State, compressor: Compressor) -> State:
+    """Return what of ``state`` is this rank's own, and in units of its gradient.
+
+    A residual is float32, whatever it is held as; other arrays are those of ``state``.
+    """
+    found = plain(state)
+    rows = {"rows": found["rows"]} if "rows" in found and _feeds_back(compressor) else {}
+    return compressor.regrouped(found) | rows
+
+
+def resize(
+    state: State, compressor: Compressor, before: int, after: int, average: bool,
+    owed: bool = False,
+) -> None:  # fmt: skip
     """Keep of ``state`` what goes on among ``after`` ranks instead of ``before``, or other ones.
 
-    That is the step and what is in units of the gradient. What ranks have in common (factors, a
-    server's sums) others may not have, and what belongs to a rank's shard belongs to another now:
-    these are forgotten.
+    That is the step and what is this rank's ``own``. What ranks have in common (factors, the means
+    of EF21) others may not have, and what belongs to a rank's shard belongs to another now: these
+    are forgotten.
+
+    What is kept stays what it is in units of the gradient. If it is ``owed``, its share of a mean
+    stays what it is: so the mean over all ranks does where ranks come with nothing, and where
+    others ``take_over`` from those that go.
     """
     step = {"step": state["step"]} if "step" in state else {}
-    kept = compressor.consolidate([plain(state)])
-    unit = _share(compressor, after) / _share(compressor, before) if average else 1.0
+    kept = own(state, compressor)
     state.clear()
     state |= step
     for name, array in kept.items():
+        unit = _unit(name, compressor, before, after, average, owed)
         state[name] = array if unit == 1.0 else array * np.float32(unit)
+
+
+def take_over(
+    state: State,
+    compressor: Compressor,
+    given: Mapping[str, Any],
+    before: int,
+    after: int,
+    average: bool,
+) -> None:
+    """Add what was another rank's ``own`` among ``before`` ranks to ``state``, among ``after``.
+
+    Ranks owe together what they did, if all of them ``resize`` what is ``owed``. What is remembered
+    in arrays of other shapes is left alone.
+    """
+    widen(state)
+    for name, array in given.items():
+        more = array * np.float32(_unit(name, compressor, before, after, average, owed=True))
+        if name not in state:
+            state[name] = more
+        elif np.shape(state[name]) == more.shape:
+            state[name] = state[name] + more
+
+
+def _unit(
+    name: str, compressor: Compressor, before: int, after: int, average: bool, owed: bool
+) -> float:
+    """Return what something of ``before`` ranks is multiplied by among ``after``."""
+    if not average:
+        return 1.0
+    # Rows are divided by the number of ranks after they were summed, whatever compresses them.
+    shares = 1.0 if name == "rows" else _share(compressor, after) / _share(compressor, before)
+    return shares * (after / before if owed else 1.0)
 
 
 def _of_another(spec: str | None, compressor: Compressor, forgotten: list[str]) -> str:

@@ -136,6 +136,14 @@ class Compressor:
                 found[name] = (np.sum(parts, axis=0) / len(states)).astype(np.float32)
         return found
 
+    def regrouped(self, state: State) -> State:
+        """Return what a rank goes on with among others, of whose memories it knows nothing.
+
+        By default that is all in units of the gradient, which is each rank's own. Arrays are those
+        of ``state``.
+        """
+        return {name: state[name] for name in self.traits().gradient_units if name in state}
+
     def units_size(self, name: str, n: int) -> int:
         """Return how many elements ``ctx.state[name]`` has for a tensor of ``n``.
 

@@ -112,6 +112,13 @@ class Modifier(Compressor):
         """Consolidate as the wrapped compressor does, and what is remembered here."""
         return super().consolidate(states) | self.wrapped_compressor.consolidate(states)
 
+    def regrouped(self, state: State) -> State:
+        """Go on with what the wrapped compressor does, and what is remembered here."""
+        inner = self.wrapped_compressor
+        of_inner = inner.traits().gradient_units
+        own = {k: v for k, v in super().regrouped(state).items() if k not in of_inner}
+        return own | inner.regrouped(state)
+
     def units_size(self, name: str, n: int) -> int:
         """Return the wrapped compressor's, of what that one remembers."""
         inner = self.wrapped_compressor

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 1024  # elements that a warp casts on a GPU
 _TINY = np.float32(1.5e-36)
+_CACHED = 1 << 15  # elements whose squares are added up at a time
 _HIGHEST16, _HIGHEST_SCALE = 0x7F7F, 0x7BFF  # as in kernels.cpu.modifiers.residuals
 
 
@@ -270,8 +271,11 @@ def energy(state: State) -> float:
     total = sum((energy(value) for value in state.values() if isinstance(value, dict)), 0.0)
     found = wide(state)
     if found is not None:
-        exact = found.astype("float64").reshape(-1)
-        total += float(exact @ exact)
+        flat = found.reshape(-1)
+        at_once = _CACHED if isinstance(flat, np.ndarray) else max(1, flat.size)
+        for start in range(0, flat.size, at_once):
+            exact = flat[start : start + at_once].astype("float64")
+            total += float(exact @ exact)
     return total
 
 

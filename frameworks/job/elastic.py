@@ -11,15 +11,18 @@ import functools
 import hashlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ringlet.fusion import Request
 from ringlet.fusion.errors import EngineClosed
 from ringlet.job import json_exchange, objects, session, topology
-from ringlet.job.process_sets import global_process_set
+from ringlet.job.process_sets import InvalidArgument, global_process_set
+from ringlet.job.residual_copies import Copies, Holder
 from ringlet.ring.collectives.checksum import checksum
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import PeerLost, RingError
 from ringlet.ring.rendezvous import epochs
 
@@ -39,6 +42,8 @@ class HostsUpdatedInterrupt(RuntimeError):
 class State(ABC):
     """What training can go back to; subclasses say how it is saved, restored and synchronised."""
 
+    _copies: Copies | None = None  # of what compression holds back, in an elastic job
+
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
 
@@ -56,7 +61,9 @@ class State(ABC):
         """Save, and let ranks come and go. Collective."""
         self.save()
         if epochs.is_elastic() and (norm := self.held_back()) is not None:
-            epochs.tell_held(norm)
+            if self._copies is not None:
+                self._copies.send()
+            epochs.tell_held(norm, self._copies is not None)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -75,9 +82,14 @@ class State(ABC):
             if specs != runtime.extras.get("specs"):  # for newcomers
                 epochs.tell_specs(specs)
                 runtime.extras["specs"] = specs
-        if topology.size() > 1:
-            changed = objects.broadcast_object(changed, name="elastic.changes")
+        if topology.size() > 1:  # one short message, which every commit waits for
+            told = np.array([changed], np.int64)
+            request = Request("elastic.changes", "allreduce", "int64", (1,), ReduceOp.MAX)
+            session.current().engine.submit(request, told, at_once=True).wait()
+            changed = int(told[0])
         if changed:
+            if self._copies is not None:
+                self._copies.renew()  # of those, too, that leave now
             raise HostsUpdatedInterrupt
 
     @abstractmethod
@@ -98,6 +110,13 @@ class State(ABC):
     def held_back(self) -> float | None:
         """Return the norm of what compression holds back on this rank alone; None if unknown."""
         return None
+
+    def holders(self) -> Sequence[Holder]:
+        """Return what keeps the memory of compressors; TypeError where that is not known."""
+        raise TypeError(
+            f"{type(self).__name__} knows no compressors, whose memory could be copied: use "
+            "elastic.run without redundancy=1, or return the reducers in holders()"
+        )
 
     def keep_steps(self) -> None:
         """From now on be ready for ``take_back``; TypeError where that cannot be."""
@@ -133,13 +152,17 @@ class ObjectState(State):
     ) -> None:
         super().__init__()
         self._broadcast, self._names = bcast_object, list(kwargs)
+        self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():
             setattr(self, name, value)
         self.save()
 
     def save(self) -> None:
         """Keep copies of all objects or their states."""
-        self._saved = {name: copy.deepcopy(_content(getattr(self, name))) for name in self._names}
+        for name in self._names:
+            value = getattr(self, name)
+            room = self._saved.get(name) if _has_state(value) else None
+            self._saved[name] = self._copied(_content(value), room)
 
     def restore(self) -> None:
         """Go back to what was saved last."""
@@ -163,6 +186,10 @@ class ObjectState(State):
         """Return all objects, or their states."""
         return {name: _content(getattr(self, name)) for name in self._names}
 
+    def _copied(self, content: Any, room: Any) -> Any:
+        """Return a copy of ``content``; ``room`` is the last one of the same state, or None."""
+        return copy.deepcopy(content)
+
     def _plain(self) -> list[str]:
         """Names of what travels as pickled objects."""
         return self._names
@@ -175,7 +202,15 @@ class ObjectState(State):
             setattr(self, name, content)
 
 
-def run(func: Callable[..., R] | None = None, *, resume: str = "commit") -> Any:
+def refuse(what: str, why: str, instead: str) -> None:
+    """Raise InvalidArgument, on every rank, if this job is elastic, where ``what`` cannot be."""
+    if epochs.is_elastic():
+        raise InvalidArgument(f"{what} does not go together with an elastic job: {why}; {instead}")
+
+
+def run(
+    func: Callable[..., R] | None = None, *, resume: str = "commit", redundancy: int = 0
+) -> Any:
     """Decorate a training function whose first argument is a ``State``, which is synchronised.
 
     When ranks are lost the state is the last commit's again; ranks are numbered anew, the state is
@@ -188,13 +223,21 @@ def run(func: Callable[..., R] | None = None, *, resume: str = "commit") -> Any:
     each step. Where survivors differ, because some had finished the step, they go back to the
     commit. Raises TypeError for a state that cannot do this.
 
+    With ``redundancy=1`` each rank keeps a copy of what compression holds back on another one, as
+    it is at each commit. It travels beside the steps that follow, with the size of the gradients in
+    float32. Where a rank is lost, or leaves, the other adds its own of the copy: what all ranks
+    owe to the mean of gradients is then what it was. Raises TypeError for a state that knows no
+    compressors.
+
     In a job whose ranks stay, an error of their communication is raised, with the state as it was
     committed last, so that a caller can store it.
     """
     if resume not in ("commit", "step"):
         raise ValueError(f'resume must be "commit" or "step", not {resume!r}')
+    if redundancy not in (0, 1):
+        raise ValueError(f"redundancy must be 0 or 1 copies, not {redundancy!r}")
     if func is None:
-        return functools.partial(run, resume=resume)
+        return functools.partial(run, resume=resume, redundancy=redundancy)
     goes_on = resume == "step"
 
     @functools.wraps(func)
@@ -204,6 +247,10 @@ def run(func: Callable[..., R] | None = None, *, resume: str = "commit") -> Any:
         if goes_on:
             state.keep_steps()
             _fingerprint(state.content())  # what cannot be compared is to be found out now
+        copies = None
+        if redundancy:
+            state.holders()  # or there is none, in whatever job
+            copies = state._copies = Copies(state.holders) if elastic else None
         own: str | None = None  # what this rank goes on with, where it could
         while True:
             try:
@@ -214,7 +261,12 @@ def run(func: Callable[..., R] | None = None, *, resume: str = "commit") -> Any:
                     _go_back_unless_alike(state, own)
                 state.sync()
                 own, common = None, True
-                return func(state, *args, **kwargs)
+                if copies is not None:
+                    _share(state, copies)
+                result = func(state, *args, **kwargs)
+                if copies is not None:
+                    copies.collect()
+                return result
             except HostsUpdatedInterrupt:
                 if not elastic:
                     raise
@@ -231,6 +283,15 @@ def run(func: Callable[..., R] | None = None, *, resume: str = "commit") -> Any:
             again = True
 
     return synchronised
+
+
+def _share(state: State, copies: Copies) -> None:
+    """Take over what ranks held back that are gone, and make new copies. Collective."""
+    copies.collect()
+    if copies.settle():
+        state.save()
+    copies.renew()
+    copies.report()
 
 
 def _go_back_unless_alike(state: State, own: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
@@ -50,7 +51,7 @@ class KerasState(ObjectState):
         self._arrays = [as_array(variable) for variable in self._variables()]
         reducer = self._reducer()
         if reducer is not None:
-            self._remembered = copy.deepcopy(reducer.states), reducer.step
+            self._remembered = copy.deepcopy(reducer.states), reducer.step, reducer.among
         super().save()
 
     def restore(self) -> None:
@@ -59,10 +60,15 @@ class KerasState(ObjectState):
             variable.assign(array)
         reducer = self._reducer()
         if reducer is not None:
-            states, step = self._remembered
+            states, step, reducer.among = self._remembered
             residual_store.replace(reducer.states, copy.deepcopy(states), step)
             reducer.restart(step)
         super().restore()
+
+    def holders(self) -> Sequence[Reducer]:
+        """Return the optimizer's reducer, if it is one of ours."""
+        reducer = self._reducer()
+        return [] if reducer is None else [reducer]
 
     def held_back(self) -> float | None:
         """Return the norm of what compression holds back on this rank alone."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from ringlet.compressors import NoCompression, Router
 from ringlet.compressors.core.context import State
-from ringlet.compressors.states import resize
+from ringlet.compressors.states import own, resize, take_over
 from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current, is_initialized
@@ -107,7 +108,8 @@ class Reducer:
         self._kind, self._label = kind, ""
         self.title = title or kind
         self._runtime: Runtime | None = None
-        self._among = 0  # ranks in that runtime
+        self.among = 0  # ranks in that runtime
+        self.owes = False  # whether what is owed to a mean stays that where ranks come or go
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._lock = threading.RLock()
         self._undo: Undo | None = None
@@ -184,16 +186,30 @@ class Reducer:
         """Return the Euclidean norm of all residuals of this rank."""
         return residual_store.norm(self.states)
 
+    def own(self) -> dict[str, State]:
+        """Return what compressors hold back on this rank alone, by variable."""
+        with self._lock:
+            held = {n: own(state, self.settings.router(n)) for n, state in self.states.items()}
+        return {name: state for name, state in held.items() if state}
+
+    def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:
+        """Add what was another rank's ``own``, of so many, to what is this one's."""
+        router, averages = self.settings.router, self.settings.averages
+        with self._lock:
+            for name in given.keys() & self.states.keys():
+                where = among, self.among, averages
+                take_over(self.states[name], router(name), given[name], *where)
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _bind(self, runtime: Runtime) -> None:
         if self._runtime is not runtime:
             size = self.settings.process_set.size()
-            if self._among and is_elastic():
+            if self.among and is_elastic():
                 router, averages = self.settings.router, self.settings.averages
                 for name, state in self.states.items():
-                    resize(state, router(name), self._among, size, averages)
-            self._runtime, self._steps, self._among = runtime, {}, size
+                    resize(state, router(name), self.among, size, averages, self.owes)
+            self._runtime, self._steps, self.among = runtime, {}, size
             # Ranks outside of a process set do not count what its ranks do.
             self._label = runtime.unnamed(self._kind, self.settings.process_set.number())
 

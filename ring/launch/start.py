@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,10 @@ def start_wrappers(ranks: Iterable[int], env: Mapping[str, str], noise: Any) -> 
 
     Raises LaunchError if one cannot be started.
     """
+    given = _last_words()
+    command = [*WRAPPER, *map(str, given)]
     for rank in ranks:
-        process = start_process(WRAPPER, {**env, "RINGLET_RANK": str(rank)}, noise)
+        process = start_process(command, {**env, "RINGLET_RANK": str(rank)}, noise, given)
         yield Started(process, "its process", frozenset({rank}))
 
 
@@ -193,10 +196,28 @@ def start_mpiexec(size: int, env: Mapping[str, str], noise: Any) -> Started:
     return Started(process, "mpiexec", frozenset(range(size)))
 
 
+@functools.cache
+def _last_words() -> tuple[int, ...]:
+    """Return descriptors for the wrapper that first finds this process gone: it says so, once.
+
+    They are where this process says what is wrong, and a pipe with one byte. None where that is
+    closed.
+    """
+    try:
+        said = os.dup(2)
+    except OSError:
+        return ()
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.write(writer, b"!")
+    os.close(writer)
+    return said, reader
+
+
 def start_process(
-    command: list[str], env: Mapping[str, str], noise: Any
+    command: list[str], env: Mapping[str, str], noise: Any, given: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` with nothing to read. Raises LaunchError."""
+    """Start ``command`` with nothing to read, and the descriptors ``given``. Raises LaunchError."""
     try:
         # In a session of their own, so that the terminal's Ctrl-C reaches the launcher alone.
         return subprocess.Popen(
@@ -205,6 +226,7 @@ def start_process(
             stdin=subprocess.DEVNULL,
             stdout=noise,
             stderr=noise,
+            pass_fds=given,
             start_new_session=True,
         )
     except OSError as error:

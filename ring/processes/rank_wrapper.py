@@ -3,7 +3,8 @@
 It asks the launcher what to run, waits until all ranks may begin, runs it in a session of its own,
 sends back what it prints and how it ends, and passes signals on. Whatever the program leaves behind
 is ended before the launcher is told that the rank is done; if the launcher goes away, everything is
-killed at once.
+killed at once. Two arguments, if given, are descriptors: for a last word then, and of a pipe with a
+byte for whoever may say it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ringlet.ring.errors import LaunchError
@@ -38,13 +40,23 @@ from ringlet.ring.wire.launch_link import (
 
 LEFTOVERS = 1.0  # seconds that processes outliving the program get to end by themselves
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+GONE = 1.0  # seconds from the end of a launcher's connections to its own
+_ALONE = (
+    b"ringlet run: the launcher has ended without a word, such as by SIGKILL or for lack of "
+    b"memory; all its ranks are killed. What was saved to files is left to start again from\n"
+)
 RANK_NAMES = ("RINGLET_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 class Wrapper:
     """Runs one program; ``channel`` leads to the launcher, ``extra`` is for the environment."""
 
-    def __init__(self, channel: Channel, job: dict[str, Any], extra: dict[str, str]) -> None:
+    last_words: Sequence[int] = ()  # the descriptors
+
+    def __init__(
+        self, channel: Channel, job: dict[str, Any], extra: dict[str, str], parent: int
+    ) -> None:
+        self._parent = parent
         self.channel = channel
         self.job = job
         self.extra = extra
@@ -262,6 +274,22 @@ class Wrapper:
             processes.kill_children()
             time.sleep(0.005)
 
+        self._say_last()
+
+    def _say_last(self) -> None:
+        """Say where the launcher spoke why all ends, unless another wrapper has."""
+        if len(self.last_words) != 2:
+            return
+        limit = time.monotonic() + GONE
+        while os.getppid() == self._parent:  # its connections end before it does
+            if time.monotonic() >= limit:
+                return
+            time.sleep(0.005)
+        said, turn = self.last_words
+        with contextlib.suppress(OSError):
+            if os.read(turn, 1):
+                os.write(said, _ALONE)
+
 
 def join(address: str, secret: bytes, rank: int) -> tuple[Channel, dict[str, Any]]:
     """Connect to the launcher, prove and have proved the secret; return link and job."""
@@ -278,7 +306,8 @@ def main() -> int:
     secret = bytes.fromhex(os.environ.pop(SECRET))
     rank = next(int(os.environ[name]) for name in RANK_NAMES if name in os.environ)
     channel, job = join(os.environ.pop(ADDRESS), secret, rank)
-    wrapper = Wrapper(channel, job, {STORE_KEY: store_key(secret).hex()})
+    wrapper = Wrapper(channel, job, {STORE_KEY: store_key(secret).hex()}, parent)
+    wrapper.last_words = [int(number) for number in sys.argv[1:]]
     wrapper.prepare()
     return wrapper.run()
 

@@ -3,7 +3,9 @@
 The launcher decides (``ringlet.ring.elastic``); questions and answers lie in the job's store. Names
 there: ``elastic/ask/M`` is what member M asked last, ``elastic/answer/M/N`` the answer to its N-th
 question, ``elastic/changes`` how often hosts have changed, ``elastic/specs`` (a list, as JSON) what
-the ranks' compressors are, ``elastic/held/M`` the norm of what those of member M hold back.
+the ranks' compressors are, ``elastic/held/M`` the norm of what those of member M hold back, and
+whether another has a copy, ``elastic/taken`` an epoch and what its ranks took over from those that
+are gone.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from ringlet.ring.wire.kv_store import Op
 EPOCH = "RINGLET_EPOCH"
 CHANGES = "elastic/changes"
 SPECS = "elastic/specs"
+TAKEN = "elastic/taken"
 
 
 class Dismissed(RingError):
@@ -104,7 +107,19 @@ def told_specs() -> list[str] | None:
     return specs
 
 
-def tell_held(norm: float) -> None:
-    """Let the launcher know what would be lost of gradients with this process: its norm."""
+def tell_held(norm: float, copied: bool = False) -> None:
+    """Let the launcher know what would be lost of gradients with this process: its norm.
+
+    Unless another has a ``copied`` one.
+    """
     name = held_name(int(os.environ[MEMBER]))
-    client().ask(Op.SET, name.encode(), json.dumps(norm).encode())
+    client().ask(Op.SET, name.encode(), json.dumps([norm, copied]).encode())
+
+
+def tell_taken(epoch: int, taken: Sequence[Sequence[float]]) -> None:
+    """Let the launcher know what the ranks of an epoch have taken over from ranks that are gone.
+
+    Each of ``taken`` is a member, the rank that it had, the norm of what it held back, how many
+    steps ago that was, and the rank that has it now.
+    """
+    client().ask(Op.SET, TAKEN.encode(), json.dumps([epoch, taken]).encode())

@@ -246,3 +246,31 @@ def test_among_other_ranks_factors_that_all_had_in_common_begin_anew():
     resize(state, compressor, 2, 2, average=True)
     assert not state.keys() & {"left", "right"}
     assert "residual" in state
+
+
+ALONE = [
+    "topk(ratio=0.1) | ef21", "topk(ratio=0.1) | ef21 | min_size(10)", "int8 | ef21",
+    "topk(ratio=0.1) | ef", "topk(ratio=0.1) | momentum_correction", "powersgd(rank=2) | ef",
+    "acpsgd(rank=2) | ef", "onebit | server_ef", "int8 | ef(dtype='int8')",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", ALONE)
+def test_among_other_ranks_all_get_the_same_results(spec):
+    compressor, states = trained(spec, size=3)
+    for state in states[:2]:  # the third is lost, and another one comes
+        resize(state, compressor, 3, 3, average=True)
+    states[2] = {}
+    for step in range(3, 6):
+        gradients = [normal(9 * step + r) for r in range(3)]
+        results = simulate(compressor, gradients, states, step, shape=SHAPE)
+        for other in results[1:]:
+            np.testing.assert_array_equal(results[0], other)
+
+
+@pytest.mark.parametrize("spec", ALONE[:3])
+def test_among_other_ranks_estimates_whose_mean_nobody_knows_begin_anew(spec):
+    compressor, (state, _) = trained(spec)
+    assert state.keys() & {"worker", "server"}
+    resize(state, compressor, 3, 2, average=True)
+    assert state.keys() <= {"step"}

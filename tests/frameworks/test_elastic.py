@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import netns
 import numpy as np
 import pytest
-from elastic_jobs import begun, check_step, epochs, job
+from elastic_jobs import WORKER, begun, check_step, epochs, job
 from hypothesis import given
 from hypothesis.extra.numpy import array_shapes, arrays
 
@@ -173,6 +173,22 @@ def test_hosts_come_and_go_without_going_back(jobs):
     assert [batch % 10 for _, batch in epochs(lines)] == [0, 0, 0]
     alone = next(line for line in begun(lines) if line["size"] == 1)
     assert alone["batch"] > 0
+
+
+def test_a_killed_launcher_ends_all_ranks_and_that_is_said():
+    plan = json.dumps({"batches": 1 << 60})
+    launch = [sys.executable, "-m", "ringlet", "run", "--no-prefix", "-np", "3", "--min-np", "1"]
+    running = subprocess.Popen(
+        [*launch, sys.executable, str(WORKER), "torch", plan],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert running.stdout is not None
+    assert any("committed" in line for line in running.stdout)  # until then nothing is lost
+    running.kill()
+    _, said = running.communicate(timeout=60)  # their end closes what they would speak to
+    assert said.count("the launcher has ended without a word, such as by SIGKILL") == 1
+    assert said.endswith("all its ranks are killed. What was saved to files is left to start again "
+                         "from\n")  # fmt: skip
 
 
 @pytest.mark.skipif(missing is not None, reason=str(missing))

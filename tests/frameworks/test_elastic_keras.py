@@ -24,3 +24,13 @@ def test_training_goes_on_from_the_last_commit():
     assert done.returncode == 0, done.stderr
     assert epochs(lines) == [(3, 0), (2, 20)]
     assert [line["equal"] for line in lines if "done" in line] == [True, True]
+
+
+def test_a_copy_of_what_a_lost_rank_held_back_goes_on_with_another():
+    plan = {"batches": 40, "do": {"1": [25, "SIGKILL"]}, "redundancy": 1}
+    plan["spec"] = "topk(ratio=0.1) | ef"
+    done, lines = job(["-np", "3", "--min-np", "2"], plan, "keras", KERAS_BACKEND="tensorflow")
+    assert done.returncode == 0, done.stderr
+    assert epochs(lines) == [(3, 0), (2, 20)]
+    assert [line["equal"] for line in lines if "done" in line] == [True, True]
+    assert "held back on rank 1 of before goes on with rank 1 of now: gradients" in done.stderr

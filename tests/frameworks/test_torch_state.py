@@ -428,3 +428,34 @@ def test_a_spec_that_divides_first_divides_by_the_ranks_that_reduce():
         states = {"w": {}}
         checkpoint.reshard(states, shards, 1, 4, tensors, among=among)
         assert states["w"]["residual"].tolist() == [share] * 9
+
+
+def test_an_elastic_state_is_saved_into_the_memory_of_the_last_time():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = hvd.elastic.TorchState(model, optimizer, batch=0, odd=[1])
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        state.batch += 1
+
+    step()
+    state.save()
+    first = state._saved["model"]["0.weight"]
+    step()
+    assert not torch.equal(model[0].weight, first)
+    state.save()
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    moment = optimizer.state[model[0].weight]["momentum_buffer"].clone()
+    assert state._saved["model"]["0.weight"] is first
+    assert state._saved["model"]._metadata == model.state_dict()._metadata
+    for _ in range(2):  # nothing that was restored is what is kept
+        step()
+        state.odd.append(2)
+        state.restore()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, kept[name])
+        assert torch.equal(optimizer.state[model[0].weight]["momentum_buffer"], moment)
+        assert (state.batch, state.odd) == (2, [1])

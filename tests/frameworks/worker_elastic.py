@@ -5,7 +5,9 @@
 PLAN is a JSON object: ``batches`` to train; ``spec``; ``do``: by the rank that a process had at its
 start, [batch, what], where what is the name of a signal to send itself, or ``exit``; ``hosts``: the
 file that lists hosts, and what rank 0 writes to it, by the number of ranks there are; ``resume``:
-"commit" or "step"; ``own``: whether each rank's state holds something of its own.
+"commit" or "step"; ``own``: whether each rank's state holds something of its own; ``redundancy``;
+``groups`` of parameters; ``die``: by that first rank, [method of Copies, epoch, batch] in which to
+kill itself.
 """
 
 import json
@@ -16,6 +18,7 @@ import time
 
 import numpy as np
 
+from ringlet.job.residual_copies import Copies
 from ringlet.ring.rendezvous.epochs import told_specs
 
 framework, plan = sys.argv[1], json.loads(sys.argv[2])
@@ -61,19 +64,39 @@ if framework == "torch":
         torch.optim.Adam(model.parameters(), lr=0.01),
         model.named_parameters(),
         plan.get("spec", "int8 | ef"),
+        groups=plan.get("groups"),
     )
     state = hvd.elastic.TorchState(model, optimizer, batch=0, own=None)
-    reducer = optimizer._ringlet
+    reducer, named = optimizer._ringlet, dict(model.named_parameters())
+
+    if str(started) in plan.get("die", {}):
+        method, epoch, batch = plan["die"][str(started)]
+        kept = getattr(Copies, method)
+
+        def die(self, *args):
+            if (int(os.environ["RINGLET_EPOCH"]), state.batch) == (epoch, batch):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return kept(self, *args)
+
+        setattr(Copies, method, die)
+
+    def owed():
+        """Return what this rank owes to the mean, along two directions, and how much at most."""
+        found = [reducer.states[n].get("residual", np.zeros(p.numel())) for n, p in named.items()]
+        whole = np.concatenate(found).astype(np.float64) / hvd.size()
+        draws = np.random.default_rng(0).standard_normal((2, whole.size))
+        return [*(draws @ whole), float(np.linalg.norm(whole))]
 
     def held_back():
         """Return the norm of what was held back of gradients, without that of shards of sums."""
         found = [state["residual"] for state in reducer.states.values() if "residual" in state]
         return sum(float(np.square(array, dtype=np.float64).sum()) for array in found) ** 0.5
 
-    @hvd.elastic.run(resume=plan.get("resume", "commit"))
+    @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=plan.get("redundancy", 0))
     def train(state):
         norm, stale = held_back(), any(p.grad is not None for p in model.parameters())
-        tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm, stale=stale)
+        begins = {"rank": hvd.rank(), "size": hvd.size(), "batch": state.batch, "owed": owed()}
+        tell(**begins, residual=norm, stale=stale)
         if plan.get("own"):
             state.own = started
         draw = torch.Generator().manual_seed(hvd.rank())
@@ -90,6 +113,7 @@ if framework == "torch":
             first = False
             state.batch += 1
             if state.batch % 10 == 0:
+                tell(commits=state.batch, owed=owed(), size=hvd.size())
                 state.commit()
                 tell(committed=state.batch, residual=held_back(), norm=optimizer.residual_norm())
 
@@ -110,7 +134,7 @@ else:
     state = hvd.elastic.KerasState(model, batch=0)
     x, y = np.ones((8, 100), np.float32), np.zeros((8, 5), np.float32)
 
-    @hvd.elastic.run(resume=plan.get("resume", "commit"))
+    @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=plan.get("redundancy", 0))
     def train(state):
         norm = optimizer._ringlet.norm()
         tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm)

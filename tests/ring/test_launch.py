@@ -383,7 +383,13 @@ def test_killing_the_launcher_leaves_nothing(ringlet: Launcher, transport: str) 
     running = ringlet(FAMILY, 2, transport)
     running.until(b"ready\n", 2)
     running.process.kill()
-    assert running.end()[0] == -9
+    returned, _, err = running.end()
+    assert returned == -9
+    said = b"ringlet run: the launcher has ended without a word, such as by SIGKILL or for lack of"
+    assert err.count(said) == 1  # one of the ranks' wrappers says it
+    assert err.endswith(
+        b"all its ranks are killed. What was saved to files is left to start again from\n"
+    )
 
 
 @both

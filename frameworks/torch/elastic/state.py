@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from ringlet.shared.residual_store import mapped
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
 from ringlet.torch.optimizer.reducer import Reducer
+
+_ALONE = "progress"  # the method of optimizers whose ranks do something alone
 
 
 class TorchState(ObjectState):
@@ -29,7 +33,13 @@ class TorchState(ObjectState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
+        self._synchronised = False
         super().__init__(model=model, optimizer=optimizer, **kwargs)
+
+    def save(self) -> None:
+        """Keep copies of all states, and among how many ranks they are."""
+        super().save()
+        self._among = [reducer.among for reducer in self._reducers()]
 
     def restore(self) -> None:
         """Go back to what was saved last, by this process: under whichever rank it was then."""
@@ -37,6 +47,12 @@ class TorchState(ObjectState):
             if isinstance(content, dict) and isinstance(kept := content.get(STATE_KEY), dict):
                 kept.update(rank=rank(), size=size())
         super().restore()
+        for reducer, among in zip(self._reducers(), self._among, strict=False):
+            reducer.among = among
+
+    def holders(self) -> Sequence[Reducer]:
+        """Return the reducers of the optimizers."""
+        return self._reducers()
 
     def held_back(self) -> float:
         """Return the norm of what compression holds back on this rank alone."""
@@ -62,18 +78,31 @@ class TorchState(ObjectState):
         return {"": steps, **mapped(found, _bits)}
 
     def sync(self) -> None:
-        """Take over rank 0's state, and save it. Collective."""
+        """Take over rank 0's state, and save it. Collective.
+
+        In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays.
+        """
+        kept = []
+        if self._synchronised and is_elastic():
+            local = [value for name in self._names if hasattr(value := getattr(self, name), _ALONE)]
+            kept = [(value, value.progress()) for value in local]
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), root_rank=0)
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, root_rank=0)
+        for value, progress in kept:
+            value.resume(progress)
+        self._synchronised = True
         for reducer in self._reducers():
             reducer.join_epoch()
         if is_elastic():
             self._forget_gradients()
         super().sync()
+
+    def _copied(self, content: Any, room: Any) -> Any:
+        return _copied(content, room) if isinstance(content, dict) else copy.deepcopy(content)
 
     def _reducers(self) -> list[Reducer]:
         found = [getattr(getattr(self, name), "_ringlet", None) for name in self._names]
@@ -89,6 +118,27 @@ class TorchState(ObjectState):
     def _plain(self) -> list[str]:
         tensors = torch.nn.Module, torch.optim.Optimizer
         return [name for name in self._names if not isinstance(getattr(self, name), tensors)]
+
+
+def _copied(value: Any, room: Any) -> Any:
+    """Return a copy of a state, whose tensors lie where the last one's did if they fit there.
+
+    New memory takes longer than the copying.
+    """
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        if (
+            type(room) is not torch.Tensor
+            or (room.shape, room.dtype, room.device) != (value.shape, value.dtype, value.device)
+            or room.data_ptr() == value.data_ptr()
+        ):
+            return value.detach().clone()
+        return room.copy_(value.detach())
+    if isinstance(value, dict):
+        rooms = room if isinstance(room, dict) else {}
+        made = copy.copy(value)  # with what torch hangs on it
+        made.update({key: _copied(inner, rooms.get(key)) for key, inner in value.items()})
+        return made
+    return copy.deepcopy(value)
 
 
 def _bits(value: Any) -> Any:

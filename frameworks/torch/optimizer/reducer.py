@@ -16,7 +16,7 @@ import torch
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.routes import Routes, Spec
-from ringlet.compressors.states import carry_over, rescale, resize
+from ringlet.compressors.states import carry_over, own, rescale, resize, take_over
 from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.job.session import current, is_initialized
@@ -84,7 +84,8 @@ class Reducer:
         self._left = dict.fromkeys(named, passes)
         self._elastic = is_elastic()
         self._engine: Engine | None = None  # in an elastic job: where gradients are declared,
-        self._among = 0  # and among how many ranks
+        self.among = 0  # and among how many ranks
+        self.owes = False  # whether what is owed to a mean stays that where ranks come or go
         self._label = "" if self._elastic else self._new_label()
         self._title = title
         self._sparse_as_dense = options.sparse_as_dense
@@ -349,6 +350,25 @@ class Reducer:
         with _at_work():
             return checkpoint.norm(self.states)
 
+    def own(self) -> dict[str, State]:
+        """Return what compressors hold back on this rank alone, by parameter."""
+        with _at_work():
+            held = {n: own(s, routed(self._router, n, self._depth)) for n, s in self.states.items()}
+        return {name: state for name, state in held.items() if state}
+
+    def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:
+        """Add what was another rank's ``own``, of so many, to what is this one's."""
+        with _at_work():
+            for name in given.keys() & self.states.keys():
+                take_over(
+                    self.states[name],
+                    routed(self._router, name, self._depth),
+                    given[name],
+                    among,
+                    self.among,
+                    self.averages,
+                )
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _size(self) -> int:
@@ -377,7 +397,7 @@ class Reducer:
         self._group = self._comparison = None
         self._rows = self._new_rows()
         self._included = self._process_set.included()
-        before, self._among = self._among, self._size()
+        before, self.among = self.among, self._size()
         if before:
             with _at_work():
                 for name, state in self.states.items():
@@ -385,8 +405,9 @@ class Reducer:
                         state,
                         routed(self._router, name, self._depth),
                         before,
-                        self._among,
+                        self.among,
                         self.averages,
+                        self.owes,
                     )
         self.compared = self.parameters
         self._declare(self._start)
@@ -433,7 +454,7 @@ class Reducer:
 
     def _inherit(self, before: Reducer) -> int:
         """Go on with what ``before`` remembers of the same parameters; return the step."""
-        self._among = before._among
+        self.among, self.owes = before.among, before.owes
         if before._process_set is not self._process_set or before._op is not self._op:
             return before.step
         if before.in_flight:  # such as a step that was refused because parameters were added

@@ -18,6 +18,7 @@ from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.routes import Router, Routes, Spec
 from ringlet.fusion import Request
+from ringlet.job.elastic import refuse
 from ringlet.job.session import Runtime, current, init, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
@@ -203,7 +204,13 @@ def ddp_hook(
     these are an optimizer's.
 
     Gradients accumulate under ``no_sync`` as ever; what fails on one rank raises on all of them.
+    Raises InvalidArgument, a ValueError, in an elastic job.
     """
+    refuse(
+        "ddp_hook",
+        "DistributedDataParallel cannot go on when ranks are lost or come",
+        "use DistributedOptimizer with the bare model, which can",
+    )
     policy = parse_policy(precision)
     if acts(policy):
         what = "float32 masters" if policy.masters else "a loss scale"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ringlet.fusion.devices.host import Place
+from ringlet.job.elastic import refuse
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.ring.transports.torch_subgroups import connections
@@ -19,8 +20,14 @@ from ringlet.ring.transports.torch_subgroups import connections
 def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tuple[str, Any]]:
     """Return the FSDP2 modules inside ``module`` by name; each has a method ``hook``.
 
-    Raises InvalidArgument where there is none, or torch is too old to have that.
+    Raises InvalidArgument where there is none, torch is too old to have that, or the job elastic.
     """
+    refuse(
+        caller,
+        "a rank that is lost takes its shard of the parameters along",
+        "use DistributedOptimizer with the whole model on every rank, or start the job without "
+        "--min-np, --max-np and --host-discovery-script, and again from a checkpoint",
+    )
     kind: Any = getattr(importlib.import_module("torch.distributed.fsdp"), "FSDPModule", None)
     if not hasattr(kind, hook):
         raise InvalidArgument(

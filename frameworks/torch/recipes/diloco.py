@@ -5,6 +5,7 @@ Douillard et al., "DiLoCo: distributed low-communication training of language mo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -120,6 +121,27 @@ class DiLoCo(torch.optim.Optimizer):
         """Go on with what this rank saved, as DistributedOptimizer does."""
         self._load_inner(state_dict)
         self._ringlet.load(state_dict.get(STATE_KEY))
+
+    def progress(self) -> dict[str, Any]:
+        """Return a copy of what this rank did alone, and of what ranks had agreed on before."""
+        return {
+            "steps": self.steps,
+            "agreed": {name: p.detach().clone() for name, p in self._agreed.items()},
+            "parameters": {name: p.detach().clone() for name, p in self._parameters.items()},
+            "inner": copy.deepcopy(self.inner.state_dict()),
+        }
+
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        """Go on with this rank's ``progress``, unless ranks now agree on something else."""
+        agreed = progress["agreed"]
+        if self.steps != progress["steps"] or any(
+            not torch.equal(p, agreed[name]) for name, p in self._agreed.items()
+        ):
+            return
+        self.inner.load_state_dict(progress["inner"])
+        with torch.no_grad():
+            for name, p in self._parameters.items():
+                p.copy_(progress["parameters"][name])
 
     def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""

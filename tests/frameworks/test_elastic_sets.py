@@ -1,0 +1,67 @@
+"""Process sets in elastic jobs, and what is refused there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.preloaded("torch")
+
+WORKER = Path(__file__).with_name("worker_elastic_sets.py")
+FLAGS = ["-np", "4", "--min-np", "3", "-H", "localhost:2,127.0.0.1:2"]
+FLAGS += ["--blacklist-cooldown-range", "1", "1"]
+
+
+def job(**plan):
+    launch = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *FLAGS]
+    plan = {"batches": 40, "until": 4, "do": {"1": 25}, "again": True} | plan
+    done = subprocess.run(
+        [*launch, sys.executable, str(WORKER), json.dumps(plan)],
+        env=os.environ, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return done, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_a_process_set_is_added_again_by_a_callback():
+    done, lines = job()
+    assert done.returncode == 0, done.stderr
+    begun = [line for line in lines if "begins" in line]
+    assert [line["size"] for line in begun] == [4] * 4 + [3] * 3 + [4] * 4
+    last = [line for line in lines if "done" in line]
+    assert {(line["rank"], line["equal"]) for line in last} == {
+        (0, True), (1, True), (2, None), (3, None),
+    }  # fmt: skip
+    assert {line["total"] for line in last} == {4.0}
+    (kept,) = [x["residual"] for x in lines if x.get("commits") == 20 and x["started"] == 0]
+    (after,) = [x["residual"] for x in begun[4:7] if x["started"] == 0]
+    assert after == pytest.approx(kept, rel=1e-6)
+    assert kept > 0
+    for line in lines:
+        if "refused" in line:  # the same on every rank, newcomers too
+            ddp, fsdp, hsdp = line["refused"]
+            assert ddp == (
+                "ddp_hook does not go together with an elastic job: DistributedDataParallel cannot "
+                "go on when ranks are lost or come; use DistributedOptimizer with the bare model, "
+                "which can"
+            )
+            assert fsdp.startswith(
+                "compress_fsdp does not go together with an elastic job: a rank that is lost takes "
+                "its shard of the parameters along; use DistributedOptimizer with the whole model"
+            )
+            assert hsdp == fsdp.replace("fsdp", "hsdp")
+    assert sum("refused" in line for line in lines) == 5
+
+
+def test_a_process_set_that_is_not_added_again_is_named():
+    done, lines = job(again=False)
+    assert done.returncode == 1, done.stderr
+    assert not [line for line in lines if "done" in line]
+    said = "ProcessSet(process_set_id=None, ranks=[0, 1]) is not registered; pass it to"
+    assert said in done.stderr

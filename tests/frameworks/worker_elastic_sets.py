@@ -1,0 +1,78 @@
+"""Trains over a process set where ranks come and go: ``worker_elastic_sets.py PLAN``.
+
+PLAN is a JSON object: how many ``batches``; ``until`` there are so many ranks; ``do``: by the rank
+that a process had at its start, the batch at which it kills itself; ``again``: whether the process
+set is added again for other ranks.
+"""
+
+import json
+import os
+import signal
+import sys
+
+import torch
+
+import ringlet.torch as hvd
+
+plan, started = json.loads(sys.argv[1]), int(os.environ["HOROVOD_RANK"])
+
+
+def tell(**what):
+    sys.stdout.write(json.dumps({"started": started, "rank": hvd.rank(), **what}) + "\n")
+    sys.stdout.flush()
+
+
+def refused(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+
+
+torch.set_num_threads(1)
+hvd.init()
+pair = hvd.ProcessSet([0, 1])
+hvd.add_process_set(pair)
+torch.manual_seed(0)
+model = torch.nn.Linear(100, 60)
+tell(
+    refused=[
+        refused(lambda: hvd.ddp_hook("int8 | ef")),
+        refused(lambda: hvd.compress_fsdp(model, "int8")),
+        refused(lambda: hvd.compress_hsdp(model, "int8", None)),
+    ]
+)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(),
+    "topk(ratio=0.1) | ef", process_set=pair,
+)  # fmt: skip
+state = hvd.elastic.TorchState(model, optimizer, batch=0)
+if plan["again"]:
+    state.register_reset_callbacks([lambda: hvd.add_process_set(pair)])
+
+
+@hvd.elastic.run
+def train(state):
+    norm = optimizer.residual_norm()
+    tell(begins=state.batch, size=hvd.size(), residual=norm)
+    draw = torch.Generator().manual_seed(hvd.rank())
+    while state.batch < plan["batches"] or hvd.size() != plan["until"]:
+        if plan["do"].get(str(started)) == state.batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.randn(8, 100, generator=draw)).square().mean().backward()
+        optimizer.step()
+        state.batch += 1
+        if state.batch % 10 == 0:
+            tell(commits=state.batch, residual=optimizer.residual_norm())
+            state.commit()
+
+
+train(state)
+total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum)
+own = None
+if pair.included():
+    own = torch.equal(
+        hvd.broadcast(model.weight.detach(), 0, process_set=pair), model.weight.detach()
+    )
+tell(done=True, equal=own, total=total.item())
