@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import select
 import signal
@@ -16,6 +15,7 @@ from dataclasses import asdict
 from typing import Any, BinaryIO
 
 from ringlet.ring.elastic.discovery import Discovery
+from ringlet.ring.elastic.held_back import HeldBack
 from ringlet.ring.elastic.membership import Decisions, Member, Membership, Rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.forwarding import forwarded
@@ -63,13 +63,6 @@ def launch(
     return driver.run(Printer(rules.np, prefix, output, come=True), verbose)
 
 
-def _aged(steps: float) -> str:
-    """Return in words how many steps older a copy is than what ranks go on with."""
-    if steps == 0:
-        return ""
-    return f", {steps:.0f} steps old" if steps > 0 else f", {-steps:.0f} steps ahead"
-
-
 class Driver:
     """One elastic job; the arguments are those of ``launch``."""
 
@@ -99,12 +92,7 @@ class Driver:
         self._kv_store = KvStore()
         self._questions: dict[int, int] = {}  # the last of each member
         self._changes = 0
-        # Since members were looked at, and those whose gradients another one may have a copy of: by
-        # member its rank, the norm, and the epoch.
-        self._failed: list[tuple[int, int | None, int]] = []
-        self._missing: dict[int, tuple[int | None, float, int]] = {}
-        self._settled = 0  # up to which epoch,
-        self._told_taken: set[int] = set()  # and what was told of it, by member
+        self._held_back = HeldBack(self._kv_store)
         self._started: dict[int, subprocess.Popen[bytes]] = {}  # by member
         self._start_by: dict[int, float] = {}  # when a member has to have reported
         self._kill_at: dict[int, float] = {}  # when a member that was killed is given up
@@ -216,10 +204,8 @@ class Driver:
             if hosts is not None:
                 self._membership.hosts_found(self._reachable(hosts), now)
             self._obey(self._membership.decide(now), now)
-            for failed in self._failed if self._over is None else ():
-                self._count_lost(*failed)
-            self._failed.clear()
-            self._look_at_taken()
+            for note in self._held_back.notes(self._over is not None):
+                self._printer.note(note)
         elif self._end_at is not None and now >= self._end_at:
             self._rank_table.signal(signal.SIGKILL)
             for rank in self._rank_table.ranks:
@@ -269,7 +255,7 @@ class Driver:
                     how = "was killed together with its wrapper, or its host cannot be reached"
                 member = self._membership.members[number]
                 if rank.code and not member.ended:
-                    self._failed.append((number, member.rank, self._membership.epoch))
+                    self._held_back.failed(number, member.rank, self._membership.epoch)
                 self._membership.ended(number, processes.shell_code(rank.code or 0), how, now)
                 self._let_go(rank)
                 continue
@@ -280,55 +266,6 @@ class Driver:
                 code = self._started[number].poll()
                 if code is not None or now >= self._start_by[number]:
                     self._never_came(rank, code, now)
-
-    def _count_lost(self, number: int, rank: int | None, epoch: int) -> None:
-        """Say what is lost of gradients with a member that had committed, unless there is a copy.
-
-        Then the ranks that are left will say who has it.
-        """
-        told = self._kv_store.value(epochs.held_name(number))
-        try:
-            norm, copied = json.loads(told or b"[0, false]")
-            norm = float(norm)
-        except (ValueError, TypeError, OverflowError, RecursionError):
-            return  # no program of ours says so
-        if norm > 0 and math.isfinite(norm):
-            if copied:
-                self._missing[number] = rank, norm, epoch
-            else:
-                self._tell_lost(rank, norm)
-
-    def _tell_lost(self, rank: int | None, norm: float) -> None:
-        self._printer.note(
-            f"what compression held back on rank {rank} is lost: gradients of norm {norm:.3g}, at "
-            "its last commit"
-        )
-
-    def _look_at_taken(self) -> None:
-        """Say what became of what was held back by ranks that are gone, once others have told."""
-        told = self._kv_store.value(epochs.TAKEN)
-        try:
-            epoch, taken = json.loads(told or b"[0, []]")
-            if int(epoch) <= self._settled:
-                return
-            entries = {int(each[0]): [float(value) for value in each[1:]] for each in taken}
-            notes = [
-                f"what compression held back on rank {rank:.0f} of before goes on with rank "
-                f"{now:.0f} of now: gradients of norm {norm:.3g}{_aged(age)}"
-                for member, (rank, norm, age, now) in entries.items()
-                if member not in self._told_taken and norm > 0
-            ]
-        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
-            return  # no program of ours says so
-        self._settled = int(epoch)
-        self._told_taken |= entries.keys()
-        for note in notes:
-            self._printer.note(note)
-        for number, (rank, norm, lost_in) in list(self._missing.items()):
-            if lost_in < self._settled:
-                del self._missing[number]
-                if number not in entries:
-                    self._tell_lost(rank, norm)
 
     def _let_go(self, rank: Rank) -> None:
         """Keep nothing of a rank that is done: others may come for as long as the job lasts."""

@@ -13,9 +13,6 @@ from ringlet.ring.elastic.membership import Rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
-from ringlet.ring.rendezvous import epochs
-
-LOST = "what compression held back on rank"
 
 
 @pytest.fixture
@@ -143,62 +140,3 @@ def test_a_host_elsewhere_cannot_join_a_job_on_loopback():
     assert driver._reachable(hosts) == hosts[:1]
     (said,) = driver._printer.said
     assert said.startswith("host node1 cannot join: the hosts at the start were this one alone")
-
-
-@pytest.mark.parametrize(
-    ("told", "said"),
-    [
-        (None, []),
-        (b"[0.0, false]", []),
-        (b"[2.5, false]", [f"{LOST} 3 is lost: gradients of norm 2.5, at its"]),
-        (b"[2.5, true]", []),  # those that are left will say
-        (b"[NaN, false]", []),
-        (b"[1]", []),
-        (b"[[], true]", []),
-        (b"rubbish", []),
-    ],
-)
-def test_what_is_lost_with_a_rank_is_counted(told, said):
-    driver = told_driver()
-    if told is not None:
-        driver._kv_store.leave(epochs.held_name(5), told)
-    driver._count_lost(5, 3, 1)
-    assert [note.removesuffix(" last commit") for note in driver._printer.said] == said
-
-
-def told_driver():
-    driver = Driver(["true"], Rules(1, 1), Discovery("true"), "gloo", {}, Reach())
-    driver._printer = Notes()
-    return driver
-
-
-def test_what_is_taken_over_is_told_once_and_the_rest_is_lost():
-    driver = told_driver()
-    driver._missing = {5: (3, 2.5, 1), 6: (0, 1.5, 1), 7: (1, 0.5, 2)}  # the last: of epoch 2
-
-    def hear(told):
-        driver._kv_store.leave(epochs.TAKEN, told)
-        driver._look_at_taken()
-        said, driver._printer.said[:] = list(driver._printer.said), []
-        return said
-
-    assert hear(b"[2, [[5, 3, 2.5, 0, 1], [9, 4, 1.25, 7, 0]]]") == [
-        f"{LOST} 3 of before goes on with rank 1 of now: gradients of norm 2.5",
-        f"{LOST} 4 of before goes on with rank 0 of now: gradients of norm 1.25, 7 steps old",
-        f"{LOST} 0 is lost: gradients of norm 1.5, at its last commit",
-    ]
-    assert driver._missing.keys() == {7}
-    assert hear(b"[2, [[7, 1, 0.5, -2, 0]]]") == []  # of the same epoch
-    for rubbish in (
-        b"",
-        b"rubbish",
-        b"[3]",
-        b"[3, [[7]]]",
-        b'[3, [["x", 1, 1, 1, 1]]]',
-        b"[[], 0]",
-    ):
-        assert hear(rubbish) == []
-    assert hear(b"[3, [[5, 3, 2.5, 0, 1], [7, 1, 0.5, -2, 0]]]") == [
-        f"{LOST} 1 of before goes on with rank 0 of now: gradients of norm 0.5, 2 steps ahead"
-    ]
-    assert not driver._missing
