@@ -13,6 +13,18 @@ CHECKS = ("reductions", "movements", "one semantics", "training", "module", "mis
 SIZE = 2
 
 
+class HalfPrecision:
+    """A cast that a program has written for Horovod."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor.astype("float16"), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, dtype):
+        return tensor.astype(dtype)
+
+
 def main():
     import horovod.mxnet as hvd
     import mxnet as mx
@@ -42,6 +54,10 @@ def main():
     mean = hvd.allreduce(values, name="plain").asnumpy()
     for spec, near in (("int8", 0.05), ("fp16", 1e-2), (hvd.Compression.fp16, 1e-2)):
         assert np.allclose(hvd.allreduce(values, compression=spec).asnumpy(), mean, atol=near)
+    own = ones(3) * rank  # a cast of Horovod's kind, which is of no spec
+    assert hvd.allreduce_(own, op=hvd.Sum, compression=HalfPrecision) is own
+    assert own.asnumpy().tolist() == [1] * 3
+    assert hvd.reducescatter(ones(2), op=hvd.Sum, compression=HalfPrecision).asnumpy() == [2]
     print("reductions", flush=True)
 
     gathered = hvd.allgather(ones((rank + 1, 2)) * rank)
