@@ -14,6 +14,7 @@ need("optax", "ringlet.jax")
 
 from ringlet.horovod import common_names
 from ringlet.horovod.common_names import *  # noqa: F403
+from ringlet.jax import elastic
 from ringlet.jax.functions import broadcast_pytree, replicas_equal
 from ringlet.jax.gradient_transformation import (
     ReduceGradientsState,
@@ -43,6 +44,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_pytree",
+    "elastic",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
