@@ -15,6 +15,7 @@ need("optax", "ringlet.jax")
 from ringlet.horovod import common_names
 from ringlet.horovod.common_names import *  # noqa: F403
 from ringlet.jax import elastic
+from ringlet.jax.distributed import init
 from ringlet.jax.functions import broadcast_pytree, replicas_equal
 from ringlet.jax.gradient_transformation import (
     ReduceGradientsState,
@@ -48,6 +49,7 @@ __all__ = [
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "init",
     "join",
     "reduce_gradients",
     "reducescatter",
@@ -55,4 +57,4 @@ __all__ = [
     "residual_norm",
     "sharded_mean",
 ]
-__all__ += common_names.__all__
+__all__ += [name for name in common_names.__all__ if name not in __all__]
