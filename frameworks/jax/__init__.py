@@ -32,7 +32,7 @@ from ringlet.jax.ops.movements import (
 )
 from ringlet.jax.ops.reducescatter import grouped_reducescatter, reducescatter
 from ringlet.jax.ops.reductions import allreduce, grouped_allreduce
-from ringlet.jax.sharded.mesh_mean import sharded_mean
+from ringlet.jax.sharded.mesh_mean import sharded_mean, sharded_state
 from ringlet.job.objects import allgather_object, broadcast_object
 
 __all__ = [
@@ -56,5 +56,6 @@ __all__ = [
     "replicas_equal",
     "residual_norm",
     "sharded_mean",
+    "sharded_state",
 ]
 __all__ += [name for name in common_names.__all__ if name not in __all__]
