@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,19 +142,29 @@ def main():
     print("mistakes", flush=True)
 
 
+def two_ranks(program):
+    """Run a program of Horovod's on two ranks."""
+    run = [sys.executable, "-m", "ringlet", "run", "-np", str(SIZE), sys.executable]
+    command = [*run, "-m", "ringlet.as_horovod", str(program)]
+    return subprocess.run(
+        command, env=os.environ.copy(), capture_output=True, text=True, timeout=200, check=False
+    )
+
+
 @pytest.fixture(scope="module")
 def job():
-    """Run the checks on two ranks, as a program of Horovod's."""
-    run = [sys.executable, "-m", "ringlet", "run", "-np", str(SIZE), sys.executable]
-    program = [*run, "-m", "ringlet.as_horovod", __file__]
-    return subprocess.run(
-        program, env=os.environ.copy(), capture_output=True, text=True, timeout=200, check=False
-    )
+    return two_ranks(__file__)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks(job, check):
     assert job.stdout.count(f">: {check}\n") == SIZE, job.stdout + job.stderr
+
+
+@pytest.mark.parametrize("script", ["gluon_mnist", "module_mnist"])
+def test_what_horovods_examples_do(script):
+    done = two_ranks(Path(__file__).with_name("horovod_scripts") / f"{script}.py")
+    assert done.stdout.count(">: trained\n") == SIZE, done.stdout + done.stderr
 
 
 if __name__ == "__main__":
