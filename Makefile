@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu test-mxnet lint types check clean
+.PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu test-mxnet test-huggingface lint types check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -65,6 +65,16 @@ $(MXVENV)/.made: pyproject.toml constraints.txt
 	$(MXVENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps mxnet
 	touch $@
 
+# Accelerate, Transformers' Trainer and Lightning, whose users register our DDP hook.
+INTEROP_VENV := .venv-interop
+test-huggingface: $(INTEROP_VENV)/.made
+	$(INTEROP_VENV)/bin/python -m pytest tests/frameworks/test_interop.py tests/frameworks/test_torch_checkpoints.py
+
+$(INTEROP_VENV)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEROP_VENV)
+	$(INTEROP_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[interop]' hypothesis pytest pytest-timeout
+	touch $@
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -75,7 +85,7 @@ types: $(VENV)/.test
 check: lint types test
 
 clean:
-	rm -rf $(VENV) $(MXVENV) $(ENGINES_VENV) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(MXVENV) $(INTEROP_VENV) $(ENGINES_VENV) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(ENGINES_VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENGINES_VENV)

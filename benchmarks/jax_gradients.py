@@ -3,10 +3,12 @@
     ringlet run -np 2 python benchmarks/jax_gradients.py              # overhead for 10 MB
     python benchmarks/jax_gradients.py --mbit 100       # four hosts; needs root and iproute2
 
-The first takes a compiled step on 10 MB of gradients in 20 tensors, and times what is added: by
-``reduce_gradients`` on one rank (the call alone), on all ranks, and by ``lax.psum`` between as many
-devices of one process. The second trains a transformer of flax on random bytes on hosts that are
-network namespaces, uncompressed and with ``--compression``, and prints steps a second.
+The first takes a compiled step on 10 MB of gradients in 20 tensors, and times it with and without
+``reduce_gradients``, with a state that is kept or donated, the engine alone on as many NumPy
+arrays, and ``lax.psum`` between the processes: all in turn, round after round, so that medians are
+of the same load. Then it times ``lax.psum`` between devices of one process. The second trains a
+transformer of flax on random bytes on hosts that are network namespaces, with nothing that travels,
+uncompressed and with ``--compression``, and prints steps a second and what was sent.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import numpy as np
 
 HOSTS = 4
 
@@ -32,17 +36,17 @@ def parse_args():
     return parser.parse_args()
 
 
-def milliseconds(function, *given, repeats=20):
-    """Return the median time of a call."""
-    import jax
-
-    jax.block_until_ready(function(*given))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*given))
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+def milliseconds(calls, repeats=30, barrier=lambda: None):
+    """Return the median time of each call, by name: they take turns."""
+    times = {name: [] for name in calls}
+    for turn in range(repeats + 3):
+        for name, call in calls.items():
+            barrier()
+            start = time.perf_counter()
+            call()
+            if turn >= 3:  # before: compiled, negotiated, allocated
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def gradients():
@@ -58,28 +62,81 @@ def overhead():
     import jax
 
     import ringlet.jax as hvd
+    from ringlet.compressors import Router
+    from ringlet.ring.processes.torchrun import free_port
+    from ringlet.shared.gradients import Reducer, Settings, Slot
 
     hvd.init()
+    if hvd.size() > 1:
+        port = hvd.broadcast_object(free_port())
+        jax.distributed.initialize(f"localhost:{port}", hvd.size(), hvd.rank())
     grads = gradients()
-    plain = milliseconds(jax.jit(lambda g: [2 * x for x in g]), grads)
-    rows = [("a step that doubles the gradients", plain)]
+    between = psum_between_processes(grads) if hvd.size() > 1 else None
+    arrays = [np.array(each) for each in grads]
+    slots = [Slot(f"g{i}", "float32", array.shape) for i, array in enumerate(arrays)]
+    plain = jax.jit(lambda g: [2 * x for x in g])
+    first = "a step that doubles the gradients"
     for spec in ("none", "fp16", "int8 | ef", "int4 | ef", "topk(ratio=0.01) | ef"):
         transformation = hvd.reduce_gradients(spec)
-        state = transformation.init(grads)
+        kept = transformation.init(grads)
+        held = [transformation.init(grads)]
 
         def step(g, state, update=transformation.update):
             return update([2 * x for x in g], state)
 
-        rows.append((f"and reduces them: {spec}", milliseconds(jax.jit(step), grads, state)))
-    if hvd.rank() == 0:
-        for name, time_taken in rows:
-            print(f"{name:45}{time_taken:8.2f} ms   {time_taken - plain:+8.2f}", flush=True)
-    size = hvd.size()
+        keeping, donating = jax.jit(step), jax.jit(step, donate_argnums=1)
+        reducer = Reducer(f"engine {spec}", Settings(Router(spec)))
+
+        def engine(reducer=reducer):
+            reducer.reduce(slots, [2 * array for array in arrays])
+
+        def donated(donating=donating, held=held):
+            _, held[0] = jax.block_until_ready(donating(grads, held[0]))
+
+        calls = {
+            first: lambda: jax.block_until_ready(plain(grads)),
+            "and reduces them, by the engine alone": engine,
+            "in the program": lambda k=keeping, s=kept: jax.block_until_ready(k(grads, s)),
+            "in the program, its state donated": donated,
+        }
+        if between is not None:
+            calls["and sums them by lax.psum of processes"] = between
+        found = milliseconds(calls, barrier=hvd.barrier)
+        if hvd.rank() == 0:
+            for name, time_taken in found.items():
+                more = f"{time_taken - found[first]:+8.2f}" if name != first else ""
+                print(f"{spec:22}{name:40}{time_taken:8.2f} ms {more}", flush=True)
+    size, rank = hvd.size(), hvd.rank()
     hvd.shutdown()
-    if int(os.environ.get("RANK", 0)) == 0:
+    if size > 1:
+        jax.distributed.shutdown()
+    if rank == 0:
         devices = f"--xla_force_host_platform_device_count={size}"
         env = os.environ | {"XLA_FLAGS": devices}
         subprocess.run([sys.executable, __file__, "--psum"], env=env, check=True)
+
+
+def psum_between_processes(grads):
+    """Return a function that doubles gradients and sums them over processes, by XLA's own gloo."""
+    import jax
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    devices = [jax.local_devices(process_index=i)[0] for i in range(jax.process_count())]
+    mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+    axis = PartitionSpec("data")
+    rows = [
+        jax.make_array_from_process_local_data(NamedSharding(mesh, axis), np.array(each))
+        for each in grads
+    ]
+    summed = jax.jit(
+        jax.shard_map(
+            lambda g: [jax.lax.psum(2 * x, "data") for x in g],
+            mesh=mesh,
+            in_specs=axis,
+            out_specs=PartitionSpec(),
+        )
+    )
+    return lambda: jax.block_until_ready(summed(rows))
 
 
 def psum():
@@ -95,10 +152,15 @@ def psum():
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=axis, out_specs=axis))
 
     grads = [jax.numpy.concatenate([x] * count) for x in gradients()]
-    plain = milliseconds(mapped(lambda g: [2 * x for x in g]), grads)
-    summed = milliseconds(mapped(lambda g: [jax.lax.psum(2 * x, "data") + 0 * x for x in g]), grads)
-    name = f"and sums them by lax.psum, {count} devices"
-    print(f"{name:45}{summed:8.2f} ms   {summed - plain:+8.2f}", flush=True)
+    doubled = mapped(lambda g: [2 * x for x in g])
+    summed = mapped(lambda g: [jax.lax.psum(2 * x, "data") + 0 * x for x in g])
+    calls = {
+        "doubled": lambda: jax.block_until_ready(doubled(grads)),
+        "summed": lambda: jax.block_until_ready(summed(grads)),
+    }
+    found = milliseconds(calls)
+    name, more = f"and sums them by lax.psum, {count} devices", found["summed"] - found["doubled"]
+    print(f"{name:64}{found['summed']:8.2f} ms {more:+8.2f}", flush=True)
 
 
 def train(compression, steps):
@@ -133,9 +195,10 @@ def train(compression, steps):
         logits = model.apply(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    found = {}
-    for spec in ("none", compression):
-        optimizer = optax.chain(hvd.reduce_gradients(spec), optax.adam(1e-3))
+    found, alone = {}, "nothing travels"
+    for spec in (alone, "none", compression):
+        adam = optax.adam(1e-3)
+        optimizer = adam if spec == alone else optax.chain(hvd.reduce_gradients(spec), adam)
 
         @jax.jit
         def step(params, state, tokens, optimizer=optimizer):
@@ -145,17 +208,19 @@ def train(compression, steps):
 
         params, state = step(start, optimizer.init(start), tokens)
         hvd.barrier()
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), hvd.stats().wire_bytes
         for _ in range(steps):
             params, state = jax.block_until_ready(step(params, state, tokens))
         hvd.barrier()
-        found[spec] = steps / (time.perf_counter() - begun)
-        assert hvd.replicas_equal(params)
+        sent = (hvd.stats().wire_bytes - before) / steps / 1e6
+        found[spec] = steps / (time.perf_counter() - begun), sent
+        assert spec == alone or hvd.replicas_equal(params)
     if hvd.rank() == 0:
         size = sum(leaf.size for leaf in jax.tree.leaves(start))
         print(f"a transformer of {size / 1e6:.1f}M parameters on {hvd.size()} ranks", flush=True)
-        for spec, rate in found.items():
-            print(f"{spec:30}{rate:8.3f} steps/s {rate / found['none']:8.2f}", flush=True)
+        for spec, (rate, sent) in found.items():
+            times = rate / found["none"][0]
+            print(f"{spec:30}{rate:8.3f} steps/s {times:8.2f} {sent:8.2f} MB a step", flush=True)
 
 
 def on_shaped_hosts(args):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ringlet.compressors.kernels.cuda.common.bucketed import Codec
 
 
-_TINY = 64  # exponents below this are of buckets that have the lowest powers
-_RAISED = 104  # the exponent of their scale: 2**-23 times the smallest normal number is 2**-149
+TINY = 64  # exponents below this are of buckets that have the lowest powers
+RAISED = 104  # the exponent of their scale: 2**-23 times the smallest normal number is 2**-149
 
 
 @register("natural")
@@ -51,7 +51,7 @@ class Natural(Packed):
         finite = top < 0x7F800000
         highest = ((top + 0x7FFFFF) >> 23).astype("int32")
         # The smallest of a tiny bucket would be no numbers of full precision: they are raised.
-        shift = xp.where((highest > 0) & (highest < _TINY), _RAISED, xp.clip(highest, 127, 254))
+        shift = xp.where((highest > 0) & (highest < TINY), RAISED, xp.clip(highest, 127, 254))
         scale = (xp.where(finite, shift, 127).astype("uint32") << 23).view("float32")
         with np.errstate(all="ignore"):
             bits = (rows * (np.float32(1) / scale)[:, None]).view("uint32")

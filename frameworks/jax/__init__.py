@@ -14,6 +14,8 @@ need("optax", "ringlet.jax")
 
 from ringlet.horovod import common_names
 from ringlet.horovod.common_names import *  # noqa: F403
+from ringlet.jax import elastic
+from ringlet.jax.distributed import init
 from ringlet.jax.functions import broadcast_pytree, replicas_equal
 from ringlet.jax.gradient_transformation import (
     ReduceGradientsState,
@@ -30,7 +32,7 @@ from ringlet.jax.ops.movements import (
 )
 from ringlet.jax.ops.reducescatter import grouped_reducescatter, reducescatter
 from ringlet.jax.ops.reductions import allreduce, grouped_allreduce
-from ringlet.jax.sharded.mesh_mean import sharded_mean
+from ringlet.jax.sharded.mesh_mean import sharded_mean, sharded_state
 from ringlet.job.objects import allgather_object, broadcast_object
 
 __all__ = [
@@ -43,14 +45,17 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_pytree",
+    "elastic",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "init",
     "join",
     "reduce_gradients",
     "reducescatter",
     "replicas_equal",
     "residual_norm",
     "sharded_mean",
+    "sharded_state",
 ]
-__all__ += common_names.__all__
+__all__ += [name for name in common_names.__all__ if name not in __all__]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ringlet.compressors.states import resize
 from ringlet.fusion.planning.member import overrides
 from ringlet.jax.held_state import Held, flattened, merge_layouts, nested, store
 from ringlet.jax.ops.operands import dtype_of
@@ -33,6 +36,7 @@ Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # dtype and shape, 
 
 _KIND = "reduce_gradients"
 _LATEST = 24  # schedules are tried at the steps 0, 1, 2, 4, ..., 2 ** _LATEST
+_carried: ContextVar[_CarriedOver | None] = ContextVar("carried over", default=None)
 _SAME_STEP = "restore the state of the same step on every rank"
 
 
@@ -96,25 +100,63 @@ def reduce_gradients(
     return optax.GradientTransformation(made.init, made.update)
 
 
+class _CarriedOver:
+    """States of reductions among other ranks, from which new ones take what goes on."""
+
+    def __init__(self, states: Sequence[ReduceGradientsState], among: int) -> None:
+        self._states, self._among = list(states), among
+
+    def over_to(
+        self,
+        held: dict[str, dict[str, Array]],
+        present: Array,
+        slots: Sequence[Slot],
+        settings: Settings,
+    ) -> int:
+        """Fill ``held`` from the first state of such gradients that is left; return its step."""
+        paths = {slot.name for slot in slots}
+        places = [i for i, state in enumerate(self._states) if state.held.keys() <= paths]
+        if not places:
+            return 0
+        old, among, first = self._states.pop(places[0]), settings.process_set.size(), 0
+        remembered = _of_paths(old.held, np.asarray(old.present))
+        for path, arrays in sorted(held.items()):
+            state = jax.tree.map(np.array, nested(remembered.get(path, {})))
+            resize(state, settings.router(path), self._among, among, settings.averages)
+            found = flattened(state)
+            for place, (key, array) in enumerate(sorted(arrays.items()), first):
+                given = found.get(key)
+                if given is not None and given.shape == array.shape and given.dtype == array.dtype:
+                    array[...], present[place] = given, 1
+            first += len(arrays)
+        return int(old.step)
+
+
 class _Reductions:
     """The reducers of one transformation: one for each list of gradients."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self._lock = settings, threading.Lock()
+        self._runtime: object = None
         self._reducers: dict[tuple[Slot, ...], Reducer] = {}
-        self._layouts: dict[tuple[object, tuple[Slot, ...]], Layouts] = {}
-        self._lock = threading.Lock()
+        self._layouts: dict[tuple[Slot, ...], Layouts] = {}
 
     def init(self, params: Any) -> ReduceGradientsState:
         """Return the state for gradients like ``params``, which may be shapes and dtypes."""
         slots = _slots(params)
         layouts = self._layout(slots)
-        held = {
-            path: {key: jnp.zeros(shape, dtype) for key, (dtype, shape) in layout.items()}
-            for path, layout in layouts.items()
-        }
         count = max(1, sum(map(len, layouts.values())))  # orbax saves no empty arrays
-        return ReduceGradientsState(jnp.zeros((), jnp.int32), jnp.zeros(count, jnp.uint8), held)
+        held = {
+            path: {key: np.zeros(shape, numpy_dtype(dtype)) for key, (dtype, shape) in each.items()}
+            for path, each in layouts.items()
+        }
+        step, present = 0, np.zeros(count, np.uint8)
+        carried = _carried.get()
+        if carried is not None:
+            step = carried.over_to(held, present, slots, self._settings)
+        return ReduceGradientsState(
+            jnp.int32(step), jnp.array(present), jax.tree.map(jnp.array, held)
+        )
 
     def update(
         self, updates: Any, state: ReduceGradientsState, params: Any = None
@@ -155,6 +197,11 @@ class _Reductions:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _bind(self) -> None:
+        """Forget what was among the ranks of another runtime: newcomers know nothing of it."""
+        if self._runtime is not current():
+            self._runtime, self._reducers, self._layouts = current(), {}, {}
+
     def _run(
         self,
         slots: tuple[Slot, ...],
@@ -167,22 +214,16 @@ class _Reductions:
     ) -> None:
         """Reduce ``arrays`` into ``outputs``; what is remembered lies in ``places``."""
         with self._lock:
+            self._bind()
             reducer = self._reducers.get(slots)
             if reducer is None:
                 label = current().unnamed(f"{_KIND}.step", self._settings.process_set.number())
                 items = [("the step", str(step))]
                 agree(_KIND, label, items, self._settings.process_set, _SAME_STEP)
                 reducer = self._reducers[slots] = Reducer(_KIND, self._settings)
-            first = 0
             try:
-                for path, arrays_of in places.items():
-                    known = dict(
-                        pair
-                        for pair, there in zip(arrays_of.items(), present[first:], strict=False)
-                        if there
-                    )
+                for path, known in _of_paths(places, present).items():
                     put(reducer.states.setdefault(path, {}), nested(known))
-                    first += len(arrays_of)
                 for slot in slots:  # which compressors that remember nothing else count, too
                     reducer.states.setdefault(slot.name, {})["step"] = step
                 reducer.go_to(step)
@@ -200,12 +241,15 @@ class _Reductions:
 
     def _layout(self, slots: tuple[Slot, ...]) -> Layouts:
         """Return what compressors remember of these gradients. Collective, if they do."""
-        settings, runtime = self._settings, current()
+        settings = self._settings
         if not settings.process_set.included() or settings.process_set.size() == 1:
             return {}
-        found = self._layouts.get((runtime, slots))
-        if found is None:
-            found = self._layouts[runtime, slots] = self._tried(slots)
+        with self._lock:
+            self._bind()
+            layouts = self._layouts
+        found = layouts.get(slots)
+        if found is None:  # without the lock: programs that run meanwhile take it
+            found = layouts[slots] = self._tried(slots)
         return found
 
     def _tried(self, slots: tuple[Slot, ...]) -> Layouts:
@@ -246,6 +290,25 @@ def _slots(tree: Any) -> tuple[Slot, ...]:
         Slot(path, dtype_of(leaf, f"the gradient of {path!r}"), tuple(leaf.shape))
         for path, leaf in zip(paths, leaves, strict=True)
     )
+
+
+def _of_paths(held: Mapping[str, Mapping[str, Any]], present: Array) -> dict[str, dict[str, Any]]:
+    """Return by path the arrays that compressors have made."""
+    there = iter(present)
+    return {
+        path: {key: arrays[key] for key in sorted(arrays) if next(there)}
+        for path, arrays in sorted(held.items())
+    }
+
+
+@contextmanager
+def carrying_over(states: Sequence[ReduceGradientsState], among: int) -> Iterator[None]:
+    """Let ``init`` go on, inside, from ``states`` of the same gradients among ``among`` ranks."""
+    token = _carried.set(_CarriedOver(states, among) if states else None)
+    try:
+        yield
+    finally:
+        _carried.reset(token)
 
 
 def residual_norm(state: Any) -> Any:

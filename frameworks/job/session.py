@@ -12,10 +12,11 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from ringlet.compressors.core.payload import WIRE_VERSION
 from ringlet.fusion import Engine, Limits
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.requests.series import Series
@@ -54,7 +55,9 @@ class Runtime:
         self, comm: Communicator, limits: Limits, wishes: Collection[str] = frozenset()
     ) -> None:
         self.rank, self.size, self.transport = comm.rank, comm.size, comm.base.name
-        hosts = [h.decode() for h in comm.allgather_bytes(socket.gethostname().encode())]
+        here = json.dumps([socket.gethostname(), WIRE_VERSION]).encode()
+        hosts, versions = zip(*map(json.loads, comm.allgather_bytes(here)), strict=True)
+        check_wire_versions(versions)
         self.topology = Topology.from_hosts(self.rank, hosts)
         # Everybody uses rank 0's limits: plans have to be the same on all ranks.
         told = comm.broadcast_bytes(json.dumps([asdict(limits), sorted(wishes)]).encode())
@@ -116,6 +119,19 @@ class Runtime:
             self.at_close.pop()()
         if self.pid == os.getpid():
             self._comm.close()
+
+
+def check_wire_versions(versions: Sequence[int]) -> None:
+    """Raise LaunchError, the same on every rank, unless all make the same bytes of a tensor."""
+    if len(set(versions)) > 1:
+        told = "; ".join(
+            f"version {version} on rank(s) "
+            + ", ".join(str(rank) for rank, each in enumerate(versions) if each == version)
+            for version in sorted(set(versions))
+        )
+        raise LaunchError(
+            f"ranks compress in different wire formats ({told}): install one Ringlet everywhere"
+        )
 
 
 def places_of(comm: Communicator) -> list[Place]:

@@ -10,7 +10,7 @@ from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.job.objects import broadcast_object
 from ringlet.keras.callback import Callback
 from ringlet.keras.functions import broadcast_variables
-from ringlet.keras.optimizer_state import as_array, state_variables
+from ringlet.keras.optimizer_state import as_array, is_given_away, state_variables
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared import residual_store
 from ringlet.shared.gradients import Reducer
@@ -81,8 +81,13 @@ class KerasState(ObjectState):
             reducer.keep_steps()
 
     def take_back(self) -> None:
-        """Let compressors forget the step at hand."""
-        if (reducer := self._reducer()) is not None:
+        """Let compressors forget the step at hand; back to the commit where it took the weights.
+
+        Keras's steps on the backend jax do: the weights' memory is given to them.
+        """
+        if any(is_given_away(variable) for variable in self._variables()):
+            self.restore()
+        elif (reducer := self._reducer()) is not None:
             reducer.take_back()
 
     def content(self) -> dict[str, Any]:

@@ -19,6 +19,11 @@ def as_array(variable: Any) -> Array:
     return np.array(variable.numpy())
 
 
+def is_given_away(variable: Any) -> bool:
+    """Whether a program of JAX's was given the variable's memory, and has not returned it."""
+    return keras.config.backend() == "jax" and bool(variable.value.is_deleted())
+
+
 def state_variables(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """Return all variables of ``optimizer``, which are made now, for ``variables``, if need be."""
     if tf_keras.is_optimizer(optimizer):

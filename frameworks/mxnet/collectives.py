@@ -25,14 +25,11 @@ from ringlet.shared.array_operations import (
     wait_at_barrier,
 )
 from ringlet.shared.arrays import flat
-from ringlet.shared.compression import around, as_compressor, legacy
+from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import (
-    check_nameable,
     check_scatter,
     check_some,
     check_splits,
-    reduce_op,
-    scattered_as,
 )
 
 
@@ -52,8 +49,7 @@ def allreduce(
     ``compression`` is a spec; one that remembers (``ef``) needs a ``name``. Raises Mismatch, the
     same on every rank, when ranks pass different shapes, dtypes or arguments.
     """
-    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
-    return _reduced([tensor], None, name, chosen, factors, process_set, compression, True)[0]
+    return _reduced([tensor], Reduction.among(locals()))[0]
 
 
 def allreduce_(
@@ -68,8 +64,7 @@ def allreduce_(
     compression: Spec = None,
 ) -> Any:
     """Combine ``tensor`` over all ranks in place, and return it. See ``allreduce``."""
-    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
-    return _reduced([tensor], [tensor], name, chosen, factors, process_set, compression, True)[0]
+    return _reduced_in_place([tensor], Reduction.among(locals()))[0]
 
 
 def grouped_allreduce(
@@ -84,8 +79,7 @@ def grouped_allreduce(
     compression: Spec = None,
 ) -> list[Any]:
     """Return ``tensors`` combined over all ranks: all of them together, or none."""
-    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
-    return _reduced(list(tensors), None, name, chosen, factors, process_set, compression)
+    return _reduced(list(tensors), Reduction.among(locals()))
 
 
 def grouped_allreduce_(
@@ -100,9 +94,7 @@ def grouped_allreduce_(
     compression: Spec = None,
 ) -> list[Any]:
     """Combine tensors over all ranks together, in place, and return them."""
-    factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
-    listed = list(tensors)
-    return _reduced(listed, listed, name, chosen, factors, process_set, compression)
+    return _reduced_in_place(list(tensors), Reduction.among(locals()))
 
 
 def allgather(
@@ -189,8 +181,7 @@ def reducescatter(
 
     ``op`` is Average, Sum, Min, Max or Product; ``compression`` "none" or "fp16".
     """
-    factors = prescale_factor, postscale_factor
-    return _scattered([tensor], op, name, factors, process_set, compression, True)[0]
+    return _scattered([tensor], Reduction.among(locals()))[0]
 
 
 def grouped_reducescatter(
@@ -205,8 +196,7 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """Reduce-scatter several tensors, all of them together or none."""
     check_some(tensors, "reducescatter")
-    factors = prescale_factor, postscale_factor
-    return _scattered(list(tensors), op, name, factors, process_set, compression)
+    return _scattered(list(tensors), Reduction.among(locals()))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -224,34 +214,30 @@ def _named(kind: str, name: str | None, process_set: ProcessSet) -> str:
     return name or current().unnamed(f"mxnet.{kind}" + (f".{number}" if number else ""))
 
 
-def _reduced(
-    tensors: list[Any],
-    outputs: list[Any] | None,
-    name: str | None,
-    op: ReduceOp,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    compression: Any,
-    single: bool = False,
-) -> list[Any]:
+def _reduced(tensors: list[Any], asked: Reduction) -> list[Any]:
+    def into_new(given: Sequence[Any], plain: Reduction) -> list[Any]:
+        made = like(given)
+        _reduce(given, made, plain)
+        return made
+
+    return asked.run(tensors, into_new)
+
+
+def _reduced_in_place(tensors: list[Any], asked: Reduction) -> list[Any]:
+    if asked.cast is None:
+        _reduce(tensors, tensors, asked)
+    else:
+        for tensor, made in zip(tensors, _reduced(tensors, asked), strict=True):
+            tensor[:] = made
+    return tensors
+
+
+def _reduce(tensors: Sequence[Any], outputs: Sequence[Any], asked: Reduction) -> None:
     check_some(tensors, "allreduce")
-    cast = legacy(compression)
-    if cast is not None:
-        return around(
-            cast,
-            tensors,
-            lambda small: _reduced(small, None, name, op, factors, process_set, None, single),
-        )
-    compressor = as_compressor(compression)
-    if name is None:
-        check_nameable(compressor)
-    kind = "allreduce" if single else "grouped_allreduce"
-    arrays = [view(tensor) for tensor in tensors]
-    made = like(tensors) if outputs is None else outputs
-    targets = [view(output) for output in made] if outputs is None else arrays
-    named = _named(kind, name, process_set)
-    allreduce_arrays(named, arrays, targets, op, factors, compressor, process_set, single)
-    return made
+    asked.check_name()
+    arrays, targets = [view(each) for each in tensors], [view(each) for each in outputs]
+    named = _named(asked.kind("allreduce"), asked.name, asked.process_set)
+    allreduce_arrays(named, arrays, targets, asked)
 
 
 def _gathered(
@@ -265,18 +251,11 @@ def _gathered(
     return [taken(array) for array in gathered]
 
 
-def _scattered(
-    tensors: list[Any],
-    op: ReduceOp,
-    name: str | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    compression: Any,
-    single: bool = False,
-) -> list[Any]:
-    op, arrays = ReduceOp(op), [view(tensor) for tensor in tensors]
-    check_scatter(op, [array.ndim for array in arrays])
-    wire = scattered_as(as_compressor(compression))
-    named = _named("reducescatter" if single else "grouped_reducescatter", name, process_set)
-    scattered = scatter_arrays(named, arrays, wire, op, factors, process_set, single)
-    return [taken(array) for array in scattered]
+def _scattered(tensors: list[Any], asked: Reduction) -> list[Any]:
+    def scatter(given: Sequence[Any], plain: Reduction) -> list[Any]:
+        arrays = [view(tensor) for tensor in given]
+        check_scatter(plain.op, [array.ndim for array in arrays])
+        named = _named(plain.kind("reducescatter"), plain.name, plain.process_set)
+        return [taken(array) for array in scatter_arrays(named, arrays, plain)]
+
+    return asked.run(tensors, scatter)

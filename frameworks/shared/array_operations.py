@@ -9,24 +9,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ringlet.compressors import Compressor, NoCompression
 from ringlet.fusion import Request
 from ringlet.fusion.devices.host import Place
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
-from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.dtypes import FLOATS, Array
+from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import flat, numpy_dtype, shaped
-from ringlet.shared.requests import (
-    SUMS,
-    group_requests,
-    member_names,
-    reduced_as,
-    rows_to_send,
-    wait_all,
-)
-
-Factors = tuple[float, float]  # what values are multiplied by before and after they are combined
+from ringlet.shared.reduction_arguments import Reduction
+from ringlet.shared.requests import group_requests, member_names, rows_to_send, wait_all
 
 
 def name_of_type(array: Array) -> str:
@@ -35,30 +25,12 @@ def name_of_type(array: Array) -> str:
 
 
 def allreduce_arrays(
-    base: str,
-    arrays: Sequence[Array],
-    results: Sequence[Array],
-    op: ReduceOp,
-    factors: Factors,
-    compressor: Compressor,
-    process_set: ProcessSet,
-    single: bool,
+    base: str, arrays: Sequence[Array], results: Sequence[Array], asked: Reduction
 ) -> None:
     """Write the combination of ``arrays`` over all ranks to ``results``, which are contiguous."""
-    wires = [reduced_as(name_of_type(array), op, compressor) for array in arrays]
-    used = compressor if op in SUMS else NoCompression()
-    requests = group_requests(
-        "allreduce",
-        base,
-        single,
-        wires,
-        [array.shape for array in arrays],
-        op=op,
-        spec=str(used),
-        prescale=factors[0],
-        postscale=factors[1],
-        process_set=process_set.number(),
-    )
+    wires = asked.wires([name_of_type(array) for array in arrays])
+    used = asked.summed()
+    requests = _reductions("allreduce", base, arrays, wires, asked, spec=str(used))
     sources = _as_wired(arrays, wires)
     targets = [
         flat(result) if name_of_type(result) == wire else source
@@ -133,29 +105,11 @@ def alltoall_array(
     return moved, np.array(handle.sizes, np.int32)
 
 
-def scatter_arrays(
-    base: str,
-    arrays: Sequence[Array],
-    wire: str | None,
-    op: ReduceOp,
-    factors: Factors,
-    process_set: ProcessSet,
-    single: bool,
-) -> list[Array]:
-    """Return this rank's rows of each array's combination; floats travel as ``wire``, if any."""
-    rank = process_set.rank()
-    wires = scattered_types([name_of_type(array) for array in arrays], wire)
-    requests = group_requests(
-        "reducescatter",
-        base,
-        single,
-        wires,
-        [array.shape for array in arrays],
-        op=op,
-        prescale=factors[0],
-        postscale=factors[1],
-        process_set=process_set.number(),
-    )
+def scatter_arrays(base: str, arrays: Sequence[Array], asked: Reduction) -> list[Array]:
+    """Return this rank's rows of each array's combination."""
+    rank = asked.process_set.rank()
+    wires = asked.scattered_wires([name_of_type(array) for array in arrays])
+    requests = _reductions("reducescatter", base, arrays, wires, asked)
     items = [(r, s, None, None) for r, s in zip(requests, _as_wired(arrays, wires), strict=True)]
     handles = current().engine.submit_all(items, at_once=True)
     wait_all(handles)
@@ -167,15 +121,22 @@ def scatter_arrays(
     ]
 
 
-def scattered_types(dtypes: Sequence[str], wire: str | None) -> list[str]:
-    """Return the dtypes in which tensors are reduce-scattered whose floats travel as ``wire``."""
-    return [wire if wire and dtype in FLOATS else dtype for dtype in dtypes]
-
-
 def wait_at_barrier(base: str, process_set: ProcessSet) -> None:
     """Return once every rank of the process set has called it."""
     request = Request(base, "barrier", process_set=process_set.number())
     current().engine.submit(request, np.empty(0, np.float32), at_once=True).wait()
+
+
+def _reductions(
+    kind: str,
+    base: str,
+    arrays: Sequence[Array],
+    wires: Sequence[str],
+    asked: Reduction,
+    **alike: str,
+) -> list[Request]:
+    shapes = [array.shape for array in arrays]
+    return group_requests(kind, base, asked.single, wires, shapes, **asked.alike(), **alike)
 
 
 def _as_wired(arrays: Sequence[Array], wires: Sequence[str]) -> list[Array]:

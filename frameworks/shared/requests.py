@@ -14,6 +14,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS
 
 SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
+Factors = tuple[float, float]  # what values are multiplied by before and after they are combined
 
 
 class Waitable(Protocol):
@@ -131,6 +132,11 @@ def scattered_as(compressor: Compressor) -> str | None:
     )
 
 
+def scattered_types(dtypes: Sequence[str], wire: str | None) -> list[str]:
+    """Return the dtypes in which tensors are reduce-scattered whose floats travel as ``wire``."""
+    return [wire if wire and dtype in FLOATS else dtype for dtype in dtypes]
+
+
 def _cast_to(compressor: FP16 | BF16) -> str:
     return "float16" if isinstance(compressor, FP16) else "bfloat16"
 
@@ -143,9 +149,7 @@ def check_scatter(op: ReduceOp, dimensions: Iterable[int | None]) -> None:
         raise InvalidArgument("reducescatter needs a tensor with at least one dimension")
 
 
-def scatter_gradient(
-    op: ReduceOp, factors: tuple[float, float], process_set: ProcessSet
-) -> float | None:
+def scatter_gradient(op: ReduceOp, factors: Factors, process_set: ProcessSet) -> float | None:
     """Return what a reduce-scatter's gradient is multiplied by; None where it has no gradient."""
     if op not in SUMS:
         return None

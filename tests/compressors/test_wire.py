@@ -1,6 +1,9 @@
 """The wire format is frozen: a change of any byte shows here, and must be meant.
 
 python tests/compressors/test_wire.py     # writes the fixtures of compressors that have none
+
+Where bytes are to change, WIRE_VERSION in compressors/core/payload.py is raised first: this file as
+a program then writes all fixtures anew, of that version. It overwrites none of the same version.
 """
 
 import json
@@ -10,10 +13,12 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Context, Modifier, parse
+from ringlet.compressors.core.payload import WIRE_VERSION
 from ringlet.compressors.testing.tools.built_in import every_spec
 
 FIXTURES = Path(__file__).with_name("wire.json")
-FROZEN = json.loads(FIXTURES.read_text())
+RECORD = json.loads(FIXTURES.read_text())
+FROZEN = RECORD["payloads"]
 
 
 def wanted():
@@ -34,9 +39,35 @@ def payload(spec):
     return {name: [a.dtype.name, a.tobytes().hex()] for name, a in sorted(arrays.items())}
 
 
+def complaint(spec, made, record, version):
+    """Return what is wrong with the bytes of a spec, if anything is."""
+    if version != record["version"]:
+        return (
+            f"the payloads on record are of wire version {record['version']}, WIRE_VERSION is "
+            f"{version}: run this file as a program"
+        )
+    if made != record["payloads"][spec]:
+        return (
+            f"the payload of {spec!r} has changed, and WIRE_VERSION is {version} as before: ranks "
+            "with this Ringlet and others would decode each other's wrongly. Undo the change, or "
+            "raise WIRE_VERSION in compressors/core/payload.py and run this file as a program"
+        )
+    return None
+
+
 @pytest.mark.parametrize("spec", FROZEN)
 def test_payloads_are_the_ones_on_record(spec):
-    assert payload(spec) == FROZEN[spec]
+    told = complaint(spec, payload(spec), RECORD, WIRE_VERSION)
+    assert told is None, told
+
+
+def test_bytes_that_change_without_the_version_are_found():
+    (spec, kept), *_ = FROZEN.items()
+    record = {"version": 7, "payloads": {spec: kept}}
+    assert complaint(spec, kept, record, 7) is None
+    changed = {name: [dtype, text[:-1] + "x"] for name, (dtype, text) in kept.items()}
+    assert "has changed, and WIRE_VERSION is 7 as before" in complaint(spec, changed, record, 7)
+    assert "on record are of wire version 7, WIRE_VERSION is 8" in complaint(spec, kept, record, 8)
 
 
 def test_every_compressor_has_its_payload_on_record():
@@ -44,5 +75,7 @@ def test_every_compressor_has_its_payload_on_record():
 
 
 if __name__ == "__main__":
-    text = json.dumps({spec: FROZEN.get(spec) or payload(spec) for spec in wanted()}, indent=1)
+    kept = FROZEN if RECORD["version"] == WIRE_VERSION else {}
+    made = {spec: kept.get(spec) or payload(spec) for spec in wanted()}
+    text = json.dumps({"version": WIRE_VERSION, "payloads": made}, indent=1)
     FIXTURES.write_text(text + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,8 +20,11 @@ RunCase = Callable[[Case, str, int], None]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def outcomes(cases: list[Case]) -> dict[str, str]:
-    """Run every case on this rank; return the traceback of each, empty where it passed."""
+def outcomes(cases: list[Case], watched: bool = True) -> dict[str, str]:
+    """Run every case on this rank; return the traceback of each, empty where it passed.
+
+    A process that is ``watched`` ends with a stack where a case hangs.
+    """
     import torch
 
     import ringlet.torch as hvd
@@ -30,7 +34,8 @@ def outcomes(cases: list[Case]) -> dict[str, str]:
     told: dict[str, str] = {}
     for case in cases:
         torch.manual_seed(hvd.rank())
-        faulthandler.dump_traceback_later(60, exit=True)  # a hang fails the job, with a stack
+        if watched:
+            faulthandler.dump_traceback_later(60, exit=True)
         try:
             case()
             told[case.__name__] = ""
@@ -42,17 +47,29 @@ def outcomes(cases: list[Case]) -> dict[str, str]:
     return told
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give tests that take a ``case`` and say nothing of it those of their module, in its order."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    said = any(re.search(r"\bcase\b", str(mark.args[0])) for mark in marks)
+    if "case" in metafunc.fixturenames and not said:
+        cases = [value for name, value in vars(metafunc.module).items() if name.startswith("case_")]
+        metafunc.parametrize("case", cases, ids=lambda case: case.__name__.removeprefix("case_"))
+
+
 @pytest.fixture(scope="module")
 def run_case(request: pytest.FixtureRequest) -> RunCase:
     """Return a function that fails unless a case passed on every rank of a job.
 
-    All functions named ``case_*`` of the test's module run in one job per transport and size.
+    All functions named ``case_*`` of the test's module run in one job per transport and size;
+    "alone" is a rank without a launcher.
     """
     cloudpickle.register_pickle_by_value(request.module)
     cases = [value for name, value in vars(request.module).items() if name.startswith("case_")]
 
     @cache
     def job(transport: str, size: int) -> list[dict[str, str]] | Exception:
+        if transport == "alone":  # a process that nobody launched: this one
+            return [outcomes(cases, watched=False)]
         try:
             return ringlet.run(outcomes, (cases,), np=size, transport=transport)
         except Exception as error:

@@ -76,6 +76,12 @@ def test_jax_and_its_resumption(tmp_path):
     assert "replicas bit-equal: yes" in again
 
 
+def test_jax_with_equinox():
+    text = run(RINGLET, "jax_equinox.py", "--steps", "150")
+    assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 85
+    assert "replicas bit-equal: yes" in text
+
+
 SCRIPT = """
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Our DDP hook inside other people's trainers; they are not part of the test environment."""
+"""Our DDP hook inside other people's trainers: `make test-huggingface` has them installed."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("worker_interop.py")
     [("accelerate", "accelerate"), ("trainer", "transformers"), ("lightning", "lightning")],
 )
 def test_a_hook_is_used_and_ranks_agree(kind, package):
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[interop]'")
+    pytest.importorskip(package, reason=f"{package} is not installed: make test-huggingface")
     job = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--transport", "gloo"]
     done = subprocess.run(
         [*job, sys.executable, WORKER, kind], capture_output=True, text=True, timeout=240

@@ -299,22 +299,9 @@ def case_join():
     assert hvd.join() == size - 1
 
 
-CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize(("transport", "size"), [("gloo", 2), ("mpi", 3)])
+@pytest.mark.parametrize(("transport", "size"), [("gloo", 2), ("mpi", 3), ("alone", 1)])
 def test_on_ranks(case, transport, size, run_case):
     run_case(case, transport, size)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_one_rank(case):
-    hvd.init()
-    try:
-        case()
-    finally:
-        hvd.shutdown()
 
 
 def test_states_as_arrays():

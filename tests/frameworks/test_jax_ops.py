@@ -246,22 +246,9 @@ def case_join():
     assert total(1.0) == size
 
 
-CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize(("transport", "size"), [("gloo", 2), ("mpi", 3)])
+@pytest.mark.parametrize(("transport", "size"), [("gloo", 2), ("mpi", 3), ("alone", 1)])
 def test_on_ranks(case, transport, size, run_case):
     run_case(case, transport, size)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_one_rank(case):
-    hvd.init()
-    try:
-        case()
-    finally:
-        hvd.shutdown()
 
 
 def test_errors_of_a_callback_are_told_once():

@@ -15,8 +15,10 @@ SPECS = (
     "int8", "maxnorm(bits=3, bucket=64)", "onebit | ef", "int4 | ef(decay=0.9)",
     "block_topk(ratio=0.05)", "block_topk(ratio=0.05, bits=16, block=256) | ef",
     "int4 | hadamard | ef", "onebit | hadamard(block=128)",
+    "maxnorm(stochastic=True)", "int4(stochastic=True) | ef", "qsgd(bits=4, bucket=64)",
+    "natural", "terngrad | ef", "qsgd | hadamard",
 )  # fmt: skip
-CHECKS = ("means", "payloads", "sums", "training", "mistakes")
+CHECKS = ("means", "low rank", "payloads", "sums", "training", "mistakes")
 
 
 def main():
@@ -27,7 +29,9 @@ def main():
     import ringlet.jax as hvd
     from ringlet.compressors import parse
     from ringlet.compressors.testing.tools.simulate import context, encode, simulate
-    from ringlet.jax.sharded.array_codecs import Around, codec_for, in_64_bits
+    from ringlet.jax.sharded.array_codecs import in_64_bits
+    from ringlet.jax.sharded.codec_choice import codec_for
+    from ringlet.jax.sharded.counter_random import Around
 
     axis = PartitionSpec("data")
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -65,13 +69,45 @@ def main():
                         assert alike(residual[rank][None], state["residual"]), (spec, n, step)
     print("means", flush=True)
 
+    shapes = {"powersgd(rank=2) | ef": ((40, 50), (77,)), "powersgd(rank=5)": ((30, 5, 11),),
+              "powersgd | ef(decay=0.9)": ((40, 50),)}  # fmt: skip
+    for spec, each in shapes.items():
+        for shape in each:
+            n, state = int(np.prod(shape)), hvd.sharded_state(spec, shape, name="w", seed=3)
+            every = jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), state)
+            states = [{} for _ in range(DEVICES)]
+
+            def reduced(x, held, step, spec=spec):
+                own = jax.tree.map(lambda leaf: leaf[0], held)
+                made, after = hvd.sharded_mean(x[0], "data", spec, own, step, "w", 3)
+                return made[None], jax.tree.map(lambda leaf: leaf[None], after)
+
+            run = sharded(reduced, in_specs=(axis, axis, PartitionSpec()), out_specs=(axis, axis))
+            for step in range(4):
+                given = gradients(n).reshape(DEVICES, *shape)
+                if step == 2:
+                    given[1].reshape(-1)[37] = np.inf
+                made, every = run(given, every, step)
+                flat = [each.reshape(-1) for each in given]
+                expected = simulate(parse(spec), flat, states, step, "w", shape, True, seed=3)[0]
+                assert alike(np.asarray(made)[1:], np.asarray(made)[0])
+                near = 1e-5 * np.abs(given[np.isfinite(given)]).max()
+                close = partial(np.allclose, rtol=0, atol=near, equal_nan=True)
+                assert close(np.asarray(made)[0].reshape(-1), expected), (spec, shape, step)
+                for rank, known in enumerate(states):
+                    for key in every:
+                        own = np.asarray(every[key][rank])
+                        wanted = known.get(key, np.zeros(n)).reshape(own.shape)
+                        assert close(own, wanted), (spec, shape, step, key)
+    print("low rank", flush=True)
+
     for spec in dict.fromkeys(["fp16", "bf16", *(s.partition(" | ef")[0] for s in SPECS)]):
         inner = parse(spec)
         for n in (1, 33, 5000):
             x = gradients(n)[0]
-            at = {"step": 7, "seed": 3, "name": "w"}
+            at = {"step": 7, "seed": 3, "name": "w", "rank": 2}
             expected = encode(inner, x, context(x, **at))
-            codec, around = codec_for(inner), Around("w", 7, 3)
+            codec, around = codec_for(inner), Around("w", 7, 3, 2)
             made = in_64_bits(jax.jit(partial(codec.encode, around=around)))(x)
             assert made.keys() == expected.keys()
             for name, array in expected.items():
@@ -120,7 +156,10 @@ def main():
     assert half(jnp.ones((DEVICES, 2000), "bfloat16")).dtype == "bfloat16"
     print("training", flush=True)
 
-    for spec in ("topk", "powersgd", "int8 | ef21", "maxnorm(stochastic=True)",
+    with pytest.raises(ValueError, match="pass what sharded_state returns"):
+        sharded(lambda x, step: hvd.sharded_mean(x, "data", "powersgd", step=step)[0],
+                in_specs=(axis, plain), out_specs=axis)(jnp.ones((120, 50)), 0)  # fmt: skip
+    for spec in ("topk", "acpsgd", "int8 | ef21", "minmax",
                  "int8 | ef(dtype='bf16')", "block_topk(bits=8)"):  # fmt: skip
         with pytest.raises(ValueError, match="not there as operations of JAX's"):
             sharded(lambda x, s=spec: hvd.sharded_mean(x, "data", s)[0], in_specs=axis,

@@ -4,8 +4,9 @@ import pytest
 
 from ringlet.fusion import Limits
 from ringlet.job.lifecycle import init
-from ringlet.job.session import shutdown
+from ringlet.job.session import check_wire_versions, shutdown
 from ringlet.job.settings import limits_from
+from ringlet.ring.errors import LaunchError
 from ringlet.ring.transports.local import run_local
 
 
@@ -74,3 +75,9 @@ def test_an_argument_of_init_comes_before_the_environment(monkeypatch):
     assert run_local(tuned, 2, False) == [("", 2)] * 2
     assert run_local(tuned, 2, "streams") == [("streams", 2)] * 2
     run_local(refused, 2)
+
+
+def test_ranks_whose_payloads_have_other_bytes_are_refused():
+    check_wire_versions([1, 1, 1])
+    with pytest.raises(LaunchError, match=r"version 1 on rank\(s\) 0, 2; version 2 on rank\(s\) 1"):
+        check_wire_versions([1, 2, 1])

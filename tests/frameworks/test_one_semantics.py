@@ -1,8 +1,8 @@
 """One semantics: payloads and results have the same bits, whoever hands the gradients in.
 
 The same gradients go, under the same names, through each framework's own way of reducing, over
-several transports, fusion thresholds and numbers of streams. This file is also the script that
-ranks run, and prints the matrix of hashes as a program: ``python test_one_semantics.py``.
+several transports, fusion thresholds, bucket sizes and numbers of streams. This file is also the
+script that ranks run, and prints the matrix of hashes as a program.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ SUMMED = ("none", "fp16", "powersgd(rank=2) | ef")
 SPECS = (*DECODED, *SUMMED)
 # A hook's tensors have its label in their names, by which random numbers are drawn.
 NOT_BY_DDP = ("int4 | hadamard | ef", "natural", "randomk(ratio=0.1)", *SUMMED)
-FRAMEWORKS = ("torch", "ddp", "tensorflow", "keras", "jax")
-SETTINGS = {  # transport, fusion threshold in bytes, streams
-    "gloo": ("gloo", 1 << 26, 4),
-    "gloo, small buckets, one stream": ("gloo", 1 << 13, 1),
-    "mpi": ("mpi", 1 << 15, 2),
-    "local": ("local", 1 << 26, 1),
+# FSDP2 reduces to the rank that has a parameter: what travels is of fixed size and decoded, without
+# a second stage. Its names are those of parts of modules.
+BY_FSDP = ("int8 | ef", "onebit | ef", "block_topk(ratio=0.05, bits=8) | ef")
+FRAMEWORKS = ("torch", "ddp", "fsdp2", "tensorflow", "keras", "jax")
+SETTINGS = {  # transport, fusion threshold in bytes, streams, torch's buckets in bytes
+    "gloo": ("gloo", 1 << 26, 4, 1 << 24),
+    "gloo, small buckets, one stream": ("gloo", 1 << 13, 1, 1 << 12),
+    "gloo, one tensor a bucket": ("gloo", 1, 3, 1),
+    "mpi": ("mpi", 1 << 15, 2, 1 << 15),
+    "local": ("local", 1 << 26, 1, 1 << 24),
 }
 
 
@@ -79,12 +83,37 @@ def by_ddp(spec, given):
 
     model = Model()
     named = list(model.named_parameters())
-    parallel = DistributedDataParallel(model)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=int(os.environ["BUCKET"]) / (1 << 20))
     parallel.register_comm_hook(*hvd.ddp_hook(spec, named_parameters=named))
     for step in given:
         parallel.zero_grad()
         parallel(step).backward()
         yield {n: p.grad.numpy().copy() for n, p in named}
+
+
+def by_fsdp2(spec, given):
+    """Parameters of one row, so that the first rank has them as a whole."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    import ringlet.torch as hvd
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, shape in SHAPES.items():
+                self.register_parameter(name, torch.nn.Parameter(torch.zeros(1, *shape)))
+
+        def forward(self, step):
+            return sum((getattr(self, n) * torch.from_numpy(g)).sum() for n, g in step.items())
+
+    model = Model()
+    fully_shard(model)
+    hvd.compress_fsdp(model, spec)
+    for step in given:
+        model.zero_grad()
+        model(step).backward()
+        yield {n: p.grad.full_tensor()[0].numpy() for n, p in model.named_parameters()}
 
 
 def by_tensorflow(spec, given):
@@ -137,13 +166,15 @@ def by_jax(spec, given):
         yield {n: np.asarray(g) for n, g in reduced.items()}
 
 
-WATCHED = {}  # payloads' hashes by tensor, step and place in it
+WATCHED = {}  # payloads' arrays as bytes, by rank, tensor, step and place in the tensor
 
 
 def watch_payloads():
     """Note what compressors make of gradients, before anything travels."""
+    from ringlet.compressors import NoCompression
     from ringlet.compressors.core.context import Context
     from ringlet.fusion.planning.member import Member
+    from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
 
     inner = Member.call
 
@@ -153,14 +184,44 @@ def watch_payloads():
         name = getattr(function, "__name__", "")
         if name in ("encode_into", "compress") and context is not None and context.stage == 1:
             payload = args[1] if name == "encode_into" else result
-            hashed = hashlib.blake2b(digest_size=8)
-            for part in sorted(payload):
-                hashed.update(payload[part].tobytes())
             known = context.name.rpartition(".")[2]  # without a hook's label
-            WATCHED[context.rank, known, context.step, context.offset] = hashed.hexdigest()
+            note(context.rank, known, context.step, context.offset, payload)
         return result
 
     Member.call = call
+    reduce = CompressedReduceScatter._reduce
+
+    def reduced(self, comm, place, values, total):
+        step = self.step
+        reduce(self, comm, place, values, total)
+        (pieces,) = self._pieces.values()
+        sent = place.workspace.array("send", pieces[-1].end * comm.size, "uint8")
+        for name, piece in zip(SHAPES, pieces, strict=True):
+            plain = isinstance(piece.compressor, NoCompression)
+            if not plain:
+                note(comm.rank, name, step, 0, piece.payload(sent))
+
+    CompressedReduceScatter._reduce = reduced
+
+
+def note(rank, name, step, offset, payload):
+    arrays = {part: array.tobytes() for part, array in payload.items()}
+    WATCHED[rank, name, step, offset] = arrays
+
+
+def sent_by(rank):
+    """Return hashes of the payloads of a rank, whole tensors', by name and step; forget them."""
+    whole = {}
+    for key in sorted(key for key in list(WATCHED) if key[0] == rank):
+        for part, data in WATCHED.pop(key).items():
+            whole.setdefault(key[1:3], {}).setdefault(part, []).append(data)
+    return {
+        key: hashlib.blake2b(repr(sorted(parts.items())).encode(), digest_size=8).hexdigest()
+        for key, parts in (
+            (key, {part: b"".join(pieces) for part, pieces in parts.items()})
+            for key, parts in sorted(whole.items())
+        )
+    }
 
 
 def hashes(frameworks):
@@ -175,19 +236,18 @@ def hashes(frameworks):
         for spec in SPECS:
             if framework == "ddp" and spec in NOT_BY_DDP:
                 continue
+            if framework == "fsdp2" and spec not in BY_FSDP:
+                continue
             hvd.barrier()
             results = hashlib.blake2b(digest_size=6)
             for reduced in reduce(spec, given):
                 for name in sorted(SHAPES):
                     results.update((reduced[name] + 0.0).tobytes())  # -0.0 is 0.0, too
-            mine = {key: value for key, value in list(WATCHED.items()) if key[0] == rank}
-            every = allgather_object((sorted(mine.items()), results.hexdigest()))
+            every = allgather_object((sorted(sent_by(rank).items()), results.hexdigest()))
             assert len({result for _, result in every}) == 1, (framework, spec)
             text = repr([payloads for payloads, _ in every]).encode()
             sent = hashlib.blake2b(text, digest_size=6).hexdigest() if every[0][0] else "-"
             told[f"{framework}: {spec}"] = [sent, every[0][1]]
-            for key in mine:
-                del WATCHED[key]
     return told
 
 
@@ -222,8 +282,9 @@ def as_thread(comm):
 
 def started(setting):
     """Return the hashes of a job with one of the SETTINGS."""
-    transport, threshold, streams = SETTINGS[setting]
+    transport, threshold, streams, bucket = SETTINGS[setting]
     limits = {"RINGLET_FUSION_THRESHOLD": str(threshold), "RINGLET_STREAMS": str(streams)}
+    limits["BUCKET"] = str(bucket)
     program = [sys.executable, __file__, transport]
     if transport != "local":
         run = [sys.executable, "-m", "ringlet", "run", "-np", str(SIZE), "--transport", transport]
@@ -265,8 +326,36 @@ def test_payloads_are_the_same_everywhere(matrix, spec):
 
 @pytest.mark.parametrize("spec", DECODED)
 def test_results_of_what_is_decoded_are_the_same_everywhere(matrix, spec):
-    found = {told[key][1] for told in matrix.values() for key in told if key.endswith(f": {spec}")}
+    two_stages = [name for name in FRAMEWORKS if name != "fsdp2"]
+    keys = [f"{name}: {spec}" for name in two_stages]
+    found = {told[key][1] for told in matrix.values() for key in keys if key in told}
     assert len(found) == 1, table(matrix)
+
+
+@pytest.mark.parametrize("spec", BY_FSDP)
+def test_fsdp2_has_the_mean_of_what_payloads_stand_for(matrix, spec):
+    """Not of a second stage's, which the engine's scatter-reduce has. FSDP divides by itself."""
+    import numpy as np
+
+    from ringlet.compressors import parse
+    from ringlet.compressors.testing.tools.simulate import context, decode, encode
+    from ringlet.fusion.planning.strategy import effective
+
+    states, hashed = {}, hashlib.blake2b(digest_size=6)
+    for step in range(STEPS):
+        every = [gradients(rank, step) for rank in range(SIZE)]
+        for name in sorted(SHAPES):
+            flat = [each[name].reshape(-1) for each in every]
+            held = states.setdefault(name, [{} for _ in range(SIZE)])
+            used = effective(parse(spec), "float32", flat[0].size)
+            contexts = [context(x, held[rank], step=step) for rank, x in enumerate(flat)]
+            sent = [encode(used, x, ctx) for x, ctx in zip(flat, contexts, strict=True)]
+            total = decode(used, sent[0], flat[0].size, contexts[0])
+            for payload in sent[1:]:
+                used.accumulate(payload, total, contexts[0])
+            hashed.update(total / np.float32(SIZE) + 0.0)
+    found = {told[key][1] for told in matrix.values() for key in told if key == f"fsdp2: {spec}"}
+    assert found == {hashed.hexdigest()}, table(matrix)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -119,6 +119,47 @@ if framework == "torch":
 
     train(state)
     equal = hvd.replicas_equal(model.state_dict())
+elif framework == "jax":
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import ringlet.jax as hvd
+
+    hvd.init()
+    tell(specs=told_specs())
+    spec = plan.get("spec", "int8 | ef")
+    optimizer = optax.chain(hvd.reduce_gradients(spec), optax.adam(0.01))
+    params = {"first": jnp.full((100, 60), 0.1), "second": jnp.full((60, 5), -0.1)}
+    state = hvd.elastic.JaxState(params, optimizer, batch=0, own=None)
+
+    def loss(params, x):
+        return ((x @ params["first"] @ params["second"]) ** 2).mean()
+
+    def step(params, opt_state, x):
+        updates, opt_state = optimizer.update(jax.grad(loss)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    step = jax.jit(step, donate_argnums=(0, 1) if plan.get("donate") else ())
+
+    @hvd.elastic.run(resume=plan.get("resume", "commit"))
+    def train(state):
+        norm = state.held_back()
+        tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm)
+        x = np.random.default_rng(hvd.rank()).normal(size=(8, 100)).astype("float32")
+        while not finished(state):
+            interfere(state)
+            if state.batch == 25:
+                tell(before=state.held_back())
+            state.params, state.opt_state = step(state.params, state.opt_state, x)
+            state.batch += 1
+            if state.batch % 10 == 0:
+                state.commit()
+                tell(committed=state.batch, residual=state.held_back())
+
+    train(state)
+    assert int(state.opt_state[0].step) == state.batch
+    equal = hvd.replicas_equal([state.params, state.opt_state[1]])
 else:
     import keras
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 CHECKS = ("reductions", "movements", "one semantics", "training", "module", "mistakes")
 SIZE = 2
+
+
+class HalfPrecision:
+    """A cast that a program has written for Horovod."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor.astype("float16"), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, dtype):
+        return tensor.astype(dtype)
 
 
 def main():
@@ -42,6 +55,10 @@ def main():
     mean = hvd.allreduce(values, name="plain").asnumpy()
     for spec, near in (("int8", 0.05), ("fp16", 1e-2), (hvd.Compression.fp16, 1e-2)):
         assert np.allclose(hvd.allreduce(values, compression=spec).asnumpy(), mean, atol=near)
+    own = ones(3) * rank  # a cast of Horovod's kind, which is of no spec
+    assert hvd.allreduce_(own, op=hvd.Sum, compression=HalfPrecision) is own
+    assert own.asnumpy().tolist() == [1] * 3
+    assert hvd.reducescatter(ones(2), op=hvd.Sum, compression=HalfPrecision).asnumpy() == [2]
     print("reductions", flush=True)
 
     gathered = hvd.allgather(ones((rank + 1, 2)) * rank)
@@ -125,19 +142,29 @@ def main():
     print("mistakes", flush=True)
 
 
+def two_ranks(program):
+    """Run a program of Horovod's on two ranks."""
+    run = [sys.executable, "-m", "ringlet", "run", "-np", str(SIZE), sys.executable]
+    command = [*run, "-m", "ringlet.as_horovod", str(program)]
+    return subprocess.run(
+        command, env=os.environ.copy(), capture_output=True, text=True, timeout=200, check=False
+    )
+
+
 @pytest.fixture(scope="module")
 def job():
-    """Run the checks on two ranks, as a program of Horovod's."""
-    run = [sys.executable, "-m", "ringlet", "run", "-np", str(SIZE), sys.executable]
-    program = [*run, "-m", "ringlet.as_horovod", __file__]
-    return subprocess.run(
-        program, env=os.environ.copy(), capture_output=True, text=True, timeout=200, check=False
-    )
+    return two_ranks(__file__)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks(job, check):
     assert job.stdout.count(f">: {check}\n") == SIZE, job.stdout + job.stderr
+
+
+@pytest.mark.parametrize("script", ["gluon_mnist", "module_mnist"])
+def test_what_horovods_examples_do(script):
+    done = two_ranks(Path(__file__).with_name("horovod_scripts") / f"{script}.py")
+    assert done.stdout.count(">: trained\n") == SIZE, done.stdout + done.stderr
 
 
 if __name__ == "__main__":

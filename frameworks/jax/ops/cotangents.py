@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+STOP = "jax.lax.stop_gradient"  # what keeps gradients from an input
+
 
 def differentiable(
     arrays: Sequence[Any],
@@ -41,11 +43,6 @@ def differentiable(
 
     operation.defvjp(forth, back)
     return list(operation(*given))
-
-
-def no_gradient(what: str) -> None:
-    """Raise LookupError for an operation that has none."""
-    raise LookupError(f"{what} has no gradient; wrap its input in jax.lax.stop_gradient(...)")
 
 
 def _none(array: Any) -> Any:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
-from ringlet.fusion import Request
-from ringlet.fusion.requests.legality import check_request
 from ringlet.job.session import current
-from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.arrays import DTYPES
 
 
@@ -27,16 +24,6 @@ def dtype_of(array: Any, what: str = "array") -> str:
     if name not in DTYPES:
         raise TypeError(f"{what} is of dtype {name}, which cannot travel; use {', '.join(DTYPES)}")
     return name
-
-
-def check_defined(
-    kind: str, name: str | None, dtypes: Sequence[str], op: ReduceOp, factors: tuple[float, float]
-) -> None:
-    """Raise TypeError or ValueError, where a program is traced, for what is not defined."""
-    for dtype in dtypes:
-        asked = Request(name or kind, kind, dtype, (1,), op, prescale=factors[0],
-                        postscale=factors[1])  # fmt: skip
-        check_request(asked, 1)
 
 
 def name_when_run(kind: str, name: str | None, process_set: int) -> Callable[[], str]:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringlet.compressors.specs.routes import Spec
-from ringlet.jax.ops.cotangents import differentiable, no_gradient
+from ringlet.jax.ops.cotangents import STOP, differentiable
 from ringlet.jax.ops.movements import grouped_allgather
-from ringlet.jax.ops.operands import check_defined, dtype_of, name_when_run, operand
+from ringlet.jax.ops.operands import dtype_of, name_when_run, operand
 from ringlet.jax.ops.ordered_calls import call
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.shared.array_operations import Factors, scatter_arrays, scattered_types
-from ringlet.shared.compression import as_compressor
-from ringlet.shared.requests import check_scatter, check_some, scatter_gradient, scattered_as
+from ringlet.shared.array_operations import scatter_arrays
+from ringlet.shared.reduction_arguments import Reduction
+from ringlet.shared.requests import check_scatter, check_some
 
 
 def reducescatter(
@@ -33,8 +33,7 @@ def reducescatter(
     ``op`` is Average, Sum, Min, Max or Product; ``compression`` "none", "fp16" or "bf16". The
     gradient needs equal shares inside ``jax.jit``.
     """
-    factors = prescale_factor, postscale_factor
-    return _scatter([tensor], name, op, process_set, factors, compression, single=True)[0]
+    return _scatter([tensor], Reduction.among(locals()))[0]
 
 
 def grouped_reducescatter(
@@ -48,30 +47,24 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """Reduce-scatter several arrays, all of them together or none. See ``reducescatter``."""
     check_some(tensors, "reducescatter")
-    factors = prescale_factor, postscale_factor
-    return _scatter(list(tensors), name, op, process_set, factors, compression)
+    return _scatter(list(tensors), Reduction.among(locals()))
 
 
-def _scatter(
-    tensors: Sequence[Any],
-    name: str | None,
-    op: ReduceOp,
-    process_set: ProcessSet,
-    factors: Factors,
-    compression: Any,
-    single: bool = False,
-) -> list[Any]:
-    op, given = ReduceOp(op), [operand(tensor) for tensor in tensors]
-    check_scatter(op, [tensor.ndim for tensor in given])
-    wire = scattered_as(as_compressor(compression))
-    dtypes = [dtype_of(tensor) for tensor in given]
-    check_defined("reducescatter", name, scattered_types(dtypes, wire), op, factors)
-    kind = "reducescatter" if single else "grouped_reducescatter"
-    named = name_when_run(kind, name, process_set.number())
+def _scatter(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
+    given = [operand(tensor) for tensor in tensors]
+    check_scatter(asked.op, [tensor.ndim for tensor in given])
+    return asked.run(given, _scattered)
+
+
+def _scattered(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
+    dtypes = [dtype_of(tensor) for tensor in tensors]
+    asked.check("reducescatter", asked.scattered_wires(dtypes))
+    process_set = asked.process_set
+    named = name_when_run(asked.kind("reducescatter"), asked.name, process_set.number())
     size, rank = process_set.size(), process_set.rank()
 
     def combine(arrays: Sequence[Array], results: Sequence[Array]) -> None:
-        scattered = scatter_arrays(named(), arrays, wire, op, factors, process_set, single)
+        scattered = scatter_arrays(named(), arrays, asked)
         for array, result in zip(scattered, results, strict=True):
             result[...] = array
 
@@ -83,15 +76,11 @@ def _scatter(
         return call(combine, inputs, outputs)
 
     def backward(grads: list[Any]) -> list[Any]:
-        factor = scatter_gradient(op, factors, process_set)
-        if factor is None:
-            no_gradient(f"reducescatter with op={op.name.title()}")
-        assert factor is not None
+        factor = asked.scatter_factor(STOP)
         scaled = [grad * grad.dtype.type(factor) for grad in grads]
-        again = None if name is None else f"{name}.grad"
-        return grouped_allgather(scaled, again, process_set)
+        return grouped_allgather(scaled, asked.gradient_name(), process_set)
 
-    return differentiable(given, forward, backward)
+    return differentiable(tensors, forward, backward)
 
 
 def _share(rows: int, rank: int, size: int) -> int:

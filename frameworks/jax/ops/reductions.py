@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.specs.routes import Spec
-from ringlet.jax.ops.cotangents import differentiable, no_gradient
-from ringlet.jax.ops.operands import check_defined, dtype_of, name_when_run, operand
+from ringlet.jax.ops.cotangents import STOP, differentiable
+from ringlet.jax.ops.operands import dtype_of, name_when_run, operand
 from ringlet.jax.ops.ordered_calls import call
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.shared.array_operations import Factors, allreduce_arrays
-from ringlet.shared.compression import as_compressor
-from ringlet.shared.requests import SUMS, check_nameable, check_some, reduce_op, reduced_as
+from ringlet.shared.array_operations import allreduce_arrays
+from ringlet.shared.reduction_arguments import Reduction
+from ringlet.shared.requests import check_some
 
 
 def allreduce(
@@ -40,8 +39,7 @@ def allreduce(
     the same on every rank, when ranks pass different shapes, dtypes or arguments: inside
     ``jax.jit`` where the program is called.
     """
-    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
-    return _allreduce([tensor], chosen, factors, name, process_set, compression, single=True)[0]
+    return _allreduce([tensor], Reduction.among(locals()))[0]
 
 
 def grouped_allreduce(
@@ -59,53 +57,32 @@ def grouped_allreduce(
     See ``allreduce``.
     """
     check_some(tensors, "allreduce")
-    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
-    return _allreduce(list(tensors), chosen, factors, name, process_set, compression)
+    return _allreduce(list(tensors), Reduction.among(locals()))
 
 
-def _allreduce(
-    tensors: Sequence[Any],
-    op: ReduceOp,
-    factors: Factors,
-    name: str | None,
-    process_set: ProcessSet,
-    compression: Any,
-    single: bool = False,
-) -> list[Any]:
-    given = [operand(tensor) for tensor in tensors]
-    compressor = as_compressor(compression)
-    if name is None:
-        check_nameable(compressor)
+def _allreduce(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
+    return asked.run([operand(tensor) for tensor in tensors], _reduced)
+
+
+def _reduced(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
+    asked.check_name()
 
     def forward(inputs: list[Any]) -> list[Any]:
-        return _run(inputs, op, factors, name, process_set, compressor, single)
+        return _run(inputs, asked)
 
     def backward(grads: list[Any]) -> list[Any]:
-        if op not in SUMS:
-            no_gradient(f"allreduce with op={op.name.title()}")
-        again = None if name is None else f"{name}.grad"
-        return _run(grads, op, factors, again, process_set, NoCompression(), single)
+        return _run(grads, asked.backward(STOP))
 
-    return differentiable(given, forward, backward)
+    return differentiable(tensors, forward, backward)
 
 
-def _run(
-    tensors: Sequence[Any],
-    op: ReduceOp,
-    factors: Factors,
-    name: str | None,
-    process_set: ProcessSet,
-    compressor: Compressor,
-    single: bool,
-) -> list[Any]:
+def _run(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
     dtypes = [dtype_of(tensor) for tensor in tensors]
-    wires = [reduced_as(dtype, op, compressor) for dtype in dtypes]
-    check_defined("allreduce", name, wires, op, factors)
-    kind = "allreduce" if single else "grouped_allreduce"
-    named = name_when_run(kind, name, process_set.number())
+    asked.check("allreduce", asked.wires(dtypes))
+    named = name_when_run(asked.kind("allreduce"), asked.name, asked.process_set.number())
 
     def combine(arrays: Sequence[Array], results: Sequence[Array]) -> None:
-        allreduce_arrays(named(), arrays, results, op, factors, compressor, process_set, single)
+        allreduce_arrays(named(), arrays, results, asked)
 
     shapes = [tuple(tensor.shape) for tensor in tensors]
     return call(combine, tensors, list(zip(dtypes, shapes, strict=True)))

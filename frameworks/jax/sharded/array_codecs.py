@@ -8,7 +8,6 @@ a product is added to something it is exact here, or rounded by ``product``. All
 from __future__ import annotations
 
 import math
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import wraps
@@ -19,37 +18,17 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
-from ringlet.compressors import BF16, FP16, Compressor, NoCompression
 from ringlet.compressors.base.bucketed import NAN_BITS, rounded, rounded_up, widened
 from ringlet.compressors.core.packing import pack_bits, packed_size, unpack_bits
-from ringlet.compressors.modifiers.hadamard import Hadamard
 from ringlet.compressors.quantizers.onebit import OneBit
-from ringlet.compressors.quantizers.quantize import MaxNorm
+from ringlet.compressors.quantizers.quantize import QSGD, BucketQuantizer
 from ringlet.compressors.sparsifiers.blocktopk import BlockTopK
+from ringlet.jax.sharded.counter_random import Around, squares
 
 Payload = dict[str, Any]
 
 _TINY = np.float32(1.5e-36)
-_MASK = (1 << 64) - 1
 _NO_VALUE = np.uint32(0x7FC05EED)  # a NaN that no arithmetic makes
-SUPPORTED = "none, fp16, bf16, int8, int4, maxnorm, onebit, block_topk, hadamard and ef"
-
-
-class Around:
-    """What random numbers depend on, beside the element: see ``Context.key``.
-
-    ``step`` may be an array of JAX's.
-    """
-
-    def __init__(self, name: str, step: Any, seed: int) -> None:
-        self.name, self.step, self.seed = name, step, seed
-
-    def shared_key(self) -> Any:
-        """Return the key (uint64) that all ranks have in common."""
-        key: Any = jnp.uint64(_mixed(self.seed ^ 0x9E3779B97F4A7C15))
-        for word in (self.step, zlib.crc32(self.name.encode()), 1):
-            key = _mix(key ^ _mix(jnp.asarray(word).astype(jnp.uint64)))
-        return key | jnp.uint64(1)
 
 
 class ArrayCodec(ABC):
@@ -84,31 +63,36 @@ class Plain(ArrayCodec):
 
 
 class Buckets(ArrayCodec):
-    """``maxnorm`` to nearest: codes of 2 to 8 bits, and a bfloat16 scale for each bucket."""
+    """``maxnorm`` and ``qsgd``: codes of 2 to 8 bits, and a bfloat16 scale for each bucket."""
 
-    def __init__(self, like: MaxNorm) -> None:
+    def __init__(self, like: BucketQuantizer) -> None:
         self._bits, self._bucket, self._levels = like.bits, like.bucket, like.levels
+        self._at_random, self._norm = like.stochastic, type(like) is QSGD
 
     def encode(self, x: Any, around: Around) -> Payload:
-        """Quantise: code = zero + round(x / scale)."""
-        rows, zero = _rows(x, self._bucket), np.float32(self._levels)
-        extent = jnp.abs(rows).max(axis=1)
+        """Quantise: code = zero + round(x / scale), to nearest or at random."""
+        rows, zero = as_rows(x, self._bucket), np.float32(self._levels)
+        extent = _norms(rows) if self._norm else jnp.abs(rows).max(axis=1)
         finite = jnp.isfinite(extent)
         usable = finite & (extent >= _TINY)
         scales = jnp.where(usable, rounded_up(extent / zero, jnp), 0)
-        scale = widened(jnp.where(usable, scales, 0x3F80))[:, None]
-        codes = jnp.rint(rows * (np.float32(1) / scale)) + zero
+        inverse = np.float32(1) / widened(jnp.where(usable, scales, 0x3F80))[:, None]
+        if self._at_random:
+            drawn = squares(around.own_key(), rows.size).reshape(rows.shape) >> 16
+            steps = drawn.astype("float32") * np.float32(2.0**-16)
+            raised = (product(rows, inverse) + zero) + steps
+            codes = jnp.trunc(jnp.minimum(raised, np.float32(2 * self._levels)))
+        else:
+            codes = jnp.rint(rows * inverse) + zero
         codes = jnp.where(usable[:, None], codes, zero)
         codes = jnp.where(finite[:, None], codes, 0).astype("uint8").reshape(-1)[: x.size]
-        packed = pack_bits(jnp, codes, self._bits)
-        kept = finite.repeat(self._bucket * self._bits // 8)[: packed.size]
-        scales = jnp.where(finite, scales, NAN_BITS).astype("uint16")
-        return {"codes": jnp.where(kept, packed, 0).astype("uint8"), "scales": scales}
+        packed = without_lost(pack_bits(jnp, codes, self._bits), finite, self._bucket * self._bits)
+        return {"codes": packed, "scales": jnp.where(finite, scales, NAN_BITS).astype("uint16")}
 
     def decode(self, payload: Payload, n: int, around: Around) -> Any:
         """Decode: (code - zero) * scale, which is exact."""
         codes = unpack_bits(jnp, payload["codes"], self._bits, n).astype("float32")
-        return (codes - np.float32(self._levels)) * _spread(payload["scales"], self._bucket, n)
+        return (codes - np.float32(self._levels)) * spread(payload["scales"], self._bucket, n)
 
 
 class Signs(ArrayCodec):
@@ -119,10 +103,9 @@ class Signs(ArrayCodec):
 
     def encode(self, x: Any, around: Around) -> Payload:
         """Take signs; zero counts as positive."""
-        rows = _rows(x, self._bucket)
-        counts = np.full(len(rows), self._bucket, np.float64)
-        counts[-1:] = (x.size - 1) % self._bucket + 1
-        mean = (_lane_sums(jnp.abs(rows).astype("float64")) / counts).astype("float32")
+        rows = as_rows(x, self._bucket)
+        counts = bucket_counts(x.size, self._bucket)
+        mean = (lane_sums(jnp.abs(rows).astype("float64")) / counts).astype("float32")
         finite = jnp.isfinite(mean)
         codes = ((rows < 0) & finite[:, None]).astype("uint8").reshape(-1)[: x.size]
         scales = jnp.where(finite, rounded(mean, jnp), NAN_BITS).astype("uint16")
@@ -131,7 +114,7 @@ class Signs(ArrayCodec):
     def decode(self, payload: Payload, n: int, around: Around) -> Any:
         """Put the signs to the scales."""
         negative = unpack_bits(jnp, payload["codes"], 1, n)
-        scale = _spread(payload["scales"], self._bucket, n)
+        scale = spread(payload["scales"], self._bucket, n)
         return jnp.where(negative, -scale, scale)
 
 
@@ -220,7 +203,7 @@ class Rotated(ArrayCodec):
 
     def _signs(self, n: int, around: Around) -> Any:
         group = min(self._block, 2048)  # elements whose signs come from 64 random numbers
-        words = _squares(around.shared_key(), 64 * -(-n // group)).reshape(-1, 1, 64)
+        words = squares(around.shared_key(), 64 * -(-n // group)).reshape(-1, 1, 64)
         places = jnp.arange(group // 64, dtype="uint32")[:, None]
         bits = (words >> places) & 1
         return 1 - 2 * bits.reshape(-1)[:n].astype("float32")
@@ -242,33 +225,6 @@ class Rotated(ArrayCodec):
         return jnp.concatenate(done)
 
 
-def codec_for(compressor: Compressor) -> ArrayCodec:
-    """Return what does as ``compressor`` does, without error feedback.
-
-    Raises ValueError for one that is not written in JAX's operations, or for such options.
-    """
-    if type(compressor) is NoCompression:
-        return Plain(jnp.float32)
-    if type(compressor) is FP16:
-        return Plain(jnp.float16)
-    if type(compressor) is BF16:
-        return Plain(jnp.bfloat16)
-    if isinstance(compressor, MaxNorm) and not compressor.stochastic:
-        return Buckets(compressor)
-    if type(compressor) is OneBit:
-        return Signs(compressor)
-    if type(compressor) is BlockTopK and compressor.bits >= 16 and not compressor.dct:
-        return Largest(compressor)
-    if type(compressor) is Hadamard:
-        inner = codec_for(compressor.wrapped_compressor)
-        if not inner.adds:
-            return Rotated(inner, compressor.block)
-    raise ValueError(
-        f"compression={str(compressor)!r} is not there as operations of JAX's. There are "
-        f"{SUPPORTED}, without random rounding; others are for reduce_gradients"
-    )
-
-
 def in_64_bits(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function that traces 64-bit types, whatever the program's own are."""
     # The latter is where it was before JAX 0.8.
@@ -282,7 +238,7 @@ def in_64_bits(function: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-def product(x: Any, factor: np.float32) -> Any:
+def product(x: Any, factor: Any) -> Any:
     """Return x * factor (float32), rounded before anything is added to it.
 
     Compilers see through casts to double precision and back, not through what depends on bits.
@@ -291,13 +247,39 @@ def product(x: Any, factor: np.float32) -> Any:
     return ((x * factor).view("uint32") ^ odd).view("float32")
 
 
-def _rows(x: Any, bucket: int) -> Any:
+def as_rows(x: Any, bucket: int) -> Any:
     """Return the buckets as rows, zeros behind the last value."""
     return jnp.pad(x, (0, -x.size % bucket)).reshape(-1, bucket)
 
 
-def _spread(scales: Any, bucket: int, n: int) -> Any:
+def spread(scales: Any, bucket: int, n: int) -> Any:
+    """Return each element's scale (float32), of one for each bucket."""
     return widened(scales).repeat(bucket)[:n]
+
+
+def without_lost(packed: Any, finite: Any, bits: int) -> Any:
+    """Return packed codes (uint8), zeros for buckets (of ``bits``) that are not ``finite``."""
+    kept = finite.repeat(bits // 8)[: packed.size]
+    return jnp.where(kept, packed, 0).astype("uint8")
+
+
+def bucket_counts(n: int, bucket: int) -> Any:
+    """Return how many of ``n`` elements are in each bucket, as float64."""
+    counts = np.full(-(-n // bucket), bucket, np.float64)
+    counts[-1:] = (n - 1) % bucket + 1
+    return counts
+
+
+def _norms(rows: Any) -> Any:
+    """Return each row's Euclidean norm, summed in eight lanes of float64 as the kernels do."""
+    lanes = (rows.astype("float64") ** 2).reshape(len(rows), -1, 8)
+    sums = lanes[:, 0]
+    for i in range(1, lanes.shape[1]):
+        sums = sums + lanes[:, i]
+    total = sums[:, 0]
+    for j in range(1, 8):
+        total = total + sums[:, j]
+    return jnp.sqrt(total).astype("float32")
 
 
 def _bfloat16_bits(values: Any) -> Any:
@@ -306,7 +288,7 @@ def _bfloat16_bits(values: Any) -> Any:
     return jnp.where(jnp.isnan(values), (raw >> 16) | 0x40, nearest).astype("uint16")
 
 
-def _lane_sums(rows: Any) -> Any:
+def lane_sums(rows: Any) -> Any:
     """Return each row's sum in the order of ``lane_sums``."""
     count, n = rows.shape
     lanes = jnp.pad(rows, ((0, 0), (0, -n % 32))).reshape(count, -1, 32)
@@ -318,33 +300,3 @@ def _lane_sums(rows: Any) -> Any:
         sums = sums[:, :width] + sums[:, width : 2 * width]
         width //= 2
     return sums[:, 0]
-
-
-def _squares(key: Any, n: int) -> Any:
-    """Return 32 random bits (uint32) for each of the counters below n; see ``core.rng``."""
-    x = jnp.arange(n, dtype="uint64") * key
-    y, z = x, x + key
-    x = _turned(x * x + y)
-    x = _turned(x * x + z)
-    x = _turned(x * x + y)
-    return ((x * x + z) >> jnp.uint64(32)).astype("uint32")
-
-
-def _turned(x: Any) -> Any:
-    return (x >> jnp.uint64(32)) | (x << jnp.uint64(32))
-
-
-def _mix(word: Any) -> Any:
-    """Scramble 64 bits, as ``core.context`` does."""
-    word = word + jnp.uint64(0x9E3779B97F4A7C15)
-    word = (word ^ (word >> jnp.uint64(30))) * jnp.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> jnp.uint64(27))) * jnp.uint64(0x94D049BB133111EB)
-    return word ^ (word >> jnp.uint64(31))
-
-
-def _mixed(word: int) -> int:
-    """Scramble 64 bits of a number that is known when a program is traced."""
-    word = (word + 0x9E3779B97F4A7C15) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)

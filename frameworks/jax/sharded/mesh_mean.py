@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ringlet.compressors import Compressor
+from ringlet.compressors.lowrank.powersgd import PowerSGD
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.specs.routes import Spec
-from ringlet.jax.sharded.array_codecs import Around, ArrayCodec, codec_for, in_64_bits, product
+from ringlet.jax.sharded.array_codecs import ArrayCodec, in_64_bits, product
+from ringlet.jax.sharded.codec_choice import codec_for
+from ringlet.jax.sharded.counter_random import Around
+from ringlet.jax.sharded.low_rank import Factors
 from ringlet.shared.compression import as_compressor
 
 
@@ -32,28 +38,34 @@ def sharded_mean(
     cast to 16 bits, travel by ``lax.psum`` with ``reduction="wire"``: of 16 bits where that is what
     there is.
 
-    ``compression`` is a spec of none, fp16, bf16, int8, int4, maxnorm, onebit, block_topk, and
-    hadamard and ef behind them. With ``ef``, ``residual`` is a flat float32 array of ``x.size``
-    elements, or None for zeros at first; without it the residual returned is None. ``step`` (an
-    integer, or an array), ``name`` and ``seed`` decide on hadamard's signs. Payloads and means are
-    those of the compressors, bit for bit. Raises ValueError for other compressors.
+    ``compression`` is a spec of none, fp16, bf16, int8, int4, maxnorm, qsgd, natural, terngrad,
+    onebit, block_topk and powersgd, with hadamard and ef behind them. ``residual`` is what
+    ``sharded_state`` returned, or the call before; None begins anew. With ``ef`` it is a flat
+    float32 array of ``x.size`` elements, with powersgd a dict of such arrays, and otherwise None.
+    ``step`` (an integer, or an array), ``name`` and ``seed`` decide on random numbers; those that
+    round depend on the device's place on the axis too. Payloads and means are those of the
+    compressors, bit for bit; with powersgd to within rounding. Raises ValueError for other
+    compressors.
     """
     if reduction not in ("float32", "wire"):
         raise ValueError(f"reduction is 'float32' or 'wire', not {reduction!r}")
-    compressor, feedback = as_compressor(compression), None
-    if type(compressor) is ErrorFeedback and compressor.store is None and not compressor.reset:
-        feedback, compressor = compressor, compressor.wrapped_compressor
-    codec, around = codec_for(compressor), Around(name, step, seed)
-    values, after = x.astype(jnp.float32).reshape(-1), None
-    size = jax.lax.axis_size(axis_name)
+    feedback, compressor = _parts(compression)
+    around = Around(name, step, seed, jax.lax.axis_index(axis_name))
+    values, size = x.astype(jnp.float32).reshape(-1), jax.lax.axis_size(axis_name)
+    if type(compressor) is PowerSGD:
+        factors = Factors(compressor, x.shape)
+        mean, after = _low_rank(
+            factors, compressor, feedback, values, residual, around, axis_name, size, reduction
+        )
+        return mean.reshape(x.shape).astype(x.dtype), after
+    codec, after = codec_for(compressor), None
     unit = np.float32(1.0 / size)
     divided = compressor.traits().predivide and size > 1
     if divided:
         values = product(values, unit)
     if feedback is not None:
         held = jnp.zeros_like(values) if residual is None else residual
-        carried = held if feedback.decay == 1 else product(held, np.float32(feedback.decay))
-        values = values + carried
+        values = _carried(values, held, feedback)
         payload = codec.encode(values, around)
         lost = values - codec.decode(payload, values.size, around)
         after = jnp.where(jnp.isfinite(lost), lost, held)
@@ -65,6 +77,73 @@ def sharded_mean(
         total = _summed(codec, payload, values.size, axis_name, size, around)
     mean = total if divided else product(total, unit)
     return mean.reshape(x.shape).astype(x.dtype), after
+
+
+def sharded_state(
+    compression: Spec, shape: tuple[int, ...], step: int = 0, name: str = "tensor", seed: int = 0
+) -> Any:
+    """Return what ``sharded_mean`` takes as ``residual`` in the first step, of one device.
+
+    A flat float32 array of zeros with ``ef``; with powersgd a dict of that ("residual") and of the
+    factor to begin with ("right"), which is drawn here because ``step``, ``name`` and ``seed`` are
+    known; None where nothing is remembered.
+    """
+    feedback, compressor = _parts(compression)
+    zeros = None if feedback is None else jnp.zeros(math.prod(shape), jnp.float32)
+    if type(compressor) is not PowerSGD:
+        codec_for(compressor)
+        return zeros
+    factors, state = Factors(compressor, tuple(shape)), {} if zeros is None else {"residual": zeros}
+    if compressor.warm_start and factors.matrix is not None:
+        state["right"] = factors.drawn(name, step, seed)
+    return state
+
+
+def _parts(compression: Spec) -> tuple[ErrorFeedback | None, Compressor]:
+    """Return error feedback, if there is any that is written in JAX's operations, and the rest."""
+    compressor = as_compressor(compression)
+    if type(compressor) is ErrorFeedback and compressor.store is None and not compressor.reset:
+        return compressor, compressor.wrapped_compressor
+    return None, compressor
+
+
+def _carried(values: Any, held: Any, feedback: ErrorFeedback) -> Any:
+    decay = feedback.decay
+    return values + (held if decay == 1 else product(held, np.float32(decay)))
+
+
+def _low_rank(
+    factors: Factors,
+    compressor: PowerSGD,
+    feedback: ErrorFeedback | None,
+    values: Any,
+    state: Any,
+    around: Around,
+    axis_name: str,
+    size: int,
+    reduction: str,
+) -> tuple[Any, Any]:
+    """Return the mean, and the state behind it."""
+    known, after = {} if state is None else state, {}
+
+    def mean(array: Any) -> Any:
+        if reduction == "wire":
+            return jax.lax.pmean(array, axis_name)
+        every = jax.lax.all_gather(array, axis_name)
+        return (sum(every[i].astype("float64") for i in range(size)) / size).astype("float32")
+
+    right = known.get("right")
+    if right is None and factors.matrix is not None:
+        right = factors.drawn(around.name, around.step, around.seed)
+    held = known.get("residual", jnp.zeros_like(values))
+    target = values if feedback is None else _carried(values, held, feedback)
+    made, own, right = factors.reduce(target, right, mean)
+    if feedback is not None:
+        lost = target - own
+        after["residual"] = jnp.where(jnp.isfinite(lost) & jnp.isfinite(made), lost, held)
+    if compressor.warm_start and factors.matrix is not None:
+        after["right"] = right
+    return made, after
 
 
 def _summed(

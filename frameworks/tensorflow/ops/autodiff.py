@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
 
 Forward = Callable[[list[Any]], tuple[list[Any], Any]]  # outputs, and what backward needs
+STOP = "tf.stop_gradient"  # what keeps gradients from an input
 Backward = Callable[[list[Any], Any], Sequence[Any]]
 
 
@@ -39,8 +40,3 @@ def differentiable(tensors: Sequence[Any], forward: Forward, backward: Backward)
         return outputs, gradient
 
     return list(operation(*tensors))
-
-
-def no_gradient(what: str) -> None:
-    """Raise LookupError for an operation that has none."""
-    raise LookupError(f"{what} has no gradient; wrap its input in tf.stop_gradient(...)")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
 from ringlet.compressors.core.context import State
-from ringlet.job.process_sets import InvalidArgument, ProcessSet
+from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.shared.compression import as_compressor, legacy
+from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.sparse_rows import RowExchange
 from ringlet.tensorflow.ops.bridge import operation_name, run
 from ringlet.tensorflow.ops.tensors import dense, dtype_of
@@ -19,23 +20,16 @@ from ringlet.tensorflow.ops.tensors import dense, dtype_of
 _UNKNOWN = (1 << 62,)  # rows of a table whose size nobody has told
 
 
-def allreduce_slices(
-    slices: Any,
-    op: ReduceOp,
-    factors: tuple[float, float],
-    name: str | None,
-    process_set: ProcessSet,
-    compression: Any,
-) -> Any:
+def allreduce_slices(slices: Any, asked: Reduction) -> Any:
     """Return the sum or average of IndexedSlices over all ranks; see ``allreduce``.
 
     The average of integers is a quotient in floating point. Raises NotImplementedError, as Horovod
     does, for other operations and for integers with a prescale or postscale factor;
     InvalidArgument for compressors that remember rows, and for rows of unknown size.
     """
+    op, factors, process_set = asked.op, asked.factors, asked.process_set
     refuse_other_ops(op)
-    cast = legacy(compression)
-    compressor = as_compressor(None if cast is not None else compression)
+    cast, compressor = asked.cast, asked.compressor
     if compressor.traits().stateful:
         raise InvalidArgument(
             f"compression={str(compressor)!r} remembers rows, which only DistributedGradientTape "
@@ -47,13 +41,13 @@ def allreduce_slices(
     if values.dtype.is_integer and factors != (1.0, 1.0):  # of the class that Horovod raises
         raise NotImplementedError("IndexedSlices of whole numbers cannot be scaled; cast them")
     if op is ReduceOp.AVERAGE and values.dtype.is_integer:  # a quotient, as in Horovod
-        total = allreduce_slices(slices, ReduceOp.SUM, factors, name, process_set, compression)
+        total = allreduce_slices(slices, replace(asked, op=ReduceOp.SUM))
         return tf.IndexedSlices(total.values / process_set.size(), total.indices, total.dense_shape)
     indices = tf.convert_to_tensor(slices.indices)
     dtype, width = dtype_of(values), tuple(values.shape[1:])
     rows = _rows(slices.dense_shape)
     number = process_set.number()
-    named = operation_name("allreduce_slices", name, values, number)
+    named = operation_name("allreduce_slices", asked.name, values, number)
     context = None
     if cast is not None:
         values, context = cast.compress(values)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
-from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Handle, Request
 from ringlet.fusion.devices.host import Place
@@ -21,22 +21,18 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import RingError
 from ringlet.shared.arrays import allocate, flat
-from ringlet.shared.compression import around, as_compressor, legacy
+from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import (
-    SUMS,
-    check_nameable,
     check_some,
     group_requests,
-    reduce_op,
-    reduced_as,
     wait_all,
 )
-from ringlet.tensorflow.ops.autodiff import differentiable, no_gradient
+from ringlet.tensorflow.ops.autodiff import STOP, differentiable
 from ringlet.tensorflow.ops.bridge import as_written, begin, operation_name
 from ringlet.tensorflow.ops.indexed_slices import allreduce_slices, refuse_other_ops
 from ringlet.tensorflow.ops.overlap import Finish
 from ringlet.tensorflow.ops.placement import direct
-from ringlet.tensorflow.ops.tensors import check_defined, dense, dtype_of
+from ringlet.tensorflow.ops.tensors import dense, dtype_of
 
 
 @as_written
@@ -63,11 +59,10 @@ def allreduce(
     ``tf.errors.FailedPreconditionError`` too, the same on every rank, when ranks pass different
     shapes, dtypes or arguments: in a tf.function where that is called.
     """
-    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
+    asked = Reduction.among(locals())
     if isinstance(tensor, tf.IndexedSlices):
-        return allreduce_slices(tensor, chosen, factors, name, process_set, compression)
-    results = _allreduce([tensor], chosen, factors, name, process_set, compression, single=True)
-    return results[0]
+        return allreduce_slices(tensor, asked)
+    return _allreduce([tensor], asked)[0]
 
 
 @as_written
@@ -89,82 +84,46 @@ def grouped_allreduce(
     One graph node, whatever their number; ``tf.IndexedSlices`` among them go one by one. See
     ``allreduce``.
     """
-    chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
-    given = list(tensors)
+    asked, given = Reduction.among(locals()), list(tensors)
     check_some(given, "allreduce")
     places = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
     results: list[Any] = list(given)
     if len(places) < len(given):
-        refuse_other_ops(chosen)
+        refuse_other_ops(asked.op)
     if places:
-        plain = [given[i] for i in places]
-        reduced = _allreduce(plain, chosen, factors, name, process_set, compression)
+        reduced = _allreduce([given[i] for i in places], asked)
         for place, tensor in zip(places, reduced, strict=True):
             results[place] = tensor
     for i, tensor in enumerate(given):
         if isinstance(tensor, tf.IndexedSlices):
             label = None if name is None else f"{name}.{i}"
-            results[i] = allreduce_slices(tensor, chosen, factors, label, process_set, compression)
+            results[i] = allreduce_slices(tensor, replace(asked, name=label))
     return results
 
 
-def _allreduce(
-    tensors: Sequence[Any],
-    op: ReduceOp,
-    factors: tuple[float, float],
-    name: str | None,
-    process_set: ProcessSet,
-    compression: Any,
-    single: bool = False,
-) -> list[Any]:
-    given = [dense(tensor) for tensor in tensors]
-    cast = legacy(compression)
-    if cast is not None:
-        return around(
-            cast,
-            given,
-            lambda small: _allreduce(small, op, factors, name, process_set, None, single),
-        )
-    compressor = as_compressor(compression)
-    if name is None:
-        check_nameable(compressor)
+def _allreduce(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
+    return asked.run([dense(tensor) for tensor in tensors], _reduced)
+
+
+def _reduced(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
+    asked.check_name()
 
     def forward(inputs: list[Any]) -> tuple[list[Any], Any]:
-        return _run(inputs, op, factors, name, process_set, compressor, single), None
+        return _run(inputs, asked), None
 
     def backward(grads: list[Any], _: Any) -> list[Any]:
-        if op not in SUMS:
-            no_gradient(f"allreduce with op={op.name.title()}")
-        again = None if name is None else f"{name}.grad"
-        return _run(grads, op, factors, again, process_set, NoCompression(), single)
+        return _run(grads, asked.backward(STOP))
 
-    return differentiable(given, forward, backward)
+    return differentiable(tensors, forward, backward)
 
 
-def _run(
-    tensors: Sequence[Any],
-    op: ReduceOp,
-    factors: tuple[float, float],
-    name: str | None,
-    process_set: ProcessSet,
-    compressor: Compressor,
-    single: bool,
-) -> list[Any]:
-    number = process_set.number()
+def _run(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
     dtypes = [dtype_of(tensor) for tensor in tensors]
-    wires = [reduced_as(dtype, op, compressor) for dtype in dtypes]
-    check_defined("allreduce", name, wires, op, factors)
-    used = compressor if op in SUMS else NoCompression()
-    kind = "allreduce" if single else "grouped_allreduce"
-    named, in_graph = operation_name(kind, name, tensors[0], number), not tf.executing_eagerly()
-
-    alike = {
-        "op": op,
-        "spec": str(used),
-        "prescale": factors[0],
-        "postscale": factors[1],
-        "process_set": number,
-    }
+    wires, used = asked.wires(dtypes), asked.summed()
+    asked.check("allreduce", wires)
+    number, in_graph = asked.process_set.number(), not tf.executing_eagerly()
+    named = operation_name(asked.kind("allreduce"), asked.name, tensors[0], number)
+    alike = {"spec": str(used), **asked.alike()}
     made: dict[Hashable, list[Request]] = {}  # what was asked for last, for it to be known again
 
     def submit(
@@ -176,7 +135,7 @@ def _run(
         if requests is None:
             made.clear()
             requests = made[key] = group_requests(
-                "allreduce", base, single, wires, shapes, [place] * len(wires), **alike
+                "allreduce", base, asked.single, wires, shapes, [place] * len(wires), **alike
             )
         under_way = _under_way()
         before = under_way.pop(requests[0].key, ())
@@ -185,7 +144,7 @@ def _run(
                 handle.wait()
         each = zip(requests, sources, targets, strict=True)
         handles = engine.submit_all([(*item, used) for item in each], not in_graph)
-        if in_graph and name is not None:
+        if in_graph and asked.name is not None:
             under_way[requests[0].key] = handles
 
         def finish() -> Sequence[Array]:
@@ -214,7 +173,7 @@ def _run(
 
         return reduced
 
-    way = direct(tensors, op) if wires == dtypes else None
+    way = direct(tensors, asked.op) if wires == dtypes else None
     if way is not None:
 
         def at_place(sources: list[Array], targets: list[Array], place: str) -> None:

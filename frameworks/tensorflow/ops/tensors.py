@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ringlet.fusion import Request
-from ringlet.fusion.requests.legality import check_request
-from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import ALIGNMENT, DTYPES, numpy_dtype
 
 _SIGNED = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
 _SHARED = 1 << 16  # bytes from which an array becomes a tensor without a copy
-
-
-def check_defined(
-    kind: str, name: str | None, dtypes: Sequence[str], op: ReduceOp, factors: tuple[float, float]
-) -> None:
-    """Raise TypeError or ValueError, where a graph is built, for what is not defined."""
-    before, behind = factors
-    for dtype in dtypes:
-        asked = Request(name or kind, kind, dtype, (1,), op, prescale=before, postscale=behind)
-        check_request(asked, 1)
 
 
 def dense(tensor: Any, what: str = "tensor", moves: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""ringlet.keras on Keras's torch backend: this file is also the script that two ranks run."""
+"""ringlet.keras on Keras's backends torch and jax: this file is also the script of two ranks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = (
-    "fit", "residuals and models", "mixed float16", "precision", "accumulation", "values",
-    "mistakes",
-)  # fmt: skip
+CHECKS = ("fit", "residuals and models", "values", "mistakes")
+OWN = {"torch": ("mixed float16", "precision", "accumulation"), "jax": ("bfloat16", "refusals")}
 
 
 def main():
     import keras
     import numpy as np
-    import torch
 
     import ringlet.keras as hvd
     from ringlet.keras.functions import variables_equal
-    from ringlet.precision import DynamicScale, Policy, StaticScale
 
-    torch.set_num_threads(1)
+    if keras.config.backend() == "torch":
+        import torch
+
+        torch.set_num_threads(1)
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    assert keras.config.backend() == "torch"
     assert "tensorflow" not in sys.modules
 
     def made(optimizer, policy="float32"):
@@ -75,6 +73,35 @@ def main():
     assert np.array_equal(keras.ops.convert_to_numpy(again.weights[0]), weight)
     print("residuals and models", flush=True)
 
+    assert float(hvd.allreduce(float(rank))) == (size - 1) / 2
+    assert hvd.allgather(np.array([rank])).tolist() == list(range(size))
+    assert float(hvd.broadcast(float(rank), 1)) == 1.0
+    assert hvd.reducescatter(np.ones(size), op=hvd.Sum).tolist() == [size]
+    print("values", flush=True)
+
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
+        hvd.broadcast_global_variables(0)
+    odd = keras.Variable(np.zeros(3 + rank, np.float32), name="odd")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    with pytest.raises(hvd.HorovodInternalError, match="'odd' differs between ranks"):
+        optimizer.apply([keras.ops.ones(3 + rank)], [odd])
+    print("mistakes", flush=True)
+    {"torch": on_torch, "jax": on_jax}[keras.config.backend()](made, fit)
+
+
+def on_torch(made, fit):
+    """Loss scales and accumulation, which an optimizer of torch's backend does by itself."""
+    import keras
+    import numpy as np
+    import torch
+
+    import ringlet.keras as hvd
+    from ringlet.keras.functions import variables_equal
+    from ringlet.precision import DynamicScale, Policy, StaticScale
+
+    rank, size = hvd.rank(), hvd.size()
     scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=1024.0)
     optimizer = hvd.DistributedOptimizer(scaler, compression="int8 | ef")
     model = made(optimizer)
@@ -126,38 +153,50 @@ def main():
         assert np.allclose(keras.ops.convert_to_numpy(x), -expected)
     print("accumulation", flush=True)
 
-    assert float(hvd.allreduce(float(rank))) == (size - 1) / 2
-    assert hvd.allgather(np.array([rank])).tolist() == list(range(size))
-    assert float(hvd.broadcast(float(rank), 1)) == 1.0
-    print("values", flush=True)
 
-    with pytest.raises(ValueError, match="already"):
-        hvd.DistributedOptimizer(optimizer)
-    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
-        hvd.broadcast_global_variables(0)
-    odd = keras.Variable(np.zeros(3 + rank, np.float32), name="odd")
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    with pytest.raises(hvd.HorovodInternalError, match="'odd' differs between ranks"):
-        optimizer.apply([torch.ones(3 + rank)], [odd])
-    print("mistakes", flush=True)
+def on_jax(made, fit):
+    """What there is instead on jax, whose steps are one program."""
+    import keras
+
+    import ringlet.keras as hvd
+    from ringlet.keras.functions import variables_equal
+
+    keras.backend.clear_session()
+    layers = [keras.layers.Dense(32), keras.layers.ReLU(), keras.layers.Dense(4)]
+    model = hvd.apply_precision(keras.Sequential([keras.Input((16,)), *layers]), "bf16")
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), precision="bf16"), "mse")
+    losses = fit(model)
+    assert losses[-1] < losses[0]
+    assert variables_equal(model.weights)
+    print("bfloat16", flush=True)
+
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))
+    with pytest.raises(ValueError, match="need no loss scale"):
+        hvd.DistributedOptimizer(scaler)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), backward_passes_per_step=2)
+    print("refusals", flush=True)
 
 
-@pytest.fixture(scope="module")
-def job():
+@pytest.fixture(scope="module", params=OWN)
+def job(request):
     """Run the checks on two ranks."""
     command = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--transport", "gloo"]
-    return subprocess.run(
+    done = subprocess.run(
         [*command, sys.executable, __file__],
-        env=os.environ | {"KERAS_BACKEND": "torch"},
+        env=os.environ | {"KERAS_BACKEND": request.param},
         capture_output=True,
         text=True,
         timeout=200,
     )
+    return request.param, done
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_torch_backend_on_two_ranks(job, check):
-    assert job.stdout.count(f">: {check}\n") == 2, job.stdout + job.stderr
+@pytest.mark.parametrize("check", [*CHECKS, "own"])
+def test_backends_on_two_ranks(job, check):
+    backend, done = job
+    for each in OWN[backend] if check == "own" else (check,):
+        assert done.stdout.count(f">: {each}\n") == 2, done.stdout + done.stderr
 
 
 if __name__ == "__main__":
