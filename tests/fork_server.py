@@ -3,7 +3,7 @@
 A rank of PyTorch takes 1.5 s of processor time until it has imported what it needs, one of
 TensorFlow 3 s. A test file that starts many of them says so::
 
-    pytestmark = pytest.mark.preloaded("torch")        # or "tensorflow"
+    pytestmark = pytest.mark.preloaded("torch")        # or "tensorflow", or "jax"
 
 While its tests run, ``subprocess`` starts Python programs here: a server, which has imported the
 framework once, forks for each of them, and what it forks starts its own programs in the same way.
@@ -41,7 +41,11 @@ import types
 from pathlib import Path
 
 TORCH = ["torch._dynamo", "torch.distributed.fsdp", "ringlet.torch", "ringlet.ring.launch.api"]
-FRAMEWORKS = {"torch": TORCH, "tensorflow": [*TORCH, "ringlet.tensorflow", "ringlet.keras"]}
+FRAMEWORKS = {
+    "torch": TORCH,
+    "tensorflow": [*TORCH, "ringlet.tensorflow", "ringlet.keras"],
+    "jax": [*TORCH, "ringlet.jax", "orbax.checkpoint", "flax.nnx"],
+}
 # Their kernels are loaded in advance too.
 SPECS = ("none", "fp16", "bf16", "int8 | ef", "topk(ratio=0.05) | ef", "powersgd")
 

@@ -16,6 +16,8 @@ from ringlet.compressors import Compressor, Payload, Traits, resolve
 from ringlet.compressors.testing.tools.simulate import simulate
 from ringlet.jax.held_state import flattened, merge_layouts, nested, store
 
+pytestmark = pytest.mark.preloaded("jax")
+
 SHAPES = {"dense": {"kernel": (60, 70), "bias": (70,)}, "out": (5000,)}
 SPECS = (
     "none",
@@ -60,24 +62,16 @@ def case_specs():
 
     size = hvd.size()
     params = gradients(0, 0)
+    found, middles = {}, {}
     for spec in SPECS:
         chosen = resolve(spec)
         transformation = hvd.reduce_gradients(spec)
         start = transformation.init(params)
-        results, end = trained(transformation, start, range(4))
+        results, end = found[spec] = trained(transformation, start, range(4))
         assert int(end.step) == 4
         assert trained(transformation, start, range(4))[0] == results, spec
         assert trained(hvd.reduce_gradients(spec), start, range(4), False)[0] == results, spec
-        # Another process, or this one, goes on from a checkpoint.
-        _, middle = trained(transformation, start, range(2))
-        folder = Path(tempfile.mkdtemp()) / "state"
-        with StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder, middle)
-            checkpointer.wait_until_finished()
-            restored = checkpointer.restore(folder, jax.tree.map(jnp.zeros_like, middle))
-        again, last = trained(hvd.reduce_gradients(spec), restored, range(2, 4))
-        assert again == results[2:], spec
-        assert bits(last) == bits(end), spec
+        _, middles[spec] = trained(transformation, start, range(2))
         if chosen.traits().combine == "decode" and size == 2:
             states = [{} for _ in range(size)]
             for step in range(4):
@@ -85,6 +79,17 @@ def case_specs():
                 expected = simulate(chosen, given, states, step, "out")
                 assert np.allclose(expected[0], np.frombuffer(results[step][-1], "float32"),
                                    rtol=1e-5, atol=1e-6), spec  # fmt: skip
+    # Another process, or this one, goes on from a checkpoint.
+    folder = Path(tempfile.mkdtemp()) / "states"
+    with StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, list(middles.values()))
+        checkpointer.wait_until_finished()
+        empty = jax.tree.map(jnp.zeros_like, list(middles.values()))
+        restored = checkpointer.restore(folder, empty)
+    for (spec, (results, end)), middle in zip(found.items(), restored, strict=True):
+        again, last = trained(hvd.reduce_gradients(spec), middle, range(2, 4))
+        assert again == results[2:], spec
+        assert bits(last) == bits(end), spec
 
 
 def case_names():
