@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from elastic_jobs import begun, check_step, epochs, job
 
+pytestmark = pytest.mark.preloaded("jax")
+
 
 def test_training_goes_on_from_the_last_commit():
     plan = {"batches": 40, "do": {"0": [25, "SIGKILL"]}, "spec": "topk(ratio=0.1) | ef"}

@@ -66,22 +66,6 @@ def test_fsdp2():
     assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 80
 
 
-def test_jax_and_its_resumption(tmp_path):
-    first = run(RINGLET, "jax_digits.py", "--epochs", "3", cwd=tmp_path)
-    assert "replicas bit-equal: yes" in first
-    kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert kept == {"rank0of2", "rank1of2"}
-    again = run(RINGLET, "jax_digits.py", "--epochs", "3", "--resume", "checkpoints", cwd=tmp_path)
-    assert float(re.search(r"accuracy ([\d.]+)", again)[1]) > 85
-    assert "replicas bit-equal: yes" in again
-
-
-def test_jax_with_equinox():
-    text = run(RINGLET, "jax_equinox.py", "--steps", "150")
-    assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 85
-    assert "replicas bit-equal: yes" in text
-
-
 SCRIPT = """
 import os
 import sys
