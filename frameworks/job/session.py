@@ -54,8 +54,10 @@ class Runtime:
         self, comm: Communicator, limits: Limits, wishes: Collection[str] = frozenset()
     ) -> None:
         self.rank, self.size, self.transport = comm.rank, comm.size, comm.base.name
-        hosts = [h.decode() for h in comm.allgather_bytes(socket.gethostname().encode())]
-        self.topology = Topology.from_hosts(self.rank, hosts)
+        own = [socket.gethostname(), os.environ.get("RINGLET_NODE")]
+        places = [json.loads(said) for said in comm.allgather_bytes(json.dumps(own).encode())]
+        hosts = [name if node is None else f"{name}/{node}" for name, node in places]
+        self.topology = Topology.from_hosts(self.rank, hosts, [name for name, _ in places])
         # Everybody uses rank 0's limits: plans have to be the same on all ranks.
         told = comm.broadcast_bytes(json.dumps([asdict(limits), sorted(wishes)]).encode())
         agreed, wishes = json.loads(told)
@@ -68,8 +70,8 @@ class Runtime:
         if "hierarchical" in wishes:
             comm = hierarchical(comm, self.topology)
         self.secret = agreed_key(comm, "objects", os.environ)  # signs what is pickled
-        places = [] if "staged" in wishes else places_of(comm.base)
-        self.engine = Engine(comm, open_control, limits, places)
+        devices = [] if "staged" in wishes else places_of(comm.base)
+        self.engine = Engine(comm, open_control, limits, devices)
         self.pid = os.getpid()
         self._comm = comm
         self._series: dict[tuple[str, int], Series] = {}
