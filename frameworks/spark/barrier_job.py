@@ -96,6 +96,18 @@ def run(
     raise LaunchError(f"restarts={restarts}: a number of at least 0 is needed")
 
 
+def run_elastic(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Horovod's elastic form, which Spark's tasks cannot have: raises LaunchError with the way.
+
+    Spark ends all tasks of a barrier stage when one is lost, and starts none later.
+    """
+    raise LaunchError(
+        "run_elastic: Spark ends all ranks when one is lost, and adds none later, because they are"
+        " the tasks of a barrier stage; use ringlet.spark.run(fn, restarts=N), with a checkpoint"
+        " that fn goes on from, or an elastic job of `ringlet run --min-np`"
+    )
+
+
 class TasksEnded(LaunchError):
     """Spark has ended the tasks before they could say what had come of them."""
 

@@ -121,6 +121,11 @@ def test_what_cannot_be_is_a_sentence(spark, given, said):
         ringlet.spark.run(total, **given)
 
 
+def test_elastic_jobs_are_refused_with_the_way():
+    with pytest.raises(LaunchError, match=r"use ringlet\.spark\.run\(fn, restarts=N\)"):
+        ringlet.spark.run_elastic(total, args=(1,), num_proc=2, min_num_proc=1, max_num_proc=4)
+
+
 def test_tasks_that_do_not_come_are_given_up(spark):
     # Three of the four slots are taken.
     import threading
