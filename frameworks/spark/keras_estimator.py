@@ -48,7 +48,7 @@ def _train(job: _KerasTraining) -> Fitted | None:
 
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    _seed(job, 0, rank=rank)
+    _seed(job, 0, rank)
     model = _loaded(job)
     if job.precision is not None:
         hvd.apply_precision(model, job.precision)
@@ -67,8 +67,9 @@ def _train(job: _KerasTraining) -> Fitted | None:
     share, held = job.shares(rank, size)
     steps = share.least // min(job.batch_size, share.least)
     steps = min(steps, job.train_steps or steps)
+    batches = _steps(job, lambda epoch: job.epoch(share, epoch, rank)[1], steps)
     own: list[Any] = [
-        _callback(on_epoch_begin=partial(_seed, job, rank=rank)),
+        _callback(on_epoch_begin=partial(_begin, job, batches, rank)),
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
     ]
@@ -77,13 +78,14 @@ def _train(job: _KerasTraining) -> Fitted | None:
     keep = _callback(on_epoch_end=_Keeping(checkpoints, model, history))
     if len(history) < job.epochs:
         model.fit(
-            _endless(job, share, rank, steps, len(history)),
-            steps_per_epoch=steps,
+            batches,
+            shuffle=False,
             initial_epoch=len(history),
             epochs=job.epochs,
             callbacks=[*own, *callbacks, keep],
             verbose=job.verbose if rank == 0 else 0,
         )
+    batches.close()
     if rank:
         return None
     first = next(share.batches(1))[0]
@@ -91,16 +93,31 @@ def _train(job: _KerasTraining) -> Fitted | None:
     return Fitted(pickle.dumps(model.get_weights()), history, widths)
 
 
-def _endless(
-    job: _KerasTraining, share: Share, rank: int, steps: int, epoch: int
-) -> Iterator[tuple[Any, ...]]:
-    """Yield the batches of one epoch after the other, ``steps`` of each."""
-    while True:
-        _, batches = job.epoch(share, epoch, rank)
-        for _, batch in zip(range(steps), batches, strict=False):
-            yield _given(job, batch)
-        batches.close()  # type: ignore[attr-defined]
-        epoch += 1
+def _steps(job: _KerasTraining, begin: Callable[[int], Iterator[Batch]], count: int) -> Any:
+    """Return what Keras takes ``count`` batches from, in their order: those of ``.epoch``.
+
+    Keras looks at the first ones before it trains, so they have to be there again.
+    """
+    import keras
+
+    class Steps(keras.utils.PyDataset):  # type: ignore[misc]
+        epoch = 0
+        _batches: Any = None
+
+        def __len__(self) -> int:
+            return count
+
+        def __getitem__(self, step: int) -> tuple[Any, ...]:
+            if step == 0:
+                self.close()
+                self._batches = begin(self.epoch)
+            return _given(job, next(self._batches))
+
+        def close(self) -> None:
+            if self._batches is not None:
+                self._batches.close()
+
+    return Steps()
 
 
 def _given(job: _KerasTraining, batch: Batch) -> tuple[Any, ...]:
@@ -151,8 +168,14 @@ def _outputs(job: _KerasTraining, model: Any, features: Array) -> list[Array]:
 # What is done before and after an epoch
 
 
-def _seed(job: _KerasTraining, epoch: int, logs: object = None, *, rank: int) -> None:
-    """Seed an epoch, so that it is the same in a run that goes on; no two ranks are alike."""
+def _begin(job: _KerasTraining, batches: Any, rank: int, epoch: int, logs: object = None) -> None:
+    """Let an epoch be what it is in a run that goes on from there."""
+    batches.epoch = epoch
+    _seed(job, epoch, rank)
+
+
+def _seed(job: _KerasTraining, epoch: int, rank: int) -> None:
+    """Seed an epoch: no two ranks are alike."""
     import keras
 
     drawn = np.random.SeedSequence([job.seed, epoch, rank]).generate_state(1)
@@ -177,8 +200,9 @@ class _Validation:
         rows = self.job.val_batch_size or self.job.batch_size
         steps = -(-self.held.rows // rows)
         steps = min(steps, self.job.validation_steps or steps)
-        batches = (_given(self.job, batch) for batch in self.held.batches(rows))
-        found = self.model.evaluate(batches, steps=steps, verbose=0, return_dict=True)
+        batches = _steps(self.job, lambda _: self.held.batches(rows), steps)
+        found = self.model.evaluate(batches, verbose=0, return_dict=True)
+        batches.close()
         told = allgather_object((min(self.held.rows, steps * rows), found))
         total = sum(count for count, _ in told)
         for name in found:
