@@ -1,6 +1,10 @@
 """Ringlet on engines, beside what these have of their own: medians of pairs taken in turn.
 
     python benchmarks/engines.py reader [--save]     # estimators' rows beside pyarrow's own scan
+    python benchmarks/engines.py startup-ray         # to the first step, beside TorchTrainer
+    python benchmarks/engines.py startup-spark       # to the first step, beside TorchDistributor
+    python benchmarks/engines.py restart             # from kill -9 to the next step, likewise
+    python benchmarks/engines.py throughput          # steps in RayExecutor, beside `ringlet run`
 
 Needs the environment of ``make test-engines``, and Java for Spark. ``--save`` writes the result
 into benchmarks/results/engines.json. Of a pair the one and the other begin in turn, so that
@@ -12,7 +16,9 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -158,7 +164,182 @@ def reader(count):
     return summary(about, found) | told
 
 
-BENCHMARKS = {"reader": reader}
+# Beside what engines have of their own
+
+
+def one_step():
+    """Take part in an allreduce, the engine's own where it has made one possible."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.all_reduce(torch.ones(4))
+        return
+    import ringlet.torch as hvd
+
+    hvd.init()
+    hvd.allreduce(torch.ones(4))
+
+
+def in_spark():
+    one_step()
+    return time.time()
+
+
+def in_spark_of_torch():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    one_step()
+    return time.time()
+
+
+def startup_spark(count):
+    """Return the seconds from the call to the first step, beside Spark's TorchDistributor."""
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    import ringlet.spark
+
+    session = spark_session()
+
+    def ours():
+        began = time.time()
+        return ringlet.spark.run(in_spark, num_proc=2, spark=session)[0] - began
+
+    def theirs():
+        began = time.time()
+        distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
+        return distributor.run(in_spark_of_torch) - began
+
+    ours()  # Spark's first job takes longer
+    about = "from the call to the first step of 2 ranks: ringlet.spark.run beside TorchDistributor"
+    return summary(about, pairs(ours, theirs, count))
+
+
+def start_ray():
+    import ray
+
+    here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    runtime = {"env_vars": here}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=runtime)
+
+
+def in_ray(config):
+    """Step, and write when; the first time rank 1 may be killed after it."""
+    import ray
+
+    one_step()
+    rank, folder = ray.train.get_context().get_world_rank(), Path(config["folder"])
+    killed = folder / "killed"
+    if config["kill"] and not killed.exists():
+        one_step()
+        if rank == 1:
+            killed.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:  # until the other one is missed
+            one_step()
+    if rank == 0:
+        (folder / "stepped").write_text(str(time.time()))
+
+
+def ray_seconds(ours, kill):
+    """Return the seconds to the first step of Ray Train, or from a kill to the next one."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    from ringlet.ray import RingletConfig
+
+    kind = DataParallelTrainer if ours else TorchTrainer
+    given = {"backend_config": RingletConfig()} if ours else {}
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.time()
+        run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1))
+        config = {"folder": folder, "kill": kill}
+        scaling = ScalingConfig(num_workers=2)
+        kind(
+            in_ray, train_loop_config=config, scaling_config=scaling, run_config=run, **given
+        ).fit()
+        if kill:
+            began = float(Path(folder, "killed").read_text())
+        return float(Path(folder, "stepped").read_text()) - began
+
+
+def startup_ray(count):
+    """Return the seconds from the call to the first step, beside Ray's TorchTrainer."""
+    start_ray()
+    found = pairs(lambda: ray_seconds(True, False), lambda: ray_seconds(False, False), count)
+    about = "from the call to the first step of 2 ranks of Ray Train: RingletConfig beside"
+    return summary(f"{about} TorchTrainer", found)
+
+
+def restart(count):
+    """Return the seconds from kill -9 of a worker to the next step, beside Ray's TorchTrainer."""
+    start_ray()
+    found = pairs(lambda: ray_seconds(True, True), lambda: ray_seconds(False, True), count)
+    about = "from kill -9 of one of 2 workers to the next step of Ray Train: RingletConfig beside"
+    return summary(f"{about} TorchTrainer", found)
+
+
+def train(steps=60):
+    """Train a small model; return seconds a step."""
+    import torch
+
+    import ringlet.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression="int8 | ef"
+    )
+    inputs = torch.randn(64, 512)
+    for step in range(steps + 10):
+        if step == 10:
+            hvd.barrier()
+            began = time.perf_counter()
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return (time.perf_counter() - began) / steps
+
+
+def throughput(count):
+    """Return the seconds of a step in RayExecutor's actors, beside those in `ringlet run`."""
+    from ringlet.ray import RayExecutor
+
+    start_ray()
+    executor = RayExecutor(RayExecutor.create_settings(timeout_s=60), num_workers=2)
+
+    def ours():
+        executor.start()
+        try:
+            return max(executor.run(train))
+        finally:
+            executor.shutdown()
+
+    code = "import engines; print('took', engines.train())"
+    command = [sys.executable, "-m", "ringlet", "run", "-np", "2", sys.executable, "-c", code]
+
+    def theirs():
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        return max(float(line.split()[-1]) for line in ran.stdout.splitlines() if "took" in line)
+
+    about = "a step of a model of 1M parameters, int8 | ef, on 2 ranks: RayExecutor beside"
+    return summary(f"{about} `ringlet run`", pairs(ours, theirs, count))
+
+
+BENCHMARKS = {
+    "reader": reader,
+    "startup-ray": startup_ray,
+    "startup-spark": startup_spark,
+    "restart": restart,
+    "throughput": throughput,
+}
 
 
 def main():

@@ -144,44 +144,6 @@ def test_tasks_that_do_not_come_are_given_up(spark):
     assert len(ringlet.spark.run(total, (1,), num_proc=2)) == 2
 
 
-def test_the_first_step_comes_as_soon_as_with_sparks_own_distributor(spark):
-    from pyspark.ml.torch.distributor import TorchDistributor
-
-    def theirs_step():
-        import time
-
-        import torch
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        dist.all_reduce(torch.ones(4))
-        return time.time()
-
-    def ours_step():
-        import time
-
-        import torch
-
-        import ringlet.torch as hvd
-
-        hvd.init()
-        hvd.allreduce(torch.ones(4))
-        return time.time()
-
-    def ours():
-        began = time.time()
-        return ringlet.spark.run(ours_step, num_proc=2)[0] - began
-
-    def theirs():
-        began = time.time()
-        distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
-        return distributor.run(theirs_step) - began
-
-    own, other = min(ours(), ours()), min(theirs(), theirs())
-    print(f"first step: {own:.2f} s with ringlet.spark.run, {other:.2f} s with TorchDistributor")
-    assert own < 1.15 * other
-
-
 def test_ringlet_inside_sparks_torch_distributor(spark):
     from pyspark.ml.torch.distributor import TorchDistributor
 
