@@ -322,14 +322,17 @@ def throughput(count):
             executor.shutdown()
 
     code = "import engines; print('took', engines.train())"
-    command = [sys.executable, "-m", "ringlet", "run", "-np", "2", sys.executable, "-c", code]
+    command = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--transport", "gloo"]
+    command += [sys.executable, "-c", code]
 
     def theirs():
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
         ran = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
         return max(float(line.split()[-1]) for line in ran.stdout.splitlines() if "took" in line)
 
-    about = "a step of a model of 1M parameters, int8 | ef, on 2 ranks: RayExecutor beside"
+    about = (
+        "a step of a model of 1M parameters, int8 | ef, on 2 ranks over gloo: RayExecutor beside"
+    )
     return summary(f"{about} `ringlet run`", pairs(ours, theirs, count))
 
 
