@@ -57,6 +57,16 @@ def interface_address(interface: str, like: str | None = None) -> str:
     return found[0]
 
 
+def address_towards(name: str) -> str | None:
+    """Return the address of this host that leads to the host ``name``; None if that is unknown."""
+    address = next(iter(addresses_of(name)), None)
+    if address is None:
+        return None
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: it only finds the route
+        return str(probe.getsockname()[0])
+
+
 def addresses_of(name: str) -> list[str]:
     """Return the addresses of a host, those of IPv4 first; none if its name is unknown here."""
     try:

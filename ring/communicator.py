@@ -56,22 +56,35 @@ def reducing(op: ReduceOp | int) -> ReduceOp:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where a rank stands: among the ranks of its host (local) and across hosts (cross)."""
+    """Where a rank stands: among the ranks of its host (local) and across hosts (cross).
+
+    A host is what the launcher or engine calls a node: there may be several on one machine.
+    ``machine_rank`` counts the ranks before this one on what has the same host name.
+    """
 
     local_rank: int
     local_size: int
     cross_rank: int
     cross_size: int
-    hosts: tuple[str, ...]  # host name of every rank, by rank
+    hosts: tuple[str, ...]  # name of every rank's host, by rank
+    machine_rank: int
 
     @classmethod
-    def from_hosts(cls, rank: int, hosts: Sequence[str]) -> Topology:
-        """Derive the topology of ``rank`` from the host name of every rank."""
+    def from_hosts(
+        cls, rank: int, hosts: Sequence[str], machines: Sequence[str] | None = None
+    ) -> Topology:
+        """Derive the topology of ``rank`` from the host of every rank; ``machines`` are its names.
+
+        Those are the same as ``hosts`` if they are not given.
+        """
+        machines = hosts if machines is None else machines
+        before = list(machines[:rank]).count(machines[rank])
         names = list(dict.fromkeys(hosts))
         local = [r for r, host in enumerate(hosts) if host == hosts[rank]]
         local_rank = local.index(rank)
         peers = [h for h in names if list(hosts).count(h) > local_rank]
-        return cls(local_rank, len(local), peers.index(hosts[rank]), len(peers), tuple(hosts))
+        cross_rank = peers.index(hosts[rank])
+        return cls(local_rank, len(local), cross_rank, len(peers), tuple(hosts), before)
 
 
 class Communicator(ABC):

@@ -172,6 +172,9 @@ _RINGLET: dict[str, Variable] = {
     "SIZE": Variable(_anything, RANK, "", _LAUNCHER + "how many ranks there are"),
     "LOCAL_RANK": Variable(_anything, RANK, "", _LAUNCHER + "this rank's number on its host"),
     "LOCAL_SIZE": Variable(_anything, RANK, "", _LAUNCHER + "how many ranks this host has"),
+    "NODE": Variable(
+        _anything, RANK, "", _LAUNCHER + "this rank's node, where names of hosts do not tell"
+    ),
     "MEMBER": Variable(
         _anything, RANK, "", _LAUNCHER + "this process's number in an elastic job, which stays"
     ),

@@ -33,8 +33,8 @@ FLOORS = {
     "frameworks": """precision metrics job observe shared horovod report cli as_horovod
         data_loaders ray dask
         torch/tensors torch/ops torch/precision torch/optimizer torch/functions torch/elastic
-        torch/parallel torch/recipes torch spark
-        tensorflow/ops tensorflow/functions jax/ops keras tensorflow jax/sharded jax mxnet
+        torch/parallel torch/recipes torch
+        tensorflow/ops tensorflow/functions jax/ops keras spark tensorflow jax/sharded jax mxnet
         __main__""",
 }
 # Modules that Horovod has in every adapter, and programs import by these names.

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from distributed import Client, wait
 
-from ringlet.job.placed_call import Account, account_of, packed, results
-from ringlet.ring.addresses import addresses_of, family_of
+from ringlet.job.placed_call import GRACE, Account, account_of, gathered, packed, results
+from ringlet.ring.addresses import address_towards
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.interfaces import find_interface
 from ringlet.ring.placed.store_server import StoreServer
 from ringlet.ring.placed.ticket import Ticket, tickets
-
-GRACE = 7.0  # seconds that ranks may take to notice that another one has failed
 
 
 def run(
@@ -59,22 +56,14 @@ def run(
             )
             for ticket, address in zip(given, chosen, strict=True)
         ]  # fmt: skip
-        accounts: dict[int, Account] = {}
-        limit: float | None = None
-        waiting = dict(enumerate(futures))
-        while waiting and (limit is None or time.monotonic() < limit):
-            left = None if limit is None else max(0.01, limit - time.monotonic())
-            try:
-                wait(list(waiting.values()), timeout=left, return_when="FIRST_COMPLETED")
-            except TimeoutError:
-                break
-            for rank in [rank for rank, future in waiting.items() if future.done()]:
-                accounts[rank] = _account(rank, waiting.pop(rank), chosen[rank], server)
-                if accounts[rank].value is None and limit is None:
-                    limit = time.monotonic() + GRACE
+        accounts = gathered(
+            dict(enumerate(futures)),
+            _ended,
+            lambda rank, future: _account(rank, future, chosen[rank], server),
+        )
         explained = any(each.value is None and not each.effect for each in accounts.values())
-        for rank, future in waiting.items():
-            future.cancel()
+        for rank in [rank for rank in range(len(chosen)) if rank not in accounts]:
+            futures[rank].cancel()
             # A worker that Dask has started anew does not know of its task.
             text = f"has not ended {GRACE:g} s after others had failed: {chosen[rank]} may be gone"
             accounts[rank] = Account(rank, ended=text, effect=explained)
@@ -84,6 +73,12 @@ def run(
 def _task(ticket: Ticket, call: bytes) -> Account:
     fn, args, kwargs = pickle.loads(call)
     return account_of(ticket, fn, args, kwargs)
+
+
+def _ended(futures: Mapping[int, Any], seconds: float | None) -> list[int]:
+    with contextlib.suppress(TimeoutError):
+        wait(list(futures.values()), timeout=seconds, return_when="FIRST_COMPLETED")
+    return [rank for rank, future in futures.items() if future.done()]
 
 
 def _account(rank: int, future: Any, address: str, server: StoreServer) -> Account:
@@ -105,9 +100,7 @@ def _own_host(client: Client, interfaces: Sequence[str]) -> str:
     if interfaces:
         return find_interface(interfaces)[1]
     name = _host(client.scheduler.address)
-    address = next(iter(addresses_of(name)), None)
-    if address is None:
+    own = address_towards(name)
+    if own is None:
         raise LaunchError(f"the host of the scheduler, {name}, is not known here")
-    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: it only finds the route
-        return str(probe.getsockname()[0])
+    return own

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from ringlet.ring.launch.api import WorkerFailed
 from ringlet.ring.launch.signed_pickle import pickler
 from ringlet.ring.placed.embedded import embedded
 from ringlet.ring.placed.ticket import Ticket
+
+GRACE = 7.0  # seconds that ranks may take to notice that another one has failed
 
 
 @contextmanager
@@ -77,6 +80,26 @@ def _pickled(error: Exception) -> bytes | None:
     except Exception:  # whatever an object's own reduction raises
         return None
     return data
+
+
+def gathered(
+    calls: Mapping[int, Any],
+    wait: Callable[[Mapping[int, Any], float | None], Collection[int]],
+    account: Callable[[int, Any], Account],
+) -> dict[int, Account]:
+    """Return the accounts of ``calls``, an engine's by rank; after a failure for GRACE s only.
+
+    ``wait`` returns the ranks of some that have ended, or nothing when so many seconds are over;
+    ``account`` returns the account of one.
+    """
+    waiting, found = dict(calls), dict[int, Account]()
+    limit: float | None = None
+    while waiting and (limit is None or time.monotonic() < limit):
+        for rank in wait(waiting, None if limit is None else max(0.0, limit - time.monotonic())):
+            found[rank] = account(rank, waiting.pop(rank))
+            if found[rank].value is None and limit is None:
+                limit = time.monotonic() + GRACE
+    return found
 
 
 def results(accounts: Sequence[Account]) -> list[Any]:

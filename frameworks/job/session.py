@@ -55,10 +55,13 @@ class Runtime:
         self, comm: Communicator, limits: Limits, wishes: Collection[str] = frozenset()
     ) -> None:
         self.rank, self.size, self.transport = comm.rank, comm.size, comm.base.name
-        here = json.dumps([socket.gethostname(), WIRE_VERSION]).encode()
-        hosts, versions = zip(*map(json.loads, comm.allgather_bytes(here)), strict=True)
+        own = [socket.gethostname(), os.environ.get("RINGLET_NODE"), WIRE_VERSION]
+        told_by_all = map(json.loads, comm.allgather_bytes(json.dumps(own).encode()))
+        names, nodes, versions = zip(*told_by_all, strict=True)
         check_wire_versions(versions)
-        self.topology = Topology.from_hosts(self.rank, hosts)
+        places = zip(names, nodes, strict=True)
+        hosts = [name if node is None else f"{name}/{node}" for name, node in places]
+        self.topology = Topology.from_hosts(self.rank, hosts, names)
         # Everybody uses rank 0's limits: plans have to be the same on all ranks.
         told = comm.broadcast_bytes(json.dumps([asdict(limits), sorted(wishes)]).encode())
         agreed, wishes = json.loads(told)
@@ -71,8 +74,8 @@ class Runtime:
         if "hierarchical" in wishes:
             comm = hierarchical(comm, self.topology)
         self.secret = agreed_key(comm, "objects", os.environ)  # signs what is pickled
-        places = [] if "staged" in wishes else places_of(comm.base)
-        self.engine = Engine(comm, open_control, limits, places)
+        devices = [] if "staged" in wishes else places_of(comm.base)
+        self.engine = Engine(comm, open_control, limits, devices)
         self.pid = os.getpid()
         self._comm = comm
         self._series: dict[tuple[str, int], Series] = {}

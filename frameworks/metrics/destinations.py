@@ -33,7 +33,7 @@ def start(
     if prometheus is not None:
         from ringlet.metrics.prometheus import serve
 
-        sinks.append(serve(prometheus, engine.rank, topology.local_rank))
+        sinks.append(serve(prometheus, engine.rank, topology.machine_rank))
     if tensorboard is not None:
         from ringlet.metrics.tensorboard import TensorBoard
 

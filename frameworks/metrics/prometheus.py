@@ -85,16 +85,16 @@ class Prometheus:
                 self._plain.labels(rank).set(record["uncompressed_s"])
 
 
-def serve(where: str | int, rank: int, local_rank: int) -> Prometheus:
-    """Serve metrics at ``where``, "[host:]port", the local rank added to the port unless it is 0.
+def serve(where: str | int, rank: int, machine_rank: int) -> Prometheus:
+    """Serve metrics at ``where``, "[host:]port", unless it is 0 plus the rank on this machine.
 
     Raises ValueError when ``where`` makes no sense, OSError when the port cannot be had.
     """
     host, port = read_port("prometheus", str(where))
-    number = port + local_rank if port else 0
+    number = port + machine_rank if port else 0
     if number > 65535:
         raise ValueError(
-            f"prometheus={where!r}: there is no port {number} for local rank {local_rank}"
+            f"prometheus={where!r}: there is no port {number} for local rank {machine_rank}"
         )
     sink = Prometheus(rank)
     try:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pickle
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,14 +19,20 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ringlet.job.placed_call import Account, account_of_error, packed, placed_rank, results
+from ringlet.job.placed_call import (
+    GRACE,
+    Account,
+    account_of_error,
+    gathered,
+    packed,
+    placed_rank,
+    results,
+)
 from ringlet.ray.cluster import check_version, resources, store_host
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.signed_pickle import pickler
 from ringlet.ring.placed.store_server import StoreServer
 from ringlet.ring.placed.ticket import Ticket, tickets
-
-GRACE = 7.0  # seconds that ranks may take to notice that another one has failed
 
 
 @dataclass(frozen=True)
@@ -357,12 +362,8 @@ class RayExecutor:
         given = tickets(self._server, nodes, self._transport, self.settings.nics, self._env)
         entering = []
         for worker, ticket, node in zip(self._workers, given, nodes, strict=True):
-            # As a launcher leaves it: every rank sees all GPUs of its node that the job has.
             gpus = [gpu for other, _, own in self._places if other == node for gpu in own]
-            if gpus and "CUDA_VISIBLE_DEVICES" not in self._env:
-                visible = ",".join(sorted(set(gpus), key=lambda gpu: (len(gpu), gpu)))
-                ticket = replace(ticket, env={**ticket.env, "CUDA_VISIBLE_DEVICES": visible})
-            entering.append(worker.enter.remote(ticket))
+            entering.append(worker.enter.remote(ticket.with_gpus(gpus)))
         ray.get(entering)
 
     def _started(self) -> list[Any]:
@@ -375,7 +376,8 @@ class RayExecutor:
 
     def _all(self, calls: Sequence[Any]) -> list[Any]:
         """Return what the calls, of the first ranks, come to; after a failure, join anew."""
-        accounts = self._accounts(calls)
+        found = gathered(dict(enumerate(calls)), _ended, self._account)
+        accounts = [found[rank] for rank in sorted(found)]
         if all(account.value is not None for account in accounts):
             return results(accounts)
         if len(accounts) < len(calls) or any(account.ended for account in accounts):
@@ -384,23 +386,7 @@ class RayExecutor:
             self._join()
         return results(accounts)
 
-    def _accounts(self, calls: Sequence[Any]) -> list[Account]:
-        """Wait for the calls, but after a failure for GRACE seconds only."""
-        ranks = {call: rank for rank, call in enumerate(calls)}
-        accounts: list[Account] = []
-        waiting = list(calls)
-        limit: float | None = None
-        while waiting and (limit is None or time.monotonic() < limit):
-            left = None if limit is None else max(0.0, limit - time.monotonic())
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-            for call in done:
-                account = self._account(call, ranks[call])
-                accounts.append(account)
-                if account.value is None and limit is None:
-                    limit = time.monotonic() + GRACE
-        return accounts
-
-    def _account(self, call: Any, rank: int) -> Account:
+    def _account(self, rank: int, call: Any) -> Account:
         try:
             account: Account = ray.get(call)
         except RayActorError as error:
@@ -411,3 +397,8 @@ class RayExecutor:
                 self._server.fail(f"rank {rank} {text}")
             return Account(rank, ended=text)
         return account
+
+
+def _ended(calls: Mapping[int, Any], seconds: float | None) -> list[int]:
+    done, _ = ray.wait(list(calls.values()), num_returns=1, timeout=seconds)
+    return [rank for rank, call in calls.items() if call in done]

@@ -95,6 +95,7 @@ def _standing() -> Standing:
         context.get_world_size(),
         context.get_local_rank(),
         context.get_local_world_size(),
+        context.get_node_rank(),
     )
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import pyspark
 from pyspark.sql import SparkSession
 
 from ringlet.job.placed_call import Account, account_of, packed, results
-from ringlet.ring.addresses import addresses_of, family_of
+from ringlet.ring.addresses import address_towards, addresses_of
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.interfaces import find_interface
 from ringlet.ring.launch.api import WorkerFailed
@@ -94,6 +93,18 @@ def run(
             if not left:
                 raise
     raise LaunchError(f"restarts={restarts}: a number of at least 0 is needed")
+
+
+def run_elastic(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Horovod's elastic form, which Spark's tasks cannot have: raises LaunchError with the way.
+
+    Spark ends all tasks of a barrier stage when one is lost, and starts none later.
+    """
+    raise LaunchError(
+        "run_elastic: Spark ends all ranks when one is lost, and adds none later, because they are"
+        " the tasks of a barrier stage; use ringlet.spark.run(fn, restarts=N), with a checkpoint"
+        " that fn goes on from, or an elastic job of `ringlet run --min-np`"
+    )
 
 
 class TasksEnded(LaunchError):
@@ -180,12 +191,10 @@ def _host(session: Any, interfaces: Sequence[str]) -> str:
             raise LaunchError(f"spark.driver.host={name} is not known here")
         return addresses[0]
     name = str(session.client.host)
-    address = next(iter(addresses_of(name)), None)
-    if address is None:
+    own = address_towards(name)
+    if own is None:
         raise LaunchError(f"the host of Spark Connect, {name}, is not known here")
-    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: it only finds the route
-        return str(probe.getsockname()[0])
+    return own
 
 
 def _run_once(
@@ -284,14 +293,6 @@ def _ticket(template: Ticket, context: Any) -> Ticket:
         places = [
             json.loads(store.ask(Op.GET, _node_name(task).encode())) for task in range(len(infos))
         ]
-    env = dict(template.env)
-    gpus = sorted(
-        {gpu for node, own_gpus in places if node == host for gpu in own_gpus}, key=_order
-    )
-    if gpus and "CUDA_VISIBLE_DEVICES" not in env:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return replace(template, standing=standings([node for node, _ in places])[own], env=env)
-
-
-def _order(name: str) -> tuple[int, str]:
-    return len(name), name
+    gpus = [gpu for node, own_gpus in places if node == host for gpu in own_gpus]
+    placed = replace(template, standing=standings([node for node, _ in places])[own])
+    return placed.with_gpus(gpus)

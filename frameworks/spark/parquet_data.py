@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ _NUMBERS = {
     "boolean", "tinyint", "smallint", "int", "bigint", "float", "double", "byte", "short", "long",
     "integer",
 }  # fmt: skip
+
+_CACHED = 2 << 20  # bytes that are decoded at once
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Batch = tuple[Array, Array, Array | None]  # features, labels, weights
@@ -118,20 +121,60 @@ class Share:
         pieces = list(self._pieces)
         if generator is not None:
             generator.shuffle(pieces)
-        kept: list[Batch] = []
-        held = 0
-        for piece in pieces:
-            for table in piece.to_batches(batch_size=max(rows, 4096)):
+        rest: Batch | None = None  # fewer than ``rows``
+        with ThreadPoolExecutor(1) as pool:
+            for whole in _prefetched(_windows(pieces, max(ahead, rows)), pool):
+                order = None if generator is None else generator.permutation(len(whole[0]))
+                start = 0
+                if rest is not None:
+                    start = rows - len(rest[0])
+                    rest = _joined([rest, _taken(whole, order, 0, start)])
+                    if len(rest[0]) == rows:
+                        yield rest
+                        rest = None
+                for first in range(start, len(whole[0]), rows):
+                    batch = _taken(whole, order, first, first + rows)
+                    if len(batch[0]) == rows:
+                        yield batch
+                    else:
+                        rest = batch
+        if rest is not None:
+            yield rest
+
+
+def _prefetched(windows: Iterator[Batch], pool: Executor) -> Iterator[Batch]:
+    """Yield ``windows``, each of which is read while the one before is used."""
+    coming = pool.submit(next, windows, None)
+    while (window := coming.result()) is not None:
+        coming = pool.submit(next, windows, None)
+        yield window
+
+
+def _windows(pieces: Sequence[Any], least: int) -> Iterator[Batch]:
+    """Yield what the row groups hold, at least ``least`` rows at a time but for the last ones.
+
+    They are read in pieces that stay in a processor's cache until they are copied: row groups as a
+    whole, which is what ``Fragment.to_batches`` makes of them, take twice as long.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    kept: list[Batch] = []
+    held = 0
+    for piece in pieces:
+        (group,) = piece.row_groups
+        rows = max(1, _CACHED * group.num_rows // max(1, group.total_byte_size))
+        with piece.filesystem.open_input_file(piece.path) as file:
+            tables = ParquetFile(file, pre_buffer=True).iter_batches(
+                rows, [group.id], use_threads=False
+            )
+            for table in tables:
                 kept.append(_arrays(table))
                 held += table.num_rows
-                if held >= max(ahead, rows):
-                    whole = _whole(kept, generator)
-                    last = held - held % rows
-                    yield from _cut(whole, rows, last)
-                    rest = tuple(None if each is None else each[last:] for each in whole)
-                    kept, held = [rest], held - last  # type: ignore[list-item]
-        if held:
-            yield from _cut(_whole(kept, generator), rows, held)
+                if held >= least:
+                    yield _joined(kept)
+                    kept, held = [], 0
+    if held:
+        yield _joined(kept)
 
 
 def _arrays(table: Any) -> Batch:
@@ -147,32 +190,24 @@ def _matrix(table: Any, name: str) -> Array:
     return np.asarray(flat, np.float32).reshape(len(column), -1)
 
 
-def _whole(kept: Sequence[Batch], generator: np.random.Generator | None) -> Batch:
-    """Return the rows of ``kept`` as one batch, in random order with a ``generator``."""
-    widths = {each.shape[1] for each, _, _ in kept if len(each)}
-    if len(widths) > 1:
-        raise LaunchError(f"rows have features of different lengths: {sorted(widths)}")
-    if generator is None and len(kept) == 1:
+def _joined(kept: Sequence[Batch]) -> Batch:
+    """Return the rows of ``kept`` as one batch. Raises LaunchError where their lengths differ."""
+    if len(kept) == 1:
         return kept[0]
-    count = sum(len(each) for each, _, _ in kept)
-    order = np.arange(count) if generator is None else generator.permutation(count)
     features, labels, weights = zip(*kept, strict=True)
-    weight = None if weights[0] is None else _placed(weights, order)
-    return _placed(features, order), _placed(labels, order), weight
+    for name, arrays in {FEATURES: features, LABELS: labels}.items():
+        if len(widths := {each.shape[1] for each in arrays}) > 1:
+            raise LaunchError(f"rows have {name} of different lengths: {sorted(widths)}")
+    weight = None if weights[0] is None else np.concatenate(weights)
+    return np.concatenate(features), np.concatenate(labels), weight
 
 
-def _placed(arrays: Sequence[Array], order: Array) -> Array:
-    """Return an array whose row ``order[i]`` is the i-th of ``arrays``: one copy in all."""
-    found = np.empty((len(order), *arrays[0].shape[1:]), arrays[0].dtype)
-    start = 0
-    for array in arrays:
-        found[order[start : start + len(array)]] = array
-        start += len(array)
-    return found
-
-
-def _cut(whole: Batch, rows: int, last: int) -> Iterator[Batch]:
+def _taken(whole: Batch, order: Array | None, start: int, end: int) -> Batch:
+    """Return the rows that ``order`` has from ``start`` on, a copy; views without an order."""
     features, labels, weight = whole
-    for start in range(0, last, rows):
-        piece = slice(start, min(start + rows, last))
-        yield features[piece], labels[piece], None if weight is None else weight[piece]
+    if order is None:
+        piece = slice(start, end)
+        return features[piece], labels[piece], None if weight is None else weight[piece]
+    chosen = order[start:end]
+    weight = None if weight is None else weight.take(chosen)
+    return features.take(chosen, axis=0), labels.take(chosen, axis=0), weight

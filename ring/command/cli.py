@@ -75,13 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", dest="transport", action="store_const", const=name, help=argparse.SUPPRESS
         )
-    parser.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set a variable for every rank; may be given several times",
-    )
+    add_environment(parser)
     parser.add_argument(
         "-x",
         dest="forward",
@@ -90,21 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="pass a variable on to ranks on other hosts, besides the usual ones; or set it",
     )
-    parser.add_argument(
-        "--output-filename",
-        metavar="DIR",
-        help="also write what rank N prints to DIR/rank.N/stdout and stderr",
-    )
     add_hosts(parser)
     add_elastic(parser)
     add_tunables(parser)
-    parser.add_argument(
-        "--no-prefix",
-        dest="prefix",
-        action="store_false",
-        help="print lines as they are, without [rank]<stdout>: in front",
-    )
-    parser.add_argument("-v", "--verbose", action="store_true", help="say what is started and how")
+    add_output(parser)
     parser.add_argument(
         "-q",
         "--quiet",
@@ -115,12 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-cb", "--check-build", action="store_true", help="say what is installed, and end"
     )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="COMMAND",
-        help="the program of one rank; everything after it is its own",
-    )
+    add_command(parser)
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +118,11 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("-p", "--ssh-port", metavar="PORT", help="port of ssh")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key file of ssh")
+    add_meeting(group, 120)
+
+
+def add_meeting(group: argparse._ActionsContainer, timeout: int) -> None:
+    """Define how ranks meet: by which network, and for how many seconds they are waited for."""
     group.add_argument(
         "--network-interface",
         "--network-interfaces",
@@ -150,10 +133,52 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--start-timeout",
-        default="120",
+        default=str(timeout),
         metavar="SECONDS",
-        help="how long ranks may take to start (default: 120)",
+        help=f"how long ranks may take to start (default: {timeout})",
     )
+
+
+def add_environment(parser: argparse.ArgumentParser) -> None:
+    """Define the argument that sets variables."""
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set a variable for every rank; may be given several times",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments that say what becomes of what ranks print."""
+    parser.add_argument(
+        "--output-filename",
+        metavar="DIR",
+        help="also write what rank N prints to DIR/rank.N/stdout and stderr",
+    )
+    parser.add_argument(
+        "--no-prefix",
+        dest="prefix",
+        action="store_false",
+        help="print lines as they are, without [rank]<stdout>: in front",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="say what is started and how")
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Define the last arguments: the command, and its own."""
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="the program of one rank; everything after it is its own",
+    )
+
+
+def command_of(options: argparse.Namespace) -> list[str]:
+    """Return the command, without the -- that may stand in front."""
+    return list(options.command[1:] if options.command[:1] == ["--"] else options.command)
 
 
 def reach_of(options: argparse.Namespace, forward: Sequence[str] = ()) -> Reach:
@@ -228,7 +253,7 @@ def main(options: argparse.Namespace) -> int:
         reach = reach_of(options, tuple(passed))
         if options.transport is not None:
             check_transport(options.transport, "--transport")
-        command = options.command[1:] if options.command[:1] == ["--"] else options.command
+        command = command_of(options)
         check_command(command, {**os.environ, **env}.get("PATH"))
         if elastic:
             return _elastic(options, command, np, env, hosts, reach)

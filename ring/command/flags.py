@@ -57,17 +57,22 @@ _VALUES: dict[str, tuple[str, Callable[[str], str], str]] = {
     "--log-level": ("LOG_LEVEL", _level, "what is logged: " + ", ".join(LEVELS)),
     "--heartbeat-seconds": ("HEARTBEAT", _number, "silence after which a rank is lost (0: never)"),
 }
-_SWITCHES: dict[str, tuple[str, str, str]] = {
-    "--autotune": ("AUTOTUNE", "1", "tune the engine while training"),
-    "--no-autotune": ("AUTOTUNE", "0", ""),
-    "--timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "1", "mark cycles in the trace"),
-    "--no-timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "0", ""),
-    "--hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", "1", "reduce inside hosts first"),
-    "--no-hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", "0", ""),
-    "--stall-check": ("STALL_CHECK_DISABLE", "0", ""),
-    "--no-stall-check": ("STALL_CHECK_DISABLE", "1", "do not warn of stalls"),
+# Flag, which has a counterpart with "no-": variable, what its 1 means.
+_PAIRS = {
+    "autotune": ("AUTOTUNE", "tune the engine while training"),
+    "timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "mark cycles in the trace"),
+    "hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", "reduce inside hosts first"),
+    "stall-check": ("STALL_CHECK_DISABLE", "do not warn of stalls"),
+}
+_SWITCHES = {
+    f"--{no}{flag}": (name, value, meaning if value == "1" else "")
+    for flag, (name, meaning) in _PAIRS.items()
+    for no, value in zip(("", "no-"), "01" if name.endswith("_DISABLE") else "10", strict=True)
 }
 
+_LOGGING = "configure Python's logging in the program; its format then counts"
+_TIMESTAMP = "pipe the output through `ts`"
+_BINDING = "start the program by numactl or taskset, after --"
 # What horovodrun has besides, and what to do instead; those with a value take one.
 ABSENT = {
     "--mpi-args": "set MPI's own variables, as in --env MPIR_CVAR_DEBUG_SUMMARY=1",
@@ -77,13 +82,13 @@ ABSENT = {
     "--autotune-gaussian-process-noise": "a score is taken to be right to 5 %",
     "--mpi-threads-disable": "an engine thread calls MPI, which has to allow that",
     "--tcp": "set what the libraries read: --env NCCL_IB_DISABLE=1, --env FI_PROVIDER=tcp",
-    "--binding-args": "start the program by numactl or taskset, after --",
-    "--thread-affinity": "start the program by numactl or taskset, after --",
+    "--binding-args": _BINDING,
+    "--thread-affinity": _BINDING,
     "--gloo-timeout-seconds": "--heartbeat-seconds says after which silence a rank is lost",
-    "--log-with-timestamp": "configure Python's logging in the program; its format then counts",
-    "--no-log-hide-timestamp": "configure Python's logging in the program; its format then counts",
-    "--prefix-output-with-timestamp": "pipe the output through `ts`",
-    "-prefix-timestamp": "pipe the output through `ts`",
+    "--log-with-timestamp": _LOGGING,
+    "--no-log-hide-timestamp": _LOGGING,
+    "--prefix-output-with-timestamp": _TIMESTAMP,
+    "-prefix-timestamp": _TIMESTAMP,
 }
 _WITH_VALUE = (
     "--mpi-args", "--autotune-gaussian-process-noise", "--binding-args", "--thread-affinity",

@@ -9,7 +9,17 @@ import sys
 from dataclasses import replace
 
 from ringlet.ring.addresses import addresses_of
-from ringlet.ring.command.cli import UsageError, assignment, check_command, reach_of
+from ringlet.ring.command.cli import (
+    UsageError,
+    add_command,
+    add_environment,
+    add_meeting,
+    add_output,
+    assignment,
+    check_command,
+    command_of,
+    reach_of,
+)
 from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.errors import LaunchError, RingError
 from ringlet.ring.hosts.hosts import Host
@@ -53,28 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--service", metavar="NAME", help="Service that gives the pods of an indexed Job names"
     )
     parser.add_argument("--transport", metavar="NAME", help="mpi, gloo or nccl (default: gloo)")
-    parser.add_argument(
-        "--env", action="append", default=[], metavar="KEY=VALUE", help="set a variable for all"
-    )
-    parser.add_argument("--output-filename", metavar="DIR", help="also write what rank N prints")
-    parser.add_argument(
-        "--network-interface", dest="interfaces", default="", metavar="NAME[,NAME]",
-        help="network interface to use; the first of these that a node has",
-    )  # fmt: skip
-    parser.add_argument(
-        "--start-timeout", default="300", metavar="SECONDS",
-        help="how long nodes and ranks may take to come (default: 300)",
-    )  # fmt: skip
+    add_environment(parser)
+    add_meeting(parser, 300)
     add_tunables(parser)
-    parser.add_argument(
-        "--no-prefix",
-        dest="prefix",
-        action="store_false",
-        help="print lines as they are, without [rank]<stdout>: in front",
-    )
-    parser.add_argument("-v", "--verbose", action="store_true", help="say what is started and how")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND",
-                        help="the program of one rank; everything after it is its own")  # fmt: skip
+    add_output(parser)
+    add_command(parser)
     parser.set_defaults(rsh=None, ssh_port=None, ssh_identity_file=None)
 
 
@@ -88,7 +81,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    command = command_of(options)
     env = {**options.tunables, **dict(map(assignment, options.env))}
     check_command(command, {**os.environ, **env}.get("PATH"))
     transport = check_transport(options.transport or "gloo", "--transport")

@@ -67,6 +67,8 @@ class Plan:
         env = start.rank_environment(
             base, rank, self.size, self.transport, address, seat, self._users
         )
+        if number := seat.host.partition("/")[2]:  # of nodes whose hosts have the same name
+            env["RINGLET_NODE"] = number
         return {
             "command": self.command,
             "env": env,

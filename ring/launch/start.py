@@ -26,8 +26,8 @@ WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.processes.rank_wrapper"]
 # An outer launcher's variables would be taken for this job's.
 _OUTER = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
 
-# Those of an elastic job that a program of its starts another job in.
-_ELASTIC = (MEMBER, EPOCH)
+# Those of a job that a program of its starts another job in.
+_INNER = (MEMBER, EPOCH, "RINGLET_NODE")
 
 # Those that come from MPICH: this host, by fork, whatever a batch system's variables suggest.
 # Open MPI: root and more ranks than cores are the user's decision.
@@ -138,7 +138,7 @@ def rank_environment(
     kept = {
         name: value
         for name, value in base.items()
-        if not name.startswith(_OUTER) and name not in (*torchrun.NAMES, *_ELASTIC)
+        if not name.startswith(_OUTER) and name not in (*torchrun.NAMES, *_INNER)
     }
     return (
         {"PYTHONUNBUFFERED": "1"}
@@ -157,7 +157,7 @@ def rank_environment(
 
 def dropped() -> list[str]:
     """Names that programs do not see as wrappers and the process manager have them."""
-    own = [ADDRESS, SECRET, *_PROCESS_MANAGER, *_WRAPPER_ONLY, *_ELASTIC, "RINGLET_RANK"]
+    own = [ADDRESS, SECRET, *_PROCESS_MANAGER, *_WRAPPER_ONLY, *_INNER, "RINGLET_RANK"]
     return own + list(torchrun.NAMES)
 
 

@@ -75,6 +75,7 @@ def _enter(ticket: Ticket, store: Client) -> None:
             "RINGLET_SIZE": str(standing.size),
             "RINGLET_LOCAL_RANK": str(standing.local_rank),
             "RINGLET_LOCAL_SIZE": str(standing.local_size),
+            "RINGLET_NODE": str(standing.node),
             "RINGLET_RENDEZVOUS": f"{SCHEME}{ticket.address}",
             STORE_KEY: ticket.key,
         }

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Standing:
-    """A process's place in the job, and among those of its node."""
+    """A process's place in the job, and among those of its node, which is the ``node``-th."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    node: int
 
 
 def standings(nodes: Sequence[Hashable]) -> list[Standing]:
@@ -26,7 +27,7 @@ def standings(nodes: Sequence[Hashable]) -> list[Standing]:
     for process, node in enumerate(nodes):
         members.setdefault(node, []).append(process)
     found: dict[int, Standing] = {}
-    for processes in members.values():
+    for number, processes in enumerate(members.values()):
         for local_rank, process in enumerate(processes):
-            found[process] = Standing(len(found), len(nodes), local_rank, len(processes))
+            found[process] = Standing(len(found), len(nodes), local_rank, len(processes), number)
     return [found[process] for process in range(len(nodes))]

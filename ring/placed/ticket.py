@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.placed.ranking import Standing, standings
@@ -26,6 +26,16 @@ class Ticket:
     transport: str = "gloo"
     interfaces: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+
+    def with_gpus(self, gpus: Iterable[str]) -> Ticket:
+        """Return this ticket with the GPUs that the engine gave all ranks of the node.
+
+        As a launcher leaves it: every rank sees all of them, unless ``env`` says what it sees.
+        """
+        visible = ",".join(sorted(set(gpus), key=lambda gpu: (len(gpu), gpu)))
+        if not visible or "CUDA_VISIBLE_DEVICES" in self.env:
+            return self
+        return replace(self, env={**self.env, "CUDA_VISIBLE_DEVICES": visible})
 
 
 def tickets(

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -238,42 +237,3 @@ def test_ray_train_shows_the_exception_of_the_rank_that_raised(tmp_path):
 def test_a_bad_variable_ends_the_run_before_training(tmp_path):
     with pytest.raises(Exception, match="did you mean RINGLET_METRICS"):
         fit(tmp_path, steps=1, env={"RINGLET_METRIC": "x"})
-
-
-def test_the_first_step_comes_as_soon_as_with_rays_own_backend(tmp_path):
-    from ray.train.torch import TorchTrainer
-
-    def first_step(config):
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            import torch
-
-            dist.all_reduce(torch.ones(4))
-        else:
-            import torch
-
-            import ringlet.torch as hvd
-
-            hvd.init()
-            hvd.allreduce(torch.ones(4))
-        if ray.train.get_context().get_world_rank() == 0:
-            with open(config["file"], "w") as file:
-                file.write(str(time.time()))
-
-    def seconds(kind, **given):
-        began = time.time()
-        scaling = ScalingConfig(num_workers=2)
-        run = RunConfig(storage_path=str(tmp_path / "kept"))
-        told = tmp_path / f"{kind.__name__}{began}"
-        given |= {"train_loop_config": {"file": str(told)}}
-        kind(first_step, scaling_config=scaling, run_config=run, **given).fit()
-        return float(told.read_text()) - began
-
-    own, other = [], []
-    for _ in range(3):  # in turn: the machine is busy, now more and now less
-        other.append(seconds(TorchTrainer))
-        own.append(seconds(DataParallelTrainer, backend_config=RingletConfig()))
-    ours, theirs = min(own), min(other)
-    print(f"first step: {ours:.2f} s with Ringlet's backend, {theirs:.2f} s with Ray's")
-    assert ours < 1.15 * theirs

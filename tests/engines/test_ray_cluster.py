@@ -34,7 +34,7 @@ def place():
 
     hvd.init()
     total = float(hvd.allreduce(torch.ones(2), op=hvd.Sum)[0])
-    local = int(os.environ["RINGLET_LOCAL_RANK"]), int(os.environ["RINGLET_LOCAL_SIZE"])
+    local = hvd.local_rank(), hvd.local_size()
     return ray.get_runtime_context().get_node_id(), hvd.rank(), local, total
 
 

@@ -121,6 +121,11 @@ def test_what_cannot_be_is_a_sentence(spark, given, said):
         ringlet.spark.run(total, **given)
 
 
+def test_elastic_jobs_are_refused_with_the_way():
+    with pytest.raises(LaunchError, match=r"use ringlet\.spark\.run\(fn, restarts=N\)"):
+        ringlet.spark.run_elastic(total, args=(1,), num_proc=2, min_num_proc=1, max_num_proc=4)
+
+
 def test_tasks_that_do_not_come_are_given_up(spark):
     # Three of the four slots are taken.
     import threading
@@ -137,44 +142,6 @@ def test_tasks_that_do_not_come_are_given_up(spark):
         ringlet.spark.run(total, (1,), num_proc=2, start_timeout=3)
     other.join()
     assert len(ringlet.spark.run(total, (1,), num_proc=2)) == 2
-
-
-def test_the_first_step_comes_as_soon_as_with_sparks_own_distributor(spark):
-    from pyspark.ml.torch.distributor import TorchDistributor
-
-    def theirs_step():
-        import time
-
-        import torch
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        dist.all_reduce(torch.ones(4))
-        return time.time()
-
-    def ours_step():
-        import time
-
-        import torch
-
-        import ringlet.torch as hvd
-
-        hvd.init()
-        hvd.allreduce(torch.ones(4))
-        return time.time()
-
-    def ours():
-        began = time.time()
-        return ringlet.spark.run(ours_step, num_proc=2)[0] - began
-
-    def theirs():
-        began = time.time()
-        distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
-        return distributor.run(theirs_step) - began
-
-    own, other = min(ours(), ours()), min(theirs(), theirs())
-    print(f"first step: {own:.2f} s with ringlet.spark.run, {other:.2f} s with TorchDistributor")
-    assert own < 1.15 * other
 
 
 def test_ringlet_inside_sparks_torch_distributor(spark):

@@ -18,7 +18,7 @@ SECRET = "0123456789abcdef0123456789abcdef"
 SUM = (
     "import os, torch, ringlet.torch as hvd; hvd.init();"
     "total = hvd.allreduce(torch.ones(3) * hvd.rank(), op=hvd.Sum);"
-    "print(hvd.rank(), hvd.size(), os.environ['RINGLET_LOCAL_RANK'], os.environ.get('OWN'),"
+    "print(hvd.rank(), hvd.size(), hvd.local_rank(), os.environ.get('OWN'),"
     " float(total[0]))"
 )
 

@@ -26,11 +26,11 @@ WORKER = Path(__file__).with_name("worker_placed.py")
 
 def test_ranks_of_a_node_follow_each_other():
     assert standings(["b", "a", "b", "c", "a"]) == [
-        Standing(0, 5, 0, 2),
-        Standing(2, 5, 0, 2),
-        Standing(1, 5, 1, 2),
-        Standing(4, 5, 0, 1),
-        Standing(3, 5, 1, 2),
+        Standing(0, 5, 0, 2, 0),
+        Standing(2, 5, 0, 2, 1),
+        Standing(1, 5, 1, 2, 0),
+        Standing(4, 5, 0, 1, 2),
+        Standing(3, 5, 1, 2, 1),
     ]
     assert standings([]) == []
 
@@ -131,8 +131,12 @@ def test_lent_workers_train_in_threads_time_and_again(workers):
     for _ in range(2):
         accounts, changes = zip(*workers.call("train", env={"MINE": "yes"}), strict=True)
         assert results(accounts) == [
-            {"sum": 3.0, "place": place, "mine": "yes", "torch": place[:2]}
-            for place in [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
+            {"sum": 3.0, "place": place, "across": across, "mine": "yes", "torch": place[:2]}
+            for place, across in [
+                ((0, 3, 0, 2), (0, 2)),
+                ((1, 3, 1, 2), (0, 1)),
+                ((2, 3, 0, 1), (1, 2)),
+            ]
         ]
         assert changes == ([],) * 3
 

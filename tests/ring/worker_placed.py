@@ -21,11 +21,12 @@ def train():
     total = hvd.allreduce(torch.ones(4), op=hvd.Sum)
     place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
     seen = tuple(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    local = tuple(int(os.environ["RINGLET_" + n]) for n in ("LOCAL_RANK", "LOCAL_SIZE"))
+    assert os.environ["RINGLET_LOCAL_RANK"] == str(hvd.local_rank())
     os.environ["LEFT_BEHIND"] = "1"
     return {
         "sum": float(total[0]),
-        "place": place[:2] + local,
+        "place": place,
+        "across": (hvd.cross_rank(), hvd.cross_size()),
         "mine": os.environ.get("MINE"),
         "torch": seen,
     }
