@@ -1,9 +1,11 @@
 """Ringlet on Dask: a function called as ranks, one on each worker.
 
+```python
 from distributed import Client
 import ringlet.dask
 
 results = ringlet.dask.run(Client("scheduler:8786"), train, args=(3e-4,))
+```
 """
 
 from ringlet.shared.requirements import need

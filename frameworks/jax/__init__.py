@@ -1,9 +1,11 @@
 """Ringlet for JAX: collectives and an optax transformation, eager and in compiled programs.
 
+```python
 import ringlet.jax as hvd
 
 hvd.init()
 optimizer = optax.chain(hvd.reduce_gradients("topk(ratio=0.01) | ef"), optax.adam(1e-3))
+```
 """
 
 from ringlet.shared.requirements import need

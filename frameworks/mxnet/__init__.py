@@ -1,10 +1,12 @@
 """Ringlet for MXNet 1.9: Horovod's interface, with compressors.
 
+```python
 import ringlet.mxnet as hvd
 
 hvd.init()
 trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", compression="int8 | ef")
 hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+```
 """
 
 from ringlet.mxnet.removed_numpy_names import restore

@@ -1,9 +1,11 @@
 """Ringlet on Ray: a backend for Ray Train, and Horovod's RayExecutor.
 
+```python
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ringlet.ray import RingletConfig
 
 DataParallelTrainer(train, backend_config=RingletConfig(), scaling_config=...).fit()
+```
 """
 
 from ringlet.shared.requirements import need

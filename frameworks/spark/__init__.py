@@ -1,8 +1,10 @@
 """Ringlet on Spark: functions called as ranks in the tasks of a barrier stage, and estimators.
 
+```python
 import ringlet.spark
 
 results = ringlet.spark.run(train, args=(3e-4,), num_proc=8, restarts=2)
+```
 """
 
 from ringlet.shared.requirements import need
