@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import pickle
 import sys
@@ -61,9 +63,9 @@ def _train(job: _KerasTraining) -> Fitted | None:
             precision=job.precision,
         )
         model.compile(optimizer, **given)
-    checkpoints, history = Checkpoints(job, rank, size, "pickle"), []
+    checkpoints, history = Checkpoints(job, rank, size, "npz"), []
     if (kept := checkpoints.latest()) is not None:
-        history = _restore(model, pickle.loads(kept))
+        history = _restore(job, model, kept)
     share, held = job.shares(rank, size)
     steps = share.least // min(job.batch_size, share.least)
     steps = min(steps, job.train_steps or steps)
@@ -219,25 +221,41 @@ class _Keeping:
     history: list[dict[str, float]]
 
     def __call__(self, epoch: int, logs: dict[str, Any]) -> None:
-        from ringlet.keras import compressor_state
-        from ringlet.keras.optimizer_state import as_array
-
         numbers = {name: float(value) for name, value in logs.items()}
         self.history.append({"epoch": float(epoch), **numbers})
-        arrays = [as_array(variable) for variable in _variables(self.model)]
-        state = {"arrays": arrays, "history": self.history}
-        state["compressors"] = compressor_state(self.model.optimizer)
-        self.checkpoints.keep(epoch, pickle.dumps(state))
+        self.checkpoints.keep(epoch, _state(self.model, self.history))
 
 
-def _restore(model: Any, state: dict[str, Any]) -> list[dict[str, float]]:
+def _state(model: Any, history: list[dict[str, float]]) -> bytes:
+    """Return a checkpoint: an archive of NumPy's, of bytes, without pickles."""
+    from ringlet.keras import compressor_state
+    from ringlet.keras.optimizer_state import as_array
+
+    parts = {f"arr_{i}": as_array(v).tobytes() for i, v in enumerate(_variables(model))}
+    parts |= {"compressors": compressor_state(model.optimizer)}
+    parts |= {"history": json.dumps(history).encode()}
+    arrays: dict[str, Any] = {name: np.frombuffer(part, np.uint8) for name, part in parts.items()}
+    with io.BytesIO() as file:
+        np.savez(file, **arrays)
+        return file.getvalue()
+
+
+def _restore(job: _KerasTraining, model: Any, kept: bytes) -> list[dict[str, float]]:
     """Go on where a checkpoint was kept; return the history until then."""
     from ringlet.keras import set_compressor_state
+    from ringlet.keras.optimizer_state import as_array
 
-    for variable, array in zip(_variables(model), state["arrays"], strict=True):
-        variable.assign(array)
-    set_compressor_state(model.optimizer, state["compressors"])
-    history: list[dict[str, float]] = state["history"]
+    variables = _variables(model)
+    with np.load(io.BytesIO(kept), allow_pickle=False) as archive:
+        state = dict(archive)
+    arrays = [as_array(variable) for variable in variables]
+    sizes = [state[name].size for name in state if name.startswith("arr_")]
+    if sizes != [array.nbytes for array in arrays]:
+        raise LaunchError(f"the checkpoint of run {job.run_id!r} is of another model or optimizer")
+    for i, (variable, array) in enumerate(zip(variables, arrays, strict=True)):
+        variable.assign(state[f"arr_{i}"].view(array.dtype).reshape(array.shape))
+    set_compressor_state(model.optimizer, state["compressors"].tobytes())
+    history: list[dict[str, float]] = json.loads(state["history"].tobytes())
     return history
 
 

@@ -42,7 +42,7 @@ def _train(job: _TorchTraining) -> Fitted | None:
     checkpoints = Checkpoints(job, rank, size, "pt")
     history: list[dict[str, float]] = []
     if (kept := checkpoints.latest()) is not None:
-        state = torch.load(io.BytesIO(kept), weights_only=False)
+        state = torch.load(io.BytesIO(kept), weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         history = state["history"]

@@ -138,8 +138,19 @@ class Driver:
             self._obey(self._membership.decide(now), now)
             while self._over is None or printer.pending or not self._rank_table.done:
                 self._step()
+            if self._remind():
+                with contextlib.suppress(BrokenPipeError):
+                    printer.write()
         assert self._over is not None
         return self._over[0]
+
+    def _remind(self) -> bool:
+        number = self._membership.first_failed
+        if not self._over or not self._over[0] or number is None or self._forwarded:
+            return False
+        here = self._rank_table.ranks[number].here
+        python = start.other_python(self._command[0], self._env.get("PATH")) if here else None
+        return self._printer.remind(number, f"process {number}", python)
 
     def _first_hosts(self) -> list[Host] | None:
         """Wait until there are hosts; return them, or None where the user ends the job before.

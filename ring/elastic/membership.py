@@ -103,7 +103,8 @@ class Membership:
         self._barred: dict[str, _Barred] = {}
         self._wanting = now  # since when there is something to wait for
         self._finished: int | None = None  # who has ended well
-        self._failed: tuple[int, str] | None = None  # what ended a rank of the present epoch first
+        self._failed: tuple[int, str] | None = None  # what ended a rank of the present epoch first,
+        self.first_failed: int | None = None  # and which member it was
         self._told: set[int] = set()  # newcomers that ranks were told of
         self._unseen = Decisions()  # what happened since the last ``decide``, which was then
         self._decided = now
@@ -151,8 +152,10 @@ class Membership:
                 self._finished = number
             return
         name = f"rank {member.rank}" if ranked else f"newcomer {number}"
-        if ranked or not self.epoch:  # a newcomer that fails is no fault of the job
-            self._failed = self._failed or (code, f"{name} on {member.host} {how}")
+        # A newcomer that fails is no fault of the job.
+        if self._failed is None and (ranked or not self.epoch):
+            self._failed = code, f"{name} on {member.host} {how}"
+            self.first_failed = number
         self._bar(member, f"{name} on {member.host} {how}", now)
 
     # -- what is to be done -----------------------------------------------------------------------
@@ -330,7 +333,7 @@ class Membership:
         if len(taking) < self._needed():
             return
         self.epoch += 1
-        self._failed, self._wanting = None, now
+        self._failed, self.first_failed, self._wanting = None, None, now
         first = {host: i for i, host in enumerate(self._hosts)}
         oldest: dict[str, tuple[int, int]] = {}
         for member in taking:

@@ -151,23 +151,11 @@ class Job:
         return Outcome(self._ending.code(), number, self._verdict.reason(), interrupted)
 
     def _remind(self) -> bool:
-        """Say again what the rank that failed first said last, and what to do if it lacks a module.
-
-        Returns whether anything was said.
-        """
         first = self._verdict.first
         if self._quiet or first is None or self._ending.forwarded:
             return False
-        lines = self.printer.last_lines(first.number)
-        if lines:
-            self.printer.note(f"rank {first.number} failed first; its last lines were:")
-        for line in lines:
-            self.printer.note(f"| {line}")
-        remedy = self._plan.other_python()
-        if remedy is None or not self.printer.says_last(first.number, "ModuleNotFoundError"):
-            return bool(lines)
-        self.printer.note(remedy)
-        return True
+        name = f"rank {first.number}"
+        return self.printer.remind(first.number, name, self._plan.other_python())
 
     def _task(self, rank: int) -> dict[str, Any]:
         return self._plan.task(rank, self._listener.address)

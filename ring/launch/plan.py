@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,17 +78,9 @@ class Plan:
 
     def other_python(self) -> str | None:
         """Return what to do if ranks on this host run another Python than the one of Ringlet."""
-        found = shutil.which(self.command[0], path=self._env.get("PATH"))
-        is_python = re.fullmatch(r"python[\d.]*", os.path.basename(self.command[0]))
-        if self.site.several or not is_python or not found:
+        if self.site.several:
             return None
-        there, here = (os.path.realpath(os.path.dirname(path)) for path in (found, sys.executable))
-        if there == here:
-            return None
-        return (
-            f"{self.command[0]} is {found}, and Ringlet is installed for {sys.executable}: "
-            "activate the environment of that one, or give it in the command"
-        )
+        return start.other_python(self.command[0], self._env.get("PATH"))
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -152,6 +153,20 @@ def rank_environment(
             "RINGLET_LOCAL_SIZE": str(seat.local_size),
             "RINGLET_RENDEZVOUS": f"ringlet://{address}",
         }
+    )
+
+
+def other_python(name: str, path: str | None) -> str | None:
+    """Return what to do if ``name`` is a Python on ``path``, but not the one of Ringlet."""
+    found = shutil.which(name, path=path)
+    if not found or not re.fullmatch(r"python[\d.]*", os.path.basename(name)):
+        return None
+    there, here = (os.path.realpath(os.path.dirname(each)) for each in (found, sys.executable))
+    if there == here:
+        return None
+    return (
+        f"{name} is {found}, and Ringlet is installed for {sys.executable}: activate the "
+        "environment of that one, or give it in the command"
     )
 
 

@@ -92,15 +92,21 @@ class Printer:
         """Queue a line of the launcher's own on the standard error."""
         self._queue_bytes(STDERR, f"ringlet run: {text}\n".encode(errors="surrogateescape"))
 
-    def last_lines(self, rank: int) -> list[str]:
-        """Return the last lines of ``rank`` if others have printed since; else an empty list."""
-        if self._speaker == rank:
-            return []
-        return [line.decode(errors="replace") for line in self._last.get(rank, ())]
+    def remind(self, rank: int, name: str, remedy: str | None = None) -> bool:
+        """Say again what ``rank``, called ``name``, printed last if others have printed since.
 
-    def says_last(self, rank: int, words: str) -> bool:
-        """Whether the last lines of ``rank`` have ``words``."""
-        return any(words.encode() in line for line in self._last.get(rank, ()))
+        And the ``remedy`` if it lacked a module. Returns whether anything was said.
+        """
+        last = [line.decode(errors="replace") for line in self._last.get(rank, ())]
+        lines = [] if self._speaker == rank else last
+        if lines:
+            self.note(f"{name} failed first; its last lines were:")
+        for line in lines:
+            self.note(f"| {line}")
+        if remedy is None or not any("ModuleNotFoundError" in line for line in last):
+            return bool(lines)
+        self.note(remedy)
+        return True
 
     def _put(self, rank: int, stream: int, lines: bytes) -> None:
         self._speaker = rank

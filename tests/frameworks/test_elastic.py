@@ -152,8 +152,33 @@ def test_too_few_ranks_end_the_job(jobs):
     done, lines = jobs("too few")
     assert done.returncode == 137, done.stderr
     assert epochs(lines) == [(2, 0)]
+    said = "rank 0 on localhost was ended by signal 9 (SIGKILL); ending the other ranks\n"
+    assert said in done.stderr
+
+
+SAYS_WHY = """
+import os, signal, sys, time
+there = sys.argv[1]
+if os.environ["RINGLET_MEMBER"] == "0":
+    while not os.path.exists(there):
+        time.sleep(0.01)
+    sys.exit("the cause")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+open(there, "w").close()
+signal.pause()
+"""
+
+
+def test_what_ended_the_job_is_said_again_behind_what_others_print(tmp_path):
+    launch = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--min-np", "2"]
+    done = subprocess.run(
+        [*launch, sys.executable, "-c", SAYS_WHY, str(tmp_path / "there")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "told to end" in done.stderr
     assert done.stderr.endswith(
-        "rank 0 on localhost was ended by signal 9 (SIGKILL); ending the other ranks\n"
+        "ringlet run: process 0 failed first; its last lines were:\nringlet run: | the cause\n"
     )
 
 

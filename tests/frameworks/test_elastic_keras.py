@@ -34,10 +34,10 @@ def test_training_goes_on_from_the_last_commit(backend):
     assert [line["equal"] for line in lines if "done" in line] == [True, True]
 
 
-def test_a_copy_of_what_a_lost_rank_held_back_goes_on_with_another():
+def test_a_copy_of_what_a_lost_rank_held_back_goes_on_with_another(backend):
     plan = {"batches": 40, "do": {"1": [25, "SIGKILL"]}, "redundancy": 1}
     plan["spec"] = "topk(ratio=0.1) | ef"
-    done, lines = job(["-np", "3", "--min-np", "2"], plan, "keras", KERAS_BACKEND="tensorflow")
+    done, lines = job(["-np", "3", "--min-np", "2"], plan, "keras", KERAS_BACKEND=backend)
     assert done.returncode == 0, done.stderr
     assert epochs(lines) == [(3, 0), (2, 20)]
     assert [line["equal"] for line in lines if "done" in line] == [True, True]
