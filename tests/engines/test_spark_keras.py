@@ -101,6 +101,10 @@ def test_it_goes_on_where_a_run_has_ended(frame, tmp_path):
     other = estimator(tmp_path / "parts", run_id="one", num_proc=1)
     with pytest.raises(WorkerFailed, match="is of 2 ranks, not of 1"):
         other.fit_on_parquet(frame.sparkSession)
+    wide = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    other = estimator(tmp_path / "parts", run_id="one", model=wide)
+    with pytest.raises(WorkerFailed, match="run 'one' is of another model or optimizer"):
+        other.fit_on_parquet(frame.sparkSession)
 
 
 def test_weights_count_and_layers_compute_as_the_policy_says(frame, tmp_path):
