@@ -43,7 +43,7 @@ from pathlib import Path
 TORCH = ["torch._dynamo", "torch.distributed.fsdp", "ringlet.torch", "ringlet.ring.launch.api"]
 FRAMEWORKS = {
     "torch": TORCH,
-    "tensorflow": [*TORCH, "ringlet.tensorflow", "ringlet.keras"],
+    "tensorflow": [*TORCH, "ringlet.tensorflow", "ringlet.keras", "ringlet.jax"],
     "jax": [*TORCH, "ringlet.jax", "orbax.checkpoint", "flax.nnx"],
 }
 # Their kernels are loaded in advance too.
