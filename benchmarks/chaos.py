@@ -202,7 +202,10 @@ def disturb(job: Job, kind: str, draw: random.Random) -> dict[str, Any] | None:
             job.hosts.cut(host)
         else:
             number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-            os.kill(ranks[names[host]], number)
+            try:
+                os.kill(ranks[names[host]], number)
+            except ProcessLookupError:  # the last change is half told: this one is not of it
+                return None
     recovered, epoch = None, False
     for line in job.lines(since, at + SETTLED):
         if line["at"] < at:
