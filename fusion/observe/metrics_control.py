@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,14 +72,15 @@ class Recording:
         about = {"rank": comm.rank, "size": comm.size, "transport": comm.base.name}
         self._metrics.describe(about | facts)
         extensions.observe(self._metrics)
-        self._on = True
+        self._on, self._stopping = True, threading.Lock()
 
     def stop(self) -> None:
         """Record no more; return once the sinks have everything. Idempotent."""
-        if not self._on:
-            return
-        self._on = False
-        self._extensions.unobserve(self._metrics)
-        self._extensions.settle()
-        self._metrics.flush()
-        self._dispatcher.close()
+        with self._stopping:  # the engine may be at it: other ranks have left
+            if not self._on:
+                return
+            self._on = False
+            self._extensions.unobserve(self._metrics)
+            self._extensions.settle()
+            self._metrics.flush()
+            self._dispatcher.close()

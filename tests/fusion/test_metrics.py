@@ -165,6 +165,36 @@ def test_a_slow_sink_drops_records_and_never_blocks(caplog):
     assert "7 records of metrics were dropped" in caplog.text
 
 
+def test_whoever_stops_a_recording_that_is_being_stopped_waits_for_its_records():
+    def body(engine):
+        records, at_return, full = [], [], threading.Event()
+
+        def write(record):
+            full.wait(60)
+            records.append(record)
+
+        recording = engine.metrics.start([Callback(write)], network=False)
+        engine.extensions.skipped(1, "overflow")
+        first = threading.Thread(target=recording.stop)  # as the engine does when others leave
+
+        def second():
+            recording.stop()
+            at_return.append(len(records))
+
+        threads = [first, threading.Thread(target=second)]
+        first.start()
+        while recording._on:
+            time.sleep(0.001)
+        threads[1].start()
+        threads[1].join(0.1)
+        full.set()
+        for thread in threads:
+            thread.join(60)
+        return len(records), at_return
+
+    assert with_engines(1, body) == [(2, [2])]
+
+
 def test_an_observer_that_fails_is_dropped_and_training_goes_on(caplog):
     class Faulty(Metrics):
         def bucket_done(self, event):
