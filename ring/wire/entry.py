@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 import time
@@ -13,6 +14,7 @@ from ringlet.ring.wire.launch_link import Channel, Kind, Role
 
 PATIENCE = 60.0  # seconds for the launcher to answer
 TRY = 15.0  # seconds for it to answer once
+ROUTE = 20.0  # seconds for a way to its host to be found: whoever asks for one may not be heard
 PAUSE = 0.05, 1.0  # seconds between two tries: at first, and at most
 
 # Another connection may fare better: the listener may have been full of strangers.
@@ -26,10 +28,11 @@ def enter(
 
     ``address`` is host:port. A connection that breaks is tried again, for ``patience`` seconds in
     all. Raises ProtocolError when whoever answers is not the launcher, or does not believe this
-    process, and OSError when nobody answers.
+    process, and OSError when nobody answers, or no way leads to its host within 20 s.
     """
     who = Claim(Role.VISITOR if visitor else Role.WRAPPER, rank, 0)
-    limit, pause = time.monotonic() + patience, PAUSE[0]
+    began = time.monotonic()
+    limit, pause = began + patience, PAUSE[0]
     while True:
         sock: socket.socket | None = None
         now = time.monotonic()
@@ -40,10 +43,16 @@ def enter(
         except (OSError, ProtocolError) as error:
             if sock is not None:
                 sock.close()
-            if not isinstance(error, _PASSING) or time.monotonic() + pause >= limit:
+            until = min(limit, began + ROUTE) if _no_route(error) else limit
+            passing = isinstance(error, _PASSING) or _no_route(error)
+            if not passing or time.monotonic() + pause >= until:
                 raise
         time.sleep(pause * random.uniform(0.5, 1.0))  # so that not all come back at once
         pause = min(2 * pause, PAUSE[1])
+
+
+def _no_route(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH
 
 
 def expect(channel: Channel, wanted: Kind, patience: float = PATIENCE) -> bytes:

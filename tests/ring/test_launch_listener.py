@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -142,6 +143,28 @@ def test_whoever_is_cut_off_tries_again(monkeypatch: pytest.MonkeyPatch, porter:
         enter(where, b"key", 0, patience=WAIT)
     with pytest.raises(Unwelcome, match="does not take this process for one of the job's"):
         enter(porter.listener.address, b"key", 0, patience=WAIT)
+
+
+def test_a_way_that_is_not_found_at_once_is_looked_for_again(
+    porter: Porter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, usual = [], socket.create_connection
+
+    def unheard(where: tuple[str, int], timeout: float) -> socket.socket:
+        asked.append(where)
+        if len(asked) < 3 or porter.guests:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        return usual(where, timeout=timeout)
+
+    monkeypatch.setattr(enter_module, "PAUSE", (0.01, 0.02))
+    monkeypatch.setattr(enter_module.socket, "create_connection", unheard)
+    channel = enter(porter.listener.address, porter.listener.secret, 1, patience=WAIT)
+    until(lambda: porter.guests)
+    channel.close()
+    monkeypatch.setattr(enter_module, "ROUTE", 0.2)
+    with pytest.raises(OSError, match="No route to host"):
+        enter(porter.listener.address, porter.listener.secret, 1, patience=WAIT)
+    assert len(asked) > 4
 
 
 def greeted_raw(address: str) -> socket.socket:
