@@ -16,7 +16,7 @@ test: $(VENV)/.test
 
 # Against real engines, in an environment of their own, one at a time. Java for Spark, and the packages
 # slurm-wlm and munge for Slurm (which wants root), have to be here.
-ENGINES ?= ray ray_cluster spark spark_estimator spark_keras dask slurm manifests
+ENGINES ?= ray ray_cluster ray_elastic spark spark_estimator spark_keras dask slurm manifests
 ENGINES_VENV := .venv-engines
 test-engines: $(ENGINES_VENV)/.made
 	set -e; for engine in $(ENGINES); do $(ENGINES_VENV)/bin/python -m pytest tests/engines/test_$$engine.py; done

@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringlet.as_horovod import install_as_horovod
-    from ringlet.ring.launch import run
+    from ringlet.ring.functions import WorkerFailed, run
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "install_as_horovod", "run"]
+__all__ = ["WorkerFailed", "__version__", "install_as_horovod", "run"]
 
-_LAZY = {"install_as_horovod": "ringlet.as_horovod", "run": "ringlet.ring.launch"}
+_LAZY = {
+    "WorkerFailed": "ringlet.ring.functions",
+    "install_as_horovod": "ringlet.as_horovod",
+    "run": "ringlet.ring.functions",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ringlet.horovod.aliases import Aliases
-from ringlet.ring.launch import api
+from ringlet.ring.functions import parcels
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
@@ -39,7 +39,7 @@ def install_as_horovod() -> None:
         raise ImportError("horovod is imported already; call install_as_horovod() before that")
     sys.meta_path.insert(0, Aliases())
     _tell_place(os.environ)
-    api.runner[:] = ["-m", "ringlet.as_horovod"]  # ranks of horovod.run() import it as well
+    parcels.runner[:] = ["-m", "ringlet.as_horovod"]  # ranks of horovod.run() import it as well
 
 
 def main(arguments: list[str]) -> None:

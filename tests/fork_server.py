@@ -40,7 +40,7 @@ import traceback
 import types
 from pathlib import Path
 
-TORCH = ["torch._dynamo", "torch.distributed.fsdp", "ringlet.torch", "ringlet.ring.launch.api"]
+TORCH = ["torch._dynamo", "torch.distributed.fsdp", "ringlet.torch", "ringlet.ring.functions.call"]
 FRAMEWORKS = {
     "torch": TORCH,
     "tensorflow": [*TORCH, "ringlet.tensorflow", "ringlet.keras", "ringlet.jax"],

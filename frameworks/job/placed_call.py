@@ -11,7 +11,7 @@ from typing import Any
 
 from ringlet.job.session import shutdown
 from ringlet.ring.errors import LaunchError, PeerLost
-from ringlet.ring.launch.api import WorkerFailed
+from ringlet.ring.functions import WorkerFailed
 from ringlet.ring.launch.signed_pickle import pickler
 from ringlet.ring.placed.embedded import embedded
 from ringlet.ring.placed.ticket import Ticket

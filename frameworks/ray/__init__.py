@@ -1,4 +1,4 @@
-"""Ringlet on Ray: a backend for Ray Train, and Horovod's RayExecutor.
+"""Ringlet on Ray: a backend for Ray Train, and Horovod's executors.
 
 ```python
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -12,7 +12,8 @@ from ringlet.shared.requirements import need
 
 need("ray", "ringlet.ray")
 
+from ringlet.ray.elastic import ElasticRayExecutor
 from ringlet.ray.executor import RayExecutor, RaySettings
 from ringlet.ray.train_backend import RingletConfig
 
-__all__ = ["RayExecutor", "RaySettings", "RingletConfig"]
+__all__ = ["ElasticRayExecutor", "RayExecutor", "RaySettings", "RingletConfig"]

@@ -19,6 +19,15 @@ def store_host(interfaces: Sequence[str] = ()) -> str:
     return str(ray.util.get_node_ip_address())
 
 
+def inside_the_cluster() -> None:
+    """Raise LaunchError where workers cannot reach this program."""
+    if ray.util.client.ray.is_connected():
+        raise LaunchError(
+            "this program is outside the cluster (ray://), where workers cannot reach it:"
+            " submit it as a job (`ray job submit`), or run it on a node of the cluster"
+        )
+
+
 def check_version() -> None:
     """Raise LaunchError where Ray is too old."""
     numbers = tuple(int(word) for word in ray.__version__.split(".")[:2] if word.isdecimal())

@@ -28,11 +28,15 @@ from ringlet.job.placed_call import (
     placed_rank,
     results,
 )
-from ringlet.ray.cluster import check_version, resources, store_host
+from ringlet.ray.cluster import check_version, inside_the_cluster, resources, store_host
+from ringlet.ray.elastic import ElasticRayExecutor, ElasticSettings
+from ringlet.ring.elastic.rules import checked_rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.signed_pickle import pickler
 from ringlet.ring.placed.store_server import StoreServer
 from ringlet.ring.placed.ticket import Ticket, tickets
+
+_NO_OBJECTS = "ranks that come and go keep no objects, and no references to what they will return"
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ class RayExecutor:
     group, unless ``use_current_placement_group`` is false; or ``num_workers_per_host`` of them are
     on each of ``num_hosts`` nodes. Each takes ``cpus_per_worker`` CPUs and, with ``use_gpu``,
     ``gpus_per_worker`` GPUs (None: 1). ``settings`` come from ``create_settings``; ``transport``
-    is gloo (None) or nccl. Raises ValueError for what contradicts, LaunchError for an elastic job.
+    is gloo (None) or nccl. With ``min_workers`` or ``max_workers`` ranks come and go with Ray's
+    nodes, as those of ``ElasticRayExecutor``: then ``run`` alone calls functions. Raises ValueError
+    or LaunchError for what contradicts.
     """
 
     def __init__(
@@ -135,17 +141,27 @@ class RayExecutor:
         transport: str | None = None,
     ) -> None:
         check_version()
-        for name, value in {
-            "min_workers": min_workers,
-            "max_workers": max_workers,
-            "reset_limit": reset_limit,
-            "cooldown_range": cooldown_range,
-        }.items():
+        self.settings = settings or self.create_settings()
+        self._elastic: ElasticRayExecutor | None = None
+        if min_workers is not None or max_workers is not None:
+            if num_hosts is not None:
+                raise ValueError("num_hosts: give num_workers where ranks come and go, or neither")
+            rules = checked_rules(
+                num_workers, min_workers, max_workers, reset_limit, elastic_timeout, cooldown_range,
+                named=_workers,
+            )  # fmt: skip
+            self._size = rules.np
+            self._elastic = ElasticRayExecutor(
+                ElasticSettings(rules, self.settings.timeout_s, self.settings.nics),
+                use_gpu,
+                cpus_per_worker,
+                gpus_per_worker,
+                transport=transport,
+            )
+            return
+        for name, value in {"reset_limit": reset_limit, "cooldown_range": cooldown_range}.items():
             if value is not None:
-                raise LaunchError(
-                    f"{name}: RayExecutor's ranks do not come and go; use Ray Train with"
-                    " ringlet.ray.RingletConfig and ScalingConfig(num_workers=(least, most))"
-                )
+                raise LaunchError(f"{name} is for ranks that come and go: give min_workers as well")
         if num_workers is not None and num_hosts is None:
             self._size = num_workers
         elif num_hosts is not None and num_workers is None:
@@ -164,7 +180,6 @@ class RayExecutor:
         for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{name}={count}: there has to be at least one")
-        self.settings = settings or self.create_settings()
         self._hosts, self._per_host = num_hosts, num_workers_per_host
         self._takes: dict[str, float] = {"CPU": float(cpus_per_worker)}
         if use_gpu:
@@ -211,13 +226,14 @@ class RayExecutor:
         ``extra_env_vars`` are set for every rank. Raises TimeoutError when the cluster has no room
         within ``placement_group_timeout_s``, WorkerFailed when the class cannot be made.
         """
+        inside_the_cluster()
+        if self._elastic is not None:
+            if executable_cls is not None:
+                raise LaunchError(f"executable_cls: {_NO_OBJECTS}")
+            self._elastic.start(extra_env_vars)
+            return
         if self._workers:
             raise LaunchError("this RayExecutor has been started; call shutdown() first")
-        if ray.util.client.ray.is_connected():
-            raise LaunchError(
-                "this program is outside the cluster (ray://), where workers cannot reach it:"
-                " submit it as a job (`ray job submit`), or run it on a node of the cluster"
-            )
         self._env = dict(extra_env_vars or {})
         made = None
         if executable_cls is not None:
@@ -246,6 +262,8 @@ class RayExecutor:
         """
         if callbacks:
             raise LaunchError("callbacks: report by ray.train.report, under Ray Train")
+        if self._elastic is not None:
+            return self._elastic.run(fn, args=args or (), kwargs=kwargs)
         return self._call(packed(fn, args or (), kwargs), on_executable=False)
 
     def run_remote(
@@ -269,6 +287,9 @@ class RayExecutor:
 
     def shutdown(self) -> None:
         """End the actors, and give their resources back. Idempotent."""
+        if self._elastic is not None:
+            self._elastic.shutdown()
+            return
         workers, self._workers = self._workers, []
         if leaving := [worker.leave.remote() for worker in workers]:
             ray.wait(leaving, num_returns=len(leaving), timeout=GRACE)
@@ -367,6 +388,8 @@ class RayExecutor:
         ray.get(entering)
 
     def _started(self) -> list[Any]:
+        if self._elastic is not None:
+            raise LaunchError(f"where ranks come and go, call run(): {_NO_OBJECTS}")
         if not self._workers:
             raise LaunchError("this RayExecutor has not been started: call start() first")
         return self._workers
@@ -397,6 +420,10 @@ class RayExecutor:
                 self._server.fail(f"rank {rank} {text}")
             return Account(rank, ended=text)
         return account
+
+
+def _workers(name: str) -> str:
+    return {"np": "num_workers", "min_np": "min_workers", "max_np": "max_workers"}.get(name, name)
 
 
 def _ended(calls: Mapping[int, Any], seconds: float | None) -> list[int]:

@@ -20,8 +20,8 @@ from pyspark.sql import SparkSession
 from ringlet.job.placed_call import Account, account_of, packed, results
 from ringlet.ring.addresses import address_towards, addresses_of
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.functions import WorkerFailed
 from ringlet.ring.hosts.interfaces import find_interface
-from ringlet.ring.launch.api import WorkerFailed
 from ringlet.ring.placed.ranking import standings
 from ringlet.ring.placed.store_server import StoreServer
 from ringlet.ring.placed.ticket import Ticket, tickets

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ringlet.ring.elastic.discovery import Discovery
-from ringlet.ring.elastic.membership import Rules
+from ringlet.ring.elastic.rules import Rules, checked_rules, flag
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
 
@@ -79,41 +79,23 @@ def slots_here(options: argparse.Namespace, np: int | None) -> int:
 
 def rules_of(options: argparse.Namespace, np: int | None, hosts: Sequence[Host]) -> Rules:
     """Return the rules that the flags state. Raises LaunchError naming the flag that is wrong."""
-    known = sum(host.slots for host in hosts)
-    min_np = _number(options.min_np, "--min-np", 1)
-    max_np = _number(options.max_np, "--max-np", 1)
-    start = np or min_np or known or None
-    if start is None:
-        raise LaunchError("an elastic job needs -np or --min-np: how many ranks to begin with?")
-    least = min_np or start
-    if start < least or (max_np is not None and max_np < start):
-        most = "" if max_np is None else f", --max-np {max_np}"
-        raise LaunchError(f"--min-np {least}, -np {start}{most}: must not fall in this order")
-    if options.discovery is None and known < start:
-        raise LaunchError(
-            f"-np {start}, but --hosts have {known} slots; name more, or a --host-discovery-script"
-        )
-    cooldown = None
-    if options.cooldown is not None:
-        low, high = (_seconds(text, "--blacklist-cooldown-range") for text in options.cooldown)
-        if not 0 < low <= high:
-            raise LaunchError(
-                "--blacklist-cooldown-range takes two numbers of seconds, the least first, not "
-                f"{low:g} {high:g}"
-            )
-        cooldown = low, high
-    timeout = 600.0
-    if options.elastic_timeout is not None:
-        timeout = _seconds(options.elastic_timeout, "--elastic-timeout")
-    return Rules(
-        start,
-        least,
-        max_np,
+    slots = sum(host.slots for host in hosts)
+    rules = checked_rules(
+        np,
+        _number(options.min_np, "--min-np", 1),
+        _number(options.max_np, "--max-np", 1),
         _number(options.reset_limit, "--reset-limit", 0),
-        timeout,
-        cooldown,
-        fixed=options.discovery is None,
+        options.elastic_timeout,
+        options.cooldown,
+        None if options.discovery is not None else slots,
+        flag,
     )
+    if options.discovery is None and slots < rules.np:
+        raise LaunchError(
+            f"-np {rules.np}, but --hosts have {slots} slots; name more, or a"
+            " --host-discovery-script"
+        )
+    return rules
 
 
 def discovery_of(options: argparse.Namespace, hosts: Sequence[Host]) -> Discovery:
@@ -130,13 +112,3 @@ def _number(text: str | None, flag: str, least: int) -> int | None:
     if not text.isdecimal() or int(text) < least:
         raise LaunchError(f"{flag} takes a number of at least {least}, not {text!r}")
     return int(text)
-
-
-def _seconds(text: str, flag: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise LaunchError(f"{flag} takes seconds, not {text!r}")
-    return value

@@ -7,16 +7,17 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.held_back import HeldBack
-from ringlet.ring.elastic.membership import Decisions, Member, Membership, Rules
+from ringlet.ring.elastic.membership import Decisions, Member, Membership
+from ringlet.ring.elastic.placement_engine import Engine, Started, StartedProcess
+from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.forwarding import forwarded
 from ringlet.ring.hosts.hosts import Host, Seat, bare, is_here
@@ -24,14 +25,16 @@ from ringlet.ring.hosts.interfaces import launcher_address
 from ringlet.ring.hosts.remote import Reach, start_agent
 from ringlet.ring.launch import start
 from ringlet.ring.launch.rank_table import Rank, RankTable
+from ringlet.ring.launch.signed_pickle import parcel_key
 from ringlet.ring.processes import processes, torchrun
 from ringlet.ring.processes.output import HIGH, Printer
 from ringlet.ring.processes.signals import Signals
 from ringlet.ring.rendezvous import epochs
 from ringlet.ring.variables import check
+from ringlet.ring.wire.framing import seal
 from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.kv_store import KvStore
-from ringlet.ring.wire.launch_link import Kind
+from ringlet.ring.wire.launch_link import Kind, store_key
 from ringlet.ring.wire.listener import Listener
 
 LOCAL = "127.0.0.1"
@@ -60,17 +63,36 @@ def launch(
     LaunchError or TransportUnavailable if the job cannot start.
     """
     driver = Driver(command, rules, discovery, transport, env or {}, reach or Reach())
-    return driver.run(Printer(rules.np, prefix, output, come=True), verbose)
+    return driver.run(Printer(rules.np, prefix, output, come=True), verbose).code
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job has ended: its exit code, and why, in words, where that is not 0.
+
+    ``returned`` are the members that ended well, by rank, and ``failed`` is the one that failed
+    first, None for none. ``interrupted`` says whether the user ended the job.
+    """
+
+    code: int
+    reason: str
+    returned: list[int]
+    failed: int | None
+    interrupted: bool
 
 
 class Driver:
-    """One elastic job; the arguments are those of ``launch``."""
+    """One elastic job; the arguments are those of ``launch``.
+
+    Instead of a discovery, an engine can both find hosts and start members there. ``kv_store`` is
+    the job's, and ``key`` what parcels in it are sealed with.
+    """
 
     def __init__(
         self,
         command: Sequence[str],
         rules: Rules,
-        discovery: Discovery,
+        discovery: Discovery | Engine,
         transport: str | None,
         env: Mapping[str, str],
         reach: Reach,
@@ -88,12 +110,13 @@ class Driver:
             raise LaunchError(str(error)) from None
         self._asked = {*env, *reach.forward}
         self._rules, self._discovery = rules, discovery
+        self._engine = None if isinstance(discovery, Discovery) else discovery
         self._membership = Membership(rules, time.monotonic())
-        self._kv_store = KvStore()
+        self.kv_store = KvStore()
         self._questions: dict[int, int] = {}  # the last of each member
         self._changes = 0
-        self._held_back = HeldBack(self._kv_store)
-        self._started: dict[int, subprocess.Popen[bytes]] = {}  # by member
+        self._held_back = HeldBack(self.kv_store)
+        self._started: dict[int, Started] = {}  # by member
         self._start_by: dict[int, float] = {}  # when a member has to have reported
         self._kill_at: dict[int, float] = {}  # when a member that was killed is given up
         self._over: tuple[int, str] | None = None
@@ -102,8 +125,13 @@ class Driver:
         # A remote shell of the user's own may know hosts by names that mean nothing here.
         self._resolve = reach.rsh is None
 
-    def run(self, printer: Printer, verbose: bool) -> int:
-        """Serve the members until none is left; return the exit code. Raises LaunchError."""
+    def run(
+        self, printer: Printer, verbose: bool, parcels: Mapping[str, bytes] | None = None
+    ) -> Outcome:
+        """Serve the members until none is left. Raises LaunchError.
+
+        ``parcels`` are left for them in the store, sealed with ``key``.
+        """
         self._printer = printer
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -117,16 +145,18 @@ class Driver:
             self._signals = stack.enter_context(Signals())
             hosts = self._first_hosts()
             if hosts is None:
-                return 128 + self._forwarded[0]
-            others = self._elsewhere(hosts)
-            faces = self._reach.interfaces
-            own = launcher_address(faces, others) if others or faces else LOCAL
+                interrupted = signal.SIGINT in self._forwarded
+                return Outcome(128 + self._forwarded[0], "", [], None, interrupted)
+            own = self._address(hosts)
             self._local = own == LOCAL
             self._listener = Listener(0, own)
             stack.enter_context(contextlib.closing(self._listener))
+            self.key = parcel_key(store_key(self._listener.secret))
+            for name, data in (parcels or {}).items():
+                self.kv_store.put(name, seal(self.key, name, data))
             self._rank_table = RankTable([], printer, self._task, place=b"{}")
-            self._kv_store.leave(epochs.CHANGES, b"0")
-            self._kv_store.leave(epochs.SPECS, b"null")
+            self.kv_store.leave(epochs.CHANGES, b"0")
+            self.kv_store.leave(epochs.SPECS, b"null")
             reader, writer = os.pipe()
             os.set_blocking(reader, False)
             self._noise: BinaryIO = stack.enter_context(os.fdopen(reader, "rb", buffering=0))
@@ -142,7 +172,23 @@ class Driver:
                 with contextlib.suppress(BrokenPipeError):
                     printer.write()
         assert self._over is not None
-        return self._over[0]
+        code, reason = self._over
+        membership = self._membership
+        failed = membership.first_failed if code else None
+        return Outcome(
+            code, reason, membership.returned(), failed, signal.SIGINT in self._forwarded
+        )
+
+    def rank_of(self, number: int) -> int:
+        """Return the rank that a member had last, or its own number if it never had one."""
+        rank = self._membership.members[number].rank
+        return number if rank is None else rank
+
+    def _address(self, hosts: Sequence[Host]) -> str:
+        if self._engine is not None:
+            return self._engine.address
+        others, interfaces = self._elsewhere(hosts), self._reach.interfaces
+        return launcher_address(interfaces, others) if others or interfaces else LOCAL
 
     def _remind(self) -> bool:
         number = self._membership.first_failed
@@ -168,7 +214,8 @@ class Driver:
                 return hosts
             if now >= limit:
                 within = f"within {self._rules.timeout:g} s (--elastic-timeout)"
-                raise LaunchError(f"the discovery script has named no host {within}")
+                what = "engine" if self._engine is not None else "discovery script"
+                raise LaunchError(f"the {what} has named no host {within}")
             wait = min(self._discovery.patience(now) or 0.0, limit - now)
             if select.select([self._signals], [], [], wait)[0]:
                 self._forwarded += self._signals.arrived()
@@ -176,7 +223,10 @@ class Driver:
                 return None
 
     def _elsewhere(self, hosts: Sequence[Host]) -> list[str]:
-        return [host.name for host in hosts if not is_here(host.name, self._resolve)]
+        return [host.name for host in hosts if not self._is_here(host.name)]
+
+    def _is_here(self, host: str) -> bool:
+        return self._engine is None and is_here(host, self._resolve)
 
     def _reachable(self, hosts: list[Host]) -> list[Host]:
         """Return those of ``hosts`` that can reach this launcher, and say which cannot."""
@@ -200,12 +250,12 @@ class Driver:
             del self._said[:-NOISE]
         for guest in self._listener.admit(ready):
             if guest.visitor:
-                self._kv_store.admit(guest)
+                self.kv_store.admit(guest)
             else:
                 self._start_by.pop(guest.rank, None)
                 self._rank_table.engage(guest)
         self._rank_table.serve(ready)
-        self._kv_store.serve(ready)
+        self.kv_store.serve(ready)
         now = time.monotonic()
         self._look_at_members(now)
         if self._over is None:
@@ -237,7 +287,7 @@ class Driver:
         reading = select.POLLIN if self._printer.pending < HIGH else 0
         for channel in self._rank_table.channels():
             poll.register(channel, reading | (select.POLLOUT if channel.pending else 0))
-        for channel in self._kv_store.channels():
+        for channel in self.kv_store.channels():
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
         if (output := self._printer.wants) is not None:
             poll.register(output, select.POLLOUT)
@@ -286,14 +336,13 @@ class Driver:
                 rank.channel.close()
         if rank.done:
             self._printer.leave(rank.number)
-        process = self._started.get(rank.number)
-        if rank.done and process is not None and process.poll() is not None:
-            if process.stdin:
-                process.stdin.close()
+        started = self._started.get(rank.number)
+        if rank.done and started is not None and started.poll() is not None:
+            started.part()
             del self._started[rank.number]
 
     def _look_at_question(self, number: int, now: float) -> None:
-        told = self._kv_store.value(epochs.ask_name(number))
+        told = self.kv_store.value(epochs.ask_name(number))
         if told is None:
             return
         try:
@@ -323,12 +372,12 @@ class Driver:
             self._printer.note(text)
         for epoch in set(todo.lost):
             why = f"a rank of epoch {epoch} ended before all ranks had met"
-            self._kv_store.refuse(epochs.meeting(epoch), why)
+            self.kv_store.refuse(epochs.meeting(epoch), why)
         for member in todo.start:
             self._start(member, now)
         if todo.changed:
             self._changes += 1
-            self._kv_store.leave(epochs.CHANGES, b"%d" % self._changes)
+            self.kv_store.leave(epochs.CHANGES, b"%d" % self._changes)
         for number, seat in todo.seats.items():
             self._answer(number, {**asdict(seat), "changes": self._changes})
         for number, why in todo.dismiss.items():
@@ -373,10 +422,10 @@ class Driver:
 
     def _answer(self, number: int, answer: Mapping[str, Any]) -> None:
         name = epochs.answer_name(number, self._questions[number])
-        self._kv_store.leave(name, json.dumps(answer).encode())
+        self.kv_store.leave(name, json.dumps(answer).encode())
 
     def _start(self, member: Member, now: float) -> None:
-        here = is_here(member.host, self._resolve)
+        here = self._is_here(member.host)
         number = member.number
         self._rank_table.ranks.append(Rank(number, member.host, here))
         self._printer.join(number)
@@ -386,17 +435,20 @@ class Driver:
             if here:
                 env = start.wrapper_environment(self._listener.address, self._listener.secret)
                 (one,) = start.start_wrappers([number], env, self._writer)
-                self._started[number] = one.process
+                self._started[number] = StartedProcess(one.process)
                 return
             order = {
                 "address": self._listener.address,
                 "secret": self._listener.secret.hex(),
                 "programs": [{"RINGLET_RANK": str(number)}],
             }
+            if self._engine is not None:
+                self._started[number] = self._engine.start(member.host, order)
+                return
             env = forwarded(self._env, self._asked)
-            self._started[number] = start_agent(
-                self._reach.shell(), bare(member.host), env, order, self._writer
-            )
+            shell = self._reach.shell()
+            process = start_agent(shell, bare(member.host), env, order, self._writer)
+            self._started[number] = StartedProcess(process)
         except LaunchError as error:
             self._start_by.pop(number)
             rank = self._rank_table.ranks[number]
@@ -407,12 +459,16 @@ class Driver:
         member = self._membership.members[number]
         rank = self._rank_table.ranks[number]
         base = self._env if rank.here else forwarded(self._env, self._asked)
+        if self._engine is not None:  # whose workers have an environment, and GPUs, of their own
+            base = {name: self._env[name] for name in self._asked}
         living = [m for m in self._membership.members.values() if not m.ended]
         there, size = [m for m in living if m.host == member.host], len(living)
         seat = Seat(member.host, member.local, len(there))
         env = start.rank_environment(
             base, number, max(size, number + 1), self._transport, self._listener.address, seat, {}
         )
+        if index := member.host.partition("/")[2]:  # of nodes whose hosts have the same name
+            env["RINGLET_NODE"] = index
         for name in torchrun.NAMES:
             env.pop(name, None)  # they would not follow the ranks
         # As Horovod's programs know them: what held when they were started.
@@ -435,15 +491,9 @@ class Driver:
     def _release(self) -> None:
         """Leave no process behind."""
         self._rank_table.release()
-        self._kv_store.close()
-        for process in self._started.values():
-            if process.stdin:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()  # an agent ends with its input
+        self.kv_store.close()
+        for started in self._started.values():
+            started.part()
         limit = time.monotonic() + GRACE
-        for process in self._started.values():
-            try:
-                process.wait(max(0.0, limit - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                processes.signal_group(process.pid, signal.SIGKILL)
-                process.wait()
+        for started in self._started.values():
+            started.end(limit - time.monotonic())

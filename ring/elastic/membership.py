@@ -11,30 +11,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.hosts.hosts import Host
 
 FENCE = 2.0  # seconds that a member has to come forward which others have lost
 LEAVE = 5.0  # seconds that a member has to leave which does not belong to the job any more
 KILLED = 128 + 9
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the user allows.
-
-    ``np`` ranks are waited for at the start, at least ``min_np`` later; ``max_np`` is the most.
-    ``reset_limit`` says how often ranks may be numbered anew. ``timeout`` is how long, in seconds,
-    there may be too few. A host whose rank fails is not used any more, or, with a ``cooldown``
-    (least and most seconds), not for a while that doubles each time.
-    """
-
-    np: int
-    min_np: int
-    max_np: int | None = None
-    reset_limit: int | None = None
-    timeout: float = 600.0
-    cooldown: tuple[float, float] | None = None
-    fixed: bool = False  # whether no other hosts can be found
 
 
 @dataclass
@@ -48,6 +30,7 @@ class Member:
     asked: bool = False  # for the next epoch
     dropped: bool = False  # it belongs to the job no more, and is to leave
     ended: bool = False
+    returned: bool = False  # it has ended well, with a rank
     killed: bool = False
     limit: float | None = None  # when it is killed, unless it comes forward or leaves
 
@@ -148,6 +131,7 @@ class Membership:
             return
         ranked = member.rank is not None
         if code == 0 and (ranked or not self.epoch):
+            member.returned = ranked
             if self._finished is None:
                 self._finished = number
             return
@@ -157,6 +141,11 @@ class Membership:
             self._failed = code, f"{name} on {member.host} {how}"
             self.first_failed = number
         self._bar(member, f"{name} on {member.host} {how}", now)
+
+    def returned(self) -> list[int]:
+        """Return the members that have ended well, by rank."""
+        there = [m for m in self.members.values() if m.returned]
+        return [m.number for m in sorted(there, key=lambda m: m.rank or 0)]
 
     # -- what is to be done -----------------------------------------------------------------------
 

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ringlet.ring.elastic.driver import Driver
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.functions.elastic_run import elastic_plan, elastic_results
+from ringlet.ring.functions.horovod import translated
+from ringlet.ring.functions.parcels import failure, packed_call, result, worker_command
 from ringlet.ring.hosts.hosts import chosen_hosts
 from ringlet.ring.hosts.remote import Reach
-from ringlet.ring.launch.horovod import translated
 from ringlet.ring.launch.job import Job
-from ringlet.ring.launch.signed_pickle import error_name, pickler, result_name
+from ringlet.ring.processes.output import Printer
 from ringlet.ring.transports.local import run_local
-from ringlet.ring.wire.framing import unseal
 
 R = TypeVar("R")
-
-# What the interpreter runs of a rank's task: install_as_horovod() puts its own runner in front.
-runner: list[str] = []
-
-
-class WorkerFailed(LaunchError):
-    """The function did not return on a rank.
-
-    ``rank`` is the rank that failed first; ``traceback`` is the text of the exception's traceback
-    there, empty if the process ended without one.
-    """
-
-    def __init__(self, message: str, rank: int, traceback: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.traceback = traceback
-
-    def __reduce__(self) -> tuple[type[WorkerFailed], tuple[str, int, str]]:
-        return type(self), (str(self), self.rank, self.traceback)
 
 
 def run(
@@ -55,6 +37,13 @@ def run(
     start_timeout: float = 120.0,
     output_filename: str | None = None,
     verbose: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    host_discovery_script: str | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    elastic_timeout: float | None = None,
+    cooldown_range: Sequence[float] | None = None,
     **horovods: Any,
 ) -> list[R]:
     """Call ``fn(*args, **kwargs)`` on ``np`` new ranks; return the results by rank.
@@ -71,68 +60,64 @@ def run(
     ``num_proc``, ``use_gloo``, ``use_mpi``, ``network_interfaces``, ``func``, and ``executable``,
     the Python of the ranks. Raises WorkerFailed when a rank raises or ends, LaunchError when the
     job cannot start or something cannot be pickled.
+
+    With ``min_np``, ``max_np`` or a ``host_discovery_script`` ranks come and go, as the flags of
+    ``ringlet run`` with these names say (``cooldown_range``: --blacklist-cooldown-range). Then
+    ``fn`` is what calls a function of ``elastic.run``, and the results are those of the last ranks.
     """
-    ours = {"np": np, "transport": transport, "network_interface": network_interface}
-    meant = translated(horovods, ours)
-    np, transport, network_interface = (meant.get(name, value) for name, value in ours.items())
+    ours = {
+        "np": np, "min_np": min_np, "max_np": max_np, "transport": transport,
+        "network_interface": network_interface,
+    }  # fmt: skip
+    meant = ours | translated(horovods, ours)
+    np, transport, network_interface = (
+        meant[name] for name in ("np", "transport", "network_interface")
+    )
     fn = meant.get("func", fn)
     if not callable(fn):
         raise TypeError(f"run() takes a function to call on every rank, not {fn!r}")
     places = chosen_hosts(hosts, hostfile)
+    plan = elastic_plan(
+        np,
+        places,
+        meant["min_np"],
+        meant["max_np"],
+        host_discovery_script,
+        slots,
+        reset_limit,
+        elastic_timeout,
+        cooldown_range,
+    )
     size = np if np is not None else sum(host.slots for host in places) or 1
     if transport == "local":
+        if plan is not None:
+            raise LaunchError("transport 'local' runs ranks as threads, which do not come and go")
         if places:
             raise LaunchError("transport 'local' runs ranks as threads here, not on hosts")
         function = fn
         return run_local(lambda _: function(*args, **dict(kwargs or {})), size)
     interfaces = tuple(name for name in (network_interface or "").split(",") if name)
+    reach = Reach(rsh, ssh_port, ssh_identity_file, interfaces, start_timeout, tuple(env or ()))
+    command = worker_command(str(meant.get("executable", sys.executable)))
+    call = packed_call(fn, tuple(args), dict(kwargs or {}))
+    if plan is not None:
+        driver = Driver(command, *plan, transport, env or {}, reach)
+        printer = Printer(plan[0].np, True, output_filename, come=True)
+        results: list[R] = elastic_results(driver, printer, call, verbose)
+        return results
     job = Job(
-        [
-            str(meant.get("executable", sys.executable)),
-            *("-P", *runner, "-m", "ringlet.ring.launch.function_worker"),
-        ],
+        command,
         size,
         transport,
         env,
         hosts=places,
-        reach=Reach(rsh, ssh_port, ssh_identity_file, interfaces, start_timeout, tuple(env or ())),
+        reach=reach,
         output=output_filename,
         verbose=verbose,
     )
-    calls = {"call": _pickled(fn, tuple(args), dict(kwargs or {}))}
-    outcome = job.run(calls)
+    outcome = job.run({"call": call})
     if outcome.interrupted:
         raise KeyboardInterrupt
     if outcome.rank is not None:
-        raise _failure(job, outcome.rank, outcome.reason)
-    results: list[R] = []
-    for rank in range(size):
-        sealed = job.kv_store.collect(result_name(rank))
-        if sealed is None:
-            raise _failure(job, rank, f"rank {rank} ended without a result")
-        try:
-            results.append(pickle.loads(unseal(job.key, result_name(rank), sealed)))
-        except Exception as error:
-            raise LaunchError(f"the result of rank {rank} cannot be read: {error}") from error
-    return results
-
-
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    module = pickler()
-    remedy = ""
-    if module is pickle:
-        remedy = "; pip install 'ringlet[run]' for lambdas, local functions and those of a script"
-        if getattr(fn, "__module__", None) == "__main__":
-            raise LaunchError(f"{fn!r} is defined in the main script{remedy}")
-    try:
-        call = module.dumps((fn, args, kwargs))
-    except Exception as error:  # whatever an object's own reduction raises
-        raise LaunchError(
-            f"the function or its arguments cannot be sent: {error}{remedy}"
-        ) from error
-    return pickle.dumps(sys.path) + bytes(call)
-
-
-def _failure(job: Job, rank: int, reason: str) -> WorkerFailed:
-    text = (job.kv_store.collect(error_name(rank)) or b"").decode(errors="replace")
-    return WorkerFailed(f"rank {rank} raised\n{text}" if text else reason, rank, text)
+        raise failure(job.kv_store, outcome.rank, outcome.rank, outcome.reason)
+    return [result(job.kv_store, job.key, rank, rank) for rank in range(size)]

@@ -8,11 +8,8 @@ from typing import Any
 
 from ringlet.ring.errors import LaunchError
 
-_ELASTIC = (
-    "min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range",
-    "host_discovery_script", "elastic_timeout",
-)  # fmt: skip
-_RENAMED = ("func", "num_proc", "use_gloo", "use_mpi", "network_interfaces", "executable")
+_COUNTS = {"num_proc": "np", "min_num_proc": "min_np", "max_num_proc": "max_np"}
+_RENAMED = (*_COUNTS, "func", "use_gloo", "use_mpi", "network_interfaces", "executable")
 _NEEDLESS = ("disable_cache",)  # nothing is remembered of hosts
 
 
@@ -22,21 +19,16 @@ def translated(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, 
     Those that say nothing (None, False) are left out. Raises TypeError for a name that neither has,
     LaunchError for what is not there, or contradicts another argument.
     """
-    known = (*_RENAMED, *_NEEDLESS, *_ELASTIC, "mpi_args")
+    known = (*_RENAMED, *_NEEDLESS, "mpi_args")
     for name in theirs:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *ours], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"run() got an unexpected keyword argument {name!r}{hint}")
     said = {name: value for name, value in theirs.items() if value is not None and value != ()}
-    for name in _ELASTIC:
-        if name in said:
-            raise LaunchError(f"{name}: ranks that come and go are not there yet; leave it out")
     if "mpi_args" in said:
         raise LaunchError("mpi_args: set MPI's own variables instead, by env={...}")
-    meant: dict[str, Any] = {}
-    if "num_proc" in said:
-        meant["np"] = said["num_proc"]
+    meant = {ours: said[name] for name, ours in _COUNTS.items() if name in said}
     asked = [name for name in ("mpi", "gloo") if said.get(f"use_{name}")]
     if len(asked) == 2:
         raise LaunchError("use_gloo and use_mpi: one of them can be true")
@@ -53,5 +45,6 @@ def translated(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, 
 
 
 def _source(name: str) -> str:
-    renamed = {"np": "num_proc", "transport": "use_mpi or use_gloo"}
+    renamed = {ours: theirs for theirs, ours in _COUNTS.items()}
+    renamed["transport"] = "use_mpi or use_gloo"
     return renamed.get(name, "network_interfaces")

@@ -8,7 +8,7 @@ from distributed import Client, LocalCluster
 
 import ringlet.dask
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.launch.api import WorkerFailed
+from ringlet.ring.functions import WorkerFailed
 
 
 @pytest.fixture(scope="module")

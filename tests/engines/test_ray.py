@@ -15,7 +15,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ringlet.ray import RayExecutor, RingletConfig
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.launch.api import WorkerFailed
+from ringlet.ring.functions import WorkerFailed
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 import ringlet.spark
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.launch.api import WorkerFailed
+from ringlet.ring.functions import WorkerFailed
 
 
 @pytest.fixture(scope="module")

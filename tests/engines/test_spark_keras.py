@@ -19,7 +19,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import SparkSession, functions
 
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.launch.api import WorkerFailed
+from ringlet.ring.functions import WorkerFailed
 from ringlet.spark import KerasEstimator
 
 TRUE = np.array([1.0, -2.0, 3.0, 0.5], np.float32)

@@ -13,7 +13,7 @@ import ringlet.torch as hvd
 from ringlet.compressors import Compressor, register
 from ringlet.fusion import CompressionFailed
 from ringlet.ring.errors import Mismatch
-from ringlet.ring.launch import WorkerFailed
+from ringlet.ring.functions import WorkerFailed
 
 pytestmark = pytest.mark.preloaded("torch")
 

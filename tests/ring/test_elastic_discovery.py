@@ -9,7 +9,7 @@ import pytest
 from ringlet.ring.elastic import discovery as module
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.driver import Driver
-from ringlet.ring.elastic.membership import Rules
+from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach

@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ringlet.ring.elastic.membership import FENCE, LEAVE, Membership, Rules
+from ringlet.ring.elastic.membership import FENCE, LEAVE, Membership
+from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.hosts.hosts import Host
 
 TWO = [Host("a", 2), Host("b", 2)]

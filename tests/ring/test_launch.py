@@ -26,7 +26,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlet.ring.errors import LaunchError, ProtocolError, TransportUnavailable
-from ringlet.ring.launch import WorkerFailed, api, launch, run, start
+from ringlet.ring.functions import WorkerFailed, parcels, run
+from ringlet.ring.launch import launch, start
 from ringlet.ring.processes.output import STDERR, STDOUT, Printer
 from ringlet.ring.rendezvous.connect import connect
 from ringlet.ring.wire.handshake import Keys
@@ -579,7 +580,7 @@ def test_run_says_when_there_is_no_result(fn: Callable[[], Any], words: str) -> 
 def test_run_says_what_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="cannot be sent"):
         run(print, ((i for i in ()),), transport="gloo")
-    monkeypatch.setattr(api, "pickler", lambda: pickle)
+    monkeypatch.setattr(parcels, "pickler", lambda: pickle)
     with pytest.raises(LaunchError, match=r"pip install 'ringlet\[run\]'"):
         run(lambda: 1, transport="gloo")
     monkeypatch.setattr(Running, "__module__", "__main__")
@@ -588,7 +589,7 @@ def test_run_says_what_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_run_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "pickler", lambda: pickle)
+    monkeypatch.setattr(parcels, "pickler", lambda: pickle)
     names = run(os.getenv, ("RINGLET_SIZE",), np=1, transport="gloo")
     assert names == ["1"]
 

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.launch import run
-from ringlet.ring.launch.horovod import translated
+from ringlet.ring.functions import run
+from ringlet.ring.functions.horovod import translated
 
-NOTHING = {"np": None, "transport": None, "network_interface": None}
+NOTHING = dict.fromkeys(("np", "min_np", "max_np", "transport", "network_interface"))
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,8 @@ NOTHING = {"np": None, "transport": None, "network_interface": None}
         ({"use_gloo": False, "use_mpi": False, "disable_cache": True}, {}),
         ({"network_interfaces": ["eth0", "lo"]}, {"network_interface": "eth0,lo"}),
         ({"network_interfaces": "eth0"}, {"network_interface": "eth0"}),
-        ({"min_num_proc": None, "slots": None, "mpi_args": None}, {}),
+        ({"min_num_proc": None, "mpi_args": None}, {}),
+        ({"min_num_proc": 2, "max_num_proc": 4}, {"min_np": 2, "max_np": 4}),
         ({"func": os.getpid, "executable": "python"}, {"func": os.getpid, "executable": "python"}),
     ],
 )
@@ -37,7 +38,7 @@ def test_what_is_called_otherwise(theirs, meant):
         ({"use_gloo": True, "use_mpi": True}, LaunchError, "one of them can be true"),
         ({"num_proc": 3, "np": 2}, LaunchError, "np=2 contradicts np=3, which num_proc asks for"),
         ({"use_mpi": True, "transport": "gloo"}, LaunchError, "'gloo' contradicts transport='mpi'"),
-        ({"max_num_proc": 4}, LaunchError, "max_num_proc: ranks that come and go are not there"),
+        ({"max_num_proc": 4, "max_np": 3}, LaunchError, "max_np=3 contradicts max_np=4, which max"),
         ({"mpi_args": "-x"}, LaunchError, "set MPI's own variables instead"),
         ({"fn": None}, TypeError, "run() takes a function to call on every rank, not None"),
     ],

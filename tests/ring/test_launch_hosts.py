@@ -20,11 +20,12 @@ import netns
 import pytest
 
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.functions import WorkerFailed, run
 from ringlet.ring.hosts.forwarding import forwarded
 from ringlet.ring.hosts.hosts import Host, Seat, is_here, parse_hosts, read_hostfile, seat
 from ringlet.ring.hosts.interfaces import find_interface, launcher_address
 from ringlet.ring.hosts.remote import Reach
-from ringlet.ring.launch import WorkerFailed, run, start
+from ringlet.ring.launch import start
 
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
 MARK = "RINGLET_TEST_MARK"

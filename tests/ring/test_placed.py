@@ -12,7 +12,7 @@ import pytest
 
 from ringlet.job.placed_call import Account, placed_rank, results
 from ringlet.ring.errors import LaunchError, PeerLost
-from ringlet.ring.launch.api import WorkerFailed
+from ringlet.ring.functions import WorkerFailed
 from ringlet.ring.placed.embedded import embedded
 from ringlet.ring.placed.ranking import Standing, standings
 from ringlet.ring.placed.store_server import StoreServer

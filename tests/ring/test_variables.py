@@ -8,7 +8,7 @@ from ringlet.__main__ import main
 from ringlet.job.session import init, is_initialized, shutdown
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.launch import run
+from ringlet.ring.functions import run
 from ringlet.ring.rendezvous.environment import Launched
 from ringlet.ring.variables import UNDERSTOOD, VARIABLES, check, unknown
 

@@ -1,0 +1,119 @@
+"""Functions on ranks that come and go: ringlet.run with min_np, as Horovod's min_num_proc."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import ringlet
+from ringlet.ring.errors import LaunchError
+
+pytestmark = pytest.mark.preloaded("torch")
+
+TWO = {"hosts": "localhost:2,127.0.0.1:1", "min_np": 1, "transport": "gloo"}
+
+
+def trained(what, folder):
+    import torch
+
+    import ringlet.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(4, 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), "int8 | ef"
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    first = hvd.rank()
+
+    @hvd.elastic.run
+    def train(state):
+        while state.step < 20:
+            if state.step == 10 and hvd.size() == 3 and first == 1:
+                if what == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if what == "raise":
+                    raise RuntimeError("this rank has had enough")
+            optimizer.zero_grad()
+            model(torch.ones(3, 4) * (1 + hvd.rank())).sum().backward()
+            optimizer.step()
+            state.step += 1
+            if state.step % 5 == 0:
+                state.commit()
+            if what == "leave" and state.step == 10 and hvd.rank() == 0:
+                Path(folder, "hosts").write_text("localhost:2\n")
+            while what == "leave" and state.step >= 12 and hvd.size() == 3:
+                time.sleep(0.05)
+                state.commit()
+        return float(model.weight.sum().detach())
+
+    return hvd.rank(), hvd.size(), os.environ["HOROVOD_HOSTNAME"], train(state), hvd.size()
+
+
+@pytest.mark.parametrize("what", ["kill", "raise"])
+def test_those_who_stay_return(what, tmp_path, capfd):
+    found = ringlet.run(trained, (what, str(tmp_path)), np=3, **TWO)
+    began, sizes, hosts, sums, ends = zip(*found, strict=True)
+    # The host of the rank that failed is used no more: its other rank leaves.
+    assert (began, sizes, hosts, ends) == ((2,), (3,), ("127.0.0.1",), (1,))
+    assert "rank 1 on localhost" in capfd.readouterr().err
+    assert len(set(sums)) == 1
+
+
+def test_a_host_that_leaves_has_no_result(tmp_path):
+    listed = tmp_path / "hosts"
+    listed.write_text("localhost:2\n127.0.0.1:1\n")
+    found = ringlet.run(
+        trained,
+        ("leave", str(tmp_path)),
+        num_proc=3,
+        min_num_proc=1,
+        host_discovery_script=f"cat {listed}",
+        use_gloo=True,
+    )
+    began, _, hosts, sums, ends = zip(*found, strict=True)
+    assert (began, hosts, ends) == ((0, 1), ("localhost",) * 2, (2, 2))
+    assert len(set(sums)) == 1
+
+
+def failing():
+    import ringlet.torch as hvd
+
+    hvd.init()
+    if hvd.rank() == 1:
+        raise ValueError("no such file")
+    hvd.barrier()
+
+
+def test_a_job_that_cannot_go_on_raises_what_its_rank_did():
+    with pytest.raises(ringlet.WorkerFailed, match="ValueError: no such file") as raised:
+        ringlet.run(failing, np=2, min_np=2, transport="gloo")
+    assert raised.value.rank == 1
+    assert "in failing" in raised.value.traceback
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"slots": 2}, "slots is for ranks that come and go: give min_np, max_np or a"),
+        ({"reset_limit": 2}, "reset_limit is for ranks that come and go"),
+        ({"min_np": 3, "np": 2}, "min_np 3, np 2: must not fall in this order"),
+        ({"min_np": 0}, "min_np takes a number of at least 1, not 0"),
+        ({"max_np": "4"}, "max_np takes a number of at least 1, not '4'"),
+        ({"min_np": 1, "hosts": "a:1", "host_discovery_script": "cat hosts"}, "not both"),
+        ({"host_discovery_script": "cat hosts"}, "needs np or min_np: how many ranks to begin"),
+        ({"min_np": 4, "hosts": "localhost:2"}, "4 ranks are to begin, but the hosts have 2 slots"),
+        ({"min_np": 1, "cooldown_range": (5, 2)}, "cooldown_range takes two numbers of seconds"),
+        ({"min_np": 1, "elastic_timeout": "soon"}, "elastic_timeout takes a number of seconds"),
+        ({"min_np": 1, "transport": "mpi"}, "an elastic job cannot use MPI"),
+        ({"min_np": 1, "transport": "local"}, "ranks as threads, which do not come and go"),
+        ({"min_num_proc": 1, "min_np": 2}, "min_np=2 contradicts min_np=1, which min_num_proc"),
+    ],
+)
+def test_what_contradicts_is_said(given, said):
+    with pytest.raises(LaunchError, match=said):
+        ringlet.run(failing, **given)
