@@ -11,6 +11,8 @@ from ringlet.ring.placed.whereabouts import PORT
 
 Document = dict[str, Any]
 
+_EVICTED = {"type": "DisruptionTarget", "status": "True"}
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -99,16 +101,23 @@ class Wanted:
 
 def _indexed(wanted: Wanted, service: str) -> Document:
     """Return the specification of an indexed Job whose pods are named by ``service``."""
-    place = ["--nodes", str(wanted.nodes), "--slots", str(wanted.slots), "--service", service]
+    pods = wanted.most or wanted.nodes
+    place = ["--nodes", str(pods), "--slots", str(wanted.slots), "--service", service]
+    if wanted.fewest is not None:
+        place += ["--min-np", str(wanted.fewest * wanted.slots)]
     container = wanted.container("ranks", wanted.node_command(*place), True)
     container["ports"] = [{"containerPort": PORT}]
-    return {
+    found: Document = {
         "completionMode": "Indexed",
-        "completions": wanted.nodes,
-        "parallelism": wanted.nodes,
-        "backoffLimit": wanted.restarts * wanted.nodes,  # of pods, which all fail together
+        "completions": pods,
+        "parallelism": pods,
+        "backoffLimit": wanted.restarts * pods,  # of pods, which all fail together
         "template": wanted.pod(container, restartPolicy="Never", subdomain=service),
     }
+    if wanted.fewest is not None:  # a pod that is evicted begins anew, and is no failure
+        ignored = {"action": "Ignore", "onPodConditions": [_EVICTED]}
+        found["podFailurePolicy"] = {"rules": [ignored]}
+    return found
 
 
 def job(wanted: Wanted) -> list[Document]:
@@ -262,4 +271,4 @@ KINDS: dict[str, Callable[[Wanted], list[Document]]] = {
     "JobSet": jobset,
     "RayJob": rayjob,
 }
-ELASTIC = ("MPIJob", "RayJob")
+ELASTIC = ("Job", "MPIJob", "RayJob")

@@ -103,7 +103,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
     if (fewest or most) and options.kind not in ELASTIC:
         raise UsageError(
             f"--min-nodes, --max-nodes: the pods of a {options.kind} do not come and go; those of"
-            f" {' and '.join(ELASTIC)} do"
+            f" {', '.join(ELASTIC[:-1])} and {ELASTIC[-1]} do"
         )
     if not (fewest or nodes) <= nodes <= (most or nodes):
         raise UsageError(f"--min-nodes {fewest or nodes}, --nodes {nodes}, --max-nodes"

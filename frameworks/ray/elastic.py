@@ -79,6 +79,9 @@ class StartedActor:
 class RayNodes:
     """The nodes of the cluster as hosts of an elastic job; a rank there takes ``takes``."""
 
+    here: str | None = None  # this program's node is like the others
+    secret: bytes | None = None
+
     def __init__(self, takes: Mapping[str, float], interfaces: Sequence[str] = ()) -> None:
         self.address = store_host(interfaces)
         self._takes = dict(takes)
@@ -131,9 +134,6 @@ class RayNodes:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote()
         return StartedActor(actor, order)
-
-    def close(self) -> None:
-        """Keep nothing."""
 
 
 @dataclass(frozen=True)

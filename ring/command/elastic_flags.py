@@ -13,8 +13,8 @@ from ringlet.ring.hosts.hosts import Host
 _FLAGS = {"min_np": "--min-np", "max_np": "--max-np"}
 
 
-def add_elastic(parser: argparse.ArgumentParser) -> None:
-    """Define the flags."""
+def add_elastic(parser: argparse.ArgumentParser, nodes: bool = False) -> None:
+    """Define the flags; with ``nodes`` for hosts that come by themselves."""
     group = parser.add_argument_group(
         "elastic jobs", "Any of these lets ranks come and go, over gloo or NCCL."
     )
@@ -32,19 +32,10 @@ def add_elastic(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most ranks (default: all slots of all hosts)",
     )
-    group.add_argument(
-        "--host-discovery-script",
-        dest="discovery",
-        metavar="COMMAND",
-        help="is run every second and prints the hosts there are, as `host` or `host:slots` a line",
-    )
-    group.add_argument(
-        "--slots-per-host",
-        "--slots",
-        dest="slots",
-        metavar="N",
-        help="slots of a host that the script prints without a number (default: 1)",
-    )
+    if nodes:
+        parser.set_defaults(discovery=None)
+    else:
+        _add_discovery(group)
     group.add_argument(
         "--reset-limit",
         dest="reset_limit",
@@ -66,6 +57,22 @@ def add_elastic(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_discovery(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host-discovery-script",
+        dest="discovery",
+        metavar="COMMAND",
+        help="is run every second and prints the hosts there are, as `host` or `host:slots` a line",
+    )
+    group.add_argument(
+        "--slots-per-host",
+        "--slots",
+        dest="slots",
+        metavar="N",
+        help="slots of a host that the script prints without a number (default: 1)",
+    )
+
+
 def is_elastic(options: argparse.Namespace) -> bool:
     """Whether any of the flags was given that make a job elastic."""
     return any(each is not None for each in (options.min_np, options.max_np, options.discovery))
@@ -77,8 +84,14 @@ def slots_here(options: argparse.Namespace, np: int | None) -> int:
     return max(filter(None, wanted), default=1)
 
 
-def rules_of(options: argparse.Namespace, np: int | None, hosts: Sequence[Host]) -> Rules:
-    """Return the rules that the flags state. Raises LaunchError naming the flag that is wrong."""
+def rules_of(
+    options: argparse.Namespace, np: int | None, hosts: Sequence[Host], nodes: bool = False
+) -> Rules:
+    """Return the rules that the flags state; with ``nodes`` for hosts that come by themselves.
+
+    Raises LaunchError naming the flag that is wrong.
+    """
+    found = nodes or options.discovery is not None
     slots = sum(host.slots for host in hosts)
     rules = checked_rules(
         np,
@@ -87,10 +100,10 @@ def rules_of(options: argparse.Namespace, np: int | None, hosts: Sequence[Host])
         _number(options.reset_limit, "--reset-limit", 0),
         options.elastic_timeout,
         options.cooldown,
-        None if options.discovery is not None else slots,
+        None if found else slots,
         flag,
     )
-    if options.discovery is None and slots < rules.np:
+    if not found and slots < rules.np:
         raise LaunchError(
             f"-np {rules.np}, but --hosts have {slots} slots; name more, or a"
             " --host-discovery-script"

@@ -20,7 +20,10 @@ from ringlet.ring.command.cli import (
     command_of,
     reach_of,
 )
+from ringlet.ring.command.elastic_flags import add_elastic, is_elastic, rules_of
 from ringlet.ring.command.flags import add_tunables
+from ringlet.ring.elastic import driver
+from ringlet.ring.elastic.arriving_nodes import ArrivingNodes
 from ringlet.ring.errors import LaunchError, RingError
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.interfaces import find_interface
@@ -39,10 +42,14 @@ others, prints what all ranks print, and decides how the job ends.
 
 Which node this is stands in the environment of a Slurm step, of a pod of an
 indexed Job (with the name of its Service), and of a TrainJob. Elsewhere
---nodes, --node and --first say it. All nodes need the same RINGLET_SECRET."""
+--nodes, --node and --first say it. All nodes need the same RINGLET_SECRET.
+
+With --min-np training begins when so many ranks are there, and goes on while
+they are: other nodes may come later, go, and come again, but the first one."""
 EXAMPLES = """\
 ringlet node --slots 8 python train.py   # in a Slurm step, or in a pod: srun ringlet node ...
-ringlet node --nodes 2 --node 1 --first host0 --slots 4 python train.py"""
+ringlet node --nodes 2 --node 1 --first host0 --slots 4 python train.py
+ringlet node --min-np 8 --slots 8 python train.py   # nodes come and go"""
 EPILOG = "docs/where-to-run.md says more."
 
 
@@ -63,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--service", metavar="NAME", help="Service that gives the pods of an indexed Job names"
     )
     parser.add_argument("--transport", metavar="NAME", help="mpi, gloo or nccl (default: gloo)")
+    add_elastic(parser, nodes=True)
     add_environment(parser)
     add_meeting(parser, 300)
     add_tunables(parser)
@@ -87,6 +95,8 @@ def _run(options: argparse.Namespace) -> int:
     transport = check_transport(options.transport or "gloo", "--transport")
     reach = reach_of(options)
     here = found(options)
+    elastic = is_elastic(options)
+    rules = rules_of(options, None, [], nodes=True) if elastic else None
     secret = _secret(here)
     assert here.first is not None
     if here.node:
@@ -105,10 +115,28 @@ def _run(options: argparse.Namespace) -> int:
             verbose=options.verbose,
         )
 
-    if here.nodes == 1:
+    if here.nodes == 1 and rules is None:
         return run([], reach)
     assert here.nodes is not None
     address = _own_address(here.first, reach.interfaces)
+    if rules is not None:
+        with ArrivingNodes(here.nodes, address, here.port, secret, here.slots) as nodes:
+            code = 2
+            try:
+                code = driver.launch(
+                    command,
+                    rules,
+                    nodes,
+                    transport,
+                    env,
+                    reach=reach,
+                    output=options.output_filename,
+                    prefix=options.prefix,
+                    verbose=options.verbose,
+                )
+            finally:
+                nodes.dismiss(code)
+        return code
     with Gate(here.nodes, address, here.port, secret, here.slots) as gate:
         code = 2
         try:

@@ -46,7 +46,7 @@ NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
 def launch(
     command: Sequence[str],
     rules: Rules,
-    discovery: Discovery,
+    discovery: Discovery | Engine,
     transport: str | None = None,
     env: Mapping[str, str] | None = None,
     *,
@@ -141,15 +141,17 @@ class Driver:
             printer.note(f"elastic, from {self._rules.min_np} ranks over {self._transport}: {what}")
         with contextlib.ExitStack() as stack:
             stack.callback(printer.close)
-            stack.enter_context(contextlib.closing(self._discovery))
+            if isinstance(self._discovery, Discovery):
+                stack.enter_context(contextlib.closing(self._discovery))
             self._signals = stack.enter_context(Signals())
             hosts = self._first_hosts()
             if hosts is None:
                 interrupted = signal.SIGINT in self._forwarded
                 return Outcome(128 + self._forwarded[0], "", [], None, interrupted)
             own = self._address(hosts)
-            self._local = own == LOCAL
-            self._listener = Listener(0, own)
+            self._local = own == LOCAL and self._engine is None
+            secret = self._engine.secret if self._engine is not None else None
+            self._listener = Listener(0, own, secret=secret)
             stack.enter_context(contextlib.closing(self._listener))
             self.key = parcel_key(store_key(self._listener.secret))
             for name, data in (parcels or {}).items():
@@ -226,7 +228,9 @@ class Driver:
         return [host.name for host in hosts if not self._is_here(host.name)]
 
     def _is_here(self, host: str) -> bool:
-        return self._engine is None and is_here(host, self._resolve)
+        if self._engine is not None:
+            return host == self._engine.here
+        return is_here(host, self._resolve)
 
     def _reachable(self, hosts: list[Host]) -> list[Host]:
         """Return those of ``hosts`` that can reach this launcher, and say which cannot."""

@@ -32,6 +32,11 @@ class Engine(Protocol):
     """
 
     address: str  # the launcher's, as it leads to the members
+    here: str | None  # the host that is this one, where the launcher starts members itself
+
+    @property
+    def secret(self) -> bytes | None:
+        """Return the job's, where members know how to make it."""
 
     def look(self, now: float) -> tuple[list[Host] | None, str]:
         """Return the hosts where they are other than before, else None, and what to tell."""
@@ -41,9 +46,6 @@ class Engine(Protocol):
 
     def start(self, host: str, order: Mapping[str, Any]) -> Started:
         """Have an agent (``ringlet.ring.launch.agent``) on ``host`` obey ``order``."""
-
-    def close(self) -> None:
-        """Keep nothing."""
 
 
 class StartedProcess:

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from ringlet.ring.addresses import addresses_of, with_port
 from ringlet.ring.errors import LaunchError, ProtocolError
@@ -45,19 +45,19 @@ class Gate:
 
     def __init__(self, nodes: int, address: str, port: int, secret: bytes, slots: int) -> None:
         self._nodes = nodes
-        self._channels: dict[int, Channel] = {}
-        self._names: dict[int, tuple[str, int]] = {0: (socket.gethostname(), slots)}
+        self.channels: dict[int, Channel] = {}  # to the other nodes
+        self.names: dict[int, tuple[str, int]] = {0: (socket.gethostname(), slots)}
         try:
             self._listener = Listener(nodes, address, port, secret)
         except OSError as error:
             raise LaunchError(
                 f"cannot listen on {with_port(address, port)} for the other nodes: {error.strerror}"
             ) from error
-        self._address = address
+        self.address = address
         self._nonce = os.urandom(32)
-        self._secret = derive(secret, _JOB, self._nonce)
+        self.secret = derive(secret, _JOB, self._nonce)  # the job's
 
-    def __enter__(self) -> Gate:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -74,28 +74,29 @@ class Gate:
         Raises LaunchError that names those which have not come.
         """
         limit = time.monotonic() + timeout
-        while len(self._names) < self._nodes:
+        while len(self.names) < self._nodes:
             left = limit - time.monotonic()
             if left <= 0:
-                lacking = sorted(set(range(self._nodes)) - set(self._names))
+                lacking = sorted(set(range(self._nodes)) - set(self.names))
                 raise LaunchError(
                     f"node {', '.join(map(str, lacking))} of {self._nodes} did not come to"
                     f" {self._listener.address} within {timeout:g} s (see --start-timeout)"
                 )
-            self._turn(left)
-        count = Counter(name for name, _ in self._names.values())
+            self.serve(left)
+        count = Counter(name for name, _ in self.names.values())
         hosts = []
         for node in range(self._nodes):
-            name, slots = self._names[node]
+            name, slots = self.names[node]
             hosts.append(Host(name if count[name] == 1 else f"{name}/{node}", slots))
         self._hosts = hosts
         return hosts
 
-    def _turn(self, seconds: float) -> None:
+    def serve(self, seconds: float) -> None:
+        """Wait ``seconds`` at most for something to happen, and take in who comes."""
         poll = select.poll()
         for source in self._listener.sources():
             poll.register(source, select.POLLIN)
-        for channel in self._channels.values():
+        for channel in self.channels.values():
             poll.register(channel, select.POLLIN)
         patience = self._listener.patience()
         wait = seconds if patience is None else min(seconds, patience)
@@ -104,11 +105,11 @@ class Gate:
             if guest.visitor or guest.rank == 0:
                 guest.channel.close()
                 continue
-            if known := self._channels.pop(guest.rank, None):  # it was started once more
+            if known := self.channels.pop(guest.rank, None):  # it was started once more
                 known.close()
-                self._names.pop(guest.rank, None)
-            self._channels[guest.rank] = guest.channel
-        for node, channel in list(self._channels.items()):
+                self.names.pop(guest.rank, None)
+            self.channels[guest.rank] = guest.channel
+        for node, channel in list(self.channels.items()):
             if channel.fileno() in ready:
                 self._hear(node, channel)
 
@@ -118,36 +119,40 @@ class Gate:
                 if kind is not Kind.NODE:
                     raise ProtocolError(f"a node does not send {kind.name}")
                 name, slots = json.loads(body)
-                self._names[node] = str(name), int(slots)
+                self.names[node] = str(name), int(slots)
         except (ProtocolError, ValueError):
             channel.close()
         if channel.closed:
-            del self._channels[node]
-            self._names.pop(node, None)
+            del self.channels[node]
+            self.names.pop(node, None)
 
     def arrived(self) -> Arrived:
         """Return how the launcher reaches those who are here."""
         names = frozenset(host.name for host in self._hosts[1:])
-        return Arrived(self._address, self._secret, names, self._deliver)
+        return Arrived(self.address, self.secret, names, self._deliver)
 
     def _deliver(self, host: str, order: Mapping[str, Any]) -> None:
-        node = [known.name for known in self._hosts].index(host)
-        said = {**order, "nonce": self._nonce.hex()}
-        self._channels[node].send(Kind.JOB, json.dumps(said).encode())
+        self.order([known.name for known in self._hosts].index(host), order)
+
+    def order(self, node: int, order: Mapping[str, Any]) -> None:
+        """Tell a node what to start; the job's secret, which it can make, does not travel."""
+        said = {name: value for name, value in order.items() if name != "secret"}
+        said["nonce"] = self._nonce.hex()
+        self.channels[node].send(Kind.JOB, json.dumps(said).encode())
 
     def dismiss(self, code: int) -> None:
         """Tell the others how the job has ended."""
         limit = time.monotonic() + FLUSH
-        for channel in self._channels.values():
+        for channel in self.channels.values():
             channel.send(Kind.CODE, b"%d" % code)
-        for channel in self._channels.values():
+        for channel in self.channels.values():
             while channel.pending and not channel.closed and time.monotonic() < limit:
                 channel.wait(max(0.0, limit - time.monotonic()))
 
     def close(self) -> None:
         """Let everybody go. Idempotent."""
         self._listener.close()
-        for channel in self._channels.values():
+        for channel in self.channels.values():
             channel.close()
 
 
@@ -179,10 +184,10 @@ def _attend(channel: Channel, woken: socket.socket, secret: bytes) -> int:
     poll.register(woken, select.POLLIN)
     while True:
         for kind, body in channel.receive():
-            if kind is Kind.JOB and not wrappers:
+            if kind is Kind.JOB:  # once more for each rank that comes later
                 order = json.loads(body)
                 own = derive(secret, _JOB, bytes.fromhex(order["nonce"]))
-                wrappers = obey(order | {"secret": own.hex()})
+                wrappers += obey(order | {"secret": own.hex()})
             elif kind is Kind.CODE:
                 finish()
                 return int(body)

@@ -62,6 +62,18 @@ def test_a_job_needs_no_operator():
     assert secret["stringData"] != render("Job")[0]["stringData"]
 
 
+def test_an_elastic_job_forgives_what_evicts_its_pods():
+    _, _, job = render("Job", "--min-nodes", "2", "--max-nodes", "5")
+    strict(job)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    place = ["--nodes", "5", "--slots", "4", "--service", "train", "--min-np", "8"]
+    assert container["command"][: 2 + len(place)] == ["ringlet", "node", *place]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 5
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    evicted = {"type": "DisruptionTarget", "status": "True"}
+    assert rule == {"action": "Ignore", "onPodConditions": [evicted]}
+
+
 def test_a_trainjob_is_one_of_kubeflows():
     _, job = render("TrainJob")
     model = models.TrainerV1alpha1TrainJob.from_dict(job)

@@ -31,7 +31,7 @@ def test_ranks_are_as_many_as_gpus(capsys):
         (NEEDED, "a command is missing"),
         ([*NEEDED, "--nodes", "no", "x"], "--nodes takes a number of at least 1, not 'no'"),
         ([*NEEDED, "--volume", "data", "x"], "--volume takes CLAIM:/PATH"),
-        ([*NEEDED, "--min-nodes", "1", "x"], "those of MPIJob and RayJob do"),
+        (["--kind", "TrainJob", *NEEDED[2:], "--min-nodes", "1", "x"], "those of Job, MPIJob"),
         (
             ["--kind", "RayJob", *NEEDED[2:], "--nodes", "2", "--min-nodes", "3", "x"],
             "must not fall in this order",

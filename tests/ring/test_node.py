@@ -1,47 +1,24 @@
 """`ringlet node`: N identical commands that find each other without a remote shell."""
 
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from node_commands import ended, free_port, node
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
 
 pytestmark = pytest.mark.preloaded("torch")
-SECRET = "0123456789abcdef0123456789abcdef"
 SUM = (
     "import os, torch, ringlet.torch as hvd; hvd.init();"
     "total = hvd.allreduce(torch.ones(3) * hvd.rank(), op=hvd.Sum);"
     "print(hvd.rank(), hvd.size(), hvd.local_rank(), os.environ.get('OWN'),"
     " float(total[0]))"
 )
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def node(number, count, port, *words, env=None, slots=2, secret=SECRET):
-    place = ["--nodes", str(count), "--node", str(number), "--first", "127.0.0.1"]
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    given |= {"RINGLET_SECRET": secret} if secret else {}
-    return subprocess.Popen(
-        [sys.executable, "-m", "ringlet", "node", *place, "--port", str(port),
-         "--slots", str(slots), *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=given,
-    )  # fmt: skip
-
-
-def ended(process):
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
 
 
 def test_nodes_find_each_other_and_ranks_keep_their_nodes_environment():
