@@ -366,6 +366,8 @@ def main() -> int:
     print(text)
     if options.save:
         name = "chaos-events.md" if options.events else "chaos.md"
+        if not options.events and len(options.kinds) == 1:
+            name = f"chaos-{options.kinds[0]}.md"
         (RESULTS / name).write_text(f"{text}\n")
     hung = [e for e in chaos["events"] if e["recovered"] is None and not e["over"]]
     failed = (
