@@ -235,7 +235,7 @@ def disturbed(hosts: netns.Hosts, options: argparse.Namespace) -> dict[str, Any]
         events = []
         while begun and job.running:
             time.sleep(min(draw.expovariate(1 / options.every), max(0.0, until - time.monotonic())))
-            if time.monotonic() >= until - SETTLED / 6 or len(events) == options.events:
+            if time.monotonic() >= until - SETTLED / 6 or 0 < options.events == len(events):
                 break
             kinds = draw.sample(options.kinds, len(options.kinds))
             found = next((e for k in kinds if (e := disturb(job, k, draw))), None)
