@@ -372,6 +372,7 @@ def main() -> int:
     hung = [e for e in chaos["events"] if e["recovered"] is None and not e["over"]]
     failed = (
         hung
+        or not chaos["events"]
         or chaos["code"]
         or (calm and calm["code"])
         or not all(line["equal"] for line in commits)

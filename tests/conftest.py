@@ -62,11 +62,14 @@ def _preloaded(request, servers):
         yield
         return
     (framework,) = mark.args
-    if framework not in servers:
-        servers[framework] = fork_server.Server(framework)
+
+    def server(which):
+        if (framework, which) not in servers:
+            servers[framework, which] = fork_server.Server(framework, which)
+        return servers[framework, which]
 
     class Popen(fork_server.Popen):
-        server = servers[framework]
+        server_of = staticmethod(server)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Popen)

@@ -13,6 +13,7 @@ they share one hash seed, and ``/proc`` shows the server's command line.
 
 A program runs as usual, by ``exec``, where a fork could not give it what it asks for: other flags
 than -P and -u, variables that are read when the frameworks are imported, no interpreter of ours.
+Of these variables some make another server: those that say which Keras it is, and on what.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 TORCH = ["torch._dynamo", "torch.distributed.fsdp", "ringlet.torch", "ringlet.ring.functions.call"]
@@ -45,6 +47,12 @@ FRAMEWORKS = {
     "torch": TORCH,
     "tensorflow": [*TORCH, "ringlet.tensorflow", "ringlet.keras", "ringlet.jax"],
     "jax": [*TORCH, "ringlet.jax", "orbax.checkpoint", "flax.nnx"],
+}
+# What is imported instead, or as well, where these variables are set.
+VARIANTS = {
+    "KERAS_BACKEND=torch": [*TORCH, "ringlet.keras"],
+    "KERAS_BACKEND=jax": [*TORCH, "ringlet.jax", "ringlet.keras"],
+    "TF_USE_LEGACY_KERAS=1": [*FRAMEWORKS["tensorflow"], "tf_keras"],
 }
 # Their kernels are loaded in advance too.
 SPECS = ("none", "fp16", "bf16", "int8 | ef", "topk(ratio=0.05) | ef", "powersgd")
@@ -141,11 +149,20 @@ def forkable(command: object, env: dict[str, str], cwd: object) -> Program | Non
         return None
     program = Program(words)
     here = Path(os.fsdecode(cwd)) if isinstance(cwd, (str, bytes, os.PathLike)) else Path()
-    if not program.kind or not here.is_dir() or early(env) != EARLY:
+    if not program.kind or not here.is_dir() or variant(env) is None:
         return None
     if program.kind == "file" and not (here / program.what).is_file():
         return None
     return program
+
+
+def variant(env: dict[str, str]) -> str | None:
+    """Return which of VARIANTS ``env`` asks for, "" for none; None where no server is like that."""
+    wanted = early(env)
+    if any(wanted.get(name) != value for name, value in EARLY.items()):
+        return None
+    more = [f"{name}={value}" for name, value in wanted.items() if name not in EARLY]
+    return "" if not more else more[0] if len(more) == 1 and more[0] in VARIANTS else None
 
 
 def become(
@@ -261,7 +278,8 @@ def _flush() -> None:
 class Popen(subprocess.Popen):
     """``subprocess.Popen`` that forks where it can."""
 
-    server: Server | None = None  # None: this process is one that was forked itself
+    # Returns the server of a variant; None: this process is one that was forked itself.
+    server_of: Callable[[str], Server] | None = None
 
     def _execute_child(self, *args: object) -> None:
         usual = super()._execute_child
@@ -276,8 +294,8 @@ class Popen(subprocess.Popen):
             or any(value is not None for value in other)
             or given["umask"] != -1
             or given["process_group"] not in (None, -1)
-            or (self.server is None and not alone)
-            or (self.server is not None and given["preexec_fn"] is not None)
+            or (self.server_of is None and (not alone or variant(env)))
+            or (self.server_of is not None and given["preexec_fn"] is not None)
         ):
             usual(*args)
             return
@@ -289,8 +307,8 @@ class Popen(subprocess.Popen):
         try:
             _flush()
             session = bool(given["start_new_session"])
-            if self.server is not None:
-                self.pid = self.server.start(
+            if self.server_of is not None:
+                self.pid = self.server_of(variant(env) or "").start(
                     program, env, os.getcwd() if cwd is None else cwd, descriptors, session
                 )
             else:
@@ -303,13 +321,19 @@ class Popen(subprocess.Popen):
 
 
 class Server:
-    """A process that has imported ``framework`` and forks programs, whose parent is this one."""
+    """A process that has imported ``framework`` and forks programs, whose parent is this one.
 
-    def __init__(self, framework: str) -> None:
+    ``which`` is one of VARIANTS, or empty.
+    """
+
+    def __init__(self, framework: str, which: str = "") -> None:
         self._lock = threading.Lock()
         self._link, end = socket.socketpair()
-        command = [sys.executable, __file__, framework, str(end.fileno())]
+        command = [sys.executable, __file__, which or framework, str(end.fileno())]
         env = {**os.environ, **ONE_THREAD, "OMP_NUM_THREADS": "1"}
+        if which:
+            name, _, value = which.partition("=")
+            env[name] = value
         with end:
             self._process = USUAL(command, pass_fds=[end.fileno()], env=env)
 
@@ -394,10 +418,10 @@ def _load_kernels() -> None:
 
 def main() -> None:
     """Import the framework and serve."""
-    framework, number = sys.argv[1:]
+    which, number = sys.argv[1:]
     sys.modules["fork_server"] = sys.modules["__main__"]  # what requests are pickled by
     sys.path.pop(0)  # this file's folder
-    for name in FRAMEWORKS[framework]:
+    for name in {**FRAMEWORKS, **VARIANTS}[which]:
         importlib.import_module(name)
     _load_kernels()
     subprocess.Popen = Popen

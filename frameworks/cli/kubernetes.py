@@ -117,6 +117,8 @@ def _indexed(wanted: Wanted, service: str) -> Document:
     if wanted.fewest is not None:  # a pod that is evicted begins anew, and is no failure
         ignored = {"action": "Ignore", "onPodConditions": [_EVICTED]}
         found["podFailurePolicy"] = {"rules": [ignored]}
+        # The first node's end is the job's: others may still be on their way to it.
+        found["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     return found
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ringlet.ray.cluster import check_version, inside_the_cluster, resources, store_host
+from ringlet.ray.cluster import check_version, inside_the_cluster, store_host
 from ringlet.ring.elastic.driver import Driver
 from ringlet.ring.elastic.rules import Rules, checked_rules
 from ringlet.ring.errors import LaunchError
@@ -34,7 +37,11 @@ class NodeAgent:
 
     def run(self, order: Mapping[str, Any]) -> int:
         """Have an agent obey ``order``; return its exit code once it has ended."""
-        self._process = subprocess.Popen(AGENT, stdin=subprocess.PIPE, start_new_session=True)
+        # Ranks run the Python of this worker, whatever that of the program is.
+        own = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ.get('PATH', '')}"
+        self._process = subprocess.Popen(
+            AGENT, stdin=subprocess.PIPE, start_new_session=True, env={**os.environ, "PATH": own}
+        )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
@@ -96,22 +103,29 @@ class RayNodes:
         if now < self._next:
             return None, ""
         self._next = now + PERIOD
+        try:
+            nodes = ray.nodes()
+        except Exception as error:  # Ray's control plane restarts, and ranks need nothing of it
+            return None, self._complain(f"Ray does not answer ({error}); nodes stay as they were")
         found = []
-        for node in ray.nodes():
+        for node in nodes:
             has = node["Resources"]
             slots = min(int(has.get(name, 0) // count) for name, count in self._takes.items())
             if node["Alive"] and slots:
                 found.append(Host(self._name(node["NodeID"], node["NodeManagerHostname"]), slots))
         if not found:
             asked = " and ".join(f"{count:g} {name}" for name, count in self._takes.items())
-            text = f"no node has room for a rank, which takes {asked}: there are {resources()}"
-            told, self._complaint = self._complaint, text
-            return None, "" if told == text else text
+            return None, self._complain(f"no node is large enough for a rank, which takes {asked}")
         self._complaint = ""
         if found == self._known:
             return None, ""
         self._known = found
         return found, ""
+
+    def _complain(self, text: str) -> str:
+        """Return what is to be told, nothing if that was told last."""
+        told, self._complaint = self._complaint, text
+        return "" if told == text else text
 
     def _name(self, node: str, host: str) -> str:
         """Return a name for a node: its host's, with a number where that has several."""
@@ -145,6 +159,11 @@ class ElasticSettings:
     nics: tuple[str, ...] = ()
 
 
+def _named(name: str) -> str:
+    known = {"np": "num_proc", "min_np": "min_num_proc", "max_np": "max_num_proc"}
+    return {**known, "start_timeout": "timeout_s"}.get(name, name)
+
+
 class ElasticRayExecutor:
     """Ranks on the nodes of Ray's cluster that come and go with them; arguments are Horovod's.
 
@@ -174,6 +193,7 @@ class ElasticRayExecutor:
         if use_gpu:
             self._takes["GPU"] = float(gpus_per_slot or 1)
         self._env, self._transport = dict(env_vars or {}), transport
+        self._extra: dict[str, str] = {}
         self._started = False
 
     @staticmethod
@@ -185,6 +205,7 @@ class ElasticRayExecutor:
         timeout_s: float = 30.0,
         ssh_identity_file: str | None = None,
         nics: str | Sequence[str] | None = None,
+        verbose: int = 1,
         min_np: int | None = None,
         max_np: int | None = None,
         cooldown_range: Sequence[float] | None = None,
@@ -194,24 +215,28 @@ class ElasticRayExecutor:
 
         ``min_np`` and ``max_np`` are older names. There may be too few ranks for
         ``elastic_timeout`` seconds; a rank has ``timeout_s`` to start. A node whose rank fails is
-        not used any more, or not for the seconds of ``cooldown_range``. Nothing here uses ssh.
-        Raises LaunchError for numbers that contradict.
+        not used any more, or not for the seconds of ``cooldown_range``. Nothing here uses ssh, nor
+        ``verbose``. Raises LaunchError for numbers that contradict.
         """
         fewest = min_np if min_num_proc is None else min_num_proc
         most = max_np if max_num_proc is None else max_num_proc
         if fewest is None and num_proc is None:
             fewest = 1
-        rules = checked_rules(num_proc, fewest, most, reset_limit, elastic_timeout, cooldown_range)
-        named = (nics,) if isinstance(nics, str) else tuple(nics or ())
-        return ElasticSettings(rules, timeout_s, named)
+        rules = checked_rules(
+            num_proc, fewest, most, reset_limit, elastic_timeout, cooldown_range, named=_named
+        )
+        interfaces = nics.split(",") if isinstance(nics, str) else nics or ()
+        return ElasticSettings(rules, timeout_s, tuple(interfaces))
 
     def start(self, extra_env_vars: Mapping[str, str] | None = None) -> None:
         """See that this program can start ranks on the cluster. Raises LaunchError.
 
         ``extra_env_vars`` are set for every rank as well.
         """
+        if not ray.is_initialized():
+            raise LaunchError("this program has not joined a cluster of Ray's: call ray.init()")
         inside_the_cluster()
-        self._env |= extra_env_vars or {}
+        self._extra = dict(extra_env_vars or {})
         self._started = True
 
     def run(
@@ -232,16 +257,22 @@ class ElasticRayExecutor:
             raise LaunchError("callbacks: report by ray.train.report, under Ray Train")
         settings = self._settings
         driver = Driver(
-            worker_command(sys.executable),
+            worker_command("python3"),
             settings.rules,
             RayNodes(self._takes, settings.nics),
             self._transport,
-            self._env,
+            self._env | self._extra,
             Reach(interfaces=settings.nics, start_timeout=settings.timeout_s),
         )
         call = packed_call(worker_fn, tuple(args), dict(kwargs or {}))
         printer = Printer(settings.rules.np, come=True)
-        return elastic_results(driver, printer, call, verbose=False)
+        most = settings.rules.max_np or settings.rules.np
+        request_resources(bundles=[self._takes] * most)  # of an autoscaler, if there is one
+        try:
+            return elastic_results(driver, printer, call, verbose=False)
+        finally:
+            with suppress(Exception):  # Ray has gone, which is no reason to lose the results
+                request_resources(bundles=[])
 
     def shutdown(self) -> None:
         """Do nothing: ranks end with the call that they run."""

@@ -141,6 +141,18 @@ class RayExecutor:
         transport: str | None = None,
     ) -> None:
         check_version()
+        if gpus_per_worker is not None and not use_gpu:
+            raise ValueError("gpus_per_worker is given, but use_gpu is false")
+        counts = {
+            "num_workers": num_workers,
+            "num_hosts": num_hosts,
+            "num_workers_per_host": num_workers_per_host,
+            "cpus_per_worker": cpus_per_worker,
+            "gpus_per_worker": gpus_per_worker,
+        }
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name}={count}: there has to be at least one")
         self.settings = settings or self.create_settings()
         self._elastic: ElasticRayExecutor | None = None
         if min_workers is not None or max_workers is not None:
@@ -168,18 +180,6 @@ class RayExecutor:
             self._size = num_hosts * num_workers_per_host
         else:
             raise ValueError("give num_workers, or num_hosts (with num_workers_per_host)")
-        if gpus_per_worker is not None and not use_gpu:
-            raise ValueError("gpus_per_worker is given, but use_gpu is false")
-        counts = {
-            "num_workers": num_workers,
-            "num_hosts": num_hosts,
-            "num_workers_per_host": num_workers_per_host,
-            "cpus_per_worker": cpus_per_worker,
-            "gpus_per_worker": gpus_per_worker,
-        }
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name}={count}: there has to be at least one")
         self._hosts, self._per_host = num_hosts, num_workers_per_host
         self._takes: dict[str, float] = {"CPU": float(cpus_per_worker)}
         if use_gpu:
@@ -423,7 +423,8 @@ class RayExecutor:
 
 
 def _workers(name: str) -> str:
-    return {"np": "num_workers", "min_np": "min_workers", "max_np": "max_workers"}.get(name, name)
+    known = {"np": "num_workers", "min_np": "min_workers", "max_np": "max_workers"}
+    return {**known, "start_timeout": "timeout_s"}.get(name, name)
 
 
 def _ended(calls: Mapping[int, Any], seconds: float | None) -> list[int]:

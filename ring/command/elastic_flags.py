@@ -16,14 +16,14 @@ _FLAGS = {"min_np": "--min-np", "max_np": "--max-np"}
 def add_elastic(parser: argparse.ArgumentParser, nodes: bool = False) -> None:
     """Define the flags; with ``nodes`` for hosts that come by themselves."""
     group = parser.add_argument_group(
-        "elastic jobs", "Any of these lets ranks come and go, over gloo or NCCL."
+        "elastic jobs", "--min-np, --max-np or a script let ranks come and go, over gloo or NCCL."
     )
     group.add_argument(
         "--min-np",
         "--min-num-proc",
         dest="min_np",
         metavar="N",
-        help="fewest ranks that training goes on with (default: -np)",
+        help="fewest ranks that training goes on with" + ("" if nodes else " (default: -np)"),
     )
     group.add_argument(
         "--max-np",
@@ -91,6 +91,8 @@ def rules_of(
 
     Raises LaunchError naming the flag that is wrong.
     """
+    if nodes and options.min_np is None:
+        raise LaunchError("--min-np is missing: how many ranks to begin with, and at least?")
     found = nodes or options.discovery is not None
     slots = sum(host.slots for host in hosts)
     rules = checked_rules(

@@ -59,7 +59,7 @@ class ArrivingNodes(Gate):
         channel = None if node is None else self._given[node][0]
         if node is None or channel is None or channel is not self.channels.get(node):
             return StartedThere(None)
-        self.order(node, order)
+        self.order(node, {**order, "elastic": True})
         return StartedThere(channel)
 
 

@@ -18,7 +18,7 @@ from ringlet.ring.elastic.held_back import HeldBack
 from ringlet.ring.elastic.membership import Decisions, Member, Membership
 from ringlet.ring.elastic.placement_engine import Engine, Started, StartedProcess
 from ringlet.ring.elastic.rules import Rules
-from ringlet.ring.errors import LaunchError
+from ringlet.ring.errors import LOST_PEER, LaunchError
 from ringlet.ring.hosts.forwarding import forwarded
 from ringlet.ring.hosts.hosts import Host, Seat, bare, is_here
 from ringlet.ring.hosts.interfaces import launcher_address
@@ -120,6 +120,7 @@ class Driver:
         self._start_by: dict[int, float] = {}  # when a member has to have reported
         self._kill_at: dict[int, float] = {}  # when a member that was killed is given up
         self._over: tuple[int, str] | None = None
+        self._blamed: int | None = None  # the member that failed first, if that ends the job
         self._end_at: float | None = None  # when what is left of an ending job is killed
         self._forwarded: list[int] = []
         # A remote shell of the user's own may know hosts by names that mean nothing here.
@@ -146,12 +147,15 @@ class Driver:
             self._signals = stack.enter_context(Signals())
             hosts = self._first_hosts()
             if hosts is None:
-                interrupted = signal.SIGINT in self._forwarded
-                return Outcome(128 + self._forwarded[0], "", [], None, interrupted)
+                number = self._forwarded[0]
+                return Outcome(128 + number, _ended_by(number), [], None, number == signal.SIGINT)
             own = self._address(hosts)
             self._local = own == LOCAL and self._engine is None
             secret = self._engine.secret if self._engine is not None else None
-            self._listener = Listener(0, own, secret=secret)
+            try:
+                self._listener = Listener(0, own, secret=secret)
+            except OSError as error:
+                raise LaunchError(f"cannot listen on {own}: {error.strerror}") from error
             stack.enter_context(contextlib.closing(self._listener))
             self.key = parcel_key(store_key(self._listener.secret))
             for name, data in (parcels or {}).items():
@@ -175,11 +179,8 @@ class Driver:
                     printer.write()
         assert self._over is not None
         code, reason = self._over
-        membership = self._membership
-        failed = membership.first_failed if code else None
-        return Outcome(
-            code, reason, membership.returned(), failed, signal.SIGINT in self._forwarded
-        )
+        returned, interrupted = self._membership.returned(), signal.SIGINT in self._forwarded
+        return Outcome(code, reason, returned, self._blamed, interrupted)
 
     def rank_of(self, number: int) -> int:
         """Return the rank that a member had last, or its own number if it never had one."""
@@ -193,8 +194,8 @@ class Driver:
         return launcher_address(interfaces, others) if others or interfaces else LOCAL
 
     def _remind(self) -> bool:
-        number = self._membership.first_failed
-        if not self._over or not self._over[0] or number is None or self._forwarded:
+        number = self._blamed
+        if number is None or self._forwarded:
             return False
         here = self._rank_table.ranks[number].here
         python = start.other_python(self._command[0], self._env.get("PATH")) if here else None
@@ -215,7 +216,8 @@ class Driver:
             if hosts is not None:
                 return hosts
             if now >= limit:
-                within = f"within {self._rules.timeout:g} s (--elastic-timeout)"
+                name = self._rules.named("elastic_timeout")
+                within = f"within {self._rules.timeout:g} s ({name})"
                 what = "engine" if self._engine is not None else "discovery script"
                 raise LaunchError(f"the {what} has named no host {within}")
             wait = min(self._discovery.patience(now) or 0.0, limit - now)
@@ -280,7 +282,7 @@ class Driver:
             self._printer.write()
         except BrokenPipeError:
             self._printer.mute()
-            self._finish(128 + signal.SIGPIPE, "", now)
+            self._finish(128 + signal.SIGPIPE, "nobody reads what ranks print", now)
 
     def _wait(self) -> set[int]:
         poll = select.poll()
@@ -310,7 +312,8 @@ class Driver:
     # What members do.
 
     def _look_at_members(self, now: float) -> None:
-        for rank in self._rank_table.ranks:
+        # Causes before effects, where several have ended since the last turn.
+        for rank in sorted(self._rank_table.ranks, key=_cause_first):
             number = rank.number
             if rank.code is not None or rank.done:
                 self._start_by.pop(number, None)
@@ -362,12 +365,16 @@ class Driver:
         self._start_by.pop(rank.number)
         why = f"ended with code {code}"
         if code is None:
-            why = f"did not report within {self._reach.start_timeout:g} s (--start-timeout)"
+            name = self._rules.named("start_timeout")
+            why = f"did not report within {self._reach.start_timeout:g} s ({name})"
         said = bytes(self._said).decode(errors="replace").strip()
         how = f"did not start: what should have started it {why}"
         how += f"; it said: {said.splitlines()[-1]}" if said else ""
         rank.done, rank.code = True, 1
         self._membership.ended(rank.number, 1, how, now)
+        started = self._started.pop(rank.number)
+        started.part()
+        started.end(0.0)
 
     # What is decided.
 
@@ -398,6 +405,7 @@ class Driver:
         if self._over is not None:
             return
         self._over = code, reason
+        self._blamed = self._membership.first_failed if code else None  # not whom this ends
         if reason and not self._forwarded:
             left = any(not rank.done for rank in self._rank_table.ranks)
             self._printer.note(f"{reason}{'; ending the other ranks' if left else ''}")
@@ -420,7 +428,7 @@ class Driver:
         self._printer.note(f"{name} passed on to every rank{more}")
         self._rank_table.signal(number)
         ending = self._over is not None
-        self._finish(128 + number, "", now)
+        self._finish(128 + number, _ended_by(number), now)
         if number == signal.SIGINT and not ending:
             self._end_at = None  # they may be saving
 
@@ -496,8 +504,18 @@ class Driver:
         """Leave no process behind."""
         self._rank_table.release()
         self.kv_store.close()
-        for started in self._started.values():
-            started.part()
         limit = time.monotonic() + GRACE
         for started in self._started.values():
-            started.end(limit - time.monotonic())
+            with contextlib.suppress(Exception):  # of an engine that is gone: the others are left
+                started.part()
+        for started in self._started.values():
+            with contextlib.suppress(Exception):
+                started.end(limit - time.monotonic())
+
+
+def _cause_first(rank: Rank) -> tuple[bool, int]:
+    return rank.code == LOST_PEER, rank.when
+
+
+def _ended_by(number: int) -> str:
+    return f"the job was ended by {signal.Signals(number).name}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ringlet.ring.elastic.rules import Rules
+from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 
 FENCE = 2.0  # seconds that a member has to come forward which others have lost
@@ -30,7 +31,8 @@ class Member:
     asked: bool = False  # for the next epoch
     dropped: bool = False  # it belongs to the job no more, and is to leave
     ended: bool = False
-    returned: bool = False  # it has ended well, with a rank
+    dismissed: bool = False  # it was told so
+    returned: bool = False  # it has ended well
     killed: bool = False
     limit: float | None = None  # when it is killed, unless it comes forward or leaves
 
@@ -99,7 +101,7 @@ class Membership:
         found = {host.name: host.slots for host in hosts}
         kept = {name: found[name] for name in self._hosts if name in found}
         self._hosts = kept | found
-        for member in self._present():
+        for member in self._present() if self._finished is None else ():
             if member.local >= self._hosts.get(member.host, 0):
                 self._drop(member, now, gentle=True)
 
@@ -127,17 +129,19 @@ class Membership:
         member.ended = True
         if self.epoch and member.rank is not None:
             self._unseen.lost.append(self.epoch)
-        if member.dropped:
-            return
         ranked = member.rank is not None
-        if code == 0 and (ranked or not self.epoch):
-            member.returned = ranked
+        of_the_job = ranked or not (self.epoch or member.dropped)
+        if code == 0 and of_the_job and not member.dismissed:
+            member.returned = True
             if self._finished is None:
                 self._finished = number
             return
+        if member.dropped:
+            return
         name = f"rank {member.rank}" if ranked else f"newcomer {number}"
         # A newcomer that fails is no fault of the job.
-        if self._failed is None and (ranked or not self.epoch):
+        effect = self._failed is not None and self._failed[0] == LOST_PEER != code
+        if (self._failed is None or effect) and (ranked or not self.epoch):
             self._failed = code, f"{name} on {member.host} {how}"
             self.first_failed = number
         self._bar(member, f"{name} on {member.host} {how}", now)
@@ -145,7 +149,8 @@ class Membership:
     def returned(self) -> list[int]:
         """Return the members that have ended well, by rank."""
         there = [m for m in self.members.values() if m.returned]
-        return [m.number for m in sorted(there, key=lambda m: m.rank or 0)]
+        there.sort(key=lambda m: m.number if m.rank is None else m.rank)
+        return [m.number for m in there]
 
     # -- what is to be done -----------------------------------------------------------------------
 
@@ -235,15 +240,17 @@ class Membership:
                 continue
             if member.dropped:
                 todo.dismiss[member.number] = ""
-                member.asked = False
+                member.asked, member.dismissed = False, True
             elif self._finished is not None:
                 who = self.members[self._finished]
                 todo.dismiss[member.number] = f"rank {who.rank} has finished, and with it the job"
-                member.asked = False
+                member.asked, member.dismissed = False, True
 
     def _is_over(self, todo: Decisions, now: float) -> bool:
-        there = [m for m in self.members.values() if not m.ended]
         if self._finished is not None:
+            # Newcomers that are still on their way will find nothing to do.
+            there = [m for m in self.members.values() if not m.ended]
+            there = [m for m in there if m.rank is not None or not self.epoch]
             if not there:
                 todo.over = self._failed or (0, "")
             return not there
@@ -259,7 +266,7 @@ class Membership:
             and self._resetting()
             and self.epoch > self.rules.reset_limit
         ):
-            what = f"--reset-limit {self.rules.reset_limit} is reached"
+            what = f"{self.rules.named('reset_limit')} {self.rules.reset_limit} is reached"
             code, why = self._failed or (1, "hosts have changed")
             todo.over = (code, f"{why}; {what}")
         return todo.over is not None
@@ -278,19 +285,19 @@ class Membership:
         return len(self._present()) + free >= self._needed()
 
     def _too_few(self, now: float) -> str:
+        named, timeout = self.rules.named, f"{self.rules.timeout:g} s"
+        timeout += f" ({named('elastic_timeout')})"
         late = [m for m in self._ranked() if not m.asked]
         if late and self.epoch:
             ranks = ", ".join(str(m.rank) for m in late)
-            return (
-                f"rank {ranks} did not come to be numbered anew within {self.rules.timeout:g} s "
-                "(--elastic-timeout)"
-            )
+            return f"rank {ranks} did not come to be numbered anew within {timeout}"
         slots = sum(n for host, n in self._hosts.items() if self._usable(host, now))
         ready = sum(m.asked for m in self._present())
-        which = "--min-np" if self.epoch else "-np"
+        begins = not self.epoch and self.rules.np != self.rules.min_np
+        which = named("np" if begins else "min_np")
         return (
             f"{which} {self._needed()} ranks are needed; {ready} are there, on hosts with {slots} "
-            f"usable slots, after {self.rules.timeout:g} s (--elastic-timeout)"
+            f"usable slots, after {timeout}"
         )
 
     def _recruit(self, todo: Decisions, now: float) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringlet.ring.errors import LaunchError
 
 TIMEOUT = 600.0  # seconds
+
+
+def flag(name: str) -> str:
+    """Return the flag of ``ringlet run`` that an argument of ``checked_rules`` comes from."""
+    special = {"np": "-np", "cooldown_range": "--blacklist-cooldown-range"}
+    return special.get(name, f"--{name.replace('_', '-')}")
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,8 @@ class Rules:
     ``np`` ranks are waited for at the start, at least ``min_np`` later; ``max_np`` is the most.
     ``reset_limit`` says how often ranks may be numbered anew. ``timeout`` is how long, in seconds,
     there may be too few. A host whose rank fails is not used any more, or, with a ``cooldown``
-    (least and most seconds), not for a while that doubles each time.
+    (least and most seconds), not for a while that doubles each time. ``named`` returns what the
+    user calls one of these, and some others.
     """
 
     np: int
@@ -27,12 +34,7 @@ class Rules:
     timeout: float = TIMEOUT
     cooldown: tuple[float, float] | None = None
     fixed: bool = False  # whether no other hosts can be found
-
-
-def flag(name: str) -> str:
-    """Return the flag of ``ringlet run`` that an argument of ``checked_rules`` comes from."""
-    special = {"np": "-np", "cooldown_range": "--blacklist-cooldown-range"}
-    return special.get(name, f"--{name.replace('_', '-')}")
+    named: Callable[[str], str] = field(default=flag, compare=False)
 
 
 def checked_rules(
@@ -71,7 +73,7 @@ def checked_rules(
     cooldown = None
     if cooldown_range is not None:
         name = named("cooldown_range")
-        if len(cooldown_range) != 2:
+        if not isinstance(cooldown_range, Sequence) or len(cooldown_range) != 2:
             raise LaunchError(f"{name} takes two numbers of seconds, not {cooldown_range!r}")
         low, high = (_seconds(value, name) for value in cooldown_range)
         if not 0 < low <= high:
@@ -79,7 +81,8 @@ def checked_rules(
                 f"{name} takes two numbers of seconds, the least first, not {low:g} {high:g}"
             )
         cooldown = low, high
-    return Rules(start, fewest, max_np, reset_limit, timeout, cooldown, fixed=known is not None)
+    fixed = known is not None
+    return Rules(start, fewest, max_np, reset_limit, timeout, cooldown, fixed, named)
 
 
 def _seconds(value: float | None, name: str) -> float:

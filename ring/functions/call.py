@@ -34,7 +34,7 @@ def run(
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
     network_interface: str | None = None,
-    start_timeout: float = 120.0,
+    start_timeout: float | None = None,
     output_filename: str | None = None,
     verbose: bool = False,
     min_np: int | None = None,
@@ -97,7 +97,8 @@ def run(
         function = fn
         return run_local(lambda _: function(*args, **dict(kwargs or {})), size)
     interfaces = tuple(name for name in (network_interface or "").split(",") if name)
-    reach = Reach(rsh, ssh_port, ssh_identity_file, interfaces, start_timeout, tuple(env or ()))
+    patience = 120.0 if start_timeout is None else start_timeout
+    reach = Reach(rsh, ssh_port, ssh_identity_file, interfaces, patience, tuple(env or ()))
     command = worker_command(str(meant.get("executable", sys.executable)))
     call = packed_call(fn, tuple(args), dict(kwargs or {}))
     if plan is not None:

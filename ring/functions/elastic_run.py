@@ -42,6 +42,8 @@ def elastic_plan(
                     " host_discovery_script as well"
                 )
         return None
+    if slots is not None and (not isinstance(slots, int) or slots < 1):
+        raise LaunchError(f"slots takes a number of at least 1, not {slots!r}")
     if host_discovery_script is not None and hosts:
         raise LaunchError("give hosts or a host_discovery_script, not both")
     known = None
@@ -68,4 +70,4 @@ def elastic_results(driver: Driver, printer: Printer, call: bytes, verbose: bool
         if outcome.failed is None:
             raise LaunchError(outcome.reason)
         raise failure(store, outcome.failed, driver.rank_of(outcome.failed), outcome.reason)
-    return [result(store, driver.key, who, i) for i, who in enumerate(outcome.returned)]
+    return [result(store, driver.key, who, driver.rank_of(who)) for who in outcome.returned]

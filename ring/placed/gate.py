@@ -179,6 +179,7 @@ def follow(node: int, first: str, port: int, secret: bytes, slots: int, timeout:
 
 def _attend(channel: Channel, woken: socket.socket, secret: bytes) -> int:
     wrappers: list[subprocess.Popen[bytes]] = []
+    comes_and_goes, leaving = False, 0
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(woken, select.POLLIN)
@@ -186,6 +187,7 @@ def _attend(channel: Channel, woken: socket.socket, secret: bytes) -> int:
         for kind, body in channel.receive():
             if kind is Kind.JOB:  # once more for each rank that comes later
                 order = json.loads(body)
+                comes_and_goes = bool(order.get("elastic"))
                 own = derive(secret, _JOB, bytes.fromhex(order["nonce"]))
                 wrappers += obey(order | {"secret": own.hex()})
             elif kind is Kind.CODE:
@@ -196,21 +198,31 @@ def _attend(channel: Channel, woken: socket.socket, secret: bytes) -> int:
             raise LaunchError("the first node has gone, and with it the job")
         for descriptor, _ in poll.poll():
             if descriptor == woken.fileno():
-                _pass_on(woken.recv(4096), wrappers)
+                leaving = _pass_on(woken.recv(4096), wrappers) or leaving
+        if comes_and_goes and leaving and not wrappers:
+            return 128 + leaving  # the others go on
 
 
-def _pass_on(numbers: bytes, wrappers: list[subprocess.Popen[bytes]]) -> None:
-    """Let the wrappers, which pass them on, have the signals that came here."""
+def _pass_on(numbers: bytes, wrappers: list[subprocess.Popen[bytes]]) -> int:
+    """Let the wrappers, which pass them on, have the signals that came here.
+
+    Forgets those that have ended. Returns the signal that asks this node to end, 0 for none.
+    """
+    asked = 0
     for number in numbers:
         if number == signal.SIGCHLD:
             processes.reap()
-        elif not wrappers:  # nothing has been started
+        children = set(processes.children_of(os.getpid()))
+        wrappers[:] = [wrapper for wrapper in wrappers if wrapper.pid in children]
+        if number == signal.SIGCHLD:
+            continue
+        if not wrappers:  # nothing has been started, or is left
             sys.exit(128 + number)
-        else:
-            children = set(processes.children_of(os.getpid()))
-            for wrapper in wrappers:
-                if wrapper.pid in children:
-                    processes.signal_group(wrapper.pid, number)
+        for wrapper in wrappers:
+            processes.signal_group(wrapper.pid, number)
+        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asked = number
+    return asked
 
 
 def _reach(node: int, first: str, port: int, secret: bytes, timeout: float) -> Channel:

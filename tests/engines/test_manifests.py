@@ -72,6 +72,7 @@ def test_an_elastic_job_forgives_what_evicts_its_pods():
     (rule,) = job["spec"]["podFailurePolicy"]["rules"]
     evicted = {"type": "DisruptionTarget", "status": "True"}
     assert rule == {"action": "Ignore", "onPodConditions": [evicted]}
+    assert job["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
 def test_a_trainjob_is_one_of_kubeflows():

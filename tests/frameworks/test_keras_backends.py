@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.preloaded("tensorflow")
 CHECKS = ("fit", "residuals and models", "values", "mistakes")
 OWN = {"torch": ("mixed float16", "precision", "accumulation"), "jax": ("bfloat16", "refusals")}
 

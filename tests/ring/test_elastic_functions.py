@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -80,6 +81,29 @@ def test_a_host_that_leaves_has_no_result(tmp_path):
     assert len(set(sums)) == 1
 
 
+def test_a_function_that_trains_nothing_returns_from_every_rank():
+    assert ringlet.run(os.getcwd, np=2, min_np=1, transport="gloo") == [os.getcwd()] * 2
+
+
+def waiting(folder):
+    Path(folder, "here").touch()
+    time.sleep(120)
+
+
+def test_a_job_that_is_ended_names_the_signal_and_no_rank(tmp_path):
+    def end():
+        while not (tmp_path / "here").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(LaunchError, match="the job was ended by SIGTERM") as raised:
+        ringlet.run(waiting, (str(tmp_path),), np=1, min_np=1, transport="gloo")
+    thread.join()
+    assert not isinstance(raised.value, ringlet.WorkerFailed)
+
+
 def failing():
     import ringlet.torch as hvd
 
@@ -99,6 +123,8 @@ def test_a_job_that_cannot_go_on_raises_what_its_rank_did():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"min_np": 1, "slots": "4"}, "slots takes a number of at least 1, not '4'"),
+        ({"min_np": 1, "cooldown_range": 5}, "cooldown_range takes two numbers of seconds, not 5"),
         ({"slots": 2}, "slots is for ranks that come and go: give min_np, max_np or a"),
         ({"reset_limit": 2}, "reset_limit is for ranks that come and go"),
         ({"min_np": 3, "np": 2}, "min_np 3, np 2: must not fall in this order"),

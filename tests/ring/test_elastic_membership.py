@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ringlet.ring.elastic.membership import FENCE, LEAVE, Membership
 from ringlet.ring.elastic.rules import Rules
+from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 
 TWO = [Host("a", 2), Host("b", 2)]
@@ -56,6 +57,55 @@ def test_a_failed_rank_takes_its_host_along_where_enough_are_left():
     assert todo.lost == [1]
     assert not todo.start
     assert "rank 0 on a was killed; no rank is started there any more, its other" in todo.notes[0]
+
+
+def test_what_has_ended_well_is_known_by_rank():
+    members = running()
+    members.hosts_found([Host("b", 2)], 1.0)  # host a leaves after the last commit
+    for number in (3, 1, 0, 2):
+        members.ended(number, 0, "exited with code 0", 2.0)
+    assert members.decide(2.0).over == (0, "")
+    assert members.returned() == [0, 1, 2, 3]
+    # Before there was any epoch, by number.
+    members = Membership(Rules(2, 1), 0.0)
+    members.hosts_found(TWO[:1], 0.0)
+    members.decide(0.0)
+    for number in (1, 0):
+        members.ended(number, 0, "exited with code 0", 1.0)
+    assert members.decide(1.0).over == (0, "")
+    assert members.returned() == [0, 1]
+
+
+def test_who_is_sent_away_has_returned_nothing():
+    members = running()
+    members.hosts_found([Host("a", 2)], 1.0)
+    for number in range(4):
+        members.asks(number, (), 1.0)
+    assert set(members.decide(1.0).dismiss) == {2, 3}
+    for number in (2, 3):
+        members.ended(number, 0, "exited with code 0", 2.0)
+    assert members.decide(2.0).over is None
+    for number in (0, 1):
+        members.ended(number, 0, "exited with code 0", 3.0)
+    assert members.returned() == [0, 1]
+
+
+def test_a_job_that_has_finished_waits_for_nobody_who_is_still_to_come():
+    members = running(TWO[:1])
+    members.hosts_found(TWO, 1.0)
+    assert len(members.decide(1.0).start) == 2
+    for number in (0, 1):
+        members.ended(number, 0, "exited with code 0", 2.0)
+    assert members.decide(2.0).over == (0, "")
+
+
+def test_a_cause_takes_the_place_of_an_effect():
+    members = running(min_np=4)
+    members.ended(0, LOST_PEER, "lost another rank", 1.0)
+    members.ended(3, 9, "exited with code 9", 1.0)
+    assert members.first_failed == 3
+    members.ended(2, 7, "exited with code 7", 1.0)
+    assert members.first_failed == 3
 
 
 def test_survivors_of_the_only_host_stay():

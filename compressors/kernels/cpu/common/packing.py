@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
+
+from ringlet.compressors.kernels.cpu.common.compiled import njit
 
 
 @njit(nogil=True, cache=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
+from ringlet.compressors.kernels.cpu.common.compiled import njit
 from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits
 
 
