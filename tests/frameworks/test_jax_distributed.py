@@ -97,7 +97,7 @@ def refused(port):
 @pytest.fixture(scope="module")
 def told():
     """Run the checks in two processes of two devices each, which no launcher knows."""
-    devices = f"--xla_force_host_platform_device_count={DEVICES}"
+    devices = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
     env = os.environ | {"XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"}
     port = str(free_port())
     with ExitStack() as stack:

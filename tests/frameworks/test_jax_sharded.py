@@ -172,7 +172,7 @@ def main():
 @pytest.fixture(scope="module")
 def job():
     """Run the checks in a process of three devices."""
-    devices = f"--xla_force_host_platform_device_count={DEVICES}"
+    devices = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
     return subprocess.run(
         [sys.executable, __file__],
         env=os.environ | {"XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"},
