@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
+from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.compiled import njit
 from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite
 
 _BLOCK = 1024

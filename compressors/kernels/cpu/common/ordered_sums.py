@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringlet.compressors.kernels.cpu.common.compiled import njit
+from numba import njit
 
 # Element i of a bucket is added to sum i % LANES.
 LANES = 32

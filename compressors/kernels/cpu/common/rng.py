@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
-
-from ringlet.compressors.kernels.cpu.common.compiled import njit
+from numba import njit, types
 
 
 @njit(inline="always")

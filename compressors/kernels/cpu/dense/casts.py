@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ringlet.compressors.kernels.cpu.common.compiled import njit
+from numba import njit
+
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
     bf16_to_f32,
     f16_to_f32,

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
+from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.compiled import njit
 from ringlet.compressors.kernels.cpu.common.feedback import add, keep_combined
 
 CHUNK = 2048  # columns of a product whose factors stay in the first-level cache

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.compiled import njit
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, is_finite
 from ringlet.compressors.kernels.cpu.common.rng import squares
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import types
+from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.compiled import njit
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits
 
 # Magnitude bits from which a rounded value may exceed float32: 1.875 * 2**127.

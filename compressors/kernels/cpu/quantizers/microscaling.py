@@ -9,10 +9,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import njit, types
 
 from ringlet.compressors.core.minifloats import MiniFloat
-from ringlet.compressors.kernels.cpu.common.compiled import njit
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, largest_of_32
 from ringlet.compressors.kernels.cpu.common.minifloats import (
     LANES,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import types
+from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.compiled import njit
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
     bf16_to_f32,
     bits_f32,

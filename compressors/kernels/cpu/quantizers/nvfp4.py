@@ -9,10 +9,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import njit, types
 
 from ringlet.compressors.core.minifloats import E2M1, E4M3
-from ringlet.compressors.kernels.cpu.common.compiled import njit
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, largest_of_16
 from ringlet.compressors.kernels.cpu.common.minifloats import (
     decoded,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.compiled import njit
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits
 from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.rng import squares
