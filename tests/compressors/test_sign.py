@@ -45,7 +45,8 @@ def test_kernels_are_array_code_bit_for_bit(spec, x, start):
     np.testing.assert_array_equal(decode(compressor, fast, x.size, context(x)), out)
     summed = np.empty_like(out)
     compressor.sum_into([fast, reference, fast], summed, context(x))
-    np.testing.assert_array_equal(summed, (out + out) + out)
+    with np.errstate(over="ignore"):  # as kernels add: to infinity
+        np.testing.assert_array_equal(summed, (out + out) + out)
 
 
 @pytest.mark.parametrize("spec", SPECS)
