@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.context import Array, Context, Workspace
 from ringlet.compressors.core.threads import run_ranges
 
 _CHUNK = 1 << 16  # elements summed in one piece, however many threads there are
@@ -22,7 +22,7 @@ def shrinking(x: Array, bound: float, ctx: Context) -> Any:
     It is 1 where the norm is not finite: an overflow must not be scaled away.
     """
     if ctx.xp is np:
-        norm = math.sqrt(_energy(x, ctx))
+        norm = math.sqrt(energy(x, ctx.workspace))
         return np.float32(bound / norm) if bound < norm < math.inf else np.float32(1)
     factor = _bound_on_device("shrink", x, bound, ctx)
     if factor is not None:
@@ -39,7 +39,7 @@ def clip(x: Array, times: float, out: Array, ctx: Context) -> None:
     if x.size == 0:
         return
     if ctx.xp is np:
-        most = times * math.sqrt(_energy(x, ctx) / x.size)
+        most = times * math.sqrt(energy(x, ctx.workspace) / x.size)
         if math.isfinite(most):
             with np.errstate(over="ignore"):
                 np.clip(x, np.float32(-most), np.float32(most), out=out)
@@ -77,11 +77,11 @@ def _bound_on_device(kernel: str, x: Array, bound: float, ctx: Context) -> Array
     return found
 
 
-def _energy(x: Array, ctx: Context) -> float:
-    """Return ||x||^2, added in float64; NaN or Inf where x has one. CPU only."""
+def energy(x: Array, workspace: Workspace) -> float:
+    """Return ||x||^2 of float32 values, added in float64; NaN or Inf where x has one. CPU only."""
     from ringlet.compressors.kernels.cpu.common import norms as kernels
 
-    sums = ctx.workspace.array("squares", -(-x.size // _CHUNK), np.float64)
+    sums = workspace.array("squares", -(-x.size // _CHUNK), np.float64)
 
     def square(start: int, stop: int) -> None:
         kernels.square(x[start:stop], _CHUNK, sums[start // _CHUNK : -(-stop // _CHUNK)])

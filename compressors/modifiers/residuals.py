@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ringlet.compressors.base import norms
 from ringlet.compressors.base.bucketed import Bucketed, Kernel, widened
 from ringlet.compressors.base.contract import Part, Payload, Traits, storage
-from ringlet.compressors.core.context import Array, Context, State
+from ringlet.compressors.core.context import Array, Context, State, Workspace
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import described
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 1024  # elements that a warp casts on a GPU
 _TINY = np.float32(1.5e-36)
-_CACHED = 1 << 15  # elements whose squares are added up at a time
 _HIGHEST16, _HIGHEST_SCALE = 0x7F7F, 0x7BFF  # as in kernels.cpu.modifiers.residuals
 
 
@@ -269,12 +269,13 @@ def rescale(state: State, factor: float) -> None:
 def energy(state: State) -> float:
     """Return the sum of squares of all residuals in ``state``, and in the states in it."""
     total = sum((energy(value) for value in state.values() if isinstance(value, dict)), 0.0)
-    found = wide(state)
+    found: Any = wide(state)  # may lie on a GPU
     if found is not None:
         flat = found.reshape(-1)
-        at_once = _CACHED if isinstance(flat, np.ndarray) else max(1, flat.size)
-        for start in range(0, flat.size, at_once):
-            exact = flat[start : start + at_once].astype("float64")
+        if isinstance(flat, np.ndarray):
+            total += norms.energy(flat, Workspace())
+        else:
+            exact = flat.astype("float64")
             total += float(exact @ exact)
     return total
 
