@@ -30,6 +30,8 @@ BOUNDS = "-bounds" if os.environ.get("NUMBA_BOUNDSCHECK", "0") not in ("", "0") 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / (STATE + BOUNDS)))
 # TensorFlow reads it when it is imported; what a fork server has imported must have seen it too.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Two threads for products of a few thousand values wait for each other more than they compute.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # XLA splits each program to compile it on many cores, which takes two thirds more of the cores.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 
