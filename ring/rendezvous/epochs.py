@@ -113,7 +113,7 @@ def tell_held(norm: float, copied: bool = False) -> None:
     Unless another has a ``copied`` one.
     """
     name = held_name(int(os.environ[MEMBER]))
-    client().ask(Op.SET, name.encode(), json.dumps([norm, copied]).encode())
+    client().tell(Op.SET, name.encode(), json.dumps([norm, copied]).encode())
 
 
 def tell_taken(epoch: int, taken: Sequence[Sequence[float]]) -> None:

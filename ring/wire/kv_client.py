@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -46,11 +46,7 @@ class Client:
         """Send a request and return the answer."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            self._number += 1
-            body = pack(op, self._number, fields)
-            if len(body) > LARGE:
-                raise ValueError(f"a store request of {len(body)} bytes is over {LARGE}")
-            self._channel.send(Kind.ASK, body)
+            self._send(op, fields)
             while True:
                 left = None if deadline is None else deadline - time.monotonic()
                 if not self._channel.wait(left) and not self._channel.closed:
@@ -63,7 +59,16 @@ class Client:
                             raise PeerLost(values[0].decode(errors="replace"))
                         return values[0]
                 if self._channel.closed:
-                    raise LaunchError(f"the launcher's store at {self._where} is gone")
+                    raise self._gone()
+
+    def tell(self, op: Op, *fields: bytes) -> None:
+        """Send a request whose answer nobody waits for."""
+        with self._lock:
+            while self._channel.wait(0):
+                list(self._channel.receive())  # the answers to earlier ones
+            if self._channel.closed:
+                raise self._gone()
+            self._send(op, fields)
 
     def leave(self, name: str, value: bytes) -> None:
         """Leave a value of any length for the launcher; it is there as a whole or not at all."""
@@ -85,6 +90,16 @@ class Client:
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
+
+    def _send(self, op: Op, fields: Sequence[bytes]) -> None:
+        self._number += 1
+        body = pack(op, self._number, fields)
+        if len(body) > LARGE:
+            raise ValueError(f"a store request of {len(body)} bytes is over {LARGE}")
+        self._channel.send(Kind.ASK, body)
+
+    def _gone(self) -> LaunchError:
+        return LaunchError(f"the launcher's store at {self._where} is gone")
 
 
 # By address, key, rank and process; and what torch knows each as.

@@ -128,6 +128,29 @@ def test_who_waits_for_what_will_not_come_is_told(launcher: Launcher) -> None:
     assert mine.ask(Op.GET, b"epoch/1/c") == b"late"
 
 
+def test_what_is_told_arrives_in_order_and_nobody_waits(launcher: Launcher) -> None:
+    one = launcher.client()
+    with launcher.lock:  # the store answers nobody
+        for number in range(100):
+            one.tell(Op.SET, b"a", b"%d" % number)
+    assert one.ask(Op.GET, b"a") == b"99"
+    for number in range(1000):
+        one.tell(Op.ADD, b"sum", b"%d" % number)
+    assert one.ask(Op.GET, b"sum") == b"%d" % sum(range(1000))
+    with pytest.raises(ValueError, match="is over"):
+        one.tell(Op.SET, b"a", bytes(LARGE))
+    assert one.ask(Op.GET, b"a") == b"99"
+
+
+def test_who_tells_something_learns_that_the_launcher_has_gone(launcher: Launcher) -> None:
+    one = launcher.client()
+    one.tell(Op.SET, b"a", b"1")
+    launcher.close()
+    with pytest.raises(LaunchError, match="is gone"):
+        for _ in range(100):
+            one.tell(Op.SET, b"a", b"2")
+
+
 @pytest.mark.parametrize("length", [0, 1, PIECE, 2 * PIECE + 1])
 def test_long_values(launcher: Launcher, length: int) -> None:
     one, value = launcher.client(), bytes(length)
