@@ -94,6 +94,10 @@ class Aliases(MetaPathFinder, Loader):
         if name.endswith(_OPERATIONS):
             vars(module).update(vars(target) | {"_basics": HorovodBasics(), "__name__": name})
             return
+        if not hasattr(target, "__path__") and any(n.startswith(f"{name}.") for n in ALIASES):
+            own = ("__name__", "__path__", "__spec__")  # so that it stays a package
+            vars(module).update({k: v for k, v in vars(target).items() if k not in own})
+            return
         sys.modules[name] = target
         parent, _, child = name.rpartition(".")
         if parent in sys.modules and not hasattr(sys.modules[parent], child):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from ringlet.job import capabilities, lifecycle, observation, session, topology
@@ -12,16 +14,26 @@ from ringlet.job.elastic import HostsUpdatedInterrupt
 from ringlet.job.process_sets import process_set_ranks
 from ringlet.ring.errors import RingError as HorovodInternalError
 from ringlet.ring.rendezvous.environment import detect
+from ringlet.ring.transports.nccl_library import lacking
 
 __all__ = [
     "HorovodBasics",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
+    "ccl_built",
     "check_extension",
+    "ddl_built",
+    "env",
+    "extension_available",
     "get_env_rank_and_size",
+    "gloo_built",
+    "gpu_available",
     "in_thread",
+    "is_iterable",
     "is_version_greater_equal_than",
+    "mpi_built",
+    "nccl_built",
     "num_rank_is_power_2",
     "split_list",
 ]
@@ -62,8 +74,64 @@ class HorovodBasics:
         """Accept where Horovod's library lies; there is none."""
 
 
-def check_extension(*_: Any) -> None:
+def check_extension(ext_name: str = "", ext_env_var: str = "", pkg_path: str = "", *_: Any) -> None:
     """Do nothing: there is no extension that could be missing."""
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether the framework of that name is installed: nothing else is needed."""
+    return find_spec(ext_base_name) is not None
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether tensors on a GPU are reduced there, without the host."""
+    return extension_available(ext_base_name) and lacking() is None
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Whether the transport "mpi" is installed."""
+    return capabilities.mpi_built()
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Whether the transport "gloo" is installed."""
+    return capabilities.gloo_built()
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """Return NCCL's version as a number; 0 where the transport "nccl" lacks a part."""
+    return capabilities.nccl_built()
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Whether IBM's DDL is there: it is not."""
+    return capabilities.ddl_built()
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Whether Intel's oneCCL is there: it is not."""
+    return capabilities.ccl_built()
+
+
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Set variables of the environment for a while; those that are None stay as they are."""
+    wanted = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def is_iterable(x: Any) -> bool:
+    """Whether one can iterate over ``x``."""
+    return isinstance(x, Iterable)
 
 
 def get_env_rank_and_size() -> tuple[int, int]:

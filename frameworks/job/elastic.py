@@ -40,11 +40,18 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class State(ABC):
-    """What training can go back to; subclasses say how it is saved, restored and synchronised."""
+    """What training can go back to; subclasses say how it is saved, restored and synchronised.
+
+    ``bcast_object`` and ``get_rank`` are accepted for Horovod's sake.
+    """
 
     _copies: Copies | None = None  # of what compression holds back, in an elastic job
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] = objects.broadcast_object,
+        get_rank: Callable[[], int] = topology.rank,
+    ) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -150,7 +157,7 @@ class ObjectState(State):
         get_rank: Callable[[], int] = topology.rank,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(bcast_object, get_rank)
         self._broadcast, self._names = bcast_object, list(kwargs)
         self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():

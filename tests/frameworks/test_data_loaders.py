@@ -74,12 +74,6 @@ def test_a_queue_below_nothing_is_refused():
         Ahead(-1, 3)
 
 
-def test_horovods_names_are_aliases():
-    from ringlet.horovod.aliases import ALIASES
-
-    assert ALIASES["horovod.data"] == "ringlet.data_loaders"
-
-
 def test_a_loader_without_batches_of_its_own_says_so():
     with pytest.raises(TypeError, match=r"Nothing has to define _iterate\(\)"):
         list(type("Nothing", (BaseDataLoader,), {})())

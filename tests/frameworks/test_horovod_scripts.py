@@ -111,3 +111,57 @@ def test_the_table_has_a_row_for_it(name: str) -> None:
 
 if __name__ == "__main__":
     main()
+
+EVERY = """
+import importlib
+import sys
+from ringlet.horovod.aliases import ALIASES
+
+names = list(ALIASES)[:: int(sys.argv[1])]
+for name in names:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        assert "pip install" in str(error), (name, error)
+        print("not installed:", name)
+    else:
+        parent, _, child = name.rpartition(".")
+        assert not parent or hasattr(sys.modules[parent], child), name
+from horovod.common.elastic import State
+from horovod.common.util import env, gloo_built, gpu_available, is_iterable, nccl_built
+from horovod.data import AsyncDataLoaderMixin
+from horovod.data.data_loader_base import BaseDataLoader
+import os
+import horovod.torch as hvd
+import ringlet.data_loaders
+
+assert BaseDataLoader is ringlet.data_loaders.BaseDataLoader
+assert gloo_built(verbose=True) and nccl_built() == hvd.nccl_built()
+assert not gpu_available("torch") or hvd.cuda_built()
+assert is_iterable("ab") and not is_iterable(1)
+with env(LEFT="1", KEPT=None):
+    assert os.environ["LEFT"] == "1" and "KEPT" not in os.environ
+assert "LEFT" not in os.environ
+
+
+class Own(State):
+    def __init__(self):
+        super().__init__(hvd.broadcast_object, get_rank=hvd.rank)
+
+    save = restore = sync = State.reset
+
+
+Own().register_reset_callbacks([print])
+print("imported", len(names))
+"""
+
+
+@pytest.mark.parametrize("order", ["1", "-1"])
+def test_every_module_of_horovods_that_is_named_can_be_imported(tmp_path: Path, order: str) -> None:
+    script = tmp_path / "every.py"
+    script.write_text(EVERY)
+    command = [sys.executable, "-m", "ringlet.as_horovod", str(script), order]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "imported" in done.stdout
+    assert "not installed: horovod.torch" not in done.stdout

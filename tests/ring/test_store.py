@@ -146,9 +146,13 @@ def test_who_tells_something_learns_that_the_launcher_has_gone(launcher: Launche
     one = launcher.client()
     one.tell(Op.SET, b"a", b"1")
     launcher.close()
-    with pytest.raises(LaunchError, match="is gone"):
+
+    def go_on() -> None:
         for _ in range(100):
             one.tell(Op.SET, b"a", b"2")
+
+    with pytest.raises(LaunchError, match="is gone"):
+        go_on()
 
 
 @pytest.mark.parametrize("length", [0, 1, PIECE, 2 * PIECE + 1])
