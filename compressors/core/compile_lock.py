@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,6 +25,10 @@ def compile_lock(what: str = "kernels", patience: float = PATIENCE_S) -> Iterato
     descriptor = -1
     with suppress(OSError):  # where there is no place for a lock, everybody is first
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)  # somebody else's, who could hold it for ever
+            descriptor = -1
     if descriptor < 0:
         yield True
         return

@@ -32,7 +32,8 @@ from ringlet.ring.wire.keys import MEMBER
 log = logging.getLogger("ringlet")
 
 Held = Mapping[str, Mapping[str, Any]]  # arrays, by parameter, and by what it is called there
-_WORD = 8  # bytes: of two before the head, its length and the checksum of what follows it
+_WORD = 8  # bytes: of two before the head, its length and the checksum of all that follows
+_HOLDERS = 64  # that may hold nothing back
 _TOLD = frozenset({"member", "host", "copies", "taken"})
 
 
@@ -130,7 +131,7 @@ class Copies:
         except RingError:
             return  # whoever was lost is found out elsewhere
         copy = unpacked(data)
-        if copy is None:
+        if copy is None or len(copy.held) != len(self._find()):
             log.warning("a copy of what compression holds back on another rank came damaged")
             return
         self._kept, self._last, self._next = {copy.member: copy}, self._next, self._last
@@ -154,7 +155,8 @@ class Copies:
         chosen = takers(told)
         mine = [member for member, rank in chosen.items() if rank == runtime.rank]
         for member in mine:
-            self._take_over(self._kept[member])
+            if member in self._kept:  # or what was told is not what was meant
+                self._take_over(self._kept[member])
         there = {each["member"] for each in told}
         self._kept = {member: c for member, c in self._kept.items() if member in there}
         return bool(mine)
@@ -228,10 +230,10 @@ def packed(copy: Copy, room: Array | None = None) -> Array:
     for *_, array in arrays:
         values[start : start + array.size] = array.reshape(-1)
         start += array.size
-    for place, number in enumerate((len(text), checksum(body))):
+    made[2 * _WORD : total - 4 * size] = np.frombuffer(text, np.uint8)
+    for place, number in enumerate((len(text), checksum(made[2 * _WORD :]))):
         word = number.to_bytes(_WORD, "little")
         made[place * _WORD : (place + 1) * _WORD] = np.frombuffer(word, np.uint8)
-    made[2 * _WORD : total - 4 * size] = np.frombuffer(text, np.uint8)
     return made
 
 
@@ -240,17 +242,22 @@ def unpacked(data: Array) -> Copy | None:
     try:
         length, total = data[: 2 * _WORD].view(np.uint64).tolist()
         stop = 2 * _WORD + length
+        if checksum(data[2 * _WORD :]) != total:
+            return None
         head, body = json.loads(data[2 * _WORD : stop].tobytes()), data[stop:]
         member, epoch, rank, size, step, holders = map(int, head["copy"])
-        arrays = head["arrays"]
-        if checksum(body) != total:
+        arrays, values, start = head["arrays"], body.view(np.float32), 0
+        if not 0 <= rank < size or not 0 <= holders <= len(arrays) + _HOLDERS:
             return None
-        values, start = body.view(np.float32), 0
         held: list[dict[str, dict[str, Any]]] = [{} for _ in range(holders)]
         for i, name, key, shape in arrays:
+            if any(type(n) is not int or n < 0 for n in (i, *shape)):
+                return None
             end = start + math.prod(shape)
             held[i].setdefault(name, {})[key] = values[start:end].reshape(shape)
             start = end
+        if start != values.size:
+            return None
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return None
     return Copy(member, epoch, rank, size, step, held)

@@ -63,12 +63,15 @@ class StartedActor:
 
     def poll(self) -> int | None:
         """Return the agent's exit code, 1 where the actor has gone, None while it runs."""
-        if self._code is None and ray.wait([self._run], timeout=0)[0]:
-            try:
-                self._code = ray.get(self._run)
-            except RayError:
-                self._code = 1
-            ray.kill(self._actor)  # gives its resources back
+        try:
+            if self._code is None and ray.wait([self._run], timeout=0)[0]:
+                try:
+                    self._code = ray.get(self._run)
+                except RayError:
+                    self._code = 1
+                ray.kill(self._actor)  # gives its resources back
+        except Exception:  # Ray's control plane restarts: who runs says so to the launcher itself
+            return self._code
         return self._code
 
     def part(self) -> None:
@@ -139,7 +142,10 @@ class RayNodes:
         return max(0.0, self._next - now)
 
     def start(self, host: str, order: Mapping[str, Any]) -> StartedActor:
-        """Have an actor on ``host`` obey ``order`` once there is room for it."""
+        """Have an actor on ``host`` obey ``order`` once there is room for it.
+
+        Raises LaunchError where Ray does not answer.
+        """
         (node,) = (node for node, name in self._names.items() if name == host)
         actor = self._agent.options(
             num_cpus=self._takes["CPU"],

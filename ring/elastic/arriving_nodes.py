@@ -43,11 +43,16 @@ class ArrivingNodes(Gate):
             return None, ""
         self._next = now + PERIOD
         self.serve(0.0)
+        said = "".join(
+            f"node {node} has come once more, and takes the place of the earlier one"
+            for node in self.replaced[:1]
+        )
+        self.replaced.clear()
         found = [Host(self._name(node), self.names[node][1]) for node in sorted(self.names)]
         if found == self._known:
-            return None, ""
+            return None, said
         self._known = found
-        return found, ""
+        return found, said
 
     def patience(self, now: float) -> float | None:
         """Return the seconds until the next look."""

@@ -31,6 +31,7 @@ class Discovery:
         self._script, self._slots, self._hosts = script, slots, list(hosts)
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
+        self._said: IO[bytes] | None = None  # on the standard error
         self._next = self._began = 0.0
         self._complaint = ""
         self._known: list[Host] | None = None
@@ -79,13 +80,16 @@ class Discovery:
         file = os.path.abspath(self._script)
         self._began = now
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the run is over
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        me = os.getpid()
         try:
             self._process = subprocess.Popen(
                 file if os.access(file, os.X_OK) else ["sh", "-c", self._script],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
-                stderr=subprocess.STDOUT,
+                stderr=self._said,
                 start_new_session=True,
+                preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),
             )
         except OSError as error:
             why = f"cannot be started: {error.strerror}"
@@ -99,10 +103,10 @@ class Discovery:
     def _result(self) -> list[Host]:
         assert self._process is not None
         assert self._output is not None
-        self._output.seek(0)
-        text = self._output.read(LONGEST).decode(errors="replace")
+        assert self._said is not None
+        text, aside = _read(self._output), _read(self._said)
         if code := self._process.returncode:
-            said = text.strip().splitlines()[-1:] or ["nothing"]
+            said = (aside.strip() or text.strip()).splitlines()[-1:] or ["nothing"]
             raise LaunchError(f"{processes.describe(code)}; it said: {said[0][:200]}")
         hosts: dict[str, int] = {}
         for line in filter(None, map(str.strip, text.splitlines())):
@@ -126,6 +130,12 @@ class Discovery:
         return text
 
     def _done(self, now: float) -> None:
-        if self._output is not None:
-            self._output.close()
-        self._process, self._output, self._next = None, None, now + PERIOD
+        for file in (self._output, self._said):
+            if file is not None:
+                file.close()
+        self._process, self._output, self._said, self._next = None, None, None, now + PERIOD
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(LONGEST).decode(errors="replace")

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
+from ringlet.ring.control import pulse
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.held_back import HeldBack
 from ringlet.ring.elastic.membership import Decisions, Member, Membership
@@ -119,6 +120,8 @@ class Driver:
         self._started: dict[int, Started] = {}  # by member
         self._start_by: dict[int, float] = {}  # when a member has to have reported
         self._kill_at: dict[int, float] = {}  # when a member that was killed is given up
+        self._silence = self._heartbeat()
+        self._asked_at: dict[int, float] = {}  # when a late member's wrapper was asked about it
         self._over: tuple[int, str] | None = None
         self._blamed: int | None = None  # the member that failed first, if that ends the job
         self._end_at: float | None = None  # when what is left of an ending job is killed
@@ -226,6 +229,12 @@ class Driver:
             if self._forwarded:
                 return None
 
+    def _heartbeat(self) -> float:
+        try:
+            return pulse.seconds_from(self._env)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
+
     def _elsewhere(self, hosts: Sequence[Host]) -> list[str]:
         return [host.name for host in hosts if not self._is_here(host.name)]
 
@@ -270,6 +279,7 @@ class Driver:
                 self._printer.note(complaint)
             if hosts is not None:
                 self._membership.hosts_found(self._reachable(hosts), now)
+            self._look_for_life(now)
             self._obey(self._membership.decide(now), now)
             for note in self._held_back.notes(self._over is not None):
                 self._printer.note(note)
@@ -302,6 +312,7 @@ class Driver:
         times = [self._listener.patience(), *(max(0.0, limit - now) for limit in limits)]
         if self._over is None:
             times += [self._discovery.patience(now), self._membership.patience(now)]
+            times += [max(0.0, self._due(number) - now) for number in self._asked_at]
         if self._start_by:
             times.append(0.1)  # whether what was started still runs
         if self._end_at is not None:
@@ -334,6 +345,32 @@ class Driver:
                 code = self._started[number].poll()
                 if code is not None or now >= self._start_by[number]:
                     self._never_came(rank, code, now)
+
+    def _look_for_life(self, now: float) -> None:
+        """Find out who keeps others waiting because it is frozen: no rank hears the others now."""
+        late = set(self._membership.late()) if self._silence else set()
+        for number in self._asked_at.keys() - late:
+            del self._asked_at[number]
+        for number in late:
+            rank = self._rank_table.ranks[number]
+            if number in self._asked_at and now < self._due(number):
+                continue
+            if number in self._asked_at and rank.heard < self._asked_at[number]:
+                self._printer.note(
+                    f"rank {self.rank_of(number)} on {rank.host} keeps the others waiting, and gave"
+                    f" no sign of life for {self._silence:g} s"
+                )
+                self._membership.silent(number, now)
+                del self._asked_at[number]
+                continue
+            self._asked_at[number] = now
+            if rank.channel is not None:
+                rank.channel.send(Kind.ALIVE)
+
+    def _due(self, number: int) -> float:
+        """Return when to ask about a late member again, or to give it up."""
+        asked, heard = self._asked_at[number], self._rank_table.ranks[number].heard
+        return asked + self._silence if heard < asked else heard + self._silence / 2
 
     def _let_go(self, rank: Rank) -> None:
         """Keep nothing of a rank that is done: others may come for as long as the job lasts."""

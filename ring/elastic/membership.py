@@ -16,6 +16,7 @@ from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 
 FENCE = 2.0  # seconds that a member has to come forward which others have lost
+STRAGGLERS = 30.0  # seconds that the first epoch waits for more ranks than it needs
 LEAVE = 5.0  # seconds that a member has to leave which does not belong to the job any more
 KILLED = 128 + 9
 
@@ -91,6 +92,7 @@ class Membership:
         self._failed: tuple[int, str] | None = None  # what ended a rank of the present epoch first,
         self.first_failed: int | None = None  # and which member it was
         self._told: set[int] = set()  # newcomers that ranks were told of
+        self._enough: float | None = None  # since when there are enough for the first epoch
         self._unseen = Decisions()  # what happened since the last ``decide``, which was then
         self._decided = now
 
@@ -101,9 +103,7 @@ class Membership:
         found = {host.name: host.slots for host in hosts}
         kept = {name: found[name] for name in self._hosts if name in found}
         self._hosts = kept | found
-        for member in self._present() if self._finished is None else ():
-            if member.local >= self._hosts.get(member.host, 0):
-                self._drop(member, now, gentle=True)
+        self._let_leave(now)
 
     def asks(self, number: int, lost: Iterable[int], now: float) -> None:
         """Note that a member asks for the next epoch, having ``lost`` ranks of its present one."""
@@ -113,6 +113,8 @@ class Membership:
         member.asked = True
         if not member.dropped:
             member.limit = None
+        if not self.epoch and self._enough is None and self._ready() >= self.rules.np:
+            self._enough = now
         if not self._resetting(besides=member) and self.epoch:
             self._wanting = now
         # Who was dropped may ask so late that those who stay are numbered anew already.
@@ -120,6 +122,18 @@ class Membership:
         for other in self._present():
             if other.rank in ranks and not other.asked and other.limit is None:
                 other.limit = now + FENCE
+
+    def late(self) -> list[int]:
+        """Return the ranks' members for which others wait, so that the others hear them no more."""
+        ranked, newcomers = self._ranked(), [m for m in self._present() if m.rank is None]
+        alone = len(ranked) == 1 and any(m.asked for m in newcomers)
+        if not alone and not self._resetting():
+            return []
+        return [m.number for m in ranked if not m.asked and m.limit is None]
+
+    def silent(self, number: int, now: float) -> None:
+        """Note that a member of whom others are waiting gives no sign of life."""
+        self.members[number].limit = now + FENCE
 
     def ended(self, number: int, code: int, how: str, now: float) -> None:
         """Note the end of a member: its exit code as a shell reports it, and ``how`` in words."""
@@ -170,11 +184,15 @@ class Membership:
 
     def patience(self, now: float) -> float | None:
         """Return the seconds until time alone makes a difference, None for ever."""
+        if self._unseen.changed:
+            return 0.0
         there = [m for m in self.members.values() if not m.ended and not m.killed]
         limits = [m.limit for m in there if m.limit is not None]
         limits += [each.until for each in self._barred.values() if each.until != float("inf")]
         if self._waiting():
             limits.append(self._wanting + self.rules.timeout)
+        if not self.epoch and self._enough is not None:
+            limits.append(self._enough + self._stragglers)
         later = [limit for limit in limits if limit > self._decided]
         return max(0.0, min(later) - now) if later else None
 
@@ -194,9 +212,38 @@ class Membership:
     def _waiting(self) -> bool:
         return self._finished is None and (self.epoch == 0 or self._resetting())
 
+    def _ready(self) -> int:
+        return sum(m.asked for m in self._present())
+
+    @property
+    def _stragglers(self) -> float:
+        return min(STRAGGLERS, self.rules.timeout)
+
     def _usable(self, host: str, now: float) -> bool:
         barred = self._barred.get(host)
         return barred is None or now >= barred.until
+
+    def _leaving(self) -> list[Member]:
+        """Return the members whose hosts have gone, or have fewer slots."""
+        return [m for m in self._present() if m.local >= self._hosts.get(m.host, 0)]
+
+    def _let_leave(self, now: float) -> None:
+        """Drop those whose hosts have gone, if somebody stays who knows how far training is.
+
+        Else ranks stay until newcomers are among them.
+        """
+        if self._finished is not None:
+            return
+        leaving = self._leaving()
+        stays = not self.epoch or any(m not in leaving for m in self._ranked())
+        for member in leaving:
+            if stays or member.rank is None:
+                self._drop(member, now, gentle=True)
+        # Hosts may be back while others have taken their place.
+        staying = [m for m in self._present() if m not in leaving]
+        staying.sort(key=lambda m: (m.rank is None, m.rank or 0, m.number))
+        for member in staying[self.rules.max_np :] if self.rules.max_np else ():
+            self._drop(member, now, gentle=True)
 
     def _drop(self, member: Member, now: float, gentle: bool) -> None:
         """Let a member belong to the job no more: it leaves when ranks are numbered anew."""
@@ -213,17 +260,21 @@ class Membership:
         until, text = float("inf"), ""
         if self.rules.cooldown is not None:
             least, most = self.rules.cooldown
-            delay = min(most, max(least, least * 2**before.times + self._draw() * least))
+            doubled = least * 2.0 ** min(before.times, 64)
+            delay = min(most, max(least, doubled + self._draw() * least))
             until, text = now + delay, f" for {delay:.0f} s"
         self._barred[host] = _Barred(until, before.times + 1)
-        elsewhere = [m for m in self._present() if m.host != host]
+        elsewhere = [m for m in self._ranked() if m.host != host]  # others know nothing yet
         there = [m for m in self._present() if m.host == host]
         leave = member.rank is not None and bool(there) and len(elsewhere) >= self.rules.min_np
         if leave:
             for other in there:
                 self._drop(other, now, gentle=False)
+        if member.rank is None and before.times & (before.times - 1):
+            return  # it was said after 1, 2, 4, 8, ... failures
         rest = ", its other ranks leave" if leave else ""
-        self._unseen.notes.append(f"{what}; no rank is started there any more{text}{rest}")
+        count = f" ({before.times + 1} failures there)" if before.times else ""
+        self._unseen.notes.append(f"{what}{count}; no rank is started there any more{text}{rest}")
 
     def _enforce(self, todo: Decisions, now: float) -> None:
         for member in self.members.values():
@@ -242,8 +293,9 @@ class Membership:
                 todo.dismiss[member.number] = ""
                 member.asked, member.dismissed = False, True
             elif self._finished is not None:
-                who = self.members[self._finished]
-                todo.dismiss[member.number] = f"rank {who.rank} has finished, and with it the job"
+                rank = self.members[self._finished].rank
+                who = f"process {self._finished}" if rank is None else f"rank {rank}"
+                todo.dismiss[member.number] = f"{who} has finished, and with it the job"
                 member.asked, member.dismissed = False, True
 
     def _is_over(self, todo: Decisions, now: float) -> bool:
@@ -258,7 +310,8 @@ class Membership:
             # Those who come now would begin anew: nobody is left who knows how far training was.
             todo.over = self._failed or (1, "no rank is left")
         elif self._waiting() and now >= self._wanting + self.rules.timeout:
-            todo.over = (1, self._too_few(now))
+            if self.epoch or self._ready() < self.rules.np:
+                todo.over = (1, self._too_few(now))
         elif self._waiting() and not self._may_suffice(now):
             todo.over = self._failed or (1, self._too_few(now))
         elif (
@@ -292,19 +345,22 @@ class Membership:
             ranks = ", ".join(str(m.rank) for m in late)
             return f"rank {ranks} did not come to be numbered anew within {timeout}"
         slots = sum(n for host, n in self._hosts.items() if self._usable(host, now))
-        ready = sum(m.asked for m in self._present())
+        ready = self._ready()
+        silent = [m for m in self._present() if m.rank is None and not m.asked]
+        names = ", ".join(f"{m.number} on {m.host}" for m in silent)
+        never = f"; process {names} did not call init" if silent else ""
         begins = not self.epoch and self.rules.np != self.rules.min_np
         which = named("np" if begins else "min_np")
         return (
             f"{which} {self._needed()} ranks are needed; {ready} are there, on hosts with {slots} "
-            f"usable slots, after {timeout}"
+            f"usable slots, after {timeout}{never}"
         )
 
     def _recruit(self, todo: Decisions, now: float) -> None:
         """Start members in slots that nobody has."""
         most = self.rules.max_np
         taken = {(m.host, m.local) for m in self.members.values() if not m.ended}
-        count = len(self._present())
+        count = len(self._present()) - len(self._leaving())
         for host, slots in self._hosts.items():
             if not self._usable(host, now):
                 continue
@@ -323,12 +379,20 @@ class Membership:
         if self.epoch:
             if not self._resetting() or not all(m.asked for m in self._ranked()):
                 return
-        elif any(not m.asked for m in present):
-            return
+        elif any(not m.asked for m in present) and (
+            self._enough is None or now < self._enough + self._stragglers
+        ):
+            return  # more than it needs may come
         taking = [m for m in present if m.asked]
         if len(taking) < self._needed():
             return
         self.epoch += 1
+        late = [m for m in present if not m.asked]
+        if self.epoch == 1 and late:
+            names = ", ".join(f"{m.number} on {m.host}" for m in late)
+            todo.notes.append(
+                f"{len(taking)} ranks begin; process {names} did not call init, and may come later"
+            )
         self._failed, self.first_failed, self._wanting = None, None, now
         first = {host: i for i, host in enumerate(self._hosts)}
         oldest: dict[str, tuple[int, int]] = {}
@@ -349,7 +413,9 @@ class Membership:
             assert member.rank is not None
             todo.seats[member.number] = Seat(self.epoch, member.rank, len(taking), at, together)
         if self.epoch > 1:
-            todo.notes.append(f"epoch {self.epoch}: {len(taking)} ranks")
+            ranks = "1 rank" if len(taking) == 1 else f"{len(taking)} ranks"
+            todo.notes.append(f"epoch {self.epoch}: {ranks}")
+        self._let_leave(now)  # newcomers may know enough from now on: it is told behind the seats
 
     def _announce(self, todo: Decisions) -> None:
         """Let the ranks know that newcomers are ready."""

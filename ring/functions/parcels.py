@@ -61,8 +61,10 @@ def result(store: KvStore, key: bytes, who: int, rank: int) -> Any:
         raise failure(store, who, rank, f"rank {rank} ended without a result")
     try:
         return pickle.loads(unseal(key, result_name(who), sealed))
-    except Exception as error:
-        raise LaunchError(f"the result of rank {rank} cannot be read: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an object's own reduction may raise SystemExit, too
+        raise LaunchError(f"the result of rank {rank} cannot be read: {error!r}") from error
 
 
 def failure(store: KvStore, who: int, rank: int, reason: str) -> WorkerFailed:

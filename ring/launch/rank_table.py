@@ -34,6 +34,7 @@ class Rank:
     lost: bool = False  # its wrapper went away without a word
     aborted: bool = False  # it has called MPI_Abort
     done: bool = False
+    heard: float = 0.0  # when its wrapper said last that its program runs
 
 
 class RankTable:
@@ -138,6 +139,8 @@ class RankTable:
             rank.code, rank.when = code, when + skew
             if self._pmi is not None and rank.number in self._pmi.aborted:
                 rank.code, rank.aborted = self._pmi.aborted[rank.number], True
+        elif kind is Kind.ALIVE:
+            rank.heard = time.monotonic()
         elif kind is Kind.DONE:
             self._finish(rank)
         else:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -36,7 +37,9 @@ from ringlet.ring.wire.listener import Listener
 
 PAUSE = 0.1, 2.0  # seconds between two tries to reach the first node: at first, and at most
 FLUSH = 5.0  # seconds for the other nodes to hear how the job has ended
+MOST = 4096  # ranks of a node
 _JOB = "job of nodes"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -46,7 +49,8 @@ class Gate:
     def __init__(self, nodes: int, address: str, port: int, secret: bytes, slots: int) -> None:
         self._nodes = nodes
         self.channels: dict[int, Channel] = {}  # to the other nodes
-        self.names: dict[int, tuple[str, int]] = {0: (socket.gethostname(), slots)}
+        self.names: dict[int, tuple[str, int]] = {0: (own_name(), _checked(slots))}
+        self.replaced: list[int] = []  # nodes that came once more while the earlier one was here
         try:
             self._listener = Listener(nodes, address, port, secret)
         except OSError as error:
@@ -106,8 +110,10 @@ class Gate:
                 guest.channel.close()
                 continue
             if known := self.channels.pop(guest.rank, None):  # it was started once more
+                known.send(Kind.REPLACED)
                 known.close()
                 self.names.pop(guest.rank, None)
+                self.replaced.append(guest.rank)
             self.channels[guest.rank] = guest.channel
         for node, channel in list(self.channels.items()):
             if channel.fileno() in ready:
@@ -116,11 +122,10 @@ class Gate:
     def _hear(self, node: int, channel: Channel) -> None:
         try:
             for kind, body in channel.receive():
-                if kind is not Kind.NODE:
-                    raise ProtocolError(f"a node does not send {kind.name}")
-                name, slots = json.loads(body)
-                self.names[node] = str(name), int(slots)
-        except (ProtocolError, ValueError):
+                if kind is not Kind.NODE or node in self.names:
+                    raise ProtocolError(f"a node does not send {kind.name} now")
+                self.names[node] = _told(body)
+        except ProtocolError:
             channel.close()
         if channel.closed:
             del self.channels[node]
@@ -161,9 +166,10 @@ def follow(node: int, first: str, port: int, secret: bytes, slots: int, timeout:
 
     Raises LaunchError when it is not found within ``timeout`` seconds, or goes away.
     """
+    slots = _checked(slots)
     channel = _reach(node, first, port, secret, timeout)
     with contextlib.closing(channel):
-        channel.send(Kind.NODE, json.dumps([socket.gethostname(), slots]).encode())
+        channel.send(Kind.NODE, json.dumps([own_name(), slots]).encode())
         processes.adopt_orphans()
         woken, waker = socket.socketpair()
         for end in (woken, waker):
@@ -172,12 +178,34 @@ def follow(node: int, first: str, port: int, secret: bytes, slots: int, timeout:
         for number in (*_SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         try:
-            return _attend(channel, woken, secret)
+            return _attend(node, channel, woken, secret)
         finally:
             processes.kill_children()
 
 
-def _attend(channel: Channel, woken: socket.socket, secret: bytes) -> int:
+def own_name() -> str:
+    """Return this host's name, as nodes tell it."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:253] or "host"
+
+
+def _checked(slots: int) -> int:
+    if not 1 <= slots <= MOST:
+        raise LaunchError(f"--slots {slots}: a node takes 1 to {MOST} ranks")
+    return slots
+
+
+def _told(body: bytes) -> tuple[str, int]:
+    """Return a node's name, and how many ranks it takes. Raises ProtocolError."""
+    try:
+        name, slots = json.loads(body)
+        if _NAME.fullmatch(name) and type(slots) is int and 1 <= slots <= MOST:
+            return name, slots
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise ProtocolError("what a node says of itself makes no sense")
+
+
+def _attend(node: int, channel: Channel, woken: socket.socket, secret: bytes) -> int:
     wrappers: list[subprocess.Popen[bytes]] = []
     comes_and_goes, leaving = False, 0
     poll = select.poll()
@@ -193,6 +221,12 @@ def _attend(channel: Channel, woken: socket.socket, secret: bytes) -> int:
             elif kind is Kind.CODE:
                 finish()
                 return int(body)
+            elif kind is Kind.REPLACED:
+                finish()
+                raise LaunchError(
+                    f"another node has come as node {node}, and takes this one's place: give each"
+                    " node a number of its own"
+                )
         if channel.closed:
             finish()
             raise LaunchError("the first node has gone, and with it the job")
@@ -238,7 +272,8 @@ def _reach(node: int, first: str, port: int, secret: bytes, timeout: float) -> C
             except Unwelcome as error:
                 raise LaunchError(
                     f"node 0 at {with_port(address, port)} does not let this node in: {error}"
-                    " (RINGLET_SECRET has to be the same for every node)"
+                    f" (RINGLET_SECRET and --nodes have to be the same for every node, and --node"
+                    f" {node} less than the latter)"
                 ) from None
             except (OSError, ProtocolError) as error:
                 why = f"{with_port(address, port)}: {error}"

@@ -21,6 +21,7 @@ LONGEST = 64 << 20  # a longer line is broken, so that memory stays bounded
 PLACES = {STDOUT: "the standard output", STDERR: "the standard error"}
 _NAMES = {STDOUT: b"stdout", STDERR: b"stderr"}
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Printer:
@@ -89,8 +90,18 @@ class Printer:
             self._put(rank, stream, bytes(partial) + (b"" if alone else b"\n"))
 
     def note(self, text: str) -> None:
-        """Queue a line of the launcher's own on the standard error."""
-        self._queue_bytes(STDERR, f"ringlet run: {text}\n".encode(errors="surrogateescape"))
+        """Queue a line of the launcher's own on the standard error.
+
+        What others have sent may be part of it: control characters are shown, not obeyed.
+        """
+        self._say(_CONTROL.sub(lambda found: ascii(found[0])[1:-1], text))
+
+    def _say(self, text: str) -> None:
+        try:
+            data = text.encode(errors="surrogateescape")
+        except UnicodeEncodeError:
+            data = text.encode(errors="backslashreplace")
+        self._queue_bytes(STDERR, b"ringlet run: %b\n" % data)
 
     def remind(self, rank: int, name: str, remedy: str | None = None) -> bool:
         """Say again what ``rank``, called ``name``, printed last if others have printed since.
@@ -102,7 +113,7 @@ class Printer:
         if lines:
             self.note(f"{name} failed first; its last lines were:")
         for line in lines:
-            self.note(f"| {line}")
+            self._say(f"| {line}")  # as it was printed
         if remedy is None or not any("ModuleNotFoundError" in line for line in last):
             return bool(lines)
         self.note(remedy)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -30,15 +31,21 @@ def adopt_orphans() -> None:
 
 def children_of(parent: int) -> list[int]:
     """Return the ids of the processes whose parent is ``parent``, zombies included."""
-    found = []
+    return [pid for pid, fields in _all() if int(fields[1]) == parent]
+
+
+def is_stopped(group: int) -> bool:
+    """Whether a process of ``group`` has been stopped, as by SIGSTOP."""
+    return any(fields[0] == b"T" and int(fields[2]) == group for _, fields in _all())
+
+
+def _all() -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the id of each process with its state, its parent, its group, and more."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
                 # pid (name) state ppid ...; the name may hold blanks and parentheses itself
-                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                if int(fields[1]) == parent:
-                    found.append(int(entry.name))
-    return found
+                yield int(entry.name), (entry / "stat").read_bytes().rpartition(b")")[2].split()
 
 
 def reap() -> dict[int, int] | None:

@@ -38,6 +38,7 @@ from ringlet.ring.wire.launch_link import (
     store_key,
 )
 
+LOOK = 0.2  # seconds between two looks whether a program that was stopped runs again
 LEFTOVERS = 1.0  # seconds that processes outliving the program get to end by themselves
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GONE = 1.0  # seconds from the end of a launcher's connections to its own
@@ -69,6 +70,7 @@ class Wrapper:
         self.code: int | None = None
         self.deadline = 0.0
         self.done = False
+        self._questioned = False  # whether the program runs
         self.wake, wake = socket.socketpair()
         self.wake.setblocking(False)
         wake.setblocking(False)
@@ -113,9 +115,9 @@ class Wrapper:
                 start_new_session=True,
                 preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),
             )
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:  # the latter two of arguments
             missing = isinstance(error, FileNotFoundError)
-            text = f"{self.job['command'][0]}: {error.strerror}\n"
+            text = f"{self.job['command'][0]}: {getattr(error, 'strerror', error)}\n"
             self.channel.send(Kind.STDERR, text.encode(errors="surrogateescape"))
             self._ended(127 if missing else 126)
             return
@@ -183,6 +185,9 @@ class Wrapper:
                 if self.channel.closed:
                     self.abandon()
                     return 1
+            if self._questioned and (self.alone or not processes.is_stopped(self.group)):
+                self._questioned = False
+                self.channel.send(Kind.ALIVE)
             if self.code is not None and self.alone and not self.done:
                 if self.channel.pending < HIGH and not any(d in ready for d in self.streams):
                     self.streams.clear()  # nobody is left who could write
@@ -200,6 +205,8 @@ class Wrapper:
             elif kind is Kind.PMI and self.pmi is not None:
                 with contextlib.suppress(OSError):  # it has ended: nobody waits for the answer
                     self.pmi.send(body)
+            elif kind is Kind.ALIVE:
+                self._questioned = True
             elif kind is Kind.RELEASE:
                 return True
         return False
@@ -214,7 +221,7 @@ class Wrapper:
                 poll.register(descriptor, select.POLLIN)
             if self.pmi is not None:
                 poll.register(self.pmi, select.POLLIN)
-        timeout: float | None = None
+        timeout: float | None = 1000 * LOOK if self._questioned else None
         if self.code is not None and not self.alone:
             timeout = max(10.0, 1000 * (self.deadline - time.monotonic()))
         elif self.code is not None and not self.done and self.channel.pending < HIGH:

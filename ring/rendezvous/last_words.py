@@ -26,7 +26,7 @@ class LastWords:
         try:
             ranks, text = json.loads(value)
             return cls(tuple(map(int, ranks)), " ".join(str(text).split()))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             return cls()
 
 

@@ -23,7 +23,12 @@ HIGH = 1 << 20  # bytes waiting to be sent from which on nothing new is read
 # Names through which the launcher tells a wrapper where it is. The user's program sees neither.
 ADDRESS, SECRET = "RINGLET_LAUNCHER", "RINGLET_LAUNCHER_SECRET"
 
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6),
+    # Nothing is asked while data is on its way. A peer that is stopped takes none either: it may be
+    # for that long, with more output than its buffers take.
+    (socket.TCP_USER_TIMEOUT, 120_000),
+)  # fmt: skip
 
 
 class Role(enum.IntEnum):
@@ -51,6 +56,8 @@ class Kind(enum.IntEnum):
     PMI = 13  # both: a line that MPI asks for, or gets, see ringlet.ring.processes.pmi
     NODE = 14  # node: its host's name, and how many ranks it takes (JSON)
     CODE = 15  # first node: the job is over, with this exit code (decimal)
+    ALIVE = 16  # launcher: does the program run? wrapper: it does, and is not stopped
+    REPLACED = 17  # first node: another one has come as this node
 
 
 def store_key(secret: bytes) -> bytes:
@@ -67,7 +74,7 @@ class Channel:
     def __init__(self, sock: socket.socket, keys: Keys) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that vanished without a word is noticed within a minute.
+        # A host that vanished without a word is noticed within a minute, or two if data waits.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

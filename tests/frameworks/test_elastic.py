@@ -43,7 +43,9 @@ def measured(record_property):
 def jobs(tmp_path_factory):
     """Return the outcomes of all jobs, two at a time: they spend time on waiting."""
     hosts = tmp_path_factory.mktemp("elastic") / "hosts"
-    hosts.write_text("localhost:2\n")
+    grown, replaced = hosts.with_name("grown"), hosts.with_name("replaced")
+    for file in (hosts, grown, replaced):
+        file.write_text("localhost:2\n")
     grow = {"2": "localhost:2\n127.0.0.1:1\n", "3": "127.0.0.1:1\n"}
     plans = {
         "host": (["-np", "4", "--min-np", "2", *TWO_HOSTS], {"do": {"0": [25, "SIGKILL"]}}),
@@ -68,6 +70,30 @@ def jobs(tmp_path_factory):
         "changing": (
             ["-np", "2", "--min-np", "1", "--host-discovery-script", f"cat {hosts}"],
             {"hosts": grow, "file": str(hosts), "until": 1, "spec": "topk(ratio=0.1) | ef"},
+        ),
+        "frozen between": (
+            [
+                "-np",
+                "2",
+                "--min-np",
+                "1",
+                "--heartbeat-seconds",
+                "1",
+                "--host-discovery-script",
+                f"cat {grown}",
+            ],
+            {"hosts": {"2": grow["2"]}, "file": str(grown), "freeze": 1},
+        ),
+        "replaced": (
+            [
+                "-np",
+                "2",
+                "--min-np",
+                "1",
+                "--host-discovery-script",
+                f"echo warned >&2; cat {replaced}",
+            ],
+            {"hosts": {"2": grow["3"]}, "file": str(replaced), "until": 1},
         ),
     }
     with ThreadPoolExecutor(2) as pool:
@@ -198,6 +224,24 @@ def test_hosts_come_and_go_without_going_back(jobs):
     assert [batch % 10 for _, batch in epochs(lines)] == [0, 0, 0]
     alone = next(line for line in begun(lines) if line["size"] == 1)
     assert alone["batch"] > 0
+
+
+def test_who_freezes_while_ranks_are_numbered_anew_is_ended(jobs):
+    done, lines = jobs("frozen between")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 on localhost keeps the others waiting, and gave no sign of life" in done.stderr
+    last = [line for line in lines if "done" in line]
+    assert {(line["host"], line["equal"]) for line in last} >= {("localhost", True)}
+    assert {line["started"] for line in begun(lines) if line["batch"] > 0} >= {0, 2}
+
+
+def test_a_script_may_replace_all_hosts_at_once(jobs):
+    done, lines = jobs("replaced")
+    assert done.returncode == 0, done.stderr
+    assert [size for size, _ in epochs(lines)] == [2, 3, 1]
+    (last,) = [line for line in lines if "done" in line]
+    assert (last["host"], last["equal"]) == ("127.0.0.1", True)
+    assert [batch % 10 for _, batch in epochs(lines)] == [0, 0, 0]  # nothing was lost
 
 
 def test_a_killed_launcher_ends_all_ranks_and_that_is_said():

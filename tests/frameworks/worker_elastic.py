@@ -7,7 +7,7 @@ start, [batch, what], where what is the name of a signal to send itself, or ``ex
 file that lists hosts, and what rank 0 writes to it, by the number of ranks there are; ``resume``:
 "commit" or "step"; ``own``: whether each rank's state holds something of its own; ``redundancy``;
 ``groups`` of parameters; ``die``: by that first rank, [method of Copies, epoch, batch] in which to
-kill itself.
+kill itself; ``freeze``: the first rank that stops when it hears that hosts have changed.
 """
 
 import json
@@ -18,6 +18,7 @@ import time
 
 import numpy as np
 
+from ringlet.job.elastic import HostsUpdatedInterrupt
 from ringlet.job.residual_copies import Copies
 from ringlet.ring.rendezvous.epochs import told_specs
 
@@ -114,7 +115,12 @@ if framework == "torch":
             state.batch += 1
             if state.batch % 10 == 0:
                 tell(commits=state.batch, owed=owed(), size=hvd.size())
-                state.commit()
+                try:
+                    state.commit()
+                except HostsUpdatedInterrupt:
+                    if plan.get("freeze") == started:
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    raise
                 tell(committed=state.batch, residual=held_back(), norm=optimizer.residual_norm())
 
     train(state)

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ringlet.ring.elastic.membership import FENCE, LEAVE, Membership
+from ringlet.ring.elastic.membership import FENCE, LEAVE, STRAGGLERS, Membership
 from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
@@ -314,6 +314,129 @@ def test_there_are_never_more_than_max_np(most):
     assert len(members.decide(1.0).start) == most - 2
 
 
+def test_ranks_stay_where_only_newcomers_are_elsewhere():
+    members = running([Host("a", 2)])
+    members.hosts_found([Host("a", 2), Host("b", 1)], 1.0)
+    (newcomer,) = members.decide(1.0).start
+    members.ended(0, 137, "was killed", 2.0)  # before the newcomer has said a word
+    members.asks(1, (0,), 2.1)
+    todo = members.decide(2.1)
+    assert (todo.over, todo.dismiss, ranks(todo)) == (None, {}, {1: 0})
+    members.asks(newcomer.number, (), 3.0)
+    assert members.decide(3.0).changed
+
+
+def test_a_host_that_never_stops_failing_is_said_less_and_less_often():
+    members = running([Host("a", 1), Host("b", 1)], cooldown=(0.001, 0.5))
+    members.ended(1, 1, "failed", 0.0)
+    members.asks(0, (1,), 0.0)
+    notes, now = members.decide(0.0).notes, 0.0
+    for _ in range(1100):  # 2**1024 is no float any more
+        now += 1.0
+        (newcomer,) = members.decide(now).start
+        members.ended(newcomer.number, 1, "did not start", now)
+        notes += members.decide(now).notes
+    said = [int(note.partition(" (")[2].partition(" ")[0]) for note in notes if "failures" in note]
+    assert said == [2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025]
+
+
+def test_who_is_late_is_known_and_ended_where_it_is_silent():
+    members = running([Host("a", 3)])
+    assert members.late() == []
+    members.asks(0, (), 1.0)
+    assert members.late() == [1, 2]
+    members.asks(2, (), 1.0)
+    members.silent(1, 6.0)
+    assert members.late() == []  # until it comes
+    assert [m.number for m in members.decide(6.0 + FENCE).kill] == [1]
+    members.ended(1, 137, "was killed", 8.0)
+    assert ranks(members.decide(8.0)) == {0: 0, 2: 1}
+
+
+def test_a_lone_rank_is_late_while_newcomers_wait_for_it():
+    members = running([Host("a", 1)])
+    assert members.late() == []
+    members.hosts_found([Host("a", 1), Host("b", 1)], 1.0)
+    (newcomer,) = members.decide(1.0).start
+    assert members.late() == []
+    members.asks(newcomer.number, (), 2.0)
+    assert members.late() == [0]
+
+
+def test_the_first_epoch_does_not_wait_for_ever_for_more_than_it_needs():
+    members = Membership(Rules(2, 1), 0.0)
+    members.hosts_found([Host("a", 3)], 0.0)
+    members.decide(0.0)
+    members.asks(0, (), 1.0)
+    members.asks(1, (), 2.0)
+    assert members.patience(2.0) == STRAGGLERS
+    assert not members.decide(1.9 + STRAGGLERS).seats
+    todo = members.decide(2.0 + STRAGGLERS)
+    assert ranks(todo) == {0: 0, 1: 1}
+    assert todo.notes == ["2 ranks begin; process 2 on a did not call init, and may come later"]
+    members.asks(2, (), 60.0)
+    assert members.decide(60.0).changed
+
+
+def test_a_short_time_limit_begins_with_those_who_are_there():
+    members = Membership(Rules(2, 1, timeout=12.0), 0.0)
+    members.hosts_found([Host("a", 3)], 0.0)
+    members.decide(0.0)
+    for number in (0, 1):
+        members.asks(number, (), 11.0)
+    assert members.decide(12.0).over is None
+    assert ranks(members.decide(23.0)) == {0: 0, 1: 1}
+
+
+def test_who_never_called_init_is_named_where_there_are_too_few():
+    members = Membership(Rules(2, 1, timeout=12.0), 0.0)
+    members.hosts_found([Host("a", 2)], 0.0)
+    members.decide(0.0)
+    members.asks(0, (), 1.0)
+    code, why = members.decide(12.0).over
+    assert code == 1
+    assert why.endswith("after 12 s (--elastic-timeout); process 1 on a did not call init")
+
+
+def test_whoever_has_finished_without_a_rank_is_named():
+    members = Membership(Rules(2, 1), 0.0)
+    members.hosts_found([Host("a", 2)], 0.0)
+    members.decide(0.0)
+    members.ended(0, 0, "exited with code 0", 1.0)
+    members.asks(1, (), 2.0)
+    assert members.decide(2.0).dismiss == {1: "process 0 has finished, and with it the job"}
+
+
+def test_all_hosts_may_be_replaced_at_once():
+    members = running([Host("a", 2)])
+    members.hosts_found([Host("b", 2)], 1.0)
+    todo = members.decide(1.0)
+    assert ([m.number for m in todo.start], todo.changed, todo.dismiss) == ([2, 3], False, {})
+    members.asks(2, (), 2.0)
+    assert members.decide(2.0).changed
+    for number in (0, 1, 3):
+        members.asks(number, (), 3.0)
+    todo = members.decide(3.0)
+    assert ranks(todo) == {0: 0, 1: 1, 2: 2, 3: 3}  # rank 0 knows how far training was
+    # Now those of the old host may go, which ranks have to hear behind what they are.
+    assert (todo.changed, members.patience(3.0), members.decide(3.0).changed) == (False, 0.0, True)
+    for number in range(4):
+        members.asks(number, (), 4.0)
+    todo = members.decide(4.0)
+    assert (ranks(todo), todo.dismiss) == ({2: 0, 3: 1}, {0: "", 1: ""})
+
+
+def test_hosts_that_come_back_are_not_too_many():
+    members = running([Host("a", 2)], np=2, max_np=2)
+    members.hosts_found([Host("b", 2)], 1.0)
+    assert len(members.decide(1.0).start) == 2
+    members.hosts_found([Host("a", 2), Host("b", 2)], 2.0)
+    for number in range(4):
+        members.asks(number, (), 3.0)
+    todo = members.decide(3.0)
+    assert (ranks(todo), todo.dismiss) == ({0: 0, 1: 1}, {2: "", 3: ""})
+
+
 class Anything(RuleBasedStateMachine):
     """Hosts come and go, members ask, end and are lost, in any order."""
 
@@ -328,7 +451,7 @@ class Anything(RuleBasedStateMachine):
         self.rules = Rules(np, 1, None if more is None else np + more, resets, 30.0, cooldown)
         self.members = Membership(self.rules, 0.0, lambda: 0.5)
         self.alive, self.asked, self.gone, self.hosts = {}, set(), set(), {}
-        self.seats = {}
+        self.seats, self.dismissed = {}, set()
 
     @rule(slots=st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3), max_size=4))
     def find(self, slots):
@@ -349,8 +472,10 @@ class Anything(RuleBasedStateMachine):
     @rule(data=st.data(), code=st.sampled_from([0, 1, 137]))
     def end(self, data, code):
         number = data.draw(st.sampled_from(sorted(self.alive)))
+        # Of those who have no rank, only before there are any; nobody who was sent away.
         dropped = self.members.members[number].dropped
-        self.finished = self.finished or (code == 0 and not dropped)
+        of_the_job = number in self.seats if self.epoch else not dropped
+        self.finished |= code == 0 and of_the_job and number not in self.dismissed
         del self.alive[number]
         self.asked.discard(number)
         self.members.ended(number, code, "ended", self.now)
@@ -378,13 +503,15 @@ class Anything(RuleBasedStateMachine):
             assert number in self.asked
             assert self.members.members[number].dropped or (self.finished and why)
             self.asked.discard(number)
+            self.dismissed.add(number)
         for member in todo.kill:
             assert member.number in self.alive
             assert member.number not in self.gone  # once
             self.gone.add(member.number)
         self.over = todo.over
         most = self.rules.max_np
-        assert most is None or sum(not m.dropped for m in self.alive.values()) <= most
+        there = [m for m in self.alive.values() if not m.dropped]
+        assert most is None or sum(m.local < self.hosts.get(m.host, 0) for m in there) <= most
 
     def seated(self, seats):
         assert not self.finished
