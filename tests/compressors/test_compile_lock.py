@@ -51,6 +51,17 @@ def test_nobody_waits_for_ever_and_errors_leave():
         assert was_first
 
 
+def test_nobody_waits_for_a_lock_of_somebody_elses(monkeypatch, tmp_path):
+    with compile_lock() as was_first:  # which makes the file
+        assert was_first
+        other = module.os.getuid() + 1
+        monkeypatch.setattr(module.os, "getuid", lambda: other)
+        (path,) = tmp_path.iterdir()
+        path.rename(path.with_name(f"ringlet-kernels-{other}.lock"))
+        with compile_lock() as was_first:
+            assert was_first
+
+
 def test_without_a_place_for_a_lock_everybody_is_first(monkeypatch):
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: "/nowhere/at/all")
     with compile_lock() as outer, compile_lock() as inner:

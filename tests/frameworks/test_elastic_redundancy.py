@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
@@ -14,6 +15,7 @@ from ringlet.compressors import parse
 from ringlet.compressors.states import own, resize, take_over
 from ringlet.job import elastic
 from ringlet.job.residual_copies import Copy, packed, shift, takers, unpacked
+from ringlet.ring.collectives.checksum import checksum
 
 pytest.importorskip("torch")
 
@@ -240,6 +242,7 @@ HELD = st.lists(
 
 @given(HELD, st.lists(st.integers(0, 1 << 40), min_size=5, max_size=5))
 def test_a_copy_arrives_as_it_was_sent(held, numbers):
+    numbers[3] += numbers[2] + 1  # there are more ranks than the number of this one
     found = unpacked(packed(Copy(*numbers, held)))
     assert (found.member, found.epoch, found.rank, found.size, found.step) == tuple(numbers)
     for sent, came in zip(held, found.held, strict=True):
@@ -254,10 +257,31 @@ def test_a_copy_arrives_as_it_was_sent(held, numbers):
 def test_what_is_no_copy_is_refused(data):
     good = packed(Copy(1, 1, 0, 2, 5, [{"w": {"residual": np.ones(9)}}]))
     bad = good.copy()
-    bad[data.draw(st.integers(good.size - 36, good.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    bad[data.draw(st.integers(0, good.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert unpacked(bad) is None
     assert unpacked(good[: data.draw(st.integers(0, good.size - 1))]) is None
     unpacked(np.frombuffer(data.draw(st.binary(max_size=60)), np.uint8))  # raises nothing
+
+
+@pytest.mark.parametrize(
+    ("numbers", "arrays"),
+    [
+        ([1, 1, 0, 4, 5, 100_000_000], []),  # holders, for which there would be no memory
+        ([1, 1, 0, 0, 5, 1], []),  # of no ranks
+        ([1, 1, 4, 4, 5, 1], []),
+        ([1, 1, 0, -4, 5, 1], []),
+        ([1, 1, 0, 4, 5, 1], [[0, "w", "residual", [-1]]]),
+        ([1, 1, 0, 4, 5, 1], [[0, "w", "residual", [8]]]),  # there are nine
+        ([1, 1, 0, 4, 5, 1], [[-1, "w", "residual", [9]]]),
+        ([1, 1, 0, 4, 5, 1], [[0, "w", "residual", [1.0, 9]]]),
+    ],
+)
+def test_a_head_that_makes_no_sense_is_refused(numbers, arrays):
+    text = json.dumps({"copy": numbers, "arrays": arrays}).encode()
+    text += b" " * (-len(text) % 8)
+    rest = np.frombuffer(text + bytes(4 * 9), np.uint8)
+    words = np.array([len(text), checksum(rest)], np.uint64)
+    assert unpacked(np.concatenate([words.view(np.uint8), rest])) is None
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))

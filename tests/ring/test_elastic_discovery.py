@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
 
+from ringlet.ring.control.heartbeat import state_of
 from ringlet.ring.elastic import discovery as module
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.driver import Driver
@@ -69,6 +72,31 @@ def test_a_script_that_fails_is_told_with_its_last_line(looking):
     hosts, said = looking("", "echo first; echo 'no token' >&2; exit 4; {}")
     assert hosts is None
     assert "exited with code 4; it said: no token; the hosts stay" in said
+
+
+def test_what_a_script_writes_to_its_standard_error_names_no_host(looking):
+    found = looking("a:2\n", "echo Done. >&2; echo several words >&2; cat {}")
+    assert found == ([Host("a", 2)], "")
+
+
+def test_a_script_ends_with_its_launcher(tmp_path):
+    told = tmp_path / "pid"
+    program = (
+        "import time; from ringlet.ring.elastic.discovery import Discovery\n"
+        f"d = Discovery('echo $$ > {told}.new; mv {told}.new {told}; exec sleep 600')\n"
+        "d.look(0.0); time.sleep(600)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", program])
+    limit = time.monotonic() + 60
+    while not told.exists():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    script = int(told.read_text())
+    launcher.kill()
+    launcher.wait()
+    while state_of(script) not in "XZ":
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 def test_a_script_that_does_not_end_is_ended(looking, monkeypatch):

@@ -221,6 +221,16 @@ def test_carriage_returns_end_lines(length: int) -> None:
     assert printed(printer, STDERR) == b"".join(b"[1]<stderr>: " + piece for piece in pieces)
 
 
+def test_what_others_say_is_shown_and_not_obeyed() -> None:
+    printer = Printer(1)
+    printer.note("host \x1b[31mred\x07\x9b \ud800 \udcff\ttold")
+    said = b"ringlet run: host \\x1b[31mred\\x07\\x9b \\ud800 \\udcff\ttold\n"
+    assert printed(printer, STDERR) == said
+    printer = Printer(1)
+    printer.note("caf\xe9 \udcff")  # a byte that is no UTF-8 stays what it was
+    assert printed(printer, STDERR) == b"ringlet run: caf\xc3\xa9 \xff\n"
+
+
 # How it ends.
 
 
@@ -575,6 +585,24 @@ def test_run_raises_what_a_rank_raised() -> None:
 def test_run_says_when_there_is_no_result(fn: Callable[[], Any], words: str) -> None:
     with pytest.raises(WorkerFailed, match=words):
         run(fn, np=1, transport="gloo")
+
+
+def test_an_environment_that_cannot_be_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", "pass"]
+    assert launch(command, 1, "gloo", env={"A": "b\0c"}) == 126
+    assert "embedded null byte" in capfd.readouterr().err
+
+
+class Leaves:
+    """Something whose reading ends the program that reads it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (0,)
+
+
+def test_run_outlives_a_result_that_would_end_it() -> None:
+    with pytest.raises(LaunchError, match=r"result of rank 0 cannot be read: SystemExit\(0\)"):
+        run(Leaves, np=1, transport="gloo")
 
 
 def test_run_says_what_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,13 @@ def test_whoever_ended_well_is_not_blamed_for_a_frozen_rank() -> None:
     assert verdict(codes).reason() == words
 
 
-@pytest.mark.parametrize("value", [b"", b"null", b"[1]", b'["x", 1]', b"[[null], 1]", b"\xff"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(b"", b"null", b"[1]", b'["x", 1]', b"[[null], 1]", b"\xff"),
+        *(b"[" * 200_000, b'[[1e999], "x"]'),
+    ],
+)
 def test_a_farewell_that_makes_no_sense_says_nothing(value: bytes) -> None:
     assert LastWords.unpack(value) == LastWords()
 

@@ -4,13 +4,17 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from node_commands import ended, free_port, node
 
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.placed.gate import Gate
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
+from ringlet.ring.wire.entry import enter
+from ringlet.ring.wire.launch_link import Kind
 
 pytestmark = pytest.mark.preloaded("torch")
 SUM = (
@@ -82,10 +86,69 @@ def test_a_node_with_another_secret_is_not_let_in():
     first = node(0, 2, port, "--start-timeout", "3", "true")
     code, _, err = ended(node(1, 2, port, "true", secret="another" * 5))
     assert code == 2
-    assert "RINGLET_SECRET has to be the same for every node" in err
+    assert "RINGLET_SECRET and --nodes have to be the same for every node" in err
     code, _, err = ended(first)
     assert code == 2
     assert re.search(r"node 1 of 2 did not come to 127\.0\.0\.1:\d+ within 3 s", err)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"5", b"[" * 200_000, b'["x",1e999]', b'["\\ud800",1]', b'["a b",1]', b'["x",true]',
+        b'["x\\u001b[31m",1]', b'["x",3000000]', b'["x",0]', b'["h/1",1]', b'{"x":1}', b"\xff",
+    ],
+)  # fmt: skip
+def test_a_node_that_says_nonsense_of_itself_is_sent_away(body):
+    with Gate(2, "127.0.0.1", 0, b"s" * 32, 1) as gate:
+        channel = came(gate, body)
+        assert (gate.channels, set(gate.names)) == ({}, {0})
+        good = came(gate, b'["host-1.x_y",2]')
+        assert gate.names[1] == ("host-1.x_y", 2)
+        channel.close()
+        good.close()
+
+
+def test_a_node_that_comes_twice_is_told_why_it_has_to_go():
+    with Gate(2, "127.0.0.1", 0, b"s" * 32, 1) as gate:
+        first = came(gate, b'["a",1]')
+        second = came(gate, b'["b",1]')
+        assert (gate.names[1], gate.replaced) == (("b", 1), [1])
+        assert first.wait(60)
+        assert [kind for kind, _ in first.receive()] == [Kind.REPLACED]
+        first.close()
+        second.close()
+
+
+def came(gate, body):
+    """Let a node say ``body``; return its end once the gate has heard it."""
+    address, before = gate._listener.address, gate.channels.get(1)
+    found = []
+    node = threading.Thread(target=lambda: found.append(enter(address, b"s" * 32, 1)))
+    node.start()
+    limit = time.monotonic() + 60
+    while gate.channels.get(1) is before:
+        gate.serve(0.01)
+        assert time.monotonic() < limit
+    node.join(60)
+    found[0].send(Kind.NODE, body)
+    while 1 in gate.channels and 1 not in gate.names:
+        found[0].flush()
+        gate.serve(0.01)
+        assert time.monotonic() < limit
+    return found[0]
+
+
+def test_numbers_of_nodes_that_do_not_fit_are_said():
+    port = free_port()
+    first = node(0, 2, port, "--start-timeout", "3", "true")
+    code, _, err = ended(node(5, 8, port, "true"))
+    assert code == 2
+    assert "RINGLET_SECRET and --nodes have to be the same for every node" in err
+    assert ended(first)[0] == 2
+    code, _, err = ended(node(0, 2, port, "--slots", "5000", "true"))
+    assert code == 2
+    assert "--slots 5000: a node takes 1 to 4096 ranks" in err
 
 
 def test_a_first_node_that_does_not_come_is_said():

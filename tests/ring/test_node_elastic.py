@@ -131,6 +131,19 @@ def test_a_first_node_that_is_lost_ends_the_job(tmp_path):
     nodes.finish()
 
 
+def test_another_node_of_the_same_number_takes_its_place_and_that_is_said(tmp_path):
+    nodes = Nodes(tmp_path, 2, "--min-np", "1")
+    earlier = nodes.start(1)
+    nodes.until(lambda _: nodes.sizes()[-1:] == [2])
+    later = nodes.start(1)
+    code, _, err = ended(earlier)
+    assert code == 2
+    assert "another node has come as node 1, and takes this one's place" in err
+    nodes.until(lambda _: nodes.sizes()[-1] == 2 and len(nodes.sizes()) > 2)
+    assert nodes.finish(later) == [0, 0]
+    assert any("node 1 has come once more" in str(note) for note in nodes.notes), nodes.notes
+
+
 def test_too_few_nodes_are_said_to_all(tmp_path):
     nodes = Nodes(tmp_path, 3, "--min-np", "3", "--elastic-timeout", "10")
     second = nodes.start(1)
@@ -159,6 +172,6 @@ def test_a_node_with_another_secret_is_not_let_in(tmp_path):
     nodes.until(lambda _: nodes.sizes() == [1])
     code, _, err = ended(nodes.start(1, secret="another" * 5))
     assert code == 2
-    assert "RINGLET_SECRET has to be the same for every node" in err
+    assert "RINGLET_SECRET and --nodes have to be the same for every node" in err
     assert nodes.finish() == [0]
     assert nodes.sizes() == [1]
