@@ -63,15 +63,14 @@ class StartedActor:
 
     def poll(self) -> int | None:
         """Return the agent's exit code, 1 where the actor has gone, None while it runs."""
-        try:
+        # Ray's control plane may restart: whoever runs says so to the launcher itself.
+        with suppress(Exception):
             if self._code is None and ray.wait([self._run], timeout=0)[0]:
                 try:
                     self._code = ray.get(self._run)
                 except RayError:
                     self._code = 1
                 ray.kill(self._actor)  # gives its resources back
-        except Exception:  # Ray's control plane restarts: who runs says so to the launcher itself
-            return self._code
         return self._code
 
     def part(self) -> None:
@@ -147,13 +146,16 @@ class RayNodes:
         Raises LaunchError where Ray does not answer.
         """
         (node,) = (node for node, name in self._names.items() if name == host)
-        actor = self._agent.options(
-            num_cpus=self._takes["CPU"],
-            num_gpus=self._takes.get("GPU", 0),
-            max_concurrency=2,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        ).remote()
-        return StartedActor(actor, order)
+        try:
+            actor = self._agent.options(
+                num_cpus=self._takes["CPU"],
+                num_gpus=self._takes.get("GPU", 0),
+                max_concurrency=2,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            ).remote()
+            return StartedActor(actor, order)
+        except Exception as error:
+            raise LaunchError(f"Ray starts nothing on {host}: {error}") from error
 
 
 @dataclass(frozen=True)
