@@ -58,6 +58,7 @@ ROWS = (
         (
             "ring/test_control_pulse.py",
             "frameworks/test_elastic.py::test_a_frozen_rank_is_ended_and_the_others_go_on",
+            "frameworks/test_elastic.py::test_who_freezes_while_ranks_are_numbered_anew_is_ended",
         ),
     ),
     Row(
@@ -121,6 +122,7 @@ ROWS = (
             "frameworks/test_elastic.py::"
             "test_survivors_of_the_only_host_go_on_with_what_compression_held_back",
             "frameworks/test_elastic.py::test_hosts_come_and_go_without_going_back",
+            "frameworks/test_elastic.py::test_a_script_may_replace_all_hosts_at_once",
             "frameworks/test_elastic_redundancy.py",
             "frameworks/test_elastic_memory.py",
             "frameworks/test_elastic.py::test_a_script_names_hosts_elsewhere",
@@ -160,6 +162,7 @@ ROWS = (
             "ring/test_launch.py::test_the_second_interrupt_kills",
             "ring/test_launch.py::test_killing_a_wrapper_ends_the_job",
             "ring/test_launch.py::test_killing_the_launcher_leaves_nothing",
+            "ring/test_elastic_discovery.py::test_a_script_ends_with_its_launcher",
             "frameworks/test_elastic.py::test_a_killed_launcher_ends_all_ranks_and_that_is_said",
             "ring/test_launch.py::test_killing_a_rank_ends_the_job",
             "ring/test_launch.py::test_what_a_rank_leaves_behind_is_ended",
@@ -174,6 +177,8 @@ ROWS = (
             "ring/test_launch_listener.py",
             "ring/test_launch_pmi.py",
             "ring/test_store.py",
+            "ring/test_node.py::test_a_node_that_says_nonsense_of_itself_is_sent_away",
+            "frameworks/test_elastic_redundancy.py::test_a_head_that_makes_no_sense_is_refused",
             "frameworks/test_hostile_files.py",
         ),
     ),

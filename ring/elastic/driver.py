@@ -141,8 +141,9 @@ class Driver:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         if verbose:
-            what = " ".join(self._command)
-            printer.note(f"elastic, from {self._rules.min_np} ranks over {self._transport}: {what}")
+            what, least = " ".join(self._command), self._rules.min_np
+            first = "1 rank" if self._rules.np == 1 else f"{self._rules.np} ranks"
+            printer.note(f"{first} at first, at least {least}, over {self._transport}: {what}")
         with contextlib.ExitStack() as stack:
             stack.callback(printer.close)
             if isinstance(self._discovery, Discovery):
