@@ -128,6 +128,7 @@ class Driver:
         self._forwarded: list[int] = []
         # A remote shell of the user's own may know hosts by names that mean nothing here.
         self._resolve = reach.rsh is None
+        self._known_here: dict[str, bool] = {}
 
     def run(
         self, printer: Printer, verbose: bool, parcels: Mapping[str, bytes] | None = None
@@ -242,7 +243,9 @@ class Driver:
     def _is_here(self, host: str) -> bool:
         if self._engine is not None:
             return host == self._engine.here
-        return is_here(host, self._resolve)
+        if host not in self._known_here:  # a name is looked up once: a resolver may hang
+            self._known_here[host] = is_here(host, self._resolve)
+        return self._known_here[host]
 
     def _reachable(self, hosts: list[Host]) -> list[Host]:
         """Return those of ``hosts`` that can reach this launcher, and say which cannot."""
