@@ -99,10 +99,11 @@ class Reducer:
     """Reduces lists of gradients, and keeps what compressors remember, by variable name.
 
     Outlives ``shutdown`` and ``init``: what is declared with an engine is declared again.
+    ``warns`` of patterns that match none of its variables; off for one that has a part of them.
     """
 
-    def __init__(self, kind: str, settings: Settings, title: str = "") -> None:
-        self.settings = settings
+    def __init__(self, kind: str, settings: Settings, title: str = "", warns: bool = True) -> None:
+        self.settings, self._warns = settings, warns
         self.states: dict[str, State] = {}
         self.step = 0
         self._kind, self._label = kind, ""
@@ -226,7 +227,7 @@ class Reducer:
         items += [(name, UNUSED) for name in unused]
         names = common_names(kind, label, items, process_set)[: len(slots)]
         self._adopt(names)
-        if not self._steps and process_set.rank() == 0:
+        if self._warns and not self._steps and process_set.rank() == 0:
             self._warn_of_unmatched(names)
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
         step = _Step(label, agreed, self.settings, self.states, runtime, self.step)
