@@ -23,7 +23,7 @@ from ringlet.job.session import Runtime, current, init, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.transports.torch_subgroups import connections
+from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_router
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer import checkpoint
@@ -221,7 +221,7 @@ def ddp_hook(
         )
     compression = policy.compression if compression is None else compression
     # Connections of our own: DDP's collectives and the engine's thread must not interleave.
-    runtime = current() if is_initialized() else init(comm=connections(process_group))
+    runtime = current() if is_initialized() else init(comm=connect_group(process_group))
     state = DdpState(compression, dict(named_parameters or ()) or None, runtime, policy.reduction)
     # A lambda, because DDP compares a hook's annotations with types, and ours are strings.
     return state, lambda state, bucket: _reduce(state, bucket)

@@ -26,7 +26,7 @@ from ringlet.job.session import agreed_places
 from ringlet.job.settings import limits_from
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.control.opening import open_control
-from ringlet.ring.transports.torch_subgroups import connections
+from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_transport import sharded_modules
@@ -145,7 +145,7 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
                 "the replicas itself; shard it over the mesh of one replica: "
                 "fully_shard(model, mesh=mesh['shard'])"
             )
-    comm = connections(replicas)
+    comm = connect_group(replicas)
     engine = Engine(comm, open_control, limits_from(os.environ), agreed_places(comm))
     leave = Departure(engine, comm)
     # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
