@@ -8,6 +8,7 @@ saved as ones in host memory, and restored there; the engine brings them back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,31 @@ from ringlet.shared.residual_store import (
 )
 from ringlet.torch.optimizer.naming import plain, wrapped_in
 
-__all__ = ["STATE_KEY", "Tensor", "norm", "renamed", "reshard", "restore", "saved", "shards_of"]
+__all__ = [
+    "ADVICE",
+    "STATE_KEY",
+    "Tensor",
+    "norm",
+    "renamed",
+    "reshard",
+    "restore",
+    "saved",
+    "shards_of",
+]
 
 STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
-_ADVICE = (
+ADVICE = (
     "Save and load optimizer.state_dict() on every rank, or pass all ranks' state_dicts to "
     "optimizer.load_sharded()"
 )
+
+
+class Loaded(StrEnum):
+    """What a rank has loaded since ranks agreed last."""
+
+    NOTHING = "nothing"
+    OWN = "own"  # what this rank had saved
+    OTHER = "other"  # another rank's, of which nothing is used
 
 
 def saved(
@@ -74,7 +93,7 @@ def restore(
     """
     own = given is not None and is_own(given, rank, size)
     if not own and (given is not None or any(s.keys() - {"step"} for s in states.values())):
-        warn_of_loss(given, rank, size, _ADVICE, stacklevel=4)
+        warn_of_loss(given, rank, size, ADVICE, stacklevel=4)
     saved_states = given["states"] if given is not None and own else {}
     specs: Mapping[str, str] = {} if given is None else given.get("specs", {})
     found = {name: mapped(saved_states.get(name, {}), _array) for name in states}
