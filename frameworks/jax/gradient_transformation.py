@@ -163,6 +163,11 @@ class _Reductions:
     ) -> tuple[Any, ReduceGradientsState]:
         """Return the reduced gradients, and what compressors remember now."""
         del params
+        if not _is_ours(state):
+            raise TypeError(
+                "the state of reduce_gradients comes from its init(params), not "
+                f"{type(state).__name__}: state = transformation.init(params)"
+            )
         slots, (leaves, tree) = _slots(updates), jax.tree_util.tree_flatten(updates)
         if not leaves:
             return updates, state

@@ -196,8 +196,10 @@ def read(path: str | os.PathLike[str]) -> Run:
         found = [loose]
     else:
         raise NotARun(
-            f"{path} holds no step of a training run, and no operation; RINGLET_METRICS={path} "
-            "writes one, or ringlet.observe.start_metrics"
+            f"{path} holds no step of a training run, and no operation"
+            + ("" if records else ": none of its lines is a record of one")
+            + "; RINGLET_METRICS=run.jsonl lets a run write a file that does, or "
+            "ringlet.observe.start_metrics"
         )
     first, *run.others = found
     run.name, run.steps, run.layers = first.name, first.steps, first.layers

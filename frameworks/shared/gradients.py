@@ -251,10 +251,10 @@ class Reducer:
     def _warn_of_unmatched(self, names: Sequence[str]) -> None:
         if lost := self.settings.router.unmatched(names):
             log.warning(
-                "compression: %s %s none of the variables that have gradients, and compresses "
-                "nothing; names are such as %s",
+                "compression: %s %s none of the variables that have gradients, and %s nothing; "
+                "names are such as %s",
                 ", ".join(map(repr, lost)),
-                "matches" if len(lost) == 1 else "match",
+                *(("matches", "compresses") if len(lost) == 1 else ("match", "compress")),
                 ", ".join(map(repr, names[:3])),
             )
 

@@ -305,6 +305,8 @@ def case_errors():
     state = fed.init(grads)
     with pytest.raises(ValueError, match="of other gradients: it remembers 'w'"):
         fed.update({"v": jnp.ones(3)}, state)
+    with pytest.raises(TypeError, match=r"comes from its init\(params\), not tuple"):
+        fed.update(grads, ())
     with pytest.raises(TypeError, match="gradient of 'z' is of dtype complex64"):
         plain.init({"z": jnp.ones(3, "complex64")})
     with pytest.raises(ValueError, match="unknown compressor"):

@@ -360,8 +360,13 @@ def test_a_file_without_steps_is_refused(tmp_path, content, capsys):
     code, _, err = report(path, capsys=capsys)
     assert code == 2
     assert f"{path} holds no step of a training run" in err
+    assert "RINGLET_METRICS=run.jsonl" in err
+    assert ("none of its lines is a record" in err) == (not content.startswith("{"))
     with pytest.raises(NotARun):
         read(path)
+    recorded(path, [0.1] * 3)
+    assert main(["report", str(path), "-o", str(tmp_path / "nosuch" / "x.html")]) == 2
+    assert f"there is no folder {tmp_path / 'nosuch'} to write" in capsys.readouterr().err
     code, _, err = report(tmp_path / "none.jsonl", capsys=capsys)
     assert (code, "there is no file" in err, "RINGLET_METRICS=" in err) == (2, True, True)
 

@@ -94,6 +94,8 @@ def case_all_shards_at_once():
     own.load_state_dict(kept)
     optimizer.load_sharded(shards)
     assert torch.equal(train(own, optimizer, 2, start=3), straight)
+    with pytest.raises(ValueError, match=r"takes a list of all ranks' state_dicts.*, not dict"):
+        optimizer.load_sharded(shards[0])
     with pytest.raises(ValueError, match="state of every rank once"):
         optimizer.load_sharded([shards[0], shards[0]])
 

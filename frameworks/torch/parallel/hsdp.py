@@ -33,6 +33,8 @@ from ringlet.torch.parallel.fsdp_transport import sharded_modules
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
 
+_ADVICE = "Save state_dict() of what compress_hsdp returns on every rank, and load each rank's own"
+
 
 class ReplicaAverage:
     """Averages one FSDP module's shard of the gradient over the replicas, in place."""
@@ -85,7 +87,8 @@ class HsdpState:
                 self._engine.states.setdefault(each.name, {})
         states = self._states()
         tensors = {name: (c, None) for name, c in self._compressors().items()}
-        checkpoint.restore(states, state, dist.get_rank(), dist.get_world_size(), tensors)
+        where = dist.get_rank(), dist.get_world_size()
+        checkpoint.restore(states, state, *where, tensors, advice=_ADVICE)
         for each in self._made:
             if each.name in states:
                 self._engine.bring(states[each.name], each.place)
