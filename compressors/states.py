@@ -145,6 +145,28 @@ def own(state: State, compressor: Compressor) -> State:
     return compressor.regrouped(found) | rows
 
 
+def shared(state: State, compressor: Compressor) -> list[str]:
+    """Return the names of what of ``state`` ranks have in common, and not each its own."""
+    found = plain(state)
+    left = found.keys() - own(state, compressor).keys() - {"step"}
+    return sorted(
+        key
+        for key in left
+        if not isinstance(found[key], dict) or shared(found[key], compressor)  # such as a shard's
+    )
+
+
+def forget_shared(state: State, compressor: Compressor) -> None:
+    """Forget what of ``state`` ranks have in common; dicts in it stay the same objects."""
+    for key in shared(state, compressor):
+        if isinstance(state.get(key), dict):
+            forget_shared(state[key], compressor)
+        elif key == "residual":
+            forget(state)  # in however few bits
+        else:
+            del state[key]
+
+
 def resize(
     state: State, compressor: Compressor, before: int, after: int, average: bool,
     owed: bool = False,

@@ -78,6 +78,8 @@ class Modifier(Compressor):
         for now in (inner, inner.at(0)):  # a schedule may begin with harder compression
             reason = now.divergence()
             if reason is not None:
+                whole = f"'{inner} | scaled{str(self).removeprefix(str(inner))}'"
+                reason = reason.replace(f"'{inner} | scaled'", whole)
                 raise CompressorError(f"{self.label()} behind {now} would diverge: {reason}")
 
     def compress(self, x: Array, ctx: Context) -> Payload:

@@ -108,7 +108,19 @@ def _build(node: ast.expr, text: str) -> Compressor:
         end = len(text.encode()[: first.end_col_offset].decode()) if first.end_col_offset else 0
         end += len(text[end:]) - len(text[end:].lstrip(" )"))
         raise _at(text, end, f"compressors are joined by '|', not by {text[end : end + 1]!r}")
-    raise _at(text, _column(node, text), HELP)
+    raise _at(text, _column(node, text), _place(node) or HELP)
+
+
+def _place(node: ast.expr) -> str | None:
+    """Return what to write for ``module.Class`` or ``module.py``; None for anything else."""
+    named = node.func if isinstance(node, ast.Call) else node
+    dotted = ast.unparse(named)
+    if not isinstance(named, ast.Attribute) or not dotted.replace(".", "").isidentifier():
+        return None
+    module, _, name = dotted.rpartition(".")
+    if name == "py":
+        return f"a class in a module is MODULE:NAME, such as {f'{module}:Name'!r}"
+    return f"a class in a module is MODULE:NAME: write {f'{module}:{name}'!r}"
 
 
 def _make(name: ast.Name, args: list[Any], options: dict[str, Any], text: str) -> Compressor:

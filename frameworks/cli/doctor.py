@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ringlet.cli.assumed_link import assumed_hosts, assumed_link
 from ringlet.cli.progress import Progress
 from ringlet.compressors import Compressor, Context, Workspace, parse
 from ringlet.compressors.base.contract import storage
@@ -35,12 +36,15 @@ SIDE = 2048  # the tensor on which codecs are timed is SIDE x SIDE float32
 PAYS = 1.1  # times faster than uncompressed from which on a compressor is recommended
 EXAMPLES = """\
 ringlet doctor                            # this machine: versions, transports, launcher
-ringlet doctor -np 8 -H host1:4,host2:4   # the links between hosts, and what pays on them"""
+ringlet doctor -np 8 -H host1:4,host2:4   # the links between hosts, and what pays on them
+ringlet doctor -np 8 --link 1gbit         # what would pay on a link that is not here"""
 DESCRIPTION = """\
 Say what is installed and which transports work. With -np or hosts, or as the
 command of `ringlet run`, also connect the ranks, measure the links between
-their hosts, and say which compressors would pay on them. The exit code is 1
-when something has to be put right."""
+their hosts, and say which compressors would pay on them. With --link nothing
+is measured between hosts: the prediction is for that link, with each rank on a
+host of its own if there is one host here. The exit code is 1 when something has
+to be put right."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-np", "--np", "--num-proc", dest="np", metavar="N", help="connect N ranks")
     parser.add_argument("--transport", metavar="NAME", help="mpi, gloo or nccl")
     add_hosts(parser)
+    parser.add_argument(
+        "--link",
+        metavar="LINK",
+        help="predict for this link instead of the measured ones: 1gbit, or 100us,1Gbit/s",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--ranks-only", action="store_true", help=argparse.SUPPRESS)
 
@@ -82,11 +91,14 @@ def main(options: argparse.Namespace) -> int:
         rank = detect(os.environ)
     except RingError:
         rank = None  # the report says so
-    if rank is not None and rank.size > 1:
-        return _as_rank(options.ranks_only, options.json)
     try:
+        link = None if options.link is None else assumed_link(options.link)
+        if rank is not None and rank.size > 1:
+            return _as_rank(options.ranks_only, options.json, link)
         hosts = chosen_hosts(options.hosts, options.hostfile)
         ranks = options.np is not None or bool(hosts)
+        if link is not None and not ranks:
+            raise UsageError("--link predicts for ranks: give -np too, as in -np 8 --link 1gbit")
         if options.json and not ranks:
             findings = _examined()
             print(json.dumps({"machine": _as_objects(findings)}, indent=1))
@@ -100,6 +112,7 @@ def main(options: argparse.Namespace) -> int:
             check_transport(options.transport, "--transport")
         told = "--json" if options.json else "--ranks-only"
         command = [sys.executable, "-P", "-m", "ringlet", "doctor", told]
+        command += [] if link is None else ["--link", options.link]
         sys.stdout.flush()
         code = launch(
             command,
@@ -130,7 +143,7 @@ def _as_objects(findings: Sequence[Finding]) -> list[dict[str, object]]:
     return [{"name": f.name, "text": f.text, "good": f.good} for f in findings]
 
 
-def _as_rank(ranks_only: bool, as_json: bool = False) -> int:
+def _as_rank(ranks_only: bool, as_json: bool = False, assumed: Link | None = None) -> int:
     try:
         comm = connect()
     except RingError as error:
@@ -144,10 +157,14 @@ def _as_rank(ranks_only: bool, as_json: bool = False) -> int:
         for said in comm.allgather_bytes(json.dumps([socket.gethostname(), versions()]).encode())
     ]
     hosts = [host for host, _ in told]
-    several = len(set(hosts)) > 1
-    shown = Progress(2 + several * len(SPECS)) if comm.rank == 0 else None
-    with _piece(shown, "measuring the links between hosts"):
-        links = measure_links(comm, hosts)
+    places = hosts if assumed is None else assumed_hosts(hosts)
+    pieces = (assumed is None) + 1 + (len(set(places)) > 1) * len(SPECS)
+    shown = Progress(pieces) if comm.rank == 0 else None
+    if assumed is None:
+        with _piece(shown, "measuring the links between hosts"):
+            links = measure_links(comm, hosts)
+    else:
+        links = [assumed]
     compared = bool(links) and not any(link.error for link in links)  # or there is no verdict
     codecs = []
     for spec in SPECS if compared else ():
@@ -161,12 +178,13 @@ def _as_rank(ranks_only: bool, as_json: bool = False) -> int:
         findings = _examined()
         good = all(f.good for f in findings) and not any(link.error for link in links)
         good = good and not _differing([found for _, found in told])
-        rows = [asdict(each) for each in _predicted(codecs, hosts, links)] if compared else []
+        rows = [asdict(each) for each in _predicted(codecs, places, links)] if compared else []
         facts = {
             "machine": _as_objects(findings),
             "transport": comm.name,
             "hosts": hosts,
-            "links": [asdict(link) for link in links],
+            "links": [] if assumed else [asdict(link) for link in links],
+            "assumed_link": asdict(assumed) if assumed else None,
             "allreduce_bytes_per_s": reduced,
             "predicted": rows,
             "compression": _best(rows) if compared else None if links else "none",
@@ -180,8 +198,13 @@ def _as_rank(ranks_only: bool, as_json: bool = False) -> int:
             print(f"  {host}: {ranks}")
         good = _compare([found for _, found in told], hosts) and good
         print(f"  allreduce of 16 MiB: {reduced / 1e6:.0f} MB/s of tensor, uncompressed")
-        good = _links(links) and good
-        _verdict(codecs, hosts, links)
+        if assumed is None:
+            good = _links(links) and good
+        else:
+            where = "" if places is hosts else ", with every rank on a host of its own"
+            mbit = 8 * assumed.rate / 1e6
+            print(f"  not measured but assumed: {mbit:g} Mbit/s between hosts{where}")
+        _verdict(codecs, places, links)
         sys.stdout.flush()
     good = comm.broadcast_bytes(b"1" if good else b"0") == b"1"
     comm.close()

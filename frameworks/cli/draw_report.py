@@ -48,6 +48,8 @@ def main(options: argparse.Namespace) -> int:
             named = list(zip([path.name for path in paths], runs, strict=True))
             kind, sentence = comparison.verdict(named), " ".join(comparison.sentences(named))
             text = comparison.render(named)
+        if not output.parent.is_dir():
+            raise NotADirectoryError(f"there is no folder {output.parent} to write the report to")
         with create_text(output) as file:
             file.write(text)
     except FileNotFoundError as error:

@@ -105,9 +105,10 @@ def _wanted(options: argparse.Namespace) -> Wanted:
             f"--min-nodes, --max-nodes: the pods of a {options.kind} do not come and go; those of"
             f" {', '.join(ELASTIC[:-1])} and {ELASTIC[-1]} do"
         )
-    if not (fewest or nodes) <= nodes <= (most or nodes):
-        raise UsageError(f"--min-nodes {fewest or nodes}, --nodes {nodes}, --max-nodes"
-                         f" {most or nodes}: must not fall in this order")  # fmt: skip
+    if fewest and fewest > nodes:
+        raise UsageError(f"--min-nodes {fewest} is more than --nodes {nodes}")
+    if most and nodes > most:
+        raise UsageError(f"--nodes {nodes} is more than --max-nodes {most}")
     env = {**options.tunables, **dict(map(assignment, options.env))}
     try:
         check(env)

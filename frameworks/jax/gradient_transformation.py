@@ -163,6 +163,11 @@ class _Reductions:
     ) -> tuple[Any, ReduceGradientsState]:
         """Return the reduced gradients, and what compressors remember now."""
         del params
+        if not _is_ours(state):
+            raise TypeError(
+                "the state of reduce_gradients comes from its init(params), not "
+                f"{type(state).__name__}: state = transformation.init(params)"
+            )
         slots, (leaves, tree) = _slots(updates), jax.tree_util.tree_flatten(updates)
         if not leaves:
             return updates, state
@@ -220,7 +225,8 @@ class _Reductions:
                 label = current().unnamed(f"{_KIND}.step", self._settings.process_set.number())
                 items = [("the step", str(step))]
                 agree(_KIND, label, items, self._settings.process_set, _SAME_STEP)
-                reducer = self._reducers[slots] = Reducer(_KIND, self._settings)
+                made = Reducer(_KIND, self._settings, warns=not self._reducers)
+                reducer = self._reducers[slots] = made
             try:
                 for path, known in _of_paths(places, present).items():
                     put(reducer.states.setdefault(path, {}), nested(known))
@@ -267,7 +273,7 @@ class _Reductions:
                 remembering.append(slot)
         if not remembering:
             return {}
-        reducer = Reducer(f"{_KIND}.init", settings)
+        reducer = Reducer(f"{_KIND}.init", settings, warns=False)
         zeros = [np.zeros(slot.shape, numpy_dtype(slot.dtype)) for slot in remembering]
         seen: dict[str, list[dict[str, Array]]] = {}
         for step in schedules.values():

@@ -88,9 +88,9 @@ def _communicator(comm: Any, transport: str | None) -> Communicator | None:
     if isinstance(comm, Communicator):
         return comm
     if isinstance(comm, getattr(sys.modules.get("torch.distributed"), "ProcessGroup", ())):
-        from ringlet.ring.transports.torch_subgroups import connections
+        from ringlet.ring.rendezvous.torch_jobs import connect_group
 
-        return connections(comm)
+        return connect_group(comm)
     if isinstance(comm, list | tuple | range) and all(isinstance(rank, int) for rank in comm):
         launched = detect(os.environ)
         if sorted(comm) == list(range(launched.size)):

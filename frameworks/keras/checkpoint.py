@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,18 @@ def save_compressor_state(optimizer: Any, filepath: Any) -> str:
 def load_compressor_state(optimizer: Any, filepath: Any) -> None:
     """Read this rank's compressor state; every rank calls this."""
     set_compressor_state(optimizer, Path(state_path(filepath)).read_bytes())
+
+
+def saved_beside(filepath: Any) -> tuple[str, list[str]] | None:
+    """Return a file of compressor state beside a checkpoint, and what it was compressed with.
+
+    None where there is none, or nothing was compressed.
+    """
+    path = Path(os.fspath(filepath))
+    for found in sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*of*")):
+        if specs := residual_store.specs_in(found.read_bytes()):
+            return str(found), specs
+    return None
 
 
 def state_path(filepath: Any) -> str:

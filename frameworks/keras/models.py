@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import keras
 
 from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.job.session import current
 from ringlet.keras import tf_keras
+from ringlet.keras.checkpoint import saved_beside
 from ringlet.keras.dtype_policy import fits
 from ringlet.keras.optimizer import DistributedOptimizer
 from ringlet.precision import Policy, parse_policy
@@ -26,6 +29,10 @@ def load_model(
     precision: str | Policy | None = None,
 ) -> Any:
     """Return the model saved at ``filepath``, its optimizer and that one's state distributed.
+
+    ``compression`` is that of the optimizer, as for ``DistributedOptimizer``: it is no part of the
+    file. Rank 0 warns where it is not given and ``CompressorStateCheckpoint`` has left files beside
+    the model, which ``load_compressor_state`` reads.
 
     ``custom_optimizers`` and ``custom_objects`` tell Keras of classes that are not its own. A model
     that was saved without an optimizer is returned as it is. A file of Keras 2 is loaded by
@@ -43,10 +50,24 @@ def load_model(
     model = library.models.load_model(filepath, custom_objects=known)
     fits(parse_policy(precision), model)
     if getattr(model, "optimizer", None) is not None:
+        if compression is None and precision is None:
+            _warn_of_lost_compression(filepath)
         model.optimizer = DistributedOptimizer(
             model.optimizer, compression=compression, precision=precision
         )
     return model
+
+
+def _warn_of_lost_compression(filepath: Any) -> None:
+    """Warn where compressors have left their state beside a model that goes on without any."""
+    if current().rank == 0 and (found := saved_beside(filepath)) is not None:
+        path, specs = found
+        warnings.warn(
+            f"load_model was given no compression, so gradients travel uncompressed, but {path} "
+            f"was saved with {', '.join(map(repr, specs))}: pass compression= again, and read what "
+            "compressors remembered with load_compressor_state(model.optimizer, filepath)",
+            stacklevel=3,
+        )
 
 
 def _is_of_keras_2(path: Path) -> bool:

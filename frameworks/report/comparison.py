@@ -97,7 +97,7 @@ def _bars(named: Named) -> str:
 
 def _table(named: Named) -> str:
     head = ("run", "compression", "groups", "steps", "step", "bounds", "95 % within",
-            "exchange", "sent a step", "times fewer")  # fmt: skip
+            "exchange", "sent a step", "times fewer", "sent beside steps")  # fmt: skip
     cells = "".join(f"<th>{name}</th>" for name in head)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in _row(*each))}</tr>" for each in named
@@ -122,4 +122,5 @@ def _row(name: str, run: Run) -> list[str]:
         duration(run.took[0]),
         amount(run.per_step(lambda group: group.median("wire_bytes"))),
         f"{run.fewer:.1f}",
+        amount(run.loose.sum("wire_bytes")) if run.loose else "",
     ]

@@ -39,7 +39,7 @@ def render(run: Run, name: str) -> str:
         sections += [f"<h2>{escape(head)}</h2>"] if run.others else []
         sections += ['<div class="columns">', _phases(group), _times(group), _bytes(group)]
         sections += ["" if loose else _errors(group), "</div>", _layers(group)]
-    sections.append(_waiting(run))
+    sections += [_loose(run), _waiting(run)]
     return page(
         title=f"Ringlet: {name}",
         kind=kind,
@@ -62,6 +62,20 @@ def _caveat(run: Run) -> str:
     )
 
 
+def _loose(run: Run) -> str:
+    """Return what was submitted one by one in the whole run, which belongs to no step."""
+    if run.loose is None:
+        return ""
+    wire, raw = (amount(run.loose.sum(name)) for name in ("wire_bytes", "raw_bytes"))
+    seconds = duration(run.loose.sum(*(f"{phase}_s" for phase in PHASES)))
+    return (
+        '<figure class="wide"><h2>Beside the steps</h2><p>What belongs to no step, such as what '
+        f"<code>broadcast_parameters</code> sends: {escape(LOOSE)}. In the whole run they sent "
+        f"{wire} of {raw}, and took {seconds} of the engine’s time. No number above counts "
+        "them.</p></figure>"
+    )
+
+
 def _waiting(run: Run) -> str:
     """Return what was warned of while the run went on: ranks that others waited for."""
     if not run.waiting:
@@ -75,7 +89,7 @@ def _tiles(run: Run) -> str:
     raw, wire = (run.per_step(lambda g, n=n: g.median(n)) for n in ("raw_bytes", "wire_bytes"))  # type: ignore[misc]
     plain, (took, low, high) = run.without, run.took
     bounds = f", {duration(low)} to {duration(high)}"
-    slowest = duration(percentile(run.exchanges, 0.95))
+    slowest = duration(run.slowest)
     tiles = [
         (f"{run.fewer:.1f}×", "fewer bytes sent"),
         (amount(wire), f"sent per step and rank, of {amount(raw)}"),

@@ -42,6 +42,10 @@ class Group:
         """Return the median of a field over the settled steps."""
         return float(statistics.median(step[name] for step in self.settled))
 
+    def sum(self, *names: str) -> float:
+        """Return what fields add up to over all steps, the first ones too."""
+        return float(sum(step[name] for step in self.steps for name in names))
+
     def time(self, phase: str) -> float:
         """Return a step's seconds in ``phase``, by median."""
         return self.median(f"{phase}_s")
@@ -80,8 +84,8 @@ class Group:
     @property
     def ratio(self) -> float:
         """How many times fewer bytes were sent, over all steps."""
-        wire = sum(step["wire_bytes"] for step in self.steps)
-        return sum(step["raw_bytes"] for step in self.steps) / wire if wire else 1.0
+        wire = self.sum("wire_bytes")
+        return self.sum("raw_bytes") / wire if wire else 1.0
 
     def last_layers(self) -> list[Record]:
         """Return the layers as they were last measured, the largest first."""
@@ -97,18 +101,20 @@ class Run(Group):
     """The records of one rank, by kind. Its own steps are those of the group that sent the most.
 
     ``others`` are the other groups, such as another optimizer's; those that sent more come first.
-    ``waiting`` is what was warned of, that ranks waited for others.
+    ``loose`` is what was submitted one by one, and belongs to no step: of a run that has steps it
+    counts in none. ``waiting`` is what was warned of, that ranks waited for others.
     """
 
     facts: Record = field(default_factory=dict)
     failed: list[Record] = field(default_factory=list)
     torn: int = 0  # lines that could not be read
     others: list[Group] = field(default_factory=list)
+    loose: Group | None = None
     waiting: list[str] = field(default_factory=list)
 
     @property
     def groups(self) -> list[Group]:
-        """All groups; this run's own first."""
+        """All groups that have steps; this run's own first."""
         return [self, *self.others]
 
     def per_step(self, value: Callable[[Group], float]) -> float:
@@ -122,6 +128,11 @@ class Run(Group):
         return self.per_step(lambda group: group.exchange), low, high
 
     @property
+    def slowest(self) -> float:
+        """What the exchanges of 95 % of the steps do not exceed, in seconds."""
+        return self.per_step(lambda group: percentile(group.exchanges, 0.95))
+
+    @property
     def without(self) -> float | None:
         """What they would have taken uncompressed, as far as the network is known."""
         if any(group.uncompressed is None for group in self.groups):
@@ -132,8 +143,7 @@ class Run(Group):
     def fewer(self) -> float:
         """How many times fewer bytes were sent, by all groups."""
         raw, wire = (
-            sum(step[name] for group in self.groups for step in group.steps)
-            for name in ("raw_bytes", "wire_bytes")
+            sum(group.sum(name) for group in self.groups) for name in ("raw_bytes", "wire_bytes")
         )
         return raw / wire if wire else 1.0
 
@@ -162,6 +172,7 @@ def read(path: str | os.PathLike[str]) -> Run:
     """Read a file of JSON lines. Raises OSError, or NotARun when it holds no step."""
     run = Run()
     groups: dict[str, Group] = {}
+    loose = Group(LOOSE)
     with Path(path).open(encoding="utf-8", errors="replace") as lines:
         records, run.torn = _parsed(lines)
     for record in records:
@@ -177,22 +188,27 @@ def read(path: str | os.PathLike[str]) -> Run:
         elif kind == "layers":
             groups.setdefault(record["group"], Group(record["group"])).layers.append(record)
         elif kind == "loose":
-            loose = groups.setdefault("", Group(LOOSE))
             loose.steps.append(record | {"step": len(loose.steps)})
-    found = sorted((group for group in groups.values() if group.steps), key=_order)
-    if not found:
+    found = sorted((group for group in groups.values() if group.steps), key=_most)
+    if found:
+        run.loose = loose if loose.steps else None
+    elif loose.steps:
+        found = [loose]
+    else:
         raise NotARun(
-            f"{path} holds no step of a training run, and no operation; RINGLET_METRICS={path} "
-            "writes one, or ringlet.observe.start_metrics"
+            f"{path} holds no step of a training run, and no operation"
+            + ("" if records else ": none of its lines is a record of one")
+            + "; RINGLET_METRICS=run.jsonl lets a run write a file that does, or "
+            "ringlet.observe.start_metrics"
         )
     first, *run.others = found
     run.name, run.steps, run.layers = first.name, first.steps, first.layers
     return run
 
 
-def _order(group: Group) -> tuple[bool, float]:
-    """Sort steps before what belongs to none, and what sent more first."""
-    return group.name == LOOSE, -sum(step["raw_bytes"] for step in group.steps)
+def _most(group: Group) -> float:
+    """Sort what sent more first."""
+    return -group.sum("raw_bytes")
 
 
 def _parsed(lines: Iterable[str]) -> tuple[list[Record], int]:
@@ -287,6 +303,8 @@ def facts_of(run: Run, name: str) -> str:
         rate = network["bytes_per_s"] * 8 / 1e9
         told.append(f"network measured at {rate:.3g} Gbit/s, {duration(network['latency_s'])}")
     told.append(f"{len(steps)} steps, {datetime.fromtimestamp(steps[0]['time']):%Y-%m-%d %H:%M}")
+    if run.loose:
+        told.append(f"beside them {amount(run.loose.sum('wire_bytes'))} by {LOOSE}")
     if run.torn:
         told.append(f"{run.torn} unreadable lines left out")
     return " · ".join(told)

@@ -99,10 +99,11 @@ class Reducer:
     """Reduces lists of gradients, and keeps what compressors remember, by variable name.
 
     Outlives ``shutdown`` and ``init``: what is declared with an engine is declared again.
+    ``warns`` of patterns that match none of its variables; off for one that has a part of them.
     """
 
-    def __init__(self, kind: str, settings: Settings, title: str = "") -> None:
-        self.settings = settings
+    def __init__(self, kind: str, settings: Settings, title: str = "", warns: bool = True) -> None:
+        self.settings, self._warns = settings, warns
         self.states: dict[str, State] = {}
         self.step = 0
         self._kind, self._label = kind, ""
@@ -226,7 +227,7 @@ class Reducer:
         items += [(name, UNUSED) for name in unused]
         names = common_names(kind, label, items, process_set)[: len(slots)]
         self._adopt(names)
-        if not self._steps and process_set.rank() == 0:
+        if self._warns and not self._steps and process_set.rank() == 0:
             self._warn_of_unmatched(names)
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
         step = _Step(label, agreed, self.settings, self.states, runtime, self.step)
@@ -250,10 +251,10 @@ class Reducer:
     def _warn_of_unmatched(self, names: Sequence[str]) -> None:
         if lost := self.settings.router.unmatched(names):
             log.warning(
-                "compression: %s %s none of the variables that have gradients, and compresses "
-                "nothing; names are such as %s",
+                "compression: %s %s none of the variables that have gradients, and %s nothing; "
+                "names are such as %s",
                 ", ".join(map(repr, lost)),
-                "matches" if len(lost) == 1 else "match",
+                *(("matches", "compresses") if len(lost) == 1 else ("match", "compress")),
                 ", ".join(map(repr, names[:3])),
             )
 

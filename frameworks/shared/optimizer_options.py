@@ -14,7 +14,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.compression import as_router
 from ringlet.shared.gradients import Settings
-from ringlet.shared.requests import SUMS
+from ringlet.shared.requests import SUMS, as_op
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Take Horovod's numbers of ops, too."""
-        self.__dict__["op"] = ReduceOp(self.op)
+        self.__dict__["op"] = as_op(self.op)
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Options:

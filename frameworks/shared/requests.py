@@ -41,8 +41,19 @@ def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     if average is not None and op is not None:
         raise ValueError("pass op or average (which is deprecated), not both")
     if op is not None:
-        return op if type(op) is ReduceOp else ReduceOp(op)
+        return op if type(op) is ReduceOp else as_op(op)
     return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
+
+
+def as_op(op: Any) -> ReduceOp:
+    """Return an op, which may be one of Horovod's numbers. Raises ValueError for what is none."""
+    if isinstance(op, str) and op.upper() in ReduceOp.__members__:
+        raise ValueError(f"op={op!r} is a text: write op=hvd.{op.title()}")
+    try:
+        return ReduceOp(op)
+    except ValueError:
+        known = ", ".join(f"hvd.{each.title()}" for each in ReduceOp.__members__)
+        raise ValueError(f"op is one of {known}, not {op!r}") from None
 
 
 def member_names(base: str, count: int, single: bool) -> list[str]:
@@ -91,6 +102,8 @@ def check_nameable(compressor: Compressor) -> None:
 
 def check_passes(passes: int) -> None:
     """Raise ValueError unless ``passes`` is a possible backward_passes_per_step."""
+    if isinstance(passes, bool) or not isinstance(passes, int):
+        raise TypeError(f"backward_passes_per_step is a whole number, not {passes!r}")
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
 

@@ -16,6 +16,7 @@ from ringlet.shared.model_agreement import SAME_MODEL, agree
 from ringlet.shared.requests import wait_all
 from ringlet.torch.ops.movements import broadcast_async_
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
+from ringlet.torch.optimizer.loaded_memory import agree_on_loaded
 from ringlet.torch.tensors.state_trees import assembled, dissected, is_tree, rooms
 from ringlet.torch.tensors.views import check
 
@@ -60,11 +61,12 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrite the optimizer's state and hyper-parameters with those of ``root_rank``.
 
-    Compressors' residuals are not part of it: they belong to each rank. State travels as JSON and
-    tensors, which are read without executing anything; RingError, the same on every rank, when it
-    holds something else (``ringlet.torch.tensors.state_trees``). As in Horovod, parameters of an
-    optimizer that has no state yet have gradients afterwards: zeros. ``model`` is accepted for
-    Horovod's sake, and not needed.
+    Compressors' residuals are not part of it: they belong to each rank. Where some ranks alone have
+    loaded theirs, what ranks have in common of them is forgotten on all, with a warning. State
+    travels as JSON and tensors, which are read without executing anything; RingError, the same on
+    every rank, when it holds something else (``ringlet.torch.tensors.state_trees``). As in Horovod,
+    parameters of an optimizer that has no state yet have gradients afterwards: zeros. ``model`` is
+    accepted for Horovod's sake, and not needed.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS cannot be broadcast: it depends on a closure")
@@ -72,6 +74,8 @@ def broadcast_optimizer_state(
     if process_set.size() == 1:
         _give_gradients(optimizer)
         return
+    reducer = getattr(optimizer, "_ringlet", None)
+    agree_on_loaded(reducer, process_set)
     told: dict[str, Any] = {}
     arrays: list[Array] = []
     if runtime.rank == root_rank:
@@ -97,7 +101,6 @@ def broadcast_optimizer_state(
     steps = state.pop(_STEPS, None)
     load = getattr(optimizer, "_load_inner", optimizer.load_state_dict)  # residuals stay
     load(state)
-    reducer = getattr(optimizer, "_ringlet", None)
     if reducer is not None and steps is not None:
         reducer.align(steps)
     _give_gradients(optimizer)

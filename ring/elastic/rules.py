@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from ringlet.ring.errors import LaunchError
 
@@ -54,9 +55,7 @@ def checked_rules(
     """
     for name, value, least in (("np", np, 1), ("min_np", min_np, 1), ("max_np", max_np, 1),
                                ("reset_limit", reset_limit, 0)):  # fmt: skip
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and value >= least):
-            raise LaunchError(f"{named(name)} takes a number of at least {least}, not {value!r}")
+        whole_number(value, named(name), least)
     start = np or min_np or known
     if not start:
         raise LaunchError(
@@ -64,11 +63,12 @@ def checked_rules(
             " with?"
         )
     fewest = min_np or start
-    if start < fewest or (max_np is not None and max_np < start):
-        most = "" if max_np is None else f", {named('max_np')} {max_np}"
-        raise LaunchError(
-            f"{named('min_np')} {fewest}, {named('np')} {start}{most}: must not fall in this order"
-        )
+    if start < fewest:
+        raise LaunchError(f"{named('min_np')} {fewest} is more than {named('np')} {start}")
+    if max_np is not None and max_np < start:
+        told = named("np") if np else named("min_np")
+        most = f"{told} {start} is" if np or min_np else f"the hosts have {start} slots, which is"
+        raise LaunchError(f"{most} more than {named('max_np')} {max_np}")
     timeout = _seconds(elastic_timeout, named("elastic_timeout"))
     cooldown = None
     if cooldown_range is not None:
@@ -83,6 +83,13 @@ def checked_rules(
         cooldown = low, high
     fixed = known is not None
     return Rules(start, fewest, max_np, reset_limit, timeout, cooldown, fixed, named)
+
+
+def whole_number(value: object, name: str, least: int) -> None:
+    """Raise LaunchError unless ``value`` is None, or a whole number of at least ``least``."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if value is not None and not (whole and value >= least):  # type: ignore[operator]
+        raise LaunchError(f"{name} takes a number of at least {least}, not {value!r}")
 
 
 def _seconds(value: float | None, name: str) -> float:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ringlet.ring.elastic.driver import Driver
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.functions.call_checks import check_arguments
 from ringlet.ring.functions.elastic_run import elastic_plan, elastic_results
 from ringlet.ring.functions.horovod import translated
 from ringlet.ring.functions.parcels import failure, packed_call, result, worker_command
@@ -59,7 +60,8 @@ def run(
     ``env`` is set for every rank. Arguments of ``horovod.run`` are understood as well:
     ``num_proc``, ``use_gloo``, ``use_mpi``, ``network_interfaces``, ``func``, and ``executable``,
     the Python of the ranks. Raises WorkerFailed when a rank raises or ends, LaunchError when the
-    job cannot start or something cannot be pickled.
+    job cannot start, something cannot be pickled or an argument is of the wrong form; TypeError for
+    ``args`` or ``kwargs`` that are none.
 
     With ``min_np``, ``max_np`` or a ``host_discovery_script`` ranks come and go, as the flags of
     ``ringlet run`` with these names say (``cooldown_range``: --blacklist-cooldown-range). Then
@@ -76,6 +78,7 @@ def run(
     fn = meant.get("func", fn)
     if not callable(fn):
         raise TypeError(f"run() takes a function to call on every rank, not {fn!r}")
+    check_arguments(args, kwargs, np, hosts, hostfile, env, start_timeout)
     places = chosen_hosts(hosts, hostfile)
     plan = elastic_plan(
         np,

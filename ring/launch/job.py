@@ -155,7 +155,7 @@ class Job:
         if self._quiet or first is None or self._ending.forwarded:
             return False
         name = f"rank {first.number}"
-        return self.printer.remind(first.number, name, self._plan.other_python())
+        return self.printer.remind(first.number, name, self._plan.missing_module())
 
     def _task(self, rank: int) -> dict[str, Any]:
         return self._plan.task(rank, self._listener.address)

@@ -12,6 +12,7 @@ from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch import start
 from ringlet.ring.launch.allocation import Allocation
+from ringlet.ring.launch.horovod_hint import horovod_hint
 from ringlet.ring.processes.pmi import Pmi
 from ringlet.ring.processes.torchrun import users_own
 from ringlet.ring.variables import check
@@ -76,11 +77,14 @@ class Plan:
             "pmi": self.pmi is not None,
         }
 
-    def other_python(self) -> str | None:
-        """Return what to do if ranks on this host run another Python than the one of Ringlet."""
-        if self.site.several:
-            return None
-        return start.other_python(self.command[0], self._env.get("PATH"))
+    def missing_module(self) -> str | None:
+        """Return what to do where a rank lacked a module, if that is known.
+
+        Ranks on this host may run another Python than the one of Ringlet, or import Horovod.
+        """
+        there = self._env.get("PATH")
+        other = None if self.site.several else start.other_python(self.command[0], there)
+        return other or horovod_hint(self.command)
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"

@@ -100,6 +100,8 @@ def test_a_compressor_is_frozen():
         ("topk(ratio=0.1, ratio=0.2)", SpecError, "'ratio' is given twice"),
         ("1 + 2", SpecError, "joined by '|', not by '+'"),
         ("[1]", SpecError, "expected a compressor"),
+        ("my.plug.Int6(x=1) | ef", SpecError, "MODULE:NAME: write 'my.plug:Int6'\n    my.plug"),
+        ("plug.py", SpecError, "a class in a module is MODULE:NAME, such as 'plug:Name'"),
         ("topk(ratio=open('x'))", SpecError, "an option's value is a number"),
         ("topk(**{})", SpecError, "** is not possible here"),
         ("fp16 | int8", SpecError, "summed on the wire"),

@@ -55,7 +55,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["run", "-np", "2", "--env", "=A", "true"], "--env takes KEY=VALUE, not '=A'"),
         (["run", "-np", "2", "--verbos", "true"], "--verbos; did you mean --verbose?"),
         (["run", "-np", "2", "--hostfiles=x", "true"], "did you mean --hostfile?"),
-        (["run", "-np", "2", "--min-np", "3", "true"], "--min-np 3, -np 2: must not fall in this"),
+        (["run", "-np", "2", "--min-np", "3", "true"], "--min-np 3 is more than -np 2"),
         (["run", "-np", "2", "--cycle-time-ms", "x", "true"], "takes a number of at least 0"),
         (["run", "-np", "2", "-x", "NO_SUCH_NAME", "true"], "there is no such variable here"),
         (["run", "-np", "2", "-x", "=A", "true"], "-x takes NAME or NAME=VALUE, not '=A'"),

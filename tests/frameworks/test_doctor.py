@@ -12,9 +12,12 @@ from typing import Any
 import netns
 import pytest
 
+from ringlet.__main__ import main
 from ringlet.cli import doctor
+from ringlet.cli.assumed_link import assumed_link
 from ringlet.cli.doctor import Codec, _compare, _crossing, _verdict
 from ringlet.job.capabilities import gpu_path
+from ringlet.ring.command.cli import UsageError
 from ringlet.ring.cost.link_probe import Link
 from ringlet.ring.launch import start
 from ringlet.ring.transports.local import run_local, this_thread
@@ -74,6 +77,39 @@ def test_with_ranks_as_json() -> None:
         "1/2 measuring the links between hosts",
         "2/2 timing an uncompressed allreduce",
     ]
+
+
+@pytest.mark.skipif(not transports, reason="needs a transport between processes")
+def test_a_link_that_is_not_here() -> None:
+    """Two ranks on one host are taken for two hosts; compression pays on a slow link alone."""
+    found = json.loads(ran(*DOCTOR, "-np", "2", "--json", "--link", "1us,1kbit/s").stdout)
+    assert found["links"] == []
+    assert (found["assumed_link"]["rate"], found["assumed_link"]["latency"]) == (125.0, 1e-6)
+    assert found["compression"] != "none"
+    assert len(found["predicted"]) == 5
+    done = ran(*DOCTOR, "-np", "2", "--link", "100tbit")
+    assert (
+        "assumed: 1e+08 Mbit/s between hosts, with every rank on a host of its own" in done.stdout
+    )
+    assert "Fastest by this model: compression='none'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("1gbit", 125e6), ("100 Mbit/s", 12.5e6), ("125MB/s", 125e6), ("10Gbps", None),
+     ("5ms,1Gbit/s", 125e6), ("1gb", None), ("fast", None), ("0gbit", None), ("1..2gbit", None)],
+)  # fmt: skip
+def test_links_are_read(text: str, rate: float | None) -> None:
+    if rate is not None:
+        assert assumed_link(text).rate == rate
+        return
+    with pytest.raises(UsageError, match="names no link: write 1gbit"):
+        assumed_link(text)
+
+
+def test_a_link_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--link", "1gbit"]) == 2
+    assert "--link predicts for ranks: give -np too" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(missing is not None, reason=str(missing))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 
@@ -113,6 +114,25 @@ def case_names():
     assert sorted(listed.held) == ["0", "1/0"]
     shapes = jax.eval_shape(transformation.init, gradients(0))
     assert shapes.held["out"]["residual"].shape == (5000,)
+
+
+def case_patterns_without_a_match():
+    """Patterns are held against all leaves, of which `init` tries those that remember only."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("ringlet").addHandler(handler)
+    try:
+        for routes in (
+            {"*/bias": "none", "*": "int8 | ef"},
+            {"*/bais": "none", "*": "int8 | ef"},
+        ):
+            transformation = hvd.reduce_gradients(routes)
+            trained(transformation, transformation.init(gradients(0)), range(2))
+    finally:
+        logging.getLogger("ringlet").removeHandler(handler)
+    assert len(told) == (hvd.rank() == 0 and hvd.size() > 1)
+    assert all("'*/bais' matches none of the variables" in text for text in told)
 
 
 def case_optax():
@@ -285,6 +305,8 @@ def case_errors():
     state = fed.init(grads)
     with pytest.raises(ValueError, match="of other gradients: it remembers 'w'"):
         fed.update({"v": jnp.ones(3)}, state)
+    with pytest.raises(TypeError, match=r"comes from its init\(params\), not tuple"):
+        fed.update(grads, ())
     with pytest.raises(TypeError, match="gradient of 'z' is of dtype complex64"):
         plain.init({"z": jnp.ones(3, "complex64")})
     with pytest.raises(ValueError, match="unknown compressor"):

@@ -231,6 +231,13 @@ def case_saved_models():
     }
     plain = keras.models.load_model(folder / "best.keras")
     assert type(plain.optimizer) is keras.optimizers.Adam  # Ringlet is not needed to load it
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hvd.load_model(folder / "best.keras")
+        hvd.load_model(folder / "best.keras", compression="none")  # as it was meant
+    told = [str(w.message) for w in caught if "no compression" in str(w.message)]
+    assert len(told) == (rank == 0)
+    assert all("best.keras.rank0of2 was saved with 'topk(ratio=0.1) | ef'" in t for t in told)
     again = hvd.load_model(folder / "best.keras", compression=spec)
     assert int(again.optimizer.iterations) == int(optimizer.iterations) == 8
     for a, b in zip(again.weights, model.weights, strict=True):

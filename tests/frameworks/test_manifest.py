@@ -34,7 +34,7 @@ def test_ranks_are_as_many_as_gpus(capsys):
         (["--kind", "TrainJob", *NEEDED[2:], "--min-nodes", "1", "x"], "those of Job, MPIJob"),
         (
             ["--kind", "RayJob", *NEEDED[2:], "--nodes", "2", "--min-nodes", "3", "x"],
-            "must not fall in this order",
+            "--min-nodes 3 is more than --nodes 2",
         ),
         ([*NEEDED, "--env", "RINGLET_METRIC=1", "x"], "did you mean RINGLET_METRICS"),
         ([*NEEDED, "--env", "NONE", "x"], "--env takes KEY=VALUE"),

@@ -256,6 +256,37 @@ def test_a_report_shows_every_optimizer_and_what_is_sent_one_by_one(tmp_path, ca
     assert out.startswith("Nothing was compressed")
 
 
+def test_what_runs_once_belongs_to_no_step(tmp_path, capsys):
+    """The numbers of steps are the same without it; it has a place of its own."""
+    path = recorded(tmp_path / "run.jsonl", [0.1] * 60, spec="int8 | ef")
+    code, said, _ = report(path, capsys=capsys)
+    without = path.with_suffix(".html").read_text()
+    phases = {f"{p}_s": 3.0 for p in ("compress", "communicate", "decompress")}
+    once = {"kind": "loose", "time": 1.7e9, "raw_bytes": 5e6, "wire_bytes": 2e6} | phases
+    with path.open("a") as out:
+        out.write((json.dumps(once) + "\n") * 2)
+    assert report(path, capsys=capsys) == (code, said, "") == (0, said, "")
+    text = path.with_suffix(".html").read_text()
+    assert "Beside the steps" not in without
+    assert "they sent 4.00 MB of 10.0 MB, and took 18.0 s of the engine" in text
+    assert "beside them 4.00 MB by operations submitted one by one" in text
+    tiles = re.compile('<div class="tiles">.*?<figure', re.DOTALL)
+    assert tiles.search(text).group() == tiles.search(without).group()
+    code, _, err = report(path, path, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert (tmp_path / "run-run.html").read_text().count("<td>4.00 MB</td>") == 2
+
+
+def test_no_median_exceeds_what_95_percent_are_within(tmp_path):
+    """Of two groups both are sums: a small group's 95 % beside both groups' median are not."""
+    path = recorded(tmp_path / "run.jsonl", [0.1] * 60)
+    other = recorded(tmp_path / "other.jsonl", [0.1] * 60, exchange=0.4).read_text()
+    with path.open("a") as out:
+        out.write(other.replace('"group": "g"', '"group": "other"'))
+    run = read(path)
+    assert run.slowest >= run.took[0] == pytest.approx(0.404)
+
+
 def recorded(path, intervals, exchange=0.004, spec="none"):
     """Write a run whose steps are so many seconds apart."""
     phases = {f"{p}_s": exchange / 3 for p in ("compress", "communicate", "decompress")}
@@ -329,8 +360,13 @@ def test_a_file_without_steps_is_refused(tmp_path, content, capsys):
     code, _, err = report(path, capsys=capsys)
     assert code == 2
     assert f"{path} holds no step of a training run" in err
+    assert "RINGLET_METRICS=run.jsonl" in err
+    assert ("none of its lines is a record" in err) == (not content.startswith("{"))
     with pytest.raises(NotARun):
         read(path)
+    recorded(path, [0.1] * 3)
+    assert main(["report", str(path), "-o", str(tmp_path / "nosuch" / "x.html")]) == 2
+    assert f"there is no folder {tmp_path / 'nosuch'} to write" in capsys.readouterr().err
     code, _, err = report(tmp_path / "none.jsonl", capsys=capsys)
     assert (code, "there is no file" in err, "RINGLET_METRICS=" in err) == (2, True, True)
 

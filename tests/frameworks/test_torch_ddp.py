@@ -145,6 +145,9 @@ def case_a_mapping_needs_names_that_it_matches():
     with pytest.raises(ValueError, match="needs named_parameters"):
         hvd.ddp_hook({"0.*": "int8", "*": "none"})
     hvd.ddp_hook({"*": "int8"})  # needs no names
+    for wrong in (own, own.parameters(), "int8", next(own.parameters())):
+        with pytest.raises(ValueError, match=r"named_parameters must be .*named_parameters\(\)"):
+            hvd.ddp_hook({"*": "int8"}, wrong)
     with pytest.warns(UserWarning, match=r"'wieght' matches no parameter.*'0\.weight'"):
         hvd.ddp_hook({"wieght": "int8"}, own.named_parameters())
     wrapped = DistributedDataParallel(own)
@@ -181,6 +184,12 @@ def case_shards_of_all_ranks_continue_bit_for_bit():
     assert torch.equal(*finals)
     with pytest.raises(ValueError, match="state of every rank once"):
         state.load_sharded(kept[1][:1])
+    with pytest.raises(ValueError, match=r"takes a list of all ranks' state_dicts.*, not dict"):
+        state.load_sharded(state.state_dict())
+    others = kept[1][(hvd.rank() + 1) % hvd.size()]
+    with pytest.warns(UserWarning, match=r"residuals of rank .* of the hook's state") as told:
+        state.load_state_dict(others)
+    assert "optimizer" not in str(told[0].message)
 
 
 def case_residuals_are_found_though_wrappers_have_come_or_gone():

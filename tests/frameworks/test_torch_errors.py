@@ -72,6 +72,32 @@ def case_names():
     wrap(m, [*named, ("frozen", nn.Parameter(torch.ones(1), requires_grad=False))])
 
 
+def case_arguments_of_the_wrong_kind():
+    """What was given instead is named, before anything is exchanged."""
+    own = torch.nn.Linear(4, 4)
+    sgd = torch.optim.SGD(own.parameters(), lr=0.1)
+    for wrong, called in (
+        (own.named_parameters(), "a generator"),
+        (own, "the model"),
+        (torch.optim.SGD, "the class SGD"),
+    ):
+        with pytest.raises(TypeError, match=f"first argument is a torch optimizer.*not {called}"):
+            hvd.DistributedOptimizer(wrong, sgd)
+    with pytest.raises(TypeError, match="backward_passes_per_step is a whole number, not '2'"):
+        hvd.DistributedOptimizer(sgd, own.named_parameters(), backward_passes_per_step="2")
+    for call in (hvd.allreduce, hvd.reducescatter):
+        with pytest.raises(ValueError, match=r"op='sum' is a text: write op=hvd\.Sum"):
+            call(torch.ones(4), op="sum")
+        with pytest.raises(ValueError, match=r"op is one of hvd\.Average, .*, not 'total'"):
+            call(torch.ones(4), op="total")
+    with pytest.raises(ValueError, match=r"op='average' is a text: write op=hvd\.Average"):
+        hvd.DistributedOptimizer(sgd, own.named_parameters(), op="average")
+    with pytest.warns(
+        UserWarning, match="'bais', 'wieght' match no parameter, and compress nothing"
+    ):
+        hvd.DistributedOptimizer(sgd, own.named_parameters(), {"bais": "none", "wieght": "int8"})
+
+
 def case_bad_compression():
     for spec, words in (("int9", "did you mean"), ("topk(ratio=2)", "ratio"), ("ef", "to its left"),
                         ({"*": "nothing"}, "nothing"), (" ", "empty")):  # fmt: skip

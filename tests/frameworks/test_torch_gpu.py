@@ -295,7 +295,7 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
 
     monkeypatch.setattr(torch_nccl, "_tensor", tensor)
     monkeypatch.setattr(torch_nccl, "_on_current_stream", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(fsdp_transport, "connections", connections)
+    monkeypatch.setattr(fsdp_transport, "connect_group", connections)
     places = lambda comm: [place()] if on_both.direct() else []  # noqa: E731
     monkeypatch.setattr(fsdp_transport, "agreed_places", places)
     monkeypatch.setattr(torch.distributed, "get_rank", hvd.rank)

@@ -196,7 +196,7 @@ def test_a_pattern_without_a_parameter_is_named_and_wrappers_are_looked_through(
 
     told = told_by(work, 1)
     assert len(told) == 2, told
-    assert "'2.wieght' matches no parameter" in told[0]
+    assert "'2.wieght' matches no parameter, and compresses nothing" in told[0]
     assert "'_orig_mod.0.weight'" in told[0]
     assert "'bais', 'weigth*' match no parameter" in told[1]
 

@@ -94,6 +94,8 @@ def case_all_shards_at_once():
     own.load_state_dict(kept)
     optimizer.load_sharded(shards)
     assert torch.equal(train(own, optimizer, 2, start=3), straight)
+    with pytest.raises(ValueError, match=r"takes a list of all ranks' state_dicts.*, not dict"):
+        optimizer.load_sharded(shards[0])
     with pytest.raises(ValueError, match="state of every rank once"):
         optimizer.load_sharded([shards[0], shards[0]])
 
@@ -300,7 +302,13 @@ def case_hyperparameters_are_loaded_and_broadcast():
 
 
 def case_horovods_way_to_resume():
-    for spec in ("int8 | ef", "randomk(ratio=0.1)", "topk(ratio=0.2) | warmup(steps=6) | ef"):
+    """Rank 0 loads alone: what it alone would remember of what is common is forgotten."""
+    lost, parted = "the residuals of rank(s) 1", "what ranks have in common is forgotten on all"
+    for spec, said in {
+        "none": [], "randomk(ratio=0.1)": [], "int8 | ef": [lost],
+        "topk(ratio=0.2) | warmup(steps=6) | ef": [lost], "powersgd(rank=2) | ef": [lost, parted],
+        "acpsgd(rank=2) | ef": [lost, parted], "int8 | ef21": [lost, parted],
+    }.items():  # fmt: skip
         own = model()
         optimizer = wrapped(own, spec)
         train(own, optimizer, 3)
@@ -311,25 +319,60 @@ def case_horovods_way_to_resume():
             again.load_state_dict(kept["model"])
             resumed.load_state_dict(kept["optimizer"])
         hvd.broadcast_parameters(again.state_dict(), 0)
-        hvd.broadcast_optimizer_state(resumed, 0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hvd.broadcast_optimizer_state(resumed, 0)
+            hvd.broadcast_optimizer_state(resumed, 0)  # what was told is not told again
+        told = [str(w.message) for w in caught]
+        assert len(told) == (bool(said) and hvd.rank() == 0), (spec, told)
+        for text in told:
+            assert all(words in text for words in said), text
+            assert (parted in text) == (parted in said), text
+            assert "Save and load optimizer.state_dict() on every rank" in text
+            assert caught[0].filename == __file__
+        kept_some = spec.endswith("| ef") and hvd.rank() == 0
+        assert (resumed.residual_norm() > 0) == kept_some, spec
+        train(again, resumed, 2, start=3)
+        assert hvd.replicas_equal(again.state_dict()), spec
+
+
+def case_all_ranks_load_the_file_of_rank_0():
+    """Then broadcast, as some scripts do: rank 0 alone would have what is common."""
+    for spec in ("acpsgd(rank=2) | ef", "int8 | ef21"):
+        own = model()
+        optimizer = wrapped(own, spec)
+        train(own, optimizer, 3)
+        kept = hvd.broadcast_object(stored(optimizer.state_dict()), 0)
+        again = model(1)
+        resumed = wrapped(again, spec)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            resumed.load_state_dict(kept)
+            hvd.broadcast_parameters(again.state_dict(), 0)
+            hvd.broadcast_optimizer_state(resumed, 0)
+        (told,) = [str(w.message) for w in caught]
+        words = "factors or estimates of" if hvd.rank() == 0 else "the residuals of rank 0"
+        assert words in told
         train(again, resumed, 2, start=3)
         assert hvd.replicas_equal(again.state_dict()), spec
 
 
 def case_broadcasting_state_after_loading_ones_own_keeps_residuals():
-    own = model()
-    optimizer = wrapped(own)
-    train(own, optimizer, 3)
-    kept = stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
-    straight = train(own, optimizer, 2, start=3)
-    again = model(1)
-    resumed = wrapped(again)
-    again.load_state_dict(kept["model"])
-    resumed.load_state_dict(kept["optimizer"])
-    hvd.broadcast_parameters(again.state_dict(), 0)
-    hvd.broadcast_optimizer_state(resumed, 0)
-    assert resumed.residual_norm() > 0
-    assert torch.equal(train(again, resumed, 2, start=3), straight)
+    for spec in ("topk(ratio=0.05) | ef", "acpsgd(rank=2) | ef", "int8 | ef21"):
+        own = model()
+        optimizer = wrapped(own, spec)
+        train(own, optimizer, 3)
+        kept = stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
+        straight = train(own, optimizer, 2, start=3)
+        again = model(1)
+        resumed = wrapped(again, spec)
+        again.load_state_dict(kept["model"])
+        resumed.load_state_dict(kept["optimizer"])
+        hvd.broadcast_parameters(again.state_dict(), 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            hvd.broadcast_optimizer_state(resumed, 0)
+        assert torch.equal(train(again, resumed, 2, start=3), straight), spec
 
 
 def case_all_ranks_give_up_the_same_step():

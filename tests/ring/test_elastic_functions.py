@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -123,11 +124,39 @@ def test_a_job_that_cannot_go_on_raises_what_its_rank_did():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"args": 2}, "args is a tuple of the function's arguments, not 2; for ranks write np=2"),
+        ({"args": "ab"}, "args is a tuple of the function's arguments, not 'ab'"),
+        ({"kwargs": 1}, "kwargs is a dict of the function's arguments by name, not 1"),
+        ({"np": "2"}, "np takes a number of at least 1, not '2'"),
+        ({"np": 1.5}, "np takes a number of at least 1, not 1.5"),
+        ({"np": 0}, "np takes a number of at least 1, not 0"),
+        ({"hosts": {"localhost": 2}}, "hosts is a text such as 'host1:4,host2:4', not {'local"),
+        ({"hostfile": 3}, "hostfile is the path of a file, not 3"),
+        ({"start_timeout": "5"}, "start_timeout takes a number of seconds, not '5'"),
+        ({"start_timeout": float("nan")}, "start_timeout takes a number of seconds, not nan"),
+        ({"start_timeout": -1}, "start_timeout takes a number of seconds, not -1"),
+        ({"env": {"OMP_NUM_THREADS": 4}}, "env: OMP_NUM_THREADS is a text, such as '4', not 4"),
+        ({"env": {"A": "a\0b"}}, "env: A is 'a\\x00b', and no variable can hold a NUL byte"),
+        ({"env": {"A=B": "1"}}, "env: 'A=B' is no name of a variable"),
+        ({"env": "A=1"}, "env is a dict of names and texts, not 'A=1'"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["local", "gloo"])
+def test_arguments_of_the_wrong_form_are_named(given, said, transport):
+    with pytest.raises((LaunchError, TypeError), match=re.escape(said)):
+        ringlet.run(failing, **{"np": 1, "transport": transport, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"min_np": 3, "max_np": 2}, "min_np 3 is more than max_np 2"),
+        ({"max_np": 2, "hosts": "a:4"}, "the hosts have 4 slots, which is more than max_np 2"),
         ({"min_np": 1, "slots": "4"}, "slots takes a number of at least 1, not '4'"),
         ({"min_np": 1, "cooldown_range": 5}, "cooldown_range takes two numbers of seconds, not 5"),
         ({"slots": 2}, "slots is for ranks that come and go: give min_np, max_np or a"),
         ({"reset_limit": 2}, "reset_limit is for ranks that come and go"),
-        ({"min_np": 3, "np": 2}, "min_np 3, np 2: must not fall in this order"),
+        ({"min_np": 3, "np": 2}, "min_np 3 is more than np 2"),
         ({"min_np": 0}, "min_np takes a number of at least 1, not 0"),
         ({"max_np": "4"}, "max_np takes a number of at least 1, not '4'"),
         ({"min_np": 1, "hosts": "a:1", "host_discovery_script": "cat hosts"}, "not both"),

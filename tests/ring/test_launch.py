@@ -274,6 +274,25 @@ def test_a_module_that_another_python_lacks_has_a_remedy(code: str, tmp_path: Pa
     assert (remedy in done.stderr) == code.startswith("import")
 
 
+@pytest.mark.parametrize("module", ["horovod.torch", "nothing_of_the_kind"])
+def test_a_script_of_horovods_is_told_who_stands_in_for_it(module: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import {module} as hvd\n")
+    command = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--transport", "gloo"]
+    done = subprocess.run(
+        [*command, sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ModuleNotFoundError" in done.stderr
+    hint = f"{script} imports horovod, which is not installed, and Ringlet can stand in for it: "
+    hint += f"start python -m ringlet.as_horovod {script}"
+    assert (hint in done.stderr) == module.startswith("horovod")
+
+
 def test_all_is_well_when_every_rank_says_so(ringlet: Launcher) -> None:
     assert ringlet("pass", 3, "gloo", "--quiet").end() == (0, b"", b"")
 

@@ -130,3 +130,43 @@ def test_the_launcher_names_who_left(transport: str) -> None:
     # Rank 1 may need longer to end than others wait for it; over MPI it waits in MPI_Finalize.
     lost = "rank 0 exited with code 75, having lost another rank: rank 1 has shut down while"
     assert LEFT.format(1, 0) in said[0] or lost in said[0]
+
+
+HOOKED = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import ringlet.torch as hvd
+dist.init_process_group("gloo")
+model, kind = torch.nn.Linear(300, 300), sys.argv[1]
+if kind == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    model.register_comm_hook(*hvd.ddp_hook("int8 | ef"))
+else:
+    torch.distributed.fsdp.fully_shard(model)
+    hvd.compress_fsdp(model, "int8")
+for step in range(20):
+    if dist.get_rank() == 2 and step == 2:
+        open("/no/such/file")
+    model(torch.ones(4, 300)).sum().backward()
+"""
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_launcher_names_who_failed_where_torch_made_the_job(kind: str) -> None:
+    """Who only lost a rank says so by its code, without ``hvd.init`` too."""
+    options = ["-m", "ringlet", "run", "--quiet", "-np", "3", "--transport", "gloo"]
+    done = subprocess.run(
+        [sys.executable, *options, sys.executable, "-c", HOOKED, kind],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("ringlet run: ")]
+    assert done.returncode == 1, done.stderr
+    assert "rank 2 exited with code 1" in said[0], done.stderr
+    assert "FileNotFoundError" in done.stderr

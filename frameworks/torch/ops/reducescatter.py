@@ -13,6 +13,7 @@ from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.compression import around, as_compressor, legacy
 from ringlet.shared.requests import (
+    as_op,
     check_scatter,
     group_requests,
     scatter_gradient,
@@ -129,7 +130,7 @@ def _start(
     single: bool = False,
     wire: str | None = None,
 ) -> Handle:
-    runtime, number, op = current(), process_set.number(), ReduceOp(op)
+    runtime, number, op = current(), process_set.number(), as_op(op)
     for tensor in tensors:
         check(tensor)
         refuse_mean(tensor, op)

@@ -8,6 +8,7 @@ saved as ones in host memory, and restored there; the engine brings them back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,32 @@ from ringlet.shared.residual_store import (
 )
 from ringlet.torch.optimizer.naming import plain, wrapped_in
 
-__all__ = ["STATE_KEY", "Tensor", "norm", "renamed", "reshard", "restore", "saved", "shards_of"]
+__all__ = [
+    "ADVICE",
+    "STATE_KEY",
+    "Tensor",
+    "every_rank",
+    "norm",
+    "renamed",
+    "reshard",
+    "restore",
+    "saved",
+    "shards_of",
+]
 
 STATE_KEY = "ringlet"  # where an optimizer's state_dict keeps what compressors remember
-_ADVICE = (
+ADVICE = (
     "Save and load optimizer.state_dict() on every rank, or pass all ranks' state_dicts to "
     "optimizer.load_sharded()"
 )
+
+
+class Loaded(StrEnum):
+    """What a rank has loaded since ranks agreed last."""
+
+    NOTHING = "nothing"
+    OWN = "own"  # what this rank had saved
+    OTHER = "other"  # another rank's, of which nothing is used
 
 
 def saved(
@@ -63,6 +83,7 @@ def restore(
     tensors: Mapping[str, Tensor] | None = None,
     average: bool = True,
     among: int | None = None,
+    advice: str = ADVICE,
 ) -> int:
     """Overwrite ``states`` with what this rank saved; return the step.
 
@@ -74,7 +95,7 @@ def restore(
     """
     own = given is not None and is_own(given, rank, size)
     if not own and (given is not None or any(s.keys() - {"step"} for s in states.values())):
-        warn_of_loss(given, rank, size, _ADVICE, stacklevel=4)
+        warn_of_loss(given, rank, size, advice, stacklevel=4)
     saved_states = given["states"] if given is not None and own else {}
     specs: Mapping[str, str] = {} if given is None else given.get("specs", {})
     found = {name: mapped(saved_states.get(name, {}), _array) for name in states}
@@ -151,10 +172,23 @@ def renamed(record: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any
     return {**record, **parts}
 
 
+def every_rank(state_dicts: Any) -> Sequence[Mapping[str, Any]]:
+    """Return a list of all ranks' states. Raises ValueError for anything else, such as one."""
+    listed = isinstance(state_dicts, Sequence) and len(state_dicts) > 0
+    if not listed or not all(isinstance(state, Mapping) for state in state_dicts):
+        kind = type(state_dicts).__name__ if not listed or len(state_dicts) else "an empty list"
+        raise ValueError(
+            "load_sharded takes a list of all ranks' state_dicts, such as [torch.load(file) for "
+            f"file in files], not {kind}; for one rank's own there is load_state_dict"
+        )
+    return state_dicts  # type: ignore[no-any-return]
+
+
 def shards_of(
     state_dicts: Sequence[Mapping[str, Any]], rank: int
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Return the state for ``rank`` without residuals, and all residuals, of what a job saved."""
+    state_dicts = every_rank(state_dicts)
     own = state_dicts[min(rank, len(state_dicts) - 1)]
     shards = [state[STATE_KEY] for state in state_dicts if STATE_KEY in state]
     return {key: value for key, value in own.items() if key != STATE_KEY}, shards

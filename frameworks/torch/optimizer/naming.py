@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -36,17 +37,7 @@ def name_parameters(
             for j, p in enumerate(params)
             if p.requires_grad
         }
-    if isinstance(named_parameters, torch.nn.Module):
-        raise ValueError("named_parameters must be model.named_parameters(), not the model")
-    named = list(named_parameters)
-    if any(not (isinstance(pair, tuple) and len(pair) == 2) for pair in named):
-        raise ValueError(
-            "named_parameters must be (name, parameter) tuples, as model.named_parameters() gives"
-        )
-    _refuse(
-        "names of parameters must be strings",
-        [repr(name) for name, _ in named if not isinstance(name, str)],
-    )
+    named = named_pairs(named_parameters)
     _refuse("named_parameters repeats names", _repeated(name for name, _ in named))
     twice = _repeated(id(p) for _, p in named)
     _refuse(
@@ -70,6 +61,27 @@ def name_parameters(
     _refuse("the optimizer holds parameters that named_parameters does not name", unnamed)
     wanted = {id(p) for p in trainable}
     return {name: p for name, p in named if id(p) in wanted}
+
+
+def named_pairs(named_parameters: Any) -> list[tuple[str, Any]]:
+    """Return names with parameters. Raises ValueError for what is no ``named_parameters()``."""
+    if isinstance(named_parameters, torch.nn.Module):
+        raise ValueError("named_parameters must be model.named_parameters(), not the model")
+    if isinstance(named_parameters, Mapping):
+        named_parameters = named_parameters.items()
+    listed = isinstance(named_parameters, Iterable) and not isinstance(
+        named_parameters, str | torch.Tensor
+    )
+    named = list(named_parameters) if listed else [named_parameters]
+    if any(not (isinstance(pair, tuple) and len(pair) == 2) for pair in named):
+        raise ValueError(
+            "named_parameters must be (name, parameter) tuples, as model.named_parameters() gives"
+        )
+    _refuse(
+        "names of parameters must be strings",
+        [repr(name) for name, _ in named if not isinstance(name, str)],
+    )
+    return named
 
 
 def routed(router: Router, name: str, depth: int) -> Compressor:
@@ -106,9 +118,9 @@ def warn_of_unmatched(router: Router, names: Iterable[str], stacklevel: int) -> 
     depth = wrapped_in(listed)
     lost = router.unmatched(alias for name in listed for alias in _aliases(name, depth))
     if lost and listed:
-        each = "matches" if len(lost) == 1 else "match"
+        each = ("matches", "compresses") if len(lost) == 1 else ("match", "compress")
         warnings.warn(
-            f"compression: {', '.join(map(repr, lost))} {each} no parameter, and compresses "
+            f"compression: {', '.join(map(repr, lost))} {each[0]} no parameter, and {each[1]} "
             f"nothing. Names are such as {', '.join(map(repr, listed[:3]))}",
             stacklevel=stacklevel + 1,
         )

@@ -16,7 +16,15 @@ import torch
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.routes import Routes, Spec
-from ringlet.compressors.states import carry_over, own, rescale, resize, take_over
+from ringlet.compressors.states import (
+    carry_over,
+    forget_shared,
+    own,
+    rescale,
+    resize,
+    shared,
+    take_over,
+)
 from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.job.session import current, is_initialized
@@ -27,6 +35,7 @@ from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
+from ringlet.shared.residual_store import is_own
 from ringlet.shared.rollback import Undo
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
@@ -97,6 +106,7 @@ class Reducer:
         self._unfinished = False  # whether a step has begun, and was not reduced
         self._group: Group | None = None
         self._finalizer: Any = None
+        self.loaded = checkpoint.Loaded.NOTHING  # since ranks agreed on it last
         self._alone = False  # whether it is known that nobody else reduces
         self._included = process_set.included()
         self._router = options.router
@@ -189,6 +199,8 @@ class Reducer:
         where = self.states, kept, runtime.rank, runtime.size
         given = self.tensors, self.averages, self._size()
         self._restored(checkpoint.restore(*where, *given))
+        ours = kept is not None and is_own(kept, runtime.rank, runtime.size)
+        self.loaded = checkpoint.Loaded.OWN if ours else checkpoint.Loaded.OTHER
 
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
         """Go on with what all ranks of an earlier job ``saved``: see ``residuals.reshard``."""
@@ -197,6 +209,27 @@ class Reducer:
         where = self.states, shards, runtime.rank, runtime.size
         given = self.tensors, self.averages, self._size()
         self._restored(checkpoint.reshard(*where, *given))
+        self.loaded = checkpoint.Loaded.OWN
+
+    @property
+    def included(self) -> bool:
+        """Whether this rank reduces with others."""
+        return self._process_set.included() and self._size() > 1
+
+    def shared_memory(self) -> list[str]:
+        """Return the parameters of which ranks remember something in common."""
+        with _at_work():
+            return [
+                name
+                for name, state in self.states.items()
+                if shared(state, routed(self._router, name, self._depth))
+            ]
+
+    def forget_shared_memory(self) -> None:
+        """Forget what ranks remember in common; residuals stay."""
+        with _at_work():
+            for name, state in self.states.items():
+                forget_shared(state, routed(self._router, name, self._depth))
 
     def _restored(self, step: int) -> None:
         for name, place in self._handed.places.items():
@@ -454,7 +487,7 @@ class Reducer:
 
     def _inherit(self, before: Reducer) -> int:
         """Go on with what ``before`` remembers of the same parameters; return the step."""
-        self.among, self.owes = before.among, before.owes
+        self.among, self.owes, self.loaded = before.among, before.owes, before.loaded
         if before._process_set is not self._process_set or before._op is not self._op:
             return before.step
         if before.in_flight:  # such as a step that was refused because parameters were added

@@ -342,6 +342,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     options = Options.among(locals())
     refuse_wrapped(optimizer, (_Distributed, AdasumMixin))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"the first argument is a torch optimizer, such as torch.optim.SGD(model.parameters(), "
+            f"lr=0.1), not {_described(optimizer)}"
+        )
     if num_groups:
         warnings.warn("num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=2)
     named = name_parameters(optimizer, named_parameters)
@@ -382,6 +387,13 @@ def _reducer_of(optimizer: torch.optim.Optimizer) -> Reducer | None:
     """Return what has reduced the gradients of ``optimizer`` so far, if it still does."""
     found = _reducers.get(optimizer)
     return None if found is None else found()
+
+
+def _described(value: object) -> str:
+    """Return what was given instead of an optimizer, in a few words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return "the model" if isinstance(value, torch.nn.Module) else f"a {type(value).__name__}"
 
 
 def _of_scaler(frame: FrameType) -> bool:

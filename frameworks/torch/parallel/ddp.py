@@ -23,15 +23,19 @@ from ringlet.job.session import Runtime, current, init, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.transports.torch_subgroups import connections
+from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_router
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer import checkpoint
-from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
+from ringlet.torch.optimizer.naming import named_pairs, routed, warn_of_unmatched, wrapped_in
 from ringlet.torch.precision.policy_checks import acts
 from ringlet.torch.tensors.placement import HOST, behind, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
 
+_ADVICE = (
+    "Save state_dict() of the hook's state, the first thing that ddp_hook returns, on every rank, "
+    "and load each rank's own, or pass all ranks' to its load_sharded()"
+)
 _NO_BACKWARD = -1  # torch's number of the backward pass where there is none
 
 
@@ -108,7 +112,7 @@ class DdpState:
         (state,) = given = self._renamed([state])
         states = self._states_like(given)
         where = self._runtime.rank, self._runtime.size
-        checkpoint.restore(states, state, *where, self._tensors(states))
+        checkpoint.restore(states, state, *where, self._tensors(states), advice=_ADVICE)
         self._bring(states)
 
     def load_sharded(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -117,7 +121,7 @@ class DdpState:
         Each rank passes all ranks' ``state_dict()``, as to DistributedOptimizer's method. Raises
         ValueError unless every rank's is there once.
         """
-        states = self._renamed(states)
+        states = self._renamed(checkpoint.every_rank(states))
         own = self._states_like(states)
         where = self._runtime.rank, self._runtime.size
         checkpoint.reshard(own, states, *where, self._tensors(own))
@@ -211,6 +215,7 @@ def ddp_hook(
         "DistributedDataParallel cannot go on when ranks are lost or come",
         "use DistributedOptimizer with the bare model, which can",
     )
+    named = None if named_parameters is None else dict(named_pairs(named_parameters))
     policy = parse_policy(precision)
     if acts(policy):
         what = "float32 masters" if policy.masters else "a loss scale"
@@ -221,8 +226,8 @@ def ddp_hook(
         )
     compression = policy.compression if compression is None else compression
     # Connections of our own: DDP's collectives and the engine's thread must not interleave.
-    runtime = current() if is_initialized() else init(comm=connections(process_group))
-    state = DdpState(compression, dict(named_parameters or ()) or None, runtime, policy.reduction)
+    runtime = current() if is_initialized() else init(comm=connect_group(process_group))
+    state = DdpState(compression, named or None, runtime, policy.reduction)
     # A lambda, because DDP compares a hook's annotations with types, and ours are strings.
     return state, lambda state, bucket: _reduce(state, bucket)
 

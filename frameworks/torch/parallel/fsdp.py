@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
 
 
+_ADVICE = "Save state_dict() of what compress_fsdp returns on every rank, and load each rank's own"
+
+
 class FsdpState:
     """The compressed reduce-scatters of a model, by FSDP module, and what they remember."""
 
@@ -56,7 +59,7 @@ class FsdpState:
         # A piece's elements are part of its name, so that another piece is not taken for it.
         tensors = {name: (compressor, None) for name, compressor in self._compressors().items()}
         where = dist.get_rank(), dist.get_world_size()
-        checkpoint.restore(self._states(), state, *where, tensors)
+        checkpoint.restore(self._states(), state, *where, tensors, advice=_ADVICE)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""

@@ -14,7 +14,7 @@ from ringlet.fusion.devices.host import Place
 from ringlet.job.elastic import refuse
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
-from ringlet.ring.transports.torch_subgroups import connections
+from ringlet.ring.rendezvous.torch_jobs import connect_group
 
 
 def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tuple[str, Any]]:
@@ -45,7 +45,7 @@ class Way:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # FSDP calls in the order in which it would use the group itself, on the same thread.
-        self.comm = connections(group, own=False)
+        self.comm = connect_group(group, own=False)
         self.places = {place.name: place for place in (Place(), *agreed_places(self.comm))}
 
     def place(self, name: str) -> Place | None:

@@ -26,12 +26,14 @@ from ringlet.job.session import agreed_places
 from ringlet.job.settings import limits_from
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.control.opening import open_control
-from ringlet.ring.transports.torch_subgroups import connections
+from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_transport import sharded_modules
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
+
+_ADVICE = "Save state_dict() of what compress_hsdp returns on every rank, and load each rank's own"
 
 
 class ReplicaAverage:
@@ -85,7 +87,8 @@ class HsdpState:
                 self._engine.states.setdefault(each.name, {})
         states = self._states()
         tensors = {name: (c, None) for name, c in self._compressors().items()}
-        checkpoint.restore(states, state, dist.get_rank(), dist.get_world_size(), tensors)
+        where = dist.get_rank(), dist.get_world_size()
+        checkpoint.restore(states, state, *where, tensors, advice=_ADVICE)
         for each in self._made:
             if each.name in states:
                 self._engine.bring(states[each.name], each.place)
@@ -145,7 +148,7 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
                 "the replicas itself; shard it over the mesh of one replica: "
                 "fully_shard(model, mesh=mesh['shard'])"
             )
-    comm = connections(replicas)
+    comm = connect_group(replicas)
     engine = Engine(comm, open_control, limits_from(os.environ), agreed_places(comm))
     leave = Departure(engine, comm)
     # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
