@@ -207,19 +207,17 @@ def check_memory_is_declared(compressor: Compressor) -> None:
     if compressor.traits().stateful:
         return
     state: dict[str, Any] = {}
-    undeclared = "the result depends on earlier steps, but traits() does not say stateful=True"
-    if not by_payload(compressor):
-        for step in range(3):
-            x = gaussian(2000, step)
-            assert same(*(simulate(compressor, [x], held, step)[0] for held in ([state], None))), (
-                undeclared
-            )
-        return
-    x = gaussian(2000, 9)
-    for step in range(3):
-        remembering = encode(compressor, x, context(x, state, step=step))
-        fresh = encode(compressor, x, context(x, step=step))
-        assert same_payload(remembering, fresh), undeclared
+    first, other = gaussian(2000, 9), gaussian(2000, 10)
+    # What remembers a size or a place shows it where values shrink, grow, or are others.
+    for step, x in enumerate((first, first, first * 64, first / 64, other, first)):
+        x = x.astype(np.float32)
+        if by_payload(compressor):
+            remembering = encode(compressor, x, context(x, state, step=step))
+            agree = same_payload(remembering, encode(compressor, x, context(x, step=step)))
+        else:
+            held, none = (simulate(compressor, [x], kept, step)[0] for kept in ([state], None))
+            agree = same(held, none)
+        assert agree, "the result depends on earlier steps, but traits() does not say stateful=True"
 
 
 @needs(
@@ -259,19 +257,25 @@ def check_gradient_units(compressor: Compressor) -> None:
                 "as the tensor, or as units_size(name, n) says, or a number, for a checkpoint's is "
                 "forgotten where it is not"
             )
-        scaled = copy.deepcopy(states)
-        for state in scaled:
-            rescale(state, compressor, _SCALE)
+            kind = np.asarray(states[0][name]).dtype
+            assert not lengths or kind == np.float32 or kind.kind not in "fc", (
+                f"ctx.state[{name!r}] is an array of {kind}: what gradient_units names is float32"
+            )
         gradients = [gaussian(2000, 7), gaussian(2000, 8)]
-        larger = [x * np.float32(_SCALE) for x in gradients]
-        expected = simulate(compressor, gradients, states, step=3, **given)[0] * _SCALE
-        got = simulate(compressor, larger, scaled, step=3, **given)[0]
-        off = float(np.abs(got - expected).max() / np.abs(expected).max())
-        assert off < 1e-3, (
-            f"gradients {_SCALE:.0f} times as large give a result that is off by {off:.2g} of the "
-            f"largest, though {list(units)} of {_names(states[0])} were multiplied as well: name "
-            "in gradient_units what is in units of the gradient, and nothing else"
-        )
+        saved = copy.deepcopy(states)
+        expected = simulate(compressor, gradients, states, step=3, **given)[0]
+        for by, times in ((_SCALE, f"{_SCALE:.0f} times"), (1 / _SCALE, f"1 / {_SCALE:.0f} times")):
+            scaled = copy.deepcopy(saved)
+            for state in scaled:
+                rescale(state, compressor, by)
+            others = [x * np.float32(by) for x in gradients]
+            got = simulate(compressor, others, scaled, step=3, **given)[0] / np.float32(by)
+            off = float(np.abs(got - expected).max() / np.abs(expected).max())
+            assert off < 1e-3, (
+                f"gradients {times} as large give a result that is off by {off:.2g} of the "
+                f"largest, though {list(units)} of {_names(states[0])} were multiplied as well: "
+                "name in gradient_units what is in units of the gradient, and nothing else"
+            )
 
 
 @needs(*PURE)

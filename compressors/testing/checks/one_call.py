@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Payload, storage
-from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.context import Array, Context, Workspace
 from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
 from ringlet.compressors.core.threads import MIN_ELEMENTS, limited
 from ringlet.compressors.testing.tools.examples import for_all
@@ -195,6 +195,8 @@ def check_every_length(compressor: Compressor) -> None:
             first = first or error
     if first is not None:
         works = "" if len(failing) == len(LENGTHS) else ", and not with others"
+        if len(failing) > len(LENGTHS) - 3:
+            works += ": it is not the empty tensor, but nearly every one"
         first.add_note(f"It fails with {', '.join(map(str, failing))} elements{works}.")
         raise first
 
@@ -212,8 +214,10 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
         before, given = x.copy(), x.copy()
         state: dict[str, Any] = {}
         if not by_payload(compressor):
-            (out,) = simulate(compressor, [given], [state])
+            workspace = Workspace()
+            (out,) = simulate(compressor, [given], [state], workspace=workspace)
             assert same(given, before), "the input was modified"
+            _check_no_scratch(state, "ctx.state", workspace)
             _check_apart(state, "ctx.state", given, "the input")
             _check_apart(state, "ctx.state", out, "out, which is used again")
             return
@@ -222,6 +226,7 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
         assert same(given, before), "the input was modified"
         encode(compressor, given, context(given))
         assert same(given, before), "the input was modified by encode_into"
+        _check_no_scratch(state, "ctx.state", ctx.workspace)
         _check_apart(state, "ctx.state", given, "the input")
         for name, array in payload.items():
             what = f"payload array {name!r}"
@@ -241,6 +246,15 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
             _check_apart(one[name], f"payload array {name!r}", two[name], "another tensor's")
     simulate(compressor, [gaussian(2000, 0)])
     assert vars(compressor) == options, "compressing changed the compressor itself"
+
+
+def _check_no_scratch(kept: Any, what: str, workspace: Workspace) -> None:
+    if isinstance(kept, dict):
+        for key, value in kept.items():
+            _check_no_scratch(value, f"{what}[{key!r}]", workspace)
+    elif isinstance(kept, np.ndarray):
+        scratch = workspace.lends(kept)
+        assert not scratch, f"{what} is scratch of ctx.workspace, which others overwrite; copy it"
 
 
 def _check_apart(kept: Any, what: str, array: Array, other: str) -> None:
