@@ -25,6 +25,9 @@ from ringlet.compressors.testing.tools.simulate import context, decode, encode, 
 
 _DRAWS = 400
 _FEW = 40
+_POWERS = (-50, -80, -100, 60)  # below 2^-119 a 127th of a value is no normal number any more
+_OFTEN = 25  # draws in which an element is there that is drawn as often as others
+_MANY, _SUMS = 1 << 18, 20  # elements whose errors are added up, and how often
 _SPIKED = 1024
 _SCALE = 64.0  # by which a loss scale changes
 
@@ -143,12 +146,18 @@ def check_unbiased(compressor: Compressor) -> None:
         ("of equal values", np.ones(1500, np.float32)),
         ("of values 2^-40 times as large", ordinary * np.float32(2.0**-40)),
         ("of values 2^40 times as large", ordinary * np.float32(2.0**40)),
+        ("of 31 equal values", np.ones(31, np.float32)),
+        ("as ctx.stage 2", ordinary),
     ):
+        stage = 2 if "stage" in what else 1
+        if stage == 2 and compressor.traits().granularity is None:
+            continue
         energy = float(np.square(x, dtype=np.float64).sum())
-        total, spread = np.zeros(x.size), 0.0
+        total, spread, came = np.zeros(x.size), 0.0, np.zeros(x.size, np.int64)
         for step in range(_DRAWS):
-            drawn = _draw(compressor, x, step)
+            drawn = _draw(compressor, x, step, stage)
             total += drawn
+            came += drawn != 0
             spread += float(np.square(drawn - x).sum()) / _DRAWS
         assert spread <= omega * energy * 1.1 + 1e-9 * energy, (
             f"E||C(x) - x||^2 is {spread / energy:.4g} ||x||^2 {what}, declared are {omega:.4g}"
@@ -158,6 +167,29 @@ def check_unbiased(compressor: Compressor) -> None:
         assert off <= 4 * spread / _DRAWS + 1e-9 * energy, (
             f"the mean of {_DRAWS} draws {what} is off by {np.sqrt(off / energy):.3g} ||x||, noise "
             f"explains {np.sqrt(spread / _DRAWS / energy):.3g}: it is biased"
+        )
+        never = np.flatnonzero(came == 0) if "equal" in what else np.zeros(0)
+        assert not never.size or came.mean() < _OFTEN, (
+            f"element {never[0]} of {x.size} equal ones is 0 in all {_DRAWS} draws: it is never "
+            "drawn"
+        )
+    _check_sums(compressor)
+
+
+def _check_sums(compressor: Compressor) -> None:
+    """Raise AssertionError where errors of many elements have a sign in common."""
+    x = gaussian(_MANY, 5)
+    signs = np.sign(x)
+    sums = []
+    for step in range(_SUMS):
+        error = _draw(compressor, x, step) - x
+        sums.append((error.sum(), float(error @ signs)))
+    for which, found in zip(("", " away from or towards zero"), np.transpose(sums), strict=True):
+        luck = float(np.std(found, ddof=1)) / _SUMS**0.5
+        mean = float(np.mean(found))
+        assert abs(mean) <= 6 * luck + 1e-7 * float(np.abs(x).sum()), (
+            f"errors of {_MANY} elements add up to {mean:.4g}{which} in the mean of {_SUMS} draws, "
+            f"luck explains {luck:.3g}: it is biased, by a little in every element"
         )
 
 
@@ -174,12 +206,33 @@ def check_contraction(compressor: Compressor) -> None:
         return
     usual = gaussian(_SPIKED, 1)
     at_random = not same(_draw(compressor, usual, 0), _draw(compressor, usual, 1))
-    for what, x in _adverse():
+    uneven = [(f"{n} equal values", np.full(n, 3, np.float32)) for n in (67, 113, 1279)]
+    for what, x in (*_adverse(), *uneven):
         _check_lost(compressor, x, delta, at_random, f"||x||^2 of {what}")
     for_all(
         [x for x in vectors() if 1e-26 < float(np.square(x, dtype=np.float64).sum()) < 1e30],
         lambda x: _check_lost(compressor, x, delta, at_random, "||x||^2"),
     )
+
+
+@needs("contraction", "scales_with_its_values")
+def check_contraction_at_every_size(compressor: Compressor) -> None:
+    """delta holds for every x, for small gradients late in training too: what is all lost because
+    a square or a quotient is too small for float32 is nothing that contracts.
+
+    Divide by the largest magnitude before squaring, and compare with no number but 0. What goes by
+    absolute sizes on purpose declares traits: scales=False.
+    """
+    delta = compressor.traits().delta
+    if delta is None or not by_payload(compressor) or not compressor.traits().scales:
+        return
+    usual = gaussian(_SPIKED, 2)
+    at_random = not same(_draw(compressor, usual, 0), _draw(compressor, usual, 1))
+    for power in _POWERS:
+        by = np.float32(2.0**power)
+        for what, x in (("a Gaussian", usual * by), ("equal values", np.full(_SPIKED, by))):
+            of = f"||x||^2 of {what} times 2^{power}"
+            _check_lost(compressor, x, delta, at_random, of)
 
 
 def _check_lost(compressor: Compressor, x: Array, delta: float, at_random: bool, what: str) -> None:
@@ -307,9 +360,10 @@ def _names(state: State) -> list[str]:
     return sorted([name for name, value in state.items() if not isinstance(value, dict)] + inner)
 
 
-def _draw(compressor: Compressor, x: Array, step: int) -> Array:
-    payload = encode(compressor, x, context(x, step=step))
-    return decode(compressor, payload, x.size, context(x, step=step)).astype(np.float64)
+def _draw(compressor: Compressor, x: Array, step: int, stage: int = 1) -> Array:
+    payload = encode(compressor, x, context(x, step=step, stage=stage))
+    decoded = decode(compressor, payload, x.size, context(x, step=step, stage=stage))
+    return decoded.astype(np.float64)
 
 
 CHECKS = (
@@ -318,6 +372,7 @@ CHECKS = (
     check_sums_on_the_wire,
     check_unbiased,
     check_contraction,
+    check_contraction_at_every_size,
     check_memory_is_declared,
     check_gradient_units,
     check_results_may_replace_values,

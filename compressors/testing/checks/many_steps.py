@@ -197,7 +197,9 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
     Select by magnitude, xp.abs(x), and where at random, anew in every step: ctx.rng(), called once,
     for two calls give the same numbers. A threshold
     that follows the values must leave some of equal values to send. Among equals that stay equal,
-    such as entries of one cell of a sketch, do not take the first ones in every step.
+    such as entries of one cell of a sketch, do not take the first ones in every step. What a fixed
+    projection leaves out, such as how a block differs from its mean, is never sent: say so by
+    divergence().
     """
     while isinstance(compressor, ErrorFeedback):  # whose decay may let what is small wait
         compressor = compressor.wrapped_compressor
