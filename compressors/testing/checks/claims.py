@@ -125,8 +125,8 @@ def check_unbiased(compressor: Compressor) -> None:
     choice of a learning rate, rest on both.
 
     Declare the omega of the worst x, not of a usual one; most often that is a spike among small
-    values. Round at random without bias: floor(x / step + ctx.uniform(n)), with numbers that
-    ctx.step changes, and floor rather than a cast, which rounds towards zero. If it holds for
+    values. Round at random without bias: floor(x / step + ctx.uniform(n)), with all bits of numbers
+    that ctx.step changes, and floor rather than a cast, which rounds towards zero. If it holds for
     values of one size alone, there is an epsilon or a fixed step in the scale: leave it away.
     """
     omega = compressor.traits().omega
