@@ -8,6 +8,7 @@ from ringlet.compressors.testing.checks import (
     declared,
     isolation,
     many_steps,
+    noise,
     one_call,
     overrides,
     ranks,
@@ -22,7 +23,7 @@ def all_checks() -> list[Named]:
     """Return every check of the kit, each behind those that it needs."""
     modules = (
         declared, one_call, buffers, overrides, isolation, claims, tensor_sizes, stages, training,
-        ranks, many_steps,
+        ranks, noise, many_steps,
     )  # fmt: skip
     return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
 

@@ -25,6 +25,9 @@ from ringlet.compressors.testing.tools.simulate import context, decode, encode, 
 
 _DRAWS = 400
 _FEW = 40
+_POWERS = (-50, -80, -100, 60)  # below 2^-119 a 127th of a value is no normal number any more
+_OFTEN = 25  # draws in which an element is there that is drawn as often as others
+_MANY, _SUMS = 1 << 18, 20  # elements whose errors are added up, and how often
 _SPIKED = 1024
 _SCALE = 64.0  # by which a loss scale changes
 
@@ -122,8 +125,8 @@ def check_unbiased(compressor: Compressor) -> None:
     choice of a learning rate, rest on both.
 
     Declare the omega of the worst x, not of a usual one; most often that is a spike among small
-    values. Round at random without bias: floor(x / step + ctx.uniform(n)), with numbers that
-    ctx.step changes, and floor rather than a cast, which rounds towards zero. If it holds for
+    values. Round at random without bias: floor(x / step + ctx.uniform(n)), with all bits of numbers
+    that ctx.step changes, and floor rather than a cast, which rounds towards zero. If it holds for
     values of one size alone, there is an epsilon or a fixed step in the scale: leave it away.
     """
     omega = compressor.traits().omega
@@ -143,12 +146,18 @@ def check_unbiased(compressor: Compressor) -> None:
         ("of equal values", np.ones(1500, np.float32)),
         ("of values 2^-40 times as large", ordinary * np.float32(2.0**-40)),
         ("of values 2^40 times as large", ordinary * np.float32(2.0**40)),
+        ("of 31 equal values", np.ones(31, np.float32)),
+        ("as ctx.stage 2", ordinary),
     ):
+        stage = 2 if "stage" in what else 1
+        if stage == 2 and compressor.traits().granularity is None:
+            continue
         energy = float(np.square(x, dtype=np.float64).sum())
-        total, spread = np.zeros(x.size), 0.0
+        total, spread, came = np.zeros(x.size), 0.0, np.zeros(x.size, np.int64)
         for step in range(_DRAWS):
-            drawn = _draw(compressor, x, step)
+            drawn = _draw(compressor, x, step, stage)
             total += drawn
+            came += drawn != 0
             spread += float(np.square(drawn - x).sum()) / _DRAWS
         assert spread <= omega * energy * 1.1 + 1e-9 * energy, (
             f"E||C(x) - x||^2 is {spread / energy:.4g} ||x||^2 {what}, declared are {omega:.4g}"
@@ -158,6 +167,29 @@ def check_unbiased(compressor: Compressor) -> None:
         assert off <= 4 * spread / _DRAWS + 1e-9 * energy, (
             f"the mean of {_DRAWS} draws {what} is off by {np.sqrt(off / energy):.3g} ||x||, noise "
             f"explains {np.sqrt(spread / _DRAWS / energy):.3g}: it is biased"
+        )
+        never = np.flatnonzero(came == 0) if "equal" in what else np.zeros(0)
+        assert not never.size or came.mean() < _OFTEN, (
+            f"element {never[0]} of {x.size} equal ones is 0 in all {_DRAWS} draws: it is never "
+            "drawn"
+        )
+    _check_sums(compressor)
+
+
+def _check_sums(compressor: Compressor) -> None:
+    """Raise AssertionError where errors of many elements have a sign in common."""
+    x = gaussian(_MANY, 5)
+    signs = np.sign(x)
+    sums = []
+    for step in range(_SUMS):
+        error = _draw(compressor, x, step) - x
+        sums.append((error.sum(), float(error @ signs)))
+    for which, found in zip(("", " away from or towards zero"), np.transpose(sums), strict=True):
+        luck = float(np.std(found, ddof=1)) / _SUMS**0.5
+        mean = float(np.mean(found))
+        assert abs(mean) <= 6 * luck + 1e-7 * float(np.abs(x).sum()), (
+            f"errors of {_MANY} elements add up to {mean:.4g}{which} in the mean of {_SUMS} draws, "
+            f"luck explains {luck:.3g}: it is biased, by a little in every element"
         )
 
 
@@ -174,12 +206,33 @@ def check_contraction(compressor: Compressor) -> None:
         return
     usual = gaussian(_SPIKED, 1)
     at_random = not same(_draw(compressor, usual, 0), _draw(compressor, usual, 1))
-    for what, x in _adverse():
+    uneven = [(f"{n} equal values", np.full(n, 3, np.float32)) for n in (67, 113, 1279)]
+    for what, x in (*_adverse(), *uneven):
         _check_lost(compressor, x, delta, at_random, f"||x||^2 of {what}")
     for_all(
         [x for x in vectors() if 1e-26 < float(np.square(x, dtype=np.float64).sum()) < 1e30],
         lambda x: _check_lost(compressor, x, delta, at_random, "||x||^2"),
     )
+
+
+@needs("contraction", "scales_with_its_values")
+def check_contraction_at_every_size(compressor: Compressor) -> None:
+    """delta holds for every x, for small gradients late in training too: what is all lost because
+    a square or a quotient is too small for float32 is nothing that contracts.
+
+    Divide by the largest magnitude before squaring, and compare with no number but 0. What goes by
+    absolute sizes on purpose declares traits: scales=False.
+    """
+    delta = compressor.traits().delta
+    if delta is None or not by_payload(compressor) or not compressor.traits().scales:
+        return
+    usual = gaussian(_SPIKED, 2)
+    at_random = not same(_draw(compressor, usual, 0), _draw(compressor, usual, 1))
+    for power in _POWERS:
+        by = np.float32(2.0**power)
+        for what, x in (("a Gaussian", usual * by), ("equal values", np.full(_SPIKED, by))):
+            of = f"||x||^2 of {what} times 2^{power}"
+            _check_lost(compressor, x, delta, at_random, of)
 
 
 def _check_lost(compressor: Compressor, x: Array, delta: float, at_random: bool, what: str) -> None:
@@ -207,19 +260,17 @@ def check_memory_is_declared(compressor: Compressor) -> None:
     if compressor.traits().stateful:
         return
     state: dict[str, Any] = {}
-    undeclared = "the result depends on earlier steps, but traits() does not say stateful=True"
-    if not by_payload(compressor):
-        for step in range(3):
-            x = gaussian(2000, step)
-            assert same(*(simulate(compressor, [x], held, step)[0] for held in ([state], None))), (
-                undeclared
-            )
-        return
-    x = gaussian(2000, 9)
-    for step in range(3):
-        remembering = encode(compressor, x, context(x, state, step=step))
-        fresh = encode(compressor, x, context(x, step=step))
-        assert same_payload(remembering, fresh), undeclared
+    first, other = gaussian(2000, 9), gaussian(2000, 10)
+    # What remembers a size or a place shows it where values shrink, grow, or are others.
+    for step, x in enumerate((first, first, first * 64, first / 64, other, first)):
+        x = x.astype(np.float32)
+        if by_payload(compressor):
+            remembering = encode(compressor, x, context(x, state, step=step))
+            agree = same_payload(remembering, encode(compressor, x, context(x, step=step)))
+        else:
+            held, none = (simulate(compressor, [x], kept, step)[0] for kept in ([state], None))
+            agree = same(held, none)
+        assert agree, "the result depends on earlier steps, but traits() does not say stateful=True"
 
 
 @needs(
@@ -259,19 +310,25 @@ def check_gradient_units(compressor: Compressor) -> None:
                 "as the tensor, or as units_size(name, n) says, or a number, for a checkpoint's is "
                 "forgotten where it is not"
             )
-        scaled = copy.deepcopy(states)
-        for state in scaled:
-            rescale(state, compressor, _SCALE)
+            kind = np.asarray(states[0][name]).dtype
+            assert not lengths or kind == np.float32 or kind.kind not in "fc", (
+                f"ctx.state[{name!r}] is an array of {kind}: what gradient_units names is float32"
+            )
         gradients = [gaussian(2000, 7), gaussian(2000, 8)]
-        larger = [x * np.float32(_SCALE) for x in gradients]
-        expected = simulate(compressor, gradients, states, step=3, **given)[0] * _SCALE
-        got = simulate(compressor, larger, scaled, step=3, **given)[0]
-        off = float(np.abs(got - expected).max() / np.abs(expected).max())
-        assert off < 1e-3, (
-            f"gradients {_SCALE:.0f} times as large give a result that is off by {off:.2g} of the "
-            f"largest, though {list(units)} of {_names(states[0])} were multiplied as well: name "
-            "in gradient_units what is in units of the gradient, and nothing else"
-        )
+        saved = copy.deepcopy(states)
+        expected = simulate(compressor, gradients, states, step=3, **given)[0]
+        for by, times in ((_SCALE, f"{_SCALE:.0f} times"), (1 / _SCALE, f"1 / {_SCALE:.0f} times")):
+            scaled = copy.deepcopy(saved)
+            for state in scaled:
+                rescale(state, compressor, by)
+            others = [x * np.float32(by) for x in gradients]
+            got = simulate(compressor, others, scaled, step=3, **given)[0] / np.float32(by)
+            off = float(np.abs(got - expected).max() / np.abs(expected).max())
+            assert off < 1e-3, (
+                f"gradients {times} as large give a result that is off by {off:.2g} of the "
+                f"largest, though {list(units)} of {_names(states[0])} were multiplied as well: "
+                "name in gradient_units what is in units of the gradient, and nothing else"
+            )
 
 
 @needs(*PURE)
@@ -303,9 +360,10 @@ def _names(state: State) -> list[str]:
     return sorted([name for name, value in state.items() if not isinstance(value, dict)] + inner)
 
 
-def _draw(compressor: Compressor, x: Array, step: int) -> Array:
-    payload = encode(compressor, x, context(x, step=step))
-    return decode(compressor, payload, x.size, context(x, step=step)).astype(np.float64)
+def _draw(compressor: Compressor, x: Array, step: int, stage: int = 1) -> Array:
+    payload = encode(compressor, x, context(x, step=step, stage=stage))
+    decoded = decode(compressor, payload, x.size, context(x, step=step, stage=stage))
+    return decoded.astype(np.float64)
 
 
 CHECKS = (
@@ -314,6 +372,7 @@ CHECKS = (
     check_sums_on_the_wire,
     check_unbiased,
     check_contraction,
+    check_contraction_at_every_size,
     check_memory_is_declared,
     check_gradient_units,
     check_results_may_replace_values,

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+import numpy as np
+
 from ringlet.compressors.base.contract import Compressor, Traits
-from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.core.errors import CompressorError, OptionError
 from ringlet.compressors.core.options import options_of
 from ringlet.compressors.specs.parser import parse
 from ringlet.compressors.testing.tools.named_check import needs
@@ -59,6 +61,20 @@ def check_traits_are_traits(compressor: Compressor) -> None:
             f"a payload that is summed is one array, not {len(layout)}; what ranks must have in "
             "common first, such as a scale, takes combine='rounds' and exchange()"
         )
+
+
+@needs("traits_are_traits")
+def check_schedule_goes_by_the_step(compressor: Compressor) -> None:
+    """at(step) is asked in any order, and more than once: a restart goes back, and ranks that asked
+    more often than others must not change sooner.
+
+    Decide by the step that is given, and count nothing.
+    """
+    found: dict[int, Compressor] = {}
+    for step in (0, 9, 0, 10**6) * 10:
+        now = compressor.at(step)
+        before = found.setdefault(step, now)
+        assert now == before, f"at({step}) is {before}, and {now} when it is asked again"
 
 
 @needs("traits_are_traits")
@@ -116,6 +132,16 @@ def check_is_a_value(compressor: Compressor) -> None:
             f"the options of {part!r} given once more make {copied!r}; leave them as they are, and "
             "compute what follows from them in a property"
         )
+        for name, wrong in _outside(part):
+            try:
+                part.replace(**{name: wrong})
+            except OptionError:
+                continue
+            raise AssertionError(
+                f"{part.label()} takes {name}={wrong!r}, which is out of the option's range; if it "
+                "has a __post_init__, that calls super().__post_init__(), which looks at ranges; "
+                "validate() is meant for checks of your own"
+            )
         for name, changed in _variations(part):
             assert changed != part, f"it is equal to one with another {name}"
             assert str(changed) != str(part), f"another {name} does not show in its spec"
@@ -184,6 +210,18 @@ def _is_literal(value: Any) -> bool:
         return False
 
 
+def _outside(compressor: Compressor) -> Iterator[tuple[str, Any]]:
+    """Yield an option's name and a value that is beyond each end of its range."""
+    for name, field in options_of(type(compressor)).items():
+        kind = type(field.default)
+        if kind not in (int, float):
+            continue
+        for limit, beyond in (("gt", 0), ("lt", 0), ("ge", -1), ("le", 1)):
+            end = field.metadata.get(limit)
+            if end is not None and np.isfinite(end):
+                yield name, kind(end) + beyond
+
+
 def _variations(compressor: Compressor) -> Iterator[tuple[str, Compressor]]:
     """Yield an option's name and a copy in which it differs, for every option that can."""
     for name, field in options_of(type(compressor)).items():
@@ -204,4 +242,9 @@ def _variations(compressor: Compressor) -> Iterator[tuple[str, Compressor]]:
             break
 
 
-CHECKS = (check_traits_are_traits, check_nothing_is_declared_in_vain, check_is_a_value)
+CHECKS = (
+    check_traits_are_traits,
+    check_schedule_goes_by_the_step,
+    check_nothing_is_declared_in_vain,
+    check_is_a_value,
+)

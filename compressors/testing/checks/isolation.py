@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ringlet.compressors.base.contract import Compressor, Payload
-from ringlet.compressors.core.context import Array
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor, Exchange, Payload
+from ringlet.compressors.core.context import Array, Workspace
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
 from ringlet.compressors.testing.tools.named_check import needs
@@ -88,15 +91,69 @@ def check_calls_may_interleave(compressor: Compressor) -> None:
     }
     if not by_payload(compressor) or not files:
         return
-    x, y = gaussian(_N, 1), heavy_tailed(_N - 700, 2)
-    expected = _call(compressor, x), _call(compressor, y)
+    x = gaussian(_N, 1)
     lines = _interrupt(lambda: _call(compressor, x), lambda: None, files, -1)[2]
-    for at in sorted({lines * point // _POINTS for point in range(_POINTS)}):
-        got = _interrupt(lambda: _call(compressor, x), lambda: _call(compressor, y), files, at)
-        for one, other, place in ((got[0], expected[0], got[3]), (got[1], expected[1], got[3])):
-            assert one is None or _equal(one, other), (
-                f"a call gives something else if another one runs in the middle of it, at {place}"
+    for y in (heavy_tailed(_N - 700, 2), heavy_tailed(_N, 3)):
+        expected = _call(compressor, x), _call(compressor, y, "y")
+        for at in sorted({lines * point // _POINTS for point in range(_POINTS)}):
+            one, other, _, place = _interrupt(
+                lambda: _call(compressor, x), partial(_call, compressor, y, "y"), files, at
             )
+            for got, alone in ((one, expected[0]), (other, expected[1])):
+                assert got is None or _equal(got, alone), (
+                    "a call gives something else if another one runs in the middle of it, at "
+                    f"{place}"
+                )
+
+
+@needs(*PURE, "every_rank_takes_part")
+def check_exchanges_may_interleave(compressor: Compressor) -> None:
+    """Between what an exchange yields and what it receives, other tensors' exchanges run: what is
+    yielded travels meanwhile, and must stay as it is.
+
+    Yield a new array, or one of ctx.workspace.held(n): none that is kept in a global, on the class
+    or by its length.
+    """
+    if by_payload(compressor):
+        return
+    now = compressor.at(0)
+    for shape in ((40, 50), (2000,)):
+        given, room = [gaussian(2000, 1), gaussian(2000, 2)], Workspace()
+        alone = [
+            simulate(compressor, [x], name=str(place), shape=shape)[0]
+            for place, x in enumerate(given)
+        ]
+        outs = [np.full(2000, np.nan, np.float32) for _ in given]
+        runs = [
+            now.exchange(x, out, context(x, name=str(place), shape=shape, workspace=room))
+            for place, (x, out) in enumerate(zip(given, outs, strict=True))
+        ]
+        _take_turns(runs)
+        assert all(map(same, outs, alone)), (
+            "an exchange gives something else if another tensor's runs between its rounds"
+        )
+
+
+def _take_turns(runs: list[Exchange]) -> None:
+    """Run exchanges of a single rank in turn; AssertionError where what was yielded changes."""
+    yielded: dict[int, tuple[Array, Array]] = {}
+    going = dict(enumerate(runs))
+    while going:
+        for place, run in list(going.items()):
+            received = yielded[place][1].copy() if place in yielded else None
+            try:
+                asked = next(run) if received is None else run.send(received)
+            except StopIteration:
+                del going[place]
+                yielded.pop(place, None)
+                continue
+            if received is not None:  # it is valid until the next yield
+                received.fill(np.nan if received.dtype.kind == "f" else -77)
+            yielded[place] = asked.values, asked.values.copy()
+            for values, before in yielded.values():
+                assert same(values, before), (
+                    "what an exchange has yielded changes while another tensor's goes on"
+                )
 
 
 def _inside(method: Any) -> Any:
@@ -104,8 +161,8 @@ def _inside(method: Any) -> Any:
     return method if hasattr(method, "__code__") else None
 
 
-def _call(compressor: Compressor, x: Array) -> tuple[Payload, Array]:
-    ctx = context(x, name=str(x.size))
+def _call(compressor: Compressor, x: Array, name: str = "x") -> tuple[Payload, Array]:
+    ctx = context(x, name=name)
     payload = encode(compressor, x, ctx)
     return payload, decode(compressor, payload, x.size, ctx)
 
@@ -149,4 +206,8 @@ def _interrupt(
     return result, found, lines, place
 
 
-CHECKS = (check_another_process_agrees, check_calls_may_interleave)
+CHECKS = (
+    check_another_process_agrees,
+    check_calls_may_interleave,
+    check_exchanges_may_interleave,
+)

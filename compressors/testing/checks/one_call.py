@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Payload, storage
-from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.context import Array, Context, Workspace
 from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
 from ringlet.compressors.core.threads import MIN_ELEMENTS, limited
 from ringlet.compressors.testing.tools.examples import for_all
-from ringlet.compressors.testing.tools.inputs import LENGTHS, gaussian, special, vectors
+from ringlet.compressors.testing.tools.inputs import LENGTHS, gaussian, large, special, vectors
 from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 from ringlet.compressors.testing.tools.uninitialised import uninitialised_as
@@ -29,6 +29,11 @@ SOUND = (
     "fixed_size",
 )
 PURE = (*SOUND, "deterministic")
+_MILLION = (1 << 20) + 3
+# As bits: a usual NaN, Inf, -Inf, and NaNs that rounding to fewer bits makes other numbers of.
+_NOT_FINITE = (
+    0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFFC00000,
+)  # fmt: skip
 _ALIKE = ((0, 1), (2, 3), (0, 4))  # of five runs, those that found the same in memory
 
 
@@ -49,7 +54,7 @@ def by_payload(compressor: Compressor) -> bool:
     return compressor.traits().combine != "rounds"
 
 
-@needs("traits_are_traits")
+@needs("traits_are_traits", "schedule_goes_by_the_step")
 def check_compresses_a_tensor(compressor: Compressor) -> None:
     """A gradient goes in, flat arrays travel, a gradient comes out: before that works, nothing else
     can be looked at.
@@ -195,6 +200,8 @@ def check_every_length(compressor: Compressor) -> None:
             first = first or error
     if first is not None:
         works = "" if len(failing) == len(LENGTHS) else ", and not with others"
+        if len(failing) > len(LENGTHS) - 3:
+            works += ": it is not the empty tensor, but nearly every one"
         first.add_note(f"It fails with {', '.join(map(str, failing))} elements{works}.")
         raise first
 
@@ -212,8 +219,10 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
         before, given = x.copy(), x.copy()
         state: dict[str, Any] = {}
         if not by_payload(compressor):
-            (out,) = simulate(compressor, [given], [state])
+            workspace = Workspace()
+            (out,) = simulate(compressor, [given], [state], workspace=workspace)
             assert same(given, before), "the input was modified"
+            _check_no_scratch(state, "ctx.state", workspace)
             _check_apart(state, "ctx.state", given, "the input")
             _check_apart(state, "ctx.state", out, "out, which is used again")
             return
@@ -222,6 +231,7 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
         assert same(given, before), "the input was modified"
         encode(compressor, given, context(given))
         assert same(given, before), "the input was modified by encode_into"
+        _check_no_scratch(state, "ctx.state", ctx.workspace)
         _check_apart(state, "ctx.state", given, "the input")
         for name, array in payload.items():
             what = f"payload array {name!r}"
@@ -241,6 +251,15 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
             _check_apart(one[name], f"payload array {name!r}", two[name], "another tensor's")
     simulate(compressor, [gaussian(2000, 0)])
     assert vars(compressor) == options, "compressing changed the compressor itself"
+
+
+def _check_no_scratch(kept: Any, what: str, workspace: Workspace) -> None:
+    if isinstance(kept, dict):
+        for key, value in kept.items():
+            _check_no_scratch(value, f"{what}[{key!r}]", workspace)
+    elif isinstance(kept, np.ndarray):
+        scratch = workspace.lends(kept)
+        assert not scratch, f"{what} is scratch of ctx.workspace, which others overwrite; copy it"
 
 
 def _check_apart(kept: Any, what: str, array: Array, other: str) -> None:
@@ -346,13 +365,29 @@ def check_non_finite_stays_visible(compressor: Compressor) -> None:
     or Inf by itself, and 0 * Inf is NaN; do not use nan_to_num, clip or fmax on the way. What
     sends a selection counts NaN as largest.
     """
-    for bad in (np.nan, np.inf, -np.inf):
+    for bits in _NOT_FINITE:
         for n, place in ((1, 0), (70, 69), (3000, 1234)):
-            x = gaussian(n, 4)
-            x[place] = bad
-            with np.errstate(all="ignore"):
-                (out,) = simulate(compressor, [x])
-            assert not np.isfinite(out).all(), f"{bad} at element {place} of {n} vanished"
+            _check_visible(compressor, gaussian(n, 4), place, bits)
+    for n, place in ((3000, 0), (_MILLION, _MILLION // 2), (_MILLION, _MILLION - 1)):
+        x = large()[:n].copy() if n == _MILLION else gaussian(n, 4)
+        _check_visible(compressor, x, place, _NOT_FINITE[0])
+
+
+def _check_visible(compressor: Compressor, x: Array, place: int, bits: int) -> None:
+    """Raise AssertionError where what is not finite leaves no trace; ``x`` is written to."""
+    x.view(np.uint32)[place] = bits
+    with np.errstate(all="ignore"):
+        (out,) = simulate(compressor, [x])
+    if not np.isfinite(out).all():
+        return
+    x[place], n = 1e4, x.size
+    came = float(simulate(compressor, [x])[0][place])
+    assert came > 0, (
+        f"element {place} of {n} is lost, whatever it is: 10000 comes out as {came:.4g} there, and "
+        "NaN or Inf vanishes with it"
+    )
+    bad = np.array([bits], np.uint32).view(np.float32)[0]
+    raise AssertionError(f"{bad} (0x{bits:08x}) at element {place} of {n} vanished")
 
 
 @needs(*PURE, "points_the_same_way")

@@ -7,12 +7,17 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Payload, empty_payload
-from ringlet.compressors.core.context import Array
+from ringlet.compressors.core.context import Array, Context, Workspace
+from ringlet.compressors.core.multitensor import Decoding, Encoding
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
 from ringlet.compressors.testing.tools.examples import for_all
-from ringlet.compressors.testing.tools.inputs import gaussian, halves, vectors
+from ringlet.compressors.testing.tools.inputs import gaussian, halves, large, vectors
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, decode, encode
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, exchanged
+
+_LONG = (1 << 20) + 37  # elements: no whole number of blocks
+_FEW = 100
+_RANKS = (2, 5, 9, 17, 33, 65, 129)  # one more than a table may be long
 
 
 @needs(*PURE)
@@ -45,15 +50,58 @@ def check_fast_paths_agree(compressor: Compressor) -> None:
     for_all(vectors(), body)
     for seed in range(4):
         body(halves(seed))
+        body(halves(seed) * np.float32(seed + 1) / np.float32(7))  # and where no scale is exact
+    if not by_payload(compressor):
+        return
+    if _overrides(compressor, "encode_into", "accumulate", "sum_into"):
+        _check_long(compressor)
+    if _overrides(compressor, "sum_into"):
+        _check_many_sums(compressor)
 
 
-def _close(total: Array, parts: list[Array]) -> bool:
-    """Whether ``total`` is the sum of ``parts``, but for where it is rounded."""
+def _check_many_sums(compressor: Compressor) -> None:
+    """Raise AssertionError unless as many payloads as there may be ranks are added up."""
+    given = [np.roll(gaussian(_FEW, 1), 7 * rank) for rank in range(max(_RANKS))]
+    payloads = [encode(compressor, x, context(x, rank=r)) for r, x in enumerate(given)]
+    parts = [decode(compressor, part, _FEW, context(given[0])) for part in payloads]
+    for count in _RANKS:
+        total = np.full(_FEW, np.nan, np.float32)
+        compressor.sum_into(payloads[:count], total, context(given[0], size=count))
+        assert _close(total, parts[:count], count), (
+            f"sum_into of {count} payloads is not the sum of all that is decoded"
+        )
+
+
+def _check_long(compressor: Compressor) -> None:
+    """Raise AssertionError where a fast path gives something else for a long tensor alone."""
+    x = large()[:_LONG].copy()  # kernels are compiled anew for what must not be written to
+    payload = encode(compressor, x, context(x))
+    assert same_payload(payload, compressor.compress(x, context(x))), (
+        f"encode_into and compress give different payloads of {_LONG} elements"
+    )
+    decoded = decode(compressor, payload, x.size, context(x))
+    total = x.copy()
+    compressor.accumulate(payload, total, context(x))
+    assert same(total, x + decoded), f"accumulate of {_LONG} elements is not decompress and add"
+    compressor.sum_into([payload, payload], total, context(x))
+    assert np.array_equal(total, decoded + decoded), (
+        f"sum_into of {_LONG} elements is not the sum of all that is decoded"
+    )
+
+
+def _overrides(compressor: Compressor, *names: str) -> bool:
+    """Whether a method of its own stands in the place of one of the base class."""
+    cls = type(compressor)
+    return any(getattr(cls, name) is not getattr(Compressor, name) for name in names)
+
+
+def _close(total: Array, parts: list[Array], times: int = 1) -> bool:
+    """Whether ``total`` is the sum of ``parts``, but for where it is rounded, so many ``times``."""
     expected = np.sum(parts, axis=0, dtype=np.float64)
     if not np.isfinite(expected).all():
         return not np.isfinite(total).all()
     largest = float(np.abs(parts).max(initial=0))
-    return bool(np.abs(total - expected).max(initial=0) <= 1e-5 * largest + 1e-37)
+    return bool(np.abs(total - expected).max(initial=0) <= 1e-5 * largest * times + 1e-37)
 
 
 @needs("fast_paths_agree")
@@ -80,24 +128,135 @@ def check_fused_feedback_agrees(compressor: Compressor) -> None:
         owner.feedback_into(compressor, x, residual, decay, payload, ctx)
         return payload
 
+    def agree(x: Array, residual: Array, decay: float, bad: float) -> None:
+        residuals = [residual.copy(), residual.copy()]
+        with np.errstate(all="ignore"):
+            sent = [
+                step(owner, x, kept, decay)
+                for owner, kept in zip((cls, Compressor), residuals, strict=True)
+            ]
+        where = f"of {x.size} elements with decay={decay}" + (f" and {bad} in x" if bad else "")
+        assert same_payload(*sent), (
+            f"{name} {where} gives another payload than compress of x + decay * residual"
+        )
+        assert same(*residuals), (
+            f"{name} {where} leaves another residual than x + decay * residual less what is sent"
+        )
+
     for n in (1, 100, 3000):
         for decay in (1.0, 0.5):
             for bad in (0.0, np.nan, np.inf):
-                x, residuals = gaussian(n, 1), [gaussian(n, 2), gaussian(n, 2)]
+                x = gaussian(n, 1)
                 x[n // 2] += np.float32(bad)
-                with np.errstate(all="ignore"):
-                    sent = [
-                        step(owner, x, residual, decay)
-                        for owner, residual in zip((cls, Compressor), residuals, strict=True)
-                    ]
-                where = f"with decay={decay}" + (f" and {bad} in x" if bad else "")
-                assert same_payload(*sent), (
-                    f"{name} {where} gives another payload than compress of x + decay * residual"
-                )
-                assert same(*residuals), (
-                    f"{name} {where} leaves another residual than x + decay * residual less what "
-                    "is sent"
-                )
+                agree(x, gaussian(n, 2), decay, bad)
+    agree(large()[:_LONG].copy(), large()[-_LONG:].copy(), 0.5, 0.0)
 
 
-CHECKS = (check_fast_paths_agree, check_fused_feedback_agrees)
+@needs(*PURE, "shares_make_the_mean", "one_overflow_is_survived")
+def check_feedback_in_rounds_agrees(compressor: Compressor) -> None:
+    """Error feedback inside of an exchange must remember what feedback around it would: what this
+    rank's share lacks of x + decay * residual, and not what it lacks of the mean.
+
+    Exchange p = x + decay * residual, and leave p less what became of it in residual. Where that is
+    not finite, or the result is not, which another rank's overflow shows, leave the old one.
+    """
+    if by_payload(compressor):
+        return
+    cls = type(compressor)
+    if cls.exchange_feedback is Compressor.exchange_feedback:
+        return
+    for shape in ((40, 50), (2000,)):
+        for decay in (1.0, 0.5):
+            for bad in (None, 0, 1):  # the rank that overflows
+                ours, theirs = (
+                    _fed_back(compressor, owner, shape, decay, bad) for owner in (cls, Compressor)
+                )
+                where = f"with decay={decay}" + ("" if bad is None else f" and NaN on rank {bad}")
+                for what, one, other in zip(("result", "residual"), ours, theirs, strict=True):
+                    finite = np.isfinite(other)
+                    assert (finite == np.isfinite(one)).all(), (
+                        f"exchange_feedback {where} has NaN elsewhere in its {what} than the base "
+                        "class's has"
+                    )
+                    most = float(np.abs(other[finite]).max(initial=0))
+                    off = float(np.abs(one[finite] - other[finite]).max(initial=0))
+                    assert off <= 1e-4 * most, (
+                        f"exchange_feedback {where} leaves another {what} than the base class's "
+                        f"does: off by {off / most:.2g} of the largest"
+                    )
+
+
+def _fed_back(
+    compressor: Compressor, owner: Any, shape: tuple[int, ...], decay: float, bad: int | None
+) -> tuple[Array, Array]:
+    """Return the results, and the residuals, of two ranks whose gradients differ by their mean."""
+    n, room = int(np.prod(shape)), Workspace()
+    given = [gaussian(n, rank) + np.float32(5 * rank) for rank in (0, 1)]
+    if bad is not None:
+        given[bad][7] = np.nan
+    outs = [np.full(n, np.nan, np.float32) for _ in given]
+    residuals = [gaussian(n, 2 + rank) for rank in (0, 1)]
+    fields: dict[str, Any] = {"shape": shape, "size": 2, "workspace": room}
+    contexts = [context(x, rank=rank, **fields) for rank, x in enumerate(given)]
+    every = zip(given, outs, residuals, contexts, strict=True)
+    with np.errstate(all="ignore"):
+        exchanged(
+            [owner.exchange_feedback(compressor, x, out, r, decay, c) for x, out, r, c in every],
+            room,
+        )
+    return np.concatenate(outs), np.concatenate(residuals)
+
+
+@needs("fast_paths_agree", "fused_feedback_agrees")
+def check_many_tensors_agree(compressor: Compressor) -> None:
+    """Kernels that take many tensors a launch are for speed: what becomes of a tensor must not show
+    which others were there.
+
+    Encode scale * x + decay * residual of every one, decode to weight times that, and leave in each
+    residual what was lost. Return None from multi_tensor(ctx) for arrays that the kernels do not
+    take.
+    """
+    if not by_payload(compressor) or not compressor.traits().fixed_size:
+        return
+    kernels = compressor.multi_tensor(Context())
+    if kernels is None:
+        return
+    scale, decay, weight = 2.0, 0.5, 0.5
+    for fed in (False, True):
+        given = [gaussian(n, n) for n in (100, 2049, 1)]
+        residuals = [gaussian(x.size, 3) if fed else None for x in given]
+        expected, left, tensors = [], [], []
+        for place, (x, residual) in enumerate(zip(given, residuals, strict=True)):
+            ctx = context(x, name=str(place))
+            payload, kept = empty_payload(compressor, x.size, ctx), None
+            if residual is None:
+                compressor.encode_into(x * np.float32(scale), payload, ctx)
+            else:
+                kept = residual.copy()
+                compressor.feedback_into(x * np.float32(scale), kept, decay, payload, ctx)
+            expected.append(decode(compressor, payload, x.size, ctx) * np.float32(weight * scale))
+            left.append(kept)
+            room = empty_payload(compressor, x.size, ctx)
+            tensors.append(Encoding(x, x.size, room, ctx, residual=residual))
+        kernels.encode(tensors, scale=scale, decay=decay, weight=weight)
+        outs = [np.full(x.size, np.nan, np.float32) for x in given]
+        every = zip(outs, tensors, strict=True)
+        kernels.decode([Decoding(out, t.payload, t.ctx) for out, t in every], scale=scale)
+        how = " with residuals" if fed else ""
+        for place, (out, want, kept) in enumerate(zip(outs, expected, left, strict=True)):
+            assert same(out, want), (
+                f"of three tensors{how} number {place} decodes to something else than on its own, "
+                f"with scale={scale}, decay={decay}, weight={weight}"
+            )
+            own = residuals[place]
+            assert own is None or kept is None or same(own, kept), (
+                f"of three tensors{how} number {place} keeps another residual than on its own"
+            )
+
+
+CHECKS = (
+    check_fast_paths_agree,
+    check_fused_feedback_agrees,
+    check_feedback_in_rounds_agrees,
+    check_many_tensors_agree,
+)

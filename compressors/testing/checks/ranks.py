@@ -162,11 +162,19 @@ def check_every_rank_takes_part(compressor: Compressor) -> None:
     n = 2000
     overflow = gaussian(n, 1)
     overflow[7] = np.inf
+    found: list[list[tuple[str, str, int]]] = []
     special = [np.zeros(n, np.float32), spiky(n, 2), gaussian(n, 3, 1e30), overflow]
     for shape in ((n,), (40, 50)):
         for other in special:
             with np.errstate(all="ignore"):
-                simulate(compressor, [gaussian(n, 4), other], shape=shape)
+                found.append([])
+                simulate(compressor, [gaussian(n, 4), other], shape=shape, rounds=found[-1])
+        idle: list[tuple[str, str, int]] = []
+        simulate(compressor, special[:1] * 2, shape=shape, rounds=idle)
+        assert found[-1] == idle, (
+            f"where all ranks have zeros alone they exchange {idle}, otherwise {found[-1]}: how "
+            "many rounds there are, and of what, must not depend on values"
+        )
 
 
 @needs("mean_of_ranks", "every_rank_takes_part", "scales_with_its_values")

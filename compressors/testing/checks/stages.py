@@ -29,17 +29,20 @@ def check_granularity(compressor: Compressor) -> None:
     granule = compressor.traits().granularity
     if granule is None or not by_payload(compressor):
         return
-    for n in (0, 1, granule, 3 * granule + 1, 5 * granule):
+    for n in (0, 1, granule, 3 * granule + 1, 5 * granule, 2000):
         x = heavy_tailed(n, n)
-        whole = decode(compressor, encode(compressor, x, _piece(x, 0, n)), n, _piece(x, 0, n))
+        # A piece is told the shape of the whole tensor, which may have any number of dimensions.
+        shape = (40, 50) if n == 2000 else (n,)
+        at = _piece(shape, 0)
+        whole = decode(compressor, encode(compressor, x, at), n, at)
         for cut in (0, granule, 2 * granule):
             if cut > n:
                 continue
             pieces = []
             for start, stop in ((0, cut), (cut, n)):
-                ctx = _piece(x, start, n)
-                payload = encode(compressor, x[start:stop].copy(), ctx)
-                pieces.append(decode(compressor, payload, stop - start, _piece(x, start, n)))
+                at = _piece(shape, start)
+                payload = encode(compressor, x[start:stop].copy(), at)
+                pieces.append(decode(compressor, payload, stop - start, _piece(shape, start)))
             assert same(np.concatenate(pieces), whole), (
                 f"{n} elements cut at {cut} decode to something else than the whole"
             )
@@ -119,8 +122,8 @@ def check_second_stage(compressor: Compressor) -> None:
             assert np.isfinite(outs[0]).all(), f"a scatter-reduce of {size} ranks gives NaN or Inf"
 
 
-def _piece(x: Array, offset: int, n: int) -> Context:
-    return Context(shape=(n,), numel=n, offset=offset, step=3)
+def _piece(shape: tuple[int, ...], offset: int) -> Context:
+    return Context(shape=shape, numel=int(np.prod(shape)), offset=offset, step=3)
 
 
 CHECKS = (check_granularity, check_pieces_remember_their_own, check_second_stage)

@@ -7,14 +7,17 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload
-from ringlet.compressors.testing.tools.inputs import far_apart, gaussian
+from ringlet.compressors.testing.tools.inputs import LARGE, far_apart, gaussian, large
 from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import simulate
 
 _STEPS = 8
+_PART = 1 << 18  # elements of a large tensor that are looked at together
 _RARELY = 2000  # steps in which an element is sent that is sent at random
 _MANY = 100
 _GROUP, _LIKE = 200, 0.25  # values that can be compared, and the cosine that they have at least
+# About where indices of 8 and of 16 bits end.
+_WIDER = (255, 256, 257, 258, 65535, 65536, 65537, 65538)
 # Beyond what 16 bits count, and beyond the integers that float32 holds.
 _LARGE = ((200_000, 150_000), ((1 << 24) + 40_000, 1 << 24))
 
@@ -44,8 +47,16 @@ def check_large_tensors(compressor: Compressor) -> None:
             "a count is too narrow"
         )
         everything = sent > 0.9 * values.size
-    if by_payload(compressor):
+    if by_payload(compressor) and not _spreads(compressor):
         _check_distances(compressor)
+
+
+def _spreads(compressor: Compressor) -> bool:
+    """Whether one element comes out in others too: there is a mean or a sketch, and no index."""
+    x = np.zeros(1000, np.float32)
+    x[500] = 1
+    out = simulate(compressor, [x], step=1)[0]
+    return bool(np.delete(out, 500).any()) and bool(np.count_nonzero(out) < x.size)
 
 
 def _check_distances(compressor: Compressor) -> None:
@@ -86,6 +97,52 @@ def _arrived(compressor: Compressor, n: int, first: int, values: Array) -> tuple
     given = np.where(out != 0, x[places], 0).astype(np.float64)
     lengths = float(np.linalg.norm(out) * np.linalg.norm(given))
     return int(np.count_nonzero(out)), float(out @ given) / lengths if lengths else 0.0
+
+
+@needs(*PURE, "points_the_same_way", "non_finite_stays_visible", "large_tensors")
+def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
+    """A tensor of some millions of elements must fare no worse at its end than at its beginning:
+    who works in chunks, or counts buckets, comes to a last chunk and to more than 65536 buckets.
+
+    Go on to the end, x.size, and number buckets by int64, or reshape x into one row for each.
+    """
+    if not compressor.traits().fixed_size or not by_payload(compressor):
+        return  # where sizes vary there are indices, of which another check knows
+    x, parts = large().copy(), LARGE // _PART
+    out = simulate(compressor, [x], step=1)[0]
+    cut = (parts, _PART)
+    given, got = (a[: parts * _PART].reshape(cut) for a in (x, out))
+    lost = given - got
+    energy = np.einsum("ij,ij->i", given, given, dtype=np.float64)
+    along = np.einsum("ij,ij->i", given, got, dtype=np.float64) / energy
+    off = np.einsum("ij,ij->i", lost, lost, dtype=np.float64) / energy
+    least, share = float(off.min()), float(along.max())
+    for part in range(parts):
+        start = part * _PART
+        assert off[part] <= 2 * least + 1e-9, (
+            f"of {LARGE} elements, those from {start} on lose {off[part]:.3g} of their energy, "
+            f"others no more than {least:.3g}: a chunk is left out, or a number is too narrow"
+        )
+        assert along[part] >= 0.5 * share, (
+            f"of {LARGE} elements, those from {start} on come out {along[part]:.3g} times as large "
+            f"as they were, others {share:.3g} times: a chunk is left out"
+        )
+
+
+@needs(*PURE, "points_the_same_way", "the_last_element_counts", "large_tensors")
+def check_indices_are_wide_enough(compressor: Compressor) -> None:
+    """A narrower type of indices for shorter tensors saves bytes, and loses the last element where
+    it is chosen for one length too many.
+
+    The largest index is x.size - 1: 8 bits do for 256 elements, 16 bits for 65536.
+    """
+    for n in _WIDER:
+        if _counts(compressor, n, n - 1, 0):
+            continue
+        # What is kept at random may have been left out in this step.
+        middle = all(_counts(compressor, n, n // 2, step) for step in range(3))
+        last = any(_counts(compressor, n, n - 1, step) for step in range(1, _STEPS))
+        assert last or not middle, f"the last one of {n} elements comes back as another, or never"
 
 
 @needs(*PURE, "points_the_same_way", "every_element_has_its_turn")
@@ -154,4 +211,10 @@ def _block(compressor: Compressor) -> int:
     return granule if granule >= 8 and granule % 2 == 0 else 64
 
 
-CHECKS = (check_large_tensors, check_the_last_element_counts, check_padding_does_not_leak)
+CHECKS = (
+    check_large_tensors,
+    check_every_part_of_a_large_tensor,
+    check_the_last_element_counts,
+    check_indices_are_wide_enough,
+    check_padding_does_not_leak,
+)

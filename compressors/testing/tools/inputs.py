@@ -9,6 +9,7 @@ import numpy as np
 from ringlet.compressors.core.context import Array
 
 LENGTHS = (0, 1, 2, 7, 31, 64, 100, 513, 1000, 2049, 5000)
+LARGE = (1 << 22) + (1 << 18) + 3  # beyond 65536 buckets of 64
 # Of short vectors with values of any kind.
 _SMALL = (1, 1, 2, 2, 3, 5, 8, 13, 21, 34, 48, 55, 63, 65, 72, 80)
 
@@ -63,6 +64,17 @@ def far_apart() -> tuple[Array, dict[int, slice]]:
     for distance, group in places.items():
         x[group] = gaussian(400, distance)
     return _kept([x])[0], places
+
+
+@functools.cache
+def large() -> Array:
+    """Return more than 2^22 values, near ones of many sizes; not to be changed.
+
+    A Gaussian of a prime number of values over and over, which no block, bucket or counter fits.
+    Every so many of them are twice, four times and eight times as large as those before.
+    """
+    once = gaussian(65521, 1) * np.float32(2.0) ** (np.arange(65521) // 977 % 4).astype(np.float32)
+    return _kept([np.resize(once, LARGE)])[0]
 
 
 @functools.cache

@@ -43,7 +43,7 @@ class Named:
             self._check(target)
         except Exception as error:
             reason = str(error) if isinstance(error, AssertionError) else told(error)
-            notes = "\n".join(getattr(error, "__notes__", []))
+            notes = "\n".join([*getattr(error, "__notes__", []), *_hints(error)])
             raise CheckFailed(
                 f"{self._label(target)} fails {self.name!r}: {reason.strip()}\n"
                 + (f"{notes}\n" if notes else "")
@@ -53,6 +53,18 @@ class Named:
 
     def __repr__(self) -> str:
         return self.name
+
+
+def _hints(error: Exception) -> list[str]:
+    """Return what an error often means that does not say so itself."""
+    cause = error.__cause__ if isinstance(error, AssertionError) else error
+    if not isinstance(cause, KeyError) or not isinstance((*cause.args, 0)[0], str):
+        return []
+    name = cause.args[0]
+    return [
+        f"If {name!r} is looked for in ctx.state: that may be empty at any step, not only at the "
+        f"first, after a restart or for a new tensor; write ctx.state.get({name!r})."
+    ]
 
 
 def needs(*names: str) -> Callable[[Check], Check]:

@@ -49,25 +49,27 @@ def simulate(
     in_place: bool = False,
     shares: list[Array] | None = None,
     seed: int = 0,
+    workspace: Workspace | None = None,
+    rounds: list[tuple[str, str, int]] | None = None,
 ) -> list[Array]:
     """Return what every one of W simulated ranks has for the mean of ``gradients``.
 
     ``gradients`` are flat float32 arrays of one length, by rank; ``states`` what each rank
     remembers between calls; ``shape`` the tensor's, flat by default. Results of exchanges replace
     the values if they are made ``in_place``; what stands for each rank's values is appended to
-    ``shares``, if there is such a list.
+    ``shares``, if there is such a list, and to ``rounds`` what is exchanged: op, dtype and length.
     """
     size, n = len(gradients), gradients[0].size
     held = states if states is not None else [{} for _ in gradients]
     given = gradients[0].shape if shape is None else shape
     # Shared as among the tensors of an engine: who keeps scratch too long finds it overwritten.
-    fields: dict[str, Any] = {"shape": given, "workspace": Workspace()}
+    fields: dict[str, Any] = {"shape": given, "workspace": workspace or Workspace()}
     fields |= {"size": size, "step": step, "name": name, "seed": seed}
     contexts = [context(x, held[rank], rank=rank, **fields) for rank, x in enumerate(gradients)]
     now = compressor.at(step)
     traits = now.traits()
     if traits.combine == "rounds":
-        outs = _rounds(now, gradients, contexts, in_place, shares)
+        outs = _rounds(now, gradients, contexts, in_place, shares, rounds)
     else:
         scale = np.float32(1.0 / size)
         inputs = [x * scale if traits.predivide and size > 1 else x for x in gradients]
@@ -141,6 +143,7 @@ def _rounds(
     contexts: Sequence[Context],
     in_place: bool,
     shares: list[Array] | None,
+    asked: list[tuple[str, str, int]] | None,
 ) -> list[Array]:
     local: list[Array | None] = [None] * len(gradients)
     if shares is not None:
@@ -154,16 +157,26 @@ def _rounds(
         else compressor.exchange(x, out, ctx)
         for x, out, ctx, own in zip(gradients, outs, contexts, local, strict=True)
     ]
+    exchanged(generators, contexts[0].workspace, asked)
+    return outs
+
+
+def exchanged(
+    generators: Sequence[Exchange],
+    workspace: Workspace,
+    found: list[tuple[str, str, int]] | None = None,
+) -> None:
+    """Run the exchanges of all ranks to their end; append what they exchange to ``found``."""
     try:
-        return _in_step(generators, outs, contexts[0].workspace)
+        _in_step(generators, workspace, [] if found is None else found)
     finally:
         for generator in generators:  # after a failure too, in this context and not in another
             generator.close()
 
 
 def _in_step(
-    generators: Sequence[Exchange], outs: list[Array], workspace: Workspace
-) -> list[Array]:
+    generators: Sequence[Exchange], workspace: Workspace, found: list[tuple[str, str, int]]
+) -> None:
     received: list[Array | None] = [None] * len(generators)
     while True:
         rounds = [_advance(g, r, workspace) for g, r in zip(generators, received, strict=True)]
@@ -171,7 +184,7 @@ def _in_step(
             if old is not None:  # what was received is valid until the next yield
                 old.fill(np.nan if old.dtype.kind == "f" else -77)
         if all(r is None for r in rounds):
-            return outs
+            return
         asked = [r for r in rounds if r is not None]
         alike = {(r.op, r.values.dtype, r.values.shape) for r in asked}
         assert len(asked) == len(rounds), (
@@ -182,6 +195,7 @@ def _in_step(
             f"ranks exchange different things in one round: {alike}; what is yielded must have the "
             "same op, dtype and length on all of them"
         )
+        found.append((asked[0].op, asked[0].values.dtype.name, asked[0].values.size))
         combined = _combine([r.values for r in asked], asked[0].op)
         received = [combined.copy() for _ in rounds]
 

@@ -29,7 +29,7 @@ class OmegaOption(Cells):
     omega: float = 0.01
 
     def rounded(self, places, ctx):
-        return ctx.xp.floor(places + ctx.uniform(places.size))
+        return ctx.xp.minimum(ctx.xp.floor(places + ctx.uniform(places.size)), np.float32(127))
 
 
 class CombineAttribute(Whole):

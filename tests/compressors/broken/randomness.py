@@ -19,7 +19,8 @@ class Stochastic(Cells):
         return OMEGA
 
     def rounded(self, places, ctx):
-        return ctx.xp.floor(places + self.noise(places.size, ctx).astype("float32"))
+        noise = self.noise(places.size, ctx).astype("float32")
+        return ctx.xp.minimum(ctx.xp.floor(places + noise), np.float32(127))
 
     def noise(self, n, ctx):
         return np.full(n, 0.5)

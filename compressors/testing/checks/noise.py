@@ -1,0 +1,114 @@
+"""Checks of random numbers: whose they are, and what comes of the smallest and the largest."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
+from ringlet.compressors.testing.tools.inputs import gaussian
+from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+
+_N = 2000
+_STEP = 3
+# What two calls differ by that must not draw the same, and what it is called.
+_OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("seeds 0 and 1", {"seed": 1}),
+    ("seeds 0 and 65536", {"seed": 1 << 16}),
+    ("tensors 'layer10.weight' and 'layer10.bias'", {"name": "layer10.bias"}),
+    ("steps 3 and 65539", {"step": _STEP + (1 << 16)}),
+)
+_RANKS = 6
+
+
+@needs(*PURE, "points_the_same_way", "extreme_values", "unbiased")
+def check_noise_at_its_ends(compressor: Compressor) -> None:
+    """ctx.uniform(n) stays below 1 by so little that a sum is rounded up: the largest code plus
+    noise is then one more, which wraps round to the smallest for a few elements in a million.
+
+    Clip after the noise is added: xp.minimum(xp.floor(x / step + noise), 127).astype("int8").
+    """
+    x = gaussian(_N, 1)
+    if not all(_keeps_signs(compressor, x, step) for step in range(_STEP)):
+        return  # it is not that kind of code
+    for end in (np.nextafter(np.float32(1), np.float32(0)), np.float32(0)):
+
+        def drawn(ctx: Context, n: int, shared: bool = False, at: Any = end) -> Array:
+            return np.full(n, at, np.float32)
+
+        with mock.patch.object(Context, "uniform", drawn):
+            assert _keeps_signs(compressor, x, 0), (
+                f"where ctx.uniform(n) gives {end!r} some of the largest values come out with the "
+                "other sign: a code wraps round"
+            )
+
+
+def _keeps_signs(compressor: Compressor, x: Array, step: int) -> bool:
+    out = simulate(compressor, [x], step=step)[0]
+    large = np.abs(x) >= np.float32(0.5) * np.abs(x).max()
+    return bool((out[large] * x[large] >= 0).all())
+
+
+@needs(*PURE, "decoding_is_the_same_everywhere", "unbiased", "noise_averages_out")
+def check_noise_is_drawn_anew(compressor: Compressor) -> None:
+    """Errors of random rounding cancel because they have nothing to do with each other: tensors,
+    steps, ranks and runs that draw the same numbers add them up instead.
+
+    Draw from ctx.rng() or ctx.uniform(n), which know seed, name, step, stage and rank, in full. Who
+    seeds a generator of his own makes its key of ctx.key().
+    """
+    traits = compressor.at(0).traits()
+    if traits.omega is None or traits.stateful:
+        return  # what differs by the step may go by turns
+    usual = _drawn(compressor)
+    if same(usual, _drawn(compressor, step=_STEP + 1)):
+        return  # nothing is drawn
+    others = list(_OTHERS)
+    if traits.granularity is not None and traits.combine == "gather" and traits.fixed_size:
+        others.append(("stages 1 and 2", {"stage": 2}))
+    if by_payload(compressor) and not same(usual, _drawn(compressor, rank=1)):
+        others += [(f"ranks 0 and {rank}", {"rank": rank}) for rank in (2, 8, 64)]
+    for what, fields in others:
+        assert not same(usual, _drawn(compressor, **fields)), f"{what} draw the same numbers"
+
+
+def _drawn(compressor: Compressor, **fields: Any) -> Array:
+    """Return what becomes of one tensor under another seed, name, step, stage or rank."""
+    x = gaussian(_N, 2)
+    given: dict[str, Any] = {"name": "layer10.weight", "step": _STEP} | fields
+    if not by_payload(compressor):
+        return simulate(compressor.at(0), [x, gaussian(_N, 3)], **given)[0]
+    now, ctx = compressor.at(0), context(x, size=65, **given)
+    return decode(now, encode(now, x, ctx), _N, ctx)
+
+
+@needs("shares_make_the_mean", "noise_averages_out")
+def check_ranks_draw_their_own(compressor: Compressor) -> None:
+    """In rounds too the mean is worth more than one rank's gradient because errors cancel: if all
+    ranks round with the same numbers, they do not.
+
+    Take ctx.uniform(n) and ctx.rng() as they are for noise; with shared=True draw what all ranks
+    must have alike, such as which entries travel.
+    """
+    if by_payload(compressor) or compressor.traits().stateful:
+        return
+    alone = together = 0.0
+    for step in range(4):
+        gradients = [gaussian(_N, _RANKS * step + rank) for rank in range(_RANKS)]
+        shares: list[Array] = []
+        simulate(compressor.at(0), gradients, step=step, shares=shares)
+        errors = np.asarray(shares, np.float64) - np.asarray(gradients, np.float64)
+        alone += float(np.square(errors).sum()) / _RANKS
+        together += float(np.square(errors.mean(axis=0)).sum())
+    assert together <= 2 * alone / _RANKS + 1e-9, (
+        f"the error of the mean of {_RANKS} ranks has {together / alone:.3g} of one rank's energy, "
+        "not a sixth: ranks draw the same noise"
+    )
+
+
+CHECKS = (check_noise_at_its_ends, check_noise_is_drawn_anew, check_ranks_draw_their_own)
