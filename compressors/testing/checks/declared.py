@@ -32,8 +32,8 @@ _ALIKE = 0.85  # of 1: names that differ in a letter or an ending
 def check_traits_are_traits(compressor: Compressor) -> None:
     """The engine chooses collectives by the traits; nonsense there breaks far from its cause.
 
-    Define ``def traits(self): return Traits(...)`` with the fields that docs/own-compressor.md lists, and
-    layout(n) where it says fixed_size=True.
+    Define ``def traits(self): return Traits(...)`` with the fields that docs/own-compressor.md
+    lists, and layout(n) where it says fixed_size=True.
     """
     assert callable(compressor.traits), "traits is a value; define it as a method, traits(self)"
     traits = compressor.traits()

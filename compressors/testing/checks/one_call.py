@@ -60,8 +60,8 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
     can be looked at.
 
     compress(x, ctx) returns a dict of flat arrays, as layout(n) says where there is one, and
-    decompress(payload, out, ctx) overwrites out: out[:] = ...; see docs/own-compressor.md. ctx.shape has
-    any number of dimensions, none too, and x is flat.
+    decompress(payload, out, ctx) overwrites out: out[:] = ...; see docs/own-compressor.md.
+    ctx.shape has any number of dimensions, none too, and x is flat.
     """
     x = gaussian(2000, 0)
     if not by_payload(compressor):

@@ -1,6 +1,6 @@
 """Plugins without a fault: what the broken ones are made from, and where the kit must keep quiet.
 
-Array code throughout, as an author writes who follows "Writing one".
+Array code throughout, as an author writes who follows docs/own-compressor.md.
 """
 
 import numpy as np
