@@ -1,4 +1,4 @@
-"""Mistakes of authors who follow docs/own-compressor.md for a quantiser, a sketch and a top-k with gaps."""
+"""Mistakes of authors who follow the page on own compressors: a quantiser, a sketch, a top-k."""
 
 import numpy as np
 
