@@ -59,6 +59,7 @@ ROWS = (
             "ring/test_control_pulse.py",
             "frameworks/test_elastic.py::test_a_frozen_rank_is_ended_and_the_others_go_on",
             "frameworks/test_elastic.py::test_who_freezes_while_ranks_are_numbered_anew_is_ended",
+            "frameworks/test_elastic.py::test_who_freezes_before_it_meets_the_others_is_ended",
         ),
     ),
     Row(

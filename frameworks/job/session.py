@@ -29,7 +29,7 @@ from ringlet.ring.control.opening import open_control
 from ringlet.ring.errors import LaunchError, PeerLost, RingError
 from ringlet.ring.log import level_from, show
 from ringlet.ring.rendezvous.connect import connect
-from ringlet.ring.rendezvous.epochs import is_elastic, note_lost, told_specs
+from ringlet.ring.rendezvous.epochs import is_elastic, note_lost, tell_met, told_specs
 from ringlet.ring.transports.gpu import GpuCommunicator
 from ringlet.ring.transports.local import LocalCommunicator, this_thread
 from ringlet.ring.variables import check, unknown
@@ -225,6 +225,8 @@ def init(
     if given is None:
         _asked = transport, autotune, join_divisor
         _joined = True
+        if is_elastic():
+            tell_met()
     if comm.rank == 0 and (strangers := unknown(os.environ)):
         log.warning("%s: no variable of Ringlet's, and not read", ", ".join(strangers))
     if isinstance(comm, LocalCommunicator) and threads:

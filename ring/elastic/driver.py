@@ -390,6 +390,9 @@ class Driver:
             del self._started[rank.number]
 
     def _look_at_question(self, number: int, now: float) -> None:
+        met = self.kv_store.value(epochs.met_name(number)) or b""
+        if met.isdigit() and len(met) < 10:
+            self._membership.meets(number, int(met))
         told = self.kv_store.value(epochs.ask_name(number))
         if told is None:
             return

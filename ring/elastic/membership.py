@@ -30,6 +30,7 @@ class Member:
     local: int
     rank: int | None = None
     asked: bool = False  # for the next epoch
+    met: bool = False  # the others of the present one
     dropped: bool = False  # it belongs to the job no more, and is to leave
     ended: bool = False
     dismissed: bool = False  # it was told so
@@ -124,12 +125,17 @@ class Membership:
                 other.limit = now + FENCE
 
     def late(self) -> list[int]:
-        """Return the ranks' members for which others wait, so that the others hear them no more."""
+        """Return the ranks' members for which others wait, and whom these do not hear."""
         ranked, newcomers = self._ranked(), [m for m in self._present() if m.rank is None]
         alone = len(ranked) == 1 and any(m.asked for m in newcomers)
         if not alone and not self._resetting():
-            return []
+            ranked = [m for m in ranked if not m.met]
         return [m.number for m in ranked if not m.asked and m.limit is None]
+
+    def meets(self, number: int, epoch: int) -> None:
+        """Note that a member has met the others of an epoch, and hears from now on if they live."""
+        member = self.members[number]
+        member.met = member.met or epoch == self.epoch
 
     def silent(self, number: int, now: float) -> None:
         """Note that a member of whom others are waiting gives no sign of life."""
@@ -406,7 +412,7 @@ class Membership:
             if member.dropped and member.limit is None:
                 member.limit = now + LEAVE
         for rank, member in enumerate(taking):
-            member.rank, member.asked = rank, False
+            member.rank, member.asked, member.met = rank, False, False
         for member in taking:
             at = local[member.host] = local.get(member.host, -1) + 1
             together = sum(other.host == member.host for other in taking)

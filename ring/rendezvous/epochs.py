@@ -2,10 +2,10 @@
 
 The launcher decides (``ringlet.ring.elastic``); questions and answers lie in the job's store. Names
 there: ``elastic/ask/M`` is what member M asked last, ``elastic/answer/M/N`` the answer to its N-th
-question, ``elastic/changes`` how often hosts have changed, ``elastic/specs`` (a list, as JSON) what
-the ranks' compressors are, ``elastic/held/M`` the norm of what those of member M hold back, and
-whether another has a copy, ``elastic/taken`` an epoch and what its ranks took over from those that
-are gone.
+question, ``elastic/met/M`` in which epoch it met the others last, ``elastic/changes`` how often
+hosts have changed, ``elastic/specs`` (a list, as JSON) what the ranks' compressors are,
+``elastic/held/M`` the norm of what those of member M hold back, and whether another has a copy,
+``elastic/taken`` an epoch and what its ranks took over from those that are gone.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ def answer_name(member: int, question: int) -> str:
     return f"elastic/answer/{member}/{question}"
 
 
+def met_name(member: int) -> str:
+    """Return the name under which a member says in which epoch it has met the others."""
+    return f"elastic/met/{member}"
+
+
 def held_name(member: int) -> str:
     """Return the name under which a member says what it holds back."""
     return f"elastic/held/{member}"
@@ -94,6 +99,12 @@ def take_rank(env: MutableMapping[str, str]) -> None:
 def changes() -> int:
     """Return how often hosts have changed since this process got its rank. Asks the launcher."""
     return int(client().ask(Op.GET, CHANGES.encode())) - _past.changes
+
+
+def tell_met() -> None:
+    """Let the launcher know that this process hears the other ranks' signs of life from now on."""
+    name = met_name(int(os.environ[MEMBER]))
+    client().tell(Op.SET, name.encode(), os.environ[EPOCH].encode())
 
 
 def tell_specs(specs: Sequence[str]) -> None:

@@ -82,7 +82,16 @@ def jobs(tmp_path_factory):
                 "--host-discovery-script",
                 f"cat {grown}",
             ],
-            {"hosts": {"2": grow["2"]}, "file": str(grown), "freeze": 1},
+            {
+                "hosts": {"2": "localhost:2\n127.0.0.1:2\n"},
+                "file": str(grown),
+                "freeze": 1,
+                "until": 3,
+            },
+        ),
+        "frozen seated": (
+            ["-np", "3", "--min-np", "1", "--heartbeat-seconds", "1"],
+            {"do": {"0": [25, "SIGKILL"]}, "seated": 2},
         ),
         "replaced": (
             [
@@ -232,7 +241,17 @@ def test_who_freezes_while_ranks_are_numbered_anew_is_ended(jobs):
     assert "rank 1 on localhost keeps the others waiting, and gave no sign of life" in done.stderr
     last = [line for line in lines if "done" in line]
     assert {(line["host"], line["equal"]) for line in last} >= {("localhost", True)}
-    assert {line["started"] for line in begun(lines) if line["batch"] > 0} >= {0, 2}
+    assert {line["started"] for line in begun(lines) if line["batch"] > 0} == {0, 2, 3}
+
+
+def test_who_freezes_before_it_meets_the_others_is_ended(jobs, measured):
+    done, lines = jobs("frozen seated")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 on localhost keeps the others waiting, and gave no sign of life" in done.stderr
+    assert [size for size, _ in epochs(lines)] == [3, 1]  # of epoch 2 nothing came
+    (last,) = [line for line in lines if "done" in line]
+    assert (last["started"], last["equal"]) == (1, True)
+    measured(lines, "a rank killed, another frozen before it meets the third, heartbeat 1 s")
 
 
 def test_a_script_may_replace_all_hosts_at_once(jobs):

@@ -7,7 +7,8 @@ start, [batch, what], where what is the name of a signal to send itself, or ``ex
 file that lists hosts, and what rank 0 writes to it, by the number of ranks there are; ``resume``:
 "commit" or "step"; ``own``: whether each rank's state holds something of its own; ``redundancy``;
 ``groups`` of parameters; ``die``: by that first rank, [method of Copies, epoch, batch] in which to
-kill itself; ``freeze``: the first rank that stops when it hears that hosts have changed.
+kill itself; ``freeze``: the first rank that stops when it hears that hosts have changed;
+``seated``: the one that stops when it has a rank of epoch 2, before it meets the others.
 """
 
 import json
@@ -20,6 +21,7 @@ import numpy as np
 
 from ringlet.job.elastic import HostsUpdatedInterrupt
 from ringlet.job.residual_copies import Copies
+from ringlet.ring.rendezvous import epochs
 from ringlet.ring.rendezvous.epochs import told_specs
 
 framework, plan = sys.argv[1], json.loads(sys.argv[2])
@@ -50,6 +52,16 @@ def interfere(state):
 def finished(state):
     return state.batch >= plan["batches"] and hvd.size() == plan.get("until", hvd.size())
 
+
+if plan.get("seated") == started:
+    take_rank = epochs.take_rank
+
+    def stop_when_seated(env):
+        take_rank(env)
+        if env["RINGLET_EPOCH"] == "2":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    epochs.take_rank = stop_when_seated
 
 if framework == "torch":
     import torch

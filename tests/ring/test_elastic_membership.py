@@ -21,7 +21,8 @@ def running(hosts=TWO, **rules):
     members.hosts_found(hosts, 0.0)
     for member in members.decide(0.0).start:
         members.asks(member.number, (), 0.0)
-    assert members.decide(0.0).seats
+    for number in members.decide(0.0).seats:
+        members.meets(number, 1)
     return members
 
 
@@ -351,6 +352,21 @@ def test_who_is_late_is_known_and_ended_where_it_is_silent():
     assert [m.number for m in members.decide(6.0 + FENCE).kill] == [1]
     members.ended(1, 137, "was killed", 8.0)
     assert ranks(members.decide(8.0)) == {0: 0, 2: 1}
+
+
+def test_who_has_a_rank_and_has_not_met_the_others_is_late():
+    members = running([Host("a", 2)])
+    for number in (0, 1):
+        members.asks(number, (), 1.0)
+    assert members.decide(1.0).seats
+    assert members.late() == [0, 1]
+    members.meets(0, 2)
+    members.meets(1, 1)  # of the epoch before
+    assert members.late() == [1]
+    members.meets(0, 1)
+    assert members.late() == [1]
+    members.silent(1, 5.0)
+    assert [m.number for m in members.decide(5.0 + FENCE).kill] == [1]
 
 
 def test_a_lone_rank_is_late_while_newcomers_wait_for_it():
