@@ -43,11 +43,11 @@ class ArrivingNodes(Gate):
             return None, ""
         self._next = now + PERIOD
         self.serve(0.0)
-        said = "".join(
-            f"node {node} has come once more, and takes the place of the earlier one"
-            for node in self.replaced[:1]
-        )
-        self.replaced.clear()
+        said = ""
+        if self.replaced:
+            names = ", ".join(map(str, self.replaced))
+            said = f"node {names} has come once more, and takes the place of the earlier one"
+            self.replaced.clear()
         found = [Host(self._name(node), self.names[node][1]) for node in sorted(self.names)]
         if found == self._known:
             return None, said

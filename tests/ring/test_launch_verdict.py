@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,20 @@ def test_a_farewell_holds_the_cause_and_not_where_it_was_traced() -> None:
     assert LastWords.unpack(LastWords((2,), text).pack()).text == "rank 2 is gone"
 
 
+def launched(np: int, transport: str, *program: str) -> tuple[Any, list[str]]:
+    """Run a program on so many ranks; return how it ended, and what the launcher said."""
+    options = ["-m", "ringlet", "run", "--quiet", "-np", str(np), "--transport", transport]
+    done = subprocess.run(
+        [sys.executable, *options, sys.executable, "-c", *program],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    return done, [s for s in done.stderr.splitlines() if s.startswith("ringlet run: ")]
+
+
 EARLY = """
 import torch
 import ringlet.torch as hvd
@@ -115,16 +130,7 @@ while hvd.rank() == 0:
     ],
 )
 def test_the_launcher_names_who_left(transport: str) -> None:
-    options = ["-m", "ringlet", "run", "--quiet", "-np", "2", "--transport", transport]
-    done = subprocess.run(
-        [sys.executable, *options, sys.executable, "-c", EARLY],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    said = [line for line in done.stderr.splitlines() if line.startswith("ringlet run: ")]
+    done, said = launched(2, transport, EARLY)
     assert done.returncode == LOST_PEER, done.stderr
     assert len(said) == 1
     # Rank 1 may need longer to end than others wait for it; over MPI it waits in MPI_Finalize.
@@ -157,16 +163,7 @@ for step in range(20):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_launcher_names_who_failed_where_torch_made_the_job(kind: str) -> None:
     """Who only lost a rank says so by its code, without ``hvd.init`` too."""
-    options = ["-m", "ringlet", "run", "--quiet", "-np", "3", "--transport", "gloo"]
-    done = subprocess.run(
-        [sys.executable, *options, sys.executable, "-c", HOOKED, kind],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    said = [line for line in done.stderr.splitlines() if line.startswith("ringlet run: ")]
+    done, said = launched(3, "gloo", HOOKED, kind)
     assert done.returncode == 1, done.stderr
     assert "rank 2 exited with code 1" in said[0], done.stderr
     assert "FileNotFoundError" in done.stderr
