@@ -44,16 +44,21 @@ def stored(state):
     return torch.load(stream, weights_only=True)
 
 
+def trained(spec):
+    """Return a model after 3 steps, its optimizer, and the states of both as a file holds them."""
+    own = model()
+    optimizer = wrapped(own, spec)
+    train(own, optimizer, 3)
+    return own, optimizer, stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
+
+
 def case_a_sharded_checkpoint_continues_bit_for_bit():
     for spec in (
         "topk(ratio=0.05) | ef", "int4(stochastic=True) | ef", "powersgd(rank=2) | ef",
         "fp16 | ef", "topk(ratio=0.2) | warmup(steps=6) | ef", "none",
         "topk(ratio=0.05) | ef(dtype='bf16')", "int4 | ef(dtype='int8', reset=4)",
     ):  # fmt: skip
-        own = model()
-        optimizer = wrapped(own, spec)
-        train(own, optimizer, 3)
-        kept = stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
+        own, optimizer, kept = trained(spec)
         straight = train(own, optimizer, 3, start=3)
         again = model(1)
         resumed = wrapped(again, spec)
@@ -309,10 +314,7 @@ def case_horovods_way_to_resume():
         "topk(ratio=0.2) | warmup(steps=6) | ef": [lost], "powersgd(rank=2) | ef": [lost, parted],
         "acpsgd(rank=2) | ef": [lost, parted], "int8 | ef21": [lost, parted],
     }.items():  # fmt: skip
-        own = model()
-        optimizer = wrapped(own, spec)
-        train(own, optimizer, 3)
-        kept = stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
+        _, _, kept = trained(spec)
         again = model(1)
         resumed = wrapped(again, spec)
         if hvd.rank() == 0:
@@ -359,10 +361,7 @@ def case_all_ranks_load_the_file_of_rank_0():
 
 def case_broadcasting_state_after_loading_ones_own_keeps_residuals():
     for spec in ("topk(ratio=0.05) | ef", "acpsgd(rank=2) | ef", "int8 | ef21"):
-        own = model()
-        optimizer = wrapped(own, spec)
-        train(own, optimizer, 3)
-        kept = stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
+        own, optimizer, kept = trained(spec)
         straight = train(own, optimizer, 2, start=3)
         again = model(1)
         resumed = wrapped(again, spec)
