@@ -54,6 +54,19 @@ def case_allreduce():
     assert (one.tolist(), two.tolist()) == ([size] * 3, [2 * size] * 3)
 
 
+def case_programs_compile_once():
+    """What is handed over without a copy is an array like any other, to a compiled step too."""
+    for dtype in (*DTYPES, "bool"):
+        small, large = hvd.broadcast_pytree([jnp.ones(3, dtype), jnp.ones((300, 500), dtype)])
+        assert (small.dtype, large.dtype) == (dtype, dtype)
+        step = jax.jit(lambda arrays: [~array for array in arrays])
+        if dtype.startswith(("float", "bfloat")):
+            step = jax.jit(lambda arrays: [array / 2 for array in arrays], donate_argnums=0)
+        ones = step([small, large])
+        step([ones[0], ones[1]])
+        assert step._cache_size() == 1
+
+
 def case_compression():
     rank, size = hvd.rank(), hvd.size()
     x = jax.random.normal(jax.random.key(rank), (4096,))

@@ -65,10 +65,12 @@ def to_array(array: Any) -> Array:
 
 
 def to_jax(array: Array) -> Any:
-    """Return an array that nobody else uses as one of JAX's; large ones share memory."""
-    shares = array.nbytes >= _SHARED and array.dtype.name not in ("bfloat16", "bool")
-    if shares and array.ctypes.data % ALIGNMENT == 0 and jax.default_backend() == "cpu":
-        return jnp.from_dlpack(array)
+    """Return an array that nobody else uses as one of JAX's; large ones share memory.
+
+    It is committed to no device: programs that take other arrays too would be compiled twice.
+    """
+    if array.nbytes >= _SHARED and array.ctypes.data % ALIGNMENT == 0:
+        return jax.device_put(array, may_alias=True)
     return jnp.array(array)
 
 
