@@ -41,6 +41,7 @@ from ringlet.ring.wire.listener import Listener
 LOCAL = "127.0.0.1"
 GRACE = 5.0  # seconds between asking members to end and killing them, and until they are given up
 GONE = 1.0  # seconds until a member that is killed while others go on counts as gone with its host
+SILENT = 2.5  # and at least, until one does whose host is not heard: kernels ask every second
 NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
 
 
@@ -122,6 +123,7 @@ class Driver:
         self._kill_at: dict[int, float] = {}  # when a member that was killed is given up
         self._silence = self._heartbeat()
         self._asked_at: dict[int, float] = {}  # when a late member's wrapper was asked about it
+        self._doubted: list[Rank] = []  # ranks elsewhere for which others wait
         self._over: tuple[int, str] | None = None
         self._blamed: int | None = None  # the member that failed first, if that ends the job
         self._end_at: float | None = None  # when what is left of an ending job is killed
@@ -317,6 +319,7 @@ class Driver:
         if self._over is None:
             times += [self._discovery.patience(now), self._membership.patience(now)]
             times += [max(0.0, self._due(number) - now) for number in self._asked_at]
+            times += [0.0 if r.done else max(0.05, self._unheard(r)) for r in self._doubted]
         if self._start_by:
             times.append(0.1)  # whether what was started still runs
         if self._end_at is not None:
@@ -370,6 +373,16 @@ class Driver:
             self._asked_at[number] = now
             if rank.channel is not None:
                 rank.channel.send(Kind.ALIVE)
+        ranks = [self._rank_table.ranks[n] for n in late | set(self._membership.called())]
+        self._doubted = [rank for rank in ranks if not rank.here and not rank.done]
+        for rank in self._doubted:
+            if self._unheard(rank) <= 0:
+                self._rank_table.lose(rank)
+
+    def _unheard(self, rank: Rank) -> float:
+        """Return the seconds until a rank for which others wait is gone with its host."""
+        silence = rank.channel.silence() if rank.channel is not None else 0.0
+        return max(self._silence, SILENT) - silence
 
     def _due(self, number: int) -> float:
         """Return when to ask about a late member again, or to give it up."""

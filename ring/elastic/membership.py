@@ -15,7 +15,7 @@ from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 
-FENCE = 2.0  # seconds that a member has to come forward which others have lost
+FENCE = 1.5  # seconds that a member has to come forward which others have lost
 STRAGGLERS = 30.0  # seconds that the first epoch waits for more ranks than it needs
 LEAVE = 5.0  # seconds that a member has to leave which does not belong to the job any more
 KILLED = 128 + 9
@@ -131,6 +131,11 @@ class Membership:
         if not alone and not self._resetting():
             ranked = [m for m in ranked if not m.met]
         return [m.number for m in ranked if not m.asked and m.limit is None]
+
+    def called(self) -> list[int]:
+        """Return the members that are to come forward, or to leave, and else are killed."""
+        there = [m for m in self.members.values() if not m.ended and m.limit is not None]
+        return [m.number for m in there]
 
     def meets(self, number: int, epoch: int) -> None:
         """Note that a member has met the others of an epoch, and hears from now on if they live."""

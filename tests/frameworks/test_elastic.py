@@ -295,6 +295,23 @@ def test_a_script_names_hosts_elsewhere(tmp_path):
     assert sorted(x["host"] for x in lines if "done" in x) == ["node0", "node1"]
 
 
+@pytest.mark.skipif(missing is not None, reason=str(missing))
+@pytest.mark.parametrize("cut", [[0], [1, 2]])
+def test_hosts_that_are_cut_off_are_given_up(cut, measured):
+    do = {str(i): [25, netns.INTERFACE] for i in cut}
+    plan = {"batches": 40, "do": {**do, "3": [25, "tell"]}}  # what those say may not arrive
+    with netns.Hosts(5) as hosts:
+        flags = ["-np", "4", "--min-np", "2", "--heartbeat-seconds", "1"]
+        flags += ["-H", ",".join(f"node{i}:1" for i in range(4))]
+        flags += ["--rsh", hosts.rsh, "--network-interface", netns.INTERFACE]
+        done, lines = job(flags, plan, command=lambda words: hosts.command(4, words))
+    assert done.returncode == 0, done.stderr
+    assert epochs(lines) == [(4, 0), (4 - len(cut), 20)]
+    measured(lines, f"hosts cut off: {len(cut)}, of rank {cut[0]} at first, heartbeat 1 s")
+    assert done.stderr.count("was killed together with its wrapper, or its host cannot be") >= 1
+    assert [line["equal"] for line in lines if "done" in line] == [True] * (4 - len(cut))
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -3,7 +3,8 @@
     worker_elastic.py FRAMEWORK PLAN
 
 PLAN is a JSON object: ``batches`` to train; ``spec``; ``do``: by the rank that a process had at its
-start, [batch, what], where what is the name of a signal to send itself, or ``exit``; ``hosts``: the
+start, [batch, what], where what is the name of a signal to send itself, ``exit``, ``tell`` (nothing
+more than when), or the network interface to take its host off the network by; ``hosts``: the
 file that lists hosts, and what rank 0 writes to it, by the number of ranks there are; ``resume``:
 "commit" or "step"; ``own``: whether each rank's state holds something of its own; ``redundancy``;
 ``groups`` of parameters; ``die``: by that first rank, [method of Copies, epoch, batch] in which to
@@ -14,6 +15,7 @@ kill itself; ``freeze``: the first rank that stops when it hears that hosts have
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -41,7 +43,10 @@ def interfere(state):
         tell(ends=time.monotonic())
         if what == "exit":
             sys.exit(3)
-        os.kill(os.getpid(), getattr(signal, what))
+        if what.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, what))
+        elif what != "tell":
+            subprocess.run(["ip", "link", "set", what, "down"], check=True)
     wanted = plan.get("hosts", {}).get(str(hvd.size()))
     if wanted and hvd.rank() == 0:
         with open(plan["file"] + ".new", "w") as file:

@@ -163,9 +163,11 @@ def test_who_was_lost_and_does_not_come_is_killed():
     members.asks(1, (0,), 1.0)
     members.asks(2, (0,), 1.0)
     assert members.patience(1.0) == FENCE
+    assert members.called() == [0]
     assert not members.decide(1.0).kill
     assert [m.number for m in members.decide(1.0 + FENCE).kill] == [0]
     members.ended(0, 137, "was killed", 4.0)
+    assert members.called() == []
     assert ranks(members.decide(4.0)) == {1: 0, 2: 1}
 
 

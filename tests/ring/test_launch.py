@@ -523,6 +523,19 @@ def pair() -> tuple[Channel, Channel]:
     return Channel(one, Keys(b"one", b"two")), Channel(two, Keys(b"two", b"one"))
 
 
+def test_kernels_tell_how_long_the_other_host_is_silent() -> None:
+    ends = pair()
+    time.sleep(2.5)  # no word of ours, but the kernels ask each other
+    assert max(end.silence() for end in ends) < 2.0
+    for end in ends:
+        end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+    time.sleep(2.5)
+    assert min(end.silence() for end in ends) >= 2.4
+    for end in ends:
+        end.close()
+        assert end.silence() == 0.0
+
+
 def test_frames_arrive_whole_and_in_order() -> None:
     one, two = pair()
     bodies = [os.urandom(length) for length in (0, 1, 70_000, 2_000_000, 3)]
