@@ -26,7 +26,6 @@ from ringlet.ring.launch.job import launch
 from ringlet.ring.launch.machine import examine
 from ringlet.ring.rendezvous.environment import check_transport
 
-SUMMARY = "start a program on several ranks, here or on several hosts"
 DESCRIPTION = """\
 Start COMMAND once per rank, on this machine or on the hosts given, and connect
 the ranks, so that ringlet's init() finds them. Lines that a rank prints appear

@@ -18,7 +18,6 @@ from ringlet.ring.hosts.hosts import Host
 FENCE = 1.5  # seconds that a member has to come forward which others have lost
 STRAGGLERS = 30.0  # seconds that the first epoch waits for more ranks than it needs
 LEAVE = 5.0  # seconds that a member has to leave which does not belong to the job any more
-KILLED = 128 + 9
 
 
 @dataclass

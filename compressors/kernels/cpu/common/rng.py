@@ -32,10 +32,3 @@ def uniform(key: Any, counter: Any) -> Any:
 def uniform16(key: Any, counter: Any) -> Any:
     """Return a multiple of 2**-16 in [0, 1), as float32: exact when added to 0 .. 255."""
     return types.float32(squares(key, counter) >> types.uint32(16)) * types.float32(2.0**-16)
-
-
-@njit(nogil=True, cache=True)
-def fill_uniform(key: Any, start: Any, out: Any) -> None:
-    """Fill ``out`` (float32) with the numbers of counters ``start`` and up (uint64 scalars)."""
-    for i in range(out.size):
-        out[i] = uniform(key, start + types.uint64(i))
