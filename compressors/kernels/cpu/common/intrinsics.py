@@ -12,6 +12,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+# 1.5 * 2**23: added to a float of up to 2**22 and subtracted again, it leaves that float rounded to
+# the nearest integer, ties to even.
+ROUNDER = 12582912.0
+
 
 @intrinsic
 def f32_to_f16(typingctx: Any, value: Any) -> Any:
@@ -53,6 +57,12 @@ def bits_f32(typingctx: Any, bits: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.uint32), codegen
+
+
+@njit(inline="always")
+def magnitude_bits(value: Any) -> Any:
+    """Return the bits of |value| as int32, which order like magnitudes; NaN is the largest."""
+    return types.int32(f32_bits(value) & types.uint32(0x7FFFFFFF))
 
 
 def _largest_of(lanes: int) -> Any:

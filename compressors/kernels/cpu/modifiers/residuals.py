@@ -8,6 +8,7 @@ from typing import Any
 from numba import njit, types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
+    ROUNDER,
     bf16_to_f32,
     bits_f32,
     f32_bits,
@@ -18,7 +19,6 @@ from ringlet.compressors.kernels.cpu.quantizers.quantize import TINY
 BLOCK = 128
 HIGHEST16 = 0x7F7F  # the largest finite bfloat16
 HIGHEST_SCALE = 0x7BFF  # the largest bfloat16 that is finite 128 times
-_MAGIC = 12582912.0  # adding 1.5 * 2**23 leaves a small float rounded to nearest even
 
 
 @njit(nogil=True, cache=True)
@@ -60,7 +60,7 @@ def narrow8(x: Any, codes: Any, scales: Any) -> None:
         scales[b] = types.uint16(min(raised, types.uint32(HIGHEST_SCALE)))
         inverse = types.float32(1) / bf16_to_f32(scales[b])
         for i in range(values.size):
-            rounded = (values[i] * inverse + types.float32(_MAGIC)) - types.float32(_MAGIC)
+            rounded = (values[i] * inverse + types.float32(ROUNDER)) - types.float32(ROUNDER)
             # 128, which the highest scale alone can ask for, has no code.
             target[i] = types.uint8(
                 types.int32(min(max(rounded, types.float32(-127)), types.float32(127)))

@@ -18,6 +18,7 @@ import numpy as np
 from numba import njit, types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
+    ROUNDER,
     bf16_to_f32,
     bits_f32,
     f32_bits,
@@ -29,8 +30,6 @@ from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_a
 
 # Below this a scale's inverse may overflow; such a bucket is sent as zeros.
 TINY = 1.5e-36
-# Adding 1.5 * 2**23 to a small float leaves it rounded to nearest even in the lowest bits.
-_MAGIC = 12582912.0
 _NAN = 0x7FC0
 
 
@@ -114,7 +113,7 @@ def _round(
             drawn = (place + zero) + uniform16(key, types.uint64(start + i))
             code = types.float32(types.int32(min(drawn, highest)))
         else:
-            code = (place + types.float32(_MAGIC)) - types.float32(_MAGIC) + zero
+            code = (place + types.float32(ROUNDER)) - types.float32(ROUNDER) + zero
         target[i] = types.uint8(types.int32(code))
         if feedback:
             kept = (code - zero) * scale

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits
+from ringlet.compressors.kernels.cpu.common.intrinsics import ROUNDER, bits_f32, f32_bits
 from ringlet.compressors.kernels.cpu.common.rng import uniform16
 
-# Adding 1.5 * 2**23 to a float of up to 2**22 leaves it rounded to nearest even in the lowest bits.
-_MAGIC = 12582912.0
 _INF = 0x7F800000
 # Below this the inverse of a level may overflow; such a bucket is sent as zeros.
 TINY = 1.2e-38
@@ -55,7 +53,7 @@ def encoder(stochastic: bool) -> Any:
                     drawn = np.floor(place + uniform16(key, first + types.uint64(i)))
                     target[i] = types.int32(max(min(drawn, levels), -levels))
                 else:
-                    rounded = (place + types.float32(_MAGIC)) - types.float32(_MAGIC)
+                    rounded = (place + types.float32(ROUNDER)) - types.float32(ROUNDER)
                     target[i] = types.int32(rounded)
 
     return encode

@@ -12,11 +12,12 @@ import numpy as np
 from numba import njit, types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
+    ROUNDER,
     bf16_to_f32,
     bits_f32,
-    f32_bits,
     f32_to_bf16,
     is_finite,
+    magnitude_bits,
 )
 from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
@@ -25,12 +26,6 @@ from ringlet.compressors.kernels.cpu.quantizers.quantize import TINY, round_up_b
 from ringlet.compressors.kernels.cpu.sparsifiers.topk import select
 
 _NAN = 0x7FC0
-_MAGIC = 12582912.0  # adding 1.5 * 2**23 leaves a small float rounded to nearest even
-
-
-@njit(inline="always")
-def _magnitude(value: Any) -> Any:
-    return types.int32(f32_bits(value) & types.uint32(0x7FFFFFFF))
 
 
 @njit(nogil=True, cache=True)
@@ -38,7 +33,7 @@ def encode8(values: Any, codes: Any, scales: Any) -> None:
     """Round to 8 bits: code = 127 + round(v / scale)."""
     top = types.int32(0)
     for j in range(values.size):
-        top = max(top, _magnitude(values[j]))
+        top = max(top, magnitude_bits(values[j]))
     extent = bits_f32(types.uint32(top))
     if not is_finite(extent):  # the block decodes to NaN: overflow must not be hidden
         scales[0] = types.uint16(_NAN)
@@ -50,7 +45,7 @@ def encode8(values: Any, codes: Any, scales: Any) -> None:
         scales[0] = round_up_bf16(extent / types.float32(127.0))
         inverse = types.float32(1.0) / bf16_to_f32(scales[0])
         for j in range(values.size):
-            place = (values[j] * inverse + types.float32(_MAGIC)) - types.float32(_MAGIC)
+            place = (values[j] * inverse + types.float32(ROUNDER)) - types.float32(ROUNDER)
             codes[j] = types.uint8(types.int32(place + types.float32(127.0)))
 
 
@@ -115,7 +110,7 @@ def decode16(codes: Any, values: Any) -> None:
 @njit(nogil=True)
 def _read(values: Any, magnitudes: Any) -> None:
     for i in range(values.size):
-        magnitudes[i] = _magnitude(values[i])
+        magnitudes[i] = magnitude_bits(values[i])
 
 
 @njit(inline="always")

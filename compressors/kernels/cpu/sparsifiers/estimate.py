@@ -7,14 +7,9 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits
+from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, magnitude_bits
 from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.rng import squares
-
-
-@njit(inline="always")
-def _magnitude(value: Any) -> Any:
-    return types.int32(f32_bits(value) & types.uint32(0x7FFFFFFF))
 
 
 @njit(nogil=True, cache=True)
@@ -23,7 +18,7 @@ def sample(x: Any, key: Any, magnitudes: Any) -> None:
     n = types.uint64(x.size)
     for j in range(magnitudes.size):
         drawn = types.uint64(squares(key, types.uint64(j)))
-        magnitudes[j] = _magnitude(x[(drawn * n) >> types.uint64(32)])
+        magnitudes[j] = magnitude_bits(x[(drawn * n) >> types.uint64(32)])
 
 
 @njit(nogil=True, cache=True)
@@ -38,7 +33,7 @@ def exceeding(x: Any, threshold: Any, chunk: int, sums: Any, counts: Any) -> Non
             block = piece[start : start + LANES]
             found = types.uint32(0)
             for i in range(block.size):
-                bits = _magnitude(block[i])
+                bits = magnitude_bits(block[i])
                 passes = bits >= floor
                 lanes[i] += types.float64(bits_f32(types.uint32(bits)) if passes else 0.0)
                 found += types.uint32(passes)

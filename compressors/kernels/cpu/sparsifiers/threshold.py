@@ -10,13 +10,8 @@ from typing import Any
 
 from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits
+from ringlet.compressors.kernels.cpu.common.intrinsics import magnitude_bits
 from ringlet.compressors.kernels.cpu.common.vectors import WIDTH, lowest, reaching
-
-
-@njit(inline="always")
-def _magnitude(value: Any) -> Any:
-    return types.int32(f32_bits(value) & types.uint32(0x7FFFFFFF))
 
 
 @njit(nogil=True, cache=True)
@@ -35,7 +30,7 @@ def collect(x: Any, threshold: Any, first: Any, indices: Any) -> int:
             count += 1
             mask &= mask - types.uint32(1)
     for i in range(full, x.size):
-        if _magnitude(x[i]) >= floor:
+        if magnitude_bits(x[i]) >= floor:
             indices[count] = first + i
             count += 1
     return count

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits
+from ringlet.compressors.kernels.cpu.common.intrinsics import magnitude_bits
 from ringlet.compressors.kernels.cpu.common.target import target_at
 from ringlet.compressors.kernels.cpu.common.vectors import (
     WIDTH,
@@ -40,7 +40,7 @@ def sampled_floor(x: Any, held: Any, decay: Any, feedback: bool, k: int, sample:
         return types.int32(0)
     stride = x.size // SAMPLE
     for j in range(SAMPLE):
-        sample[j] = _magnitude(target_at(x, held, decay, j * stride, feedback))
+        sample[j] = magnitude_bits(target_at(x, held, decay, j * stride, feedback))
     expected = k / x.size * SAMPLE
     rank = int(expected + 4.0 * np.sqrt(expected) + 2.0)
     if rank >= SAMPLE:
@@ -66,7 +66,7 @@ def collect(
         top = types.int32(0)
         while mask:
             i = at + lowest(mask)
-            magnitude = _magnitude(target_at(x, held, decay, i, feedback))
+            magnitude = magnitude_bits(target_at(x, held, decay, i, feedback))
             listed[count], found[count] = first + i, magnitude
             top = max(top, magnitude)
             count += 1
@@ -78,7 +78,7 @@ def collect(
                 for i in range(at, at + WIDTH):
                     _advance_one(x, held, decay, i)
     for i in range(full, x.size):
-        magnitude = _magnitude(target_at(x, held, decay, i, feedback))
+        magnitude = magnitude_bits(target_at(x, held, decay, i, feedback))
         if magnitude >= floor:
             listed[count], found[count] = first + i, magnitude
             count += 1
@@ -119,14 +119,9 @@ def take(
 
 
 @njit(inline="always")
-def _magnitude(value: Any) -> Any:
-    return types.int32(f32_bits(value) & types.uint32(0x7FFFFFFF))
-
-
-@njit(inline="always")
 def _advance_one(x: Any, held: Any, decay: Any, i: Any) -> None:
     target = x[i] + decay * held[i]
-    if _magnitude(target) < INFINITE:
+    if magnitude_bits(target) < INFINITE:
         held[i] = target
 
 
