@@ -111,11 +111,11 @@ class Context:
 
         A function of seed, step, tensor and stage, and of the rank unless ``shared``.
         """
-        key = _mix(self.seed ^ 0x9E3779B97F4A7C15)
+        key = scrambled(self.seed ^ 0x9E3779B97F4A7C15)
         for word in (self.step, zlib.crc32(self.name.encode()), self.stage):
-            key = _mix(key ^ _mix(word))
+            key = scrambled(key ^ scrambled(word))
         if not shared:
-            key = _mix(key ^ _mix(self.rank + 1))
+            key = scrambled(key ^ scrambled(self.rank + 1))
         return key | 1
 
     def rng(self, shared: bool = False, stream: int = 0) -> np.random.Generator:
@@ -128,7 +128,8 @@ class Context:
         """
         key = self.key(shared)
         if stream:
-            key = _mix(_mix(key) ^ _mix(stream)) | 1  # once more, or a stream would be a rank's
+            # Once more than ``key`` does, or a stream would have a rank's key.
+            key = scrambled(scrambled(key) ^ scrambled(stream)) | 1
         generator = np.random.Generator(np.random.Philox(key=key))
         return generator if self.xp is np else DeviceGenerator(generator, self.xp)  # type: ignore[return-value]
 
@@ -158,7 +159,7 @@ class Context:
         )
 
 
-def _mix(word: int) -> int:
+def scrambled(word: int) -> int:
     """Scramble 64 bits (the finaliser of SplitMix64; Steele, Lea and Flood, 2014)."""
     word = (word + 0x9E3779B97F4A7C15) & _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

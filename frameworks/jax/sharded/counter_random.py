@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-_MASK = (1 << 64) - 1
+from ringlet.compressors.core.context import scrambled
 
 
 class Around:
@@ -33,7 +33,7 @@ class Around:
         return _mix(self._key() ^ _mix(rank)) | jnp.uint64(1)
 
     def _key(self) -> Any:
-        key: Any = jnp.uint64(_mixed(self.seed ^ 0x9E3779B97F4A7C15))
+        key: Any = jnp.uint64(scrambled(self.seed ^ 0x9E3779B97F4A7C15))
         for word in (self.step, zlib.crc32(self.name.encode()), 1):
             key = _mix(key ^ _mix(jnp.asarray(word).astype(jnp.uint64)))
         return key
@@ -54,16 +54,8 @@ def _turned(x: Any) -> Any:
 
 
 def _mix(word: Any) -> Any:
-    """Scramble 64 bits, as ``core.context`` does."""
+    """Scramble 64 bits that are traced, as ``core.context.scrambled`` does."""
     word = word + jnp.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> jnp.uint64(30))) * jnp.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> jnp.uint64(27))) * jnp.uint64(0x94D049BB133111EB)
     return word ^ (word >> jnp.uint64(31))
-
-
-def _mixed(word: int) -> int:
-    """Scramble 64 bits of a number that is known when a program is traced."""
-    word = (word + 0x9E3779B97F4A7C15) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)
