@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, keeps
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError, PayloadError
@@ -154,9 +155,7 @@ class Bucketed(Compressor):
 
     def _device(self, ctx: Context) -> tuple[Codec, Device] | None:
         """Return the kernels and where they run; None where array code has to do."""
-        from ringlet.compressors.kernels.cuda.runtime.device import device_of
-
-        device = device_of(ctx.xp)
+        device = device_for(ctx)
         codec = None if device is None else self.cuda()
         return None if device is None or codec is None else (codec, device)
 

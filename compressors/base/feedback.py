@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_lengths
 from ringlet.compressors.core.threads import run_ranges
@@ -18,9 +19,8 @@ def on_device(kernel: str, ctx: Context, out: Array, weight: float = 1.0, **arra
     if ctx.xp is np:
         return False
     from ringlet.compressors.kernels.cuda.common import elementwise
-    from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
-    device = device_of(ctx.xp)
+    device = device_for(ctx)
     if device is None:
         return False
     elementwise.run(device, kernel, out, weight, **arrays)

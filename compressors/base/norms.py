@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context, Workspace
 from ringlet.compressors.core.threads import run_ranges
 
@@ -50,9 +51,8 @@ def clip(x: Array, times: float, out: Array, ctx: Context) -> None:
     if limit is not None:
         from ringlet.compressors.kernels.cuda.common import norms
         from ringlet.compressors.kernels.cuda.common.operands import Operands
-        from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
-        device = device_of(ctx.xp)
+        device = device_for(ctx)
         assert device is not None, "it made the limit"
         norms.clip(device, [Operands(x, out=out, bound=limit)])
         return
@@ -66,9 +66,8 @@ def _bound_on_device(kernel: str, x: Array, bound: float, ctx: Context) -> Array
     """Return what CUDA kernels make of the norm, one element; None where there are none."""
     from ringlet.compressors.kernels.cuda.common import norms
     from ringlet.compressors.kernels.cuda.common.operands import Operands
-    from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
-    device = device_of(ctx.xp)
+    device = device_for(ctx)
     if device is None:
         return None
     found = ctx.workspace.array("norm", 1)

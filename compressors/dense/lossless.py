@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import PayloadError
@@ -101,9 +102,7 @@ class Lossless(Compressor):
         own = keeps(self, Lossless, "compress", "decompress", "accumulate")
         if ctx.xp is np or not own or not keeps(self, Compressor, "sum_into"):
             return None
-        from ringlet.compressors.kernels.cuda.runtime.device import device_of
-
-        device = device_of(ctx.xp)
+        device = device_for(ctx)
         if device is None:
             return None
         from ringlet.compressors.kernels.cuda.dense.lossless import Exponents
@@ -135,9 +134,8 @@ class Lossless(Compressor):
     def _encode_on_device(self, x: Array, ctx: Context) -> Payload | None:
         """Encode with CUDA kernels, waiting once for the sizes; None if there are none."""
         from ringlet.compressors.kernels.cuda.dense import lossless as cuda
-        from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
-        device = device_of(ctx.xp)
+        device = device_for(ctx)
         if device is None:
             return None
         exact = self.dtype == "fp32"
@@ -146,9 +144,8 @@ class Lossless(Compressor):
     def _decode_on_device(self, payload: Payload, out: Array, ctx: Context, add: bool) -> bool:
         """Decode with CUDA kernels, which wait for nothing; False if there are none."""
         from ringlet.compressors.kernels.cuda.dense import lossless as cuda
-        from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
-        device = device_of(ctx.xp)
+        device = device_for(ctx)
         if device is None:
             return False
         self._check_sizes(payload, out.size)

@@ -5,28 +5,17 @@ Factors are held as rows, r x n. Every rank gets the same bits from the same row
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.lengths import check_shapes
 
-if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.runtime.device import Device
-
 # A row that keeps less of its length than this beside those before it is not independent.
 _SMALL = 1e-9
-
-
-def device_for(ctx: Context) -> Device | None:
-    """Return what runs CUDA kernels on these arrays; None: there is nothing."""
-    if ctx.xp is np:
-        return None
-    from ringlet.compressors.kernels.cuda.runtime.device import device_of
-
-    return device_of(ctx.xp)
 
 
 def draw(rows: Array, ctx: Context, stream: int = 0) -> None:

@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.precompile import rehearse
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remember_rows, remembered_rows
-from ringlet.compressors.lowrank.factors import device_for, draw, keep, orthonormal, poison_of
+from ringlet.compressors.lowrank.factors import draw, keep, orthonormal, poison_of
 from ringlet.compressors.lowrank.products import Factors, Source, product, product_and_lost
 from ringlet.compressors.specs.registry import register
 

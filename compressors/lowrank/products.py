@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.feedback import target_into
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_shapes
 from ringlet.compressors.core.threads import run_ranges
-from ringlet.compressors.lowrank.factors import device_for
 
 Factors = tuple[Array, Array]  # r x n and r x m
 

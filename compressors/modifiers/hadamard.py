@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Exchange, Payload, Traits
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError, OptionError
@@ -196,9 +197,8 @@ class Hadamard(Modifier):
         if ctx.xp is np:
             return False
         from ringlet.compressors.kernels.cuda.modifiers import hadamard
-        from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
-        device = device_of(ctx.xp)
+        device = device_for(ctx)
         if device is None or self.block > hadamard.LARGEST:
             return False
         hadamard.run(device, kernel, x, out, self.block, ctx.key(shared=True), ctx.offset, add)

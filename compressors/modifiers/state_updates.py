@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_lengths
 from ringlet.compressors.core.threads import run_ranges
@@ -113,9 +114,8 @@ def _on_device(
         return False
     from ringlet.compressors.kernels.cuda.common.operands import Operands as Memory
     from ringlet.compressors.kernels.cuda.modifiers.state_updates import run
-    from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
-    device = device_of(ctx.xp)
+    device = device_for(ctx)
     if device is not None:
         run(device, kernel, [Memory(x, **arrays)], momentum, masking)
     return device is not None

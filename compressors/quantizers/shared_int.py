@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.norms import clip
 from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
@@ -167,9 +168,8 @@ class SharedInt(Compressor):
     ) -> bool:  # fmt: skip
         """Run a CUDA kernel; False if there are none for these arrays."""
         from ringlet.compressors.kernels.cuda.quantizers import shared_int as kernels
-        from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
-        device = device_of(ctx.xp)
+        device = device_for(ctx)
         if device is None:
             return False
         code = kernels.program(self.bits, self.bucket, self.stochastic)

@@ -7,11 +7,12 @@ sparsification for communication-efficient distributed optimization", NeurIPS 20
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.feedback import advance, on_device
 from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
@@ -20,9 +21,6 @@ from ringlet.compressors.core.options import option
 from ringlet.compressors.core.rng import squares
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
-
-if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.runtime.device import Device
 
 
 @register("randomk")
@@ -77,7 +75,7 @@ class RandomK(Compressor):
         if ctx.xp is not np:
             from ringlet.compressors.kernels.cuda.sparsifiers import randomk as kernels
 
-            if device := _device(ctx):
+            if device := device_for(ctx):
                 chosen = ctx.workspace.array("randomk", k, np.uint32)
                 kernels.draw(device, n, ctx.key(shared=True), grid(n), chosen)
                 return chosen
@@ -169,7 +167,7 @@ class RandomK(Compressor):
         self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context
     ) -> bool:
         """Do all of it with CUDA kernels; False if there are none."""
-        device = _device(ctx)
+        device = device_for(ctx)
         if device is None or x.size == 0:
             return False
         from ringlet.compressors.kernels.cuda.sparsifiers import randomk
@@ -184,14 +182,6 @@ class RandomK(Compressor):
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
         precompile(self, ctx)
-
-
-def _device(ctx: Context) -> Device | None:
-    if ctx.xp is np:
-        return None
-    from ringlet.compressors.kernels.cuda.runtime.device import device_of
-
-    return device_of(ctx.xp)
 
 
 def grid(n: int) -> tuple[int, int]:

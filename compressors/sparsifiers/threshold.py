@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Payload, Traits, keeps
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_countable
 from ringlet.compressors.core.multitensor import Varying
@@ -131,10 +132,9 @@ def reaching_on_device(sought: Sought, decay: float, ctx: Context) -> Payload | 
 
     Waits for the device once: how many entries there are decides what is allocated for them.
     """
-    from ringlet.compressors.kernels.cuda.runtime.device import device_of
     from ringlet.compressors.kernels.cuda.sparsifiers.threshold import reaching
 
-    device = device_of(ctx.xp)
+    device = device_for(ctx)
     if device is None:
         return None
     if sought.x.size == 0:
@@ -149,9 +149,7 @@ def reaching_many_on_device(
     """Return the CUDA kernels that do so for many tensors at once; None if there are none."""
     if ctx.xp is np:
         return None
-    from ringlet.compressors.kernels.cuda.runtime.device import device_of
-
-    device = device_of(ctx.xp)
+    device = device_for(ctx)
     if device is None:
         return None
     from ringlet.compressors.kernels.cuda.sparsifiers.threshold import ThresholdSelections

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
+from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.lengths import check_countable, check_entries, check_lengths
@@ -169,10 +170,9 @@ def largest_on_device(
     """
     if ctx.xp is np:
         return False
-    from ringlet.compressors.kernels.cuda.runtime.device import device_of
     from ringlet.compressors.kernels.cuda.sparsifiers.topk import Selected, largest
 
-    device = device_of(ctx.xp)
+    device = device_for(ctx)
     if device is None:
         return False
     tensor = Selected(x, payload["indices"], payload["values"], residual)
@@ -184,9 +184,7 @@ def selections_on_device(ctx: Context) -> MultiTensor | None:
     """Return the CUDA kernels that select from many tensors at once; None if there are none."""
     if ctx.xp is np:
         return None
-    from ringlet.compressors.kernels.cuda.runtime.device import device_of
-
-    device = device_of(ctx.xp)
+    device = device_for(ctx)
     if device is None:
         return None
     from ringlet.compressors.kernels.cuda.sparsifiers.topk import TopKSelections
