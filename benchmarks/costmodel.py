@@ -27,7 +27,8 @@ import numpy as np
 from ringlet.ring import ReduceOp
 from ringlet.ring.collectives.compressed import allgather_reduce, encode, scatter_reduce
 from ringlet.ring.cost.cost_model import Job, Measurement, fit, project
-from ringlet.ring.float16 import even_counts, kernels
+from ringlet.ring.float16 import kernels
+from ringlet.ring.rank_order import even_counts
 
 MIB = 1 << 20
 FITTED = {2: (1 / 256, 4, 16), 4: (1 / 256, 4, 16)}  # MiB by ranks

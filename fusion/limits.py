@@ -1,4 +1,4 @@
-"""What the engine may be tuned by."""
+"""What the engine may be tuned by, and the defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ DIVISORS = ("all", "contributors")
 
 @dataclass(frozen=True)
 class Limits:
-    """All ranks need the same ``fusion_threshold``, ``cache_capacity``, ``seed``, ``verify_sums``,
+    """What an engine may be tuned by, in bytes and seconds.
+
+    All ranks need the same ``fusion_threshold``, ``cache_capacity``, ``seed``, ``verify_sums``,
     ``join_divisor`` and link.
 
     ``fusion_threshold`` is in bytes of uncompressed tensors, ``cycle_time`` in seconds: how long

@@ -22,8 +22,8 @@ from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.collectives.two_level import Shard, two_level
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.ring.float16 import even_counts
 from ringlet.ring.pipeline import Steps
+from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 
 

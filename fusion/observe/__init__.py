@@ -1,1 +1,1 @@
-"""Eyes on the engine: timelines, metrics, exporters and reports."""
+"""Observers of the engine: timelines and metrics, and what writes them."""

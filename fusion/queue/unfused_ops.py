@@ -13,8 +13,8 @@ from ringlet.fusion.process_set import Peers
 from ringlet.fusion.requests.handle import Work
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
-from ringlet.ring.float16 import even_counts
 from ringlet.ring.pipeline import Steps, Wire
+from ringlet.ring.rank_order import even_counts
 
 
 def single_steps(peers: Peers, work: Work, sizes: Sequence[Any], place: Place) -> Steps:

@@ -25,7 +25,8 @@ import numpy as np
 from ringlet.ring.arguments import flat
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import FLOATS, Array, dtype_name
-from ringlet.ring.float16 import HALVES, Scratch, kernels
+from ringlet.ring.float16 import HALVES, kernels
+from ringlet.ring.rank_order import Scratch
 
 TINY = float(np.sqrt(np.finfo(np.float64).tiny))  # a squared norm below it counts as zero
 

@@ -7,8 +7,8 @@ from functools import partial
 
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.ring.float16 import combine, even_counts
 from ringlet.ring.pipeline import Steps, Wire
+from ringlet.ring.rank_order import combine, even_counts
 
 LEAST = 1 << 17  # bytes over all ranks from which two collectives that overlap beat one that waits
 

@@ -1,1 +1,1 @@
-"""Ranks in processes that others have placed: engines' workers, pods, tasks of batch systems."""
+"""Ranks in processes that others have placed: workers of Ray or Spark, pods, batch tasks."""

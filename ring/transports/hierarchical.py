@@ -18,7 +18,7 @@ import numpy as np
 
 from ringlet.ring.communicator import Communicator, ReduceOp, Topology
 from ringlet.ring.dtypes import Array, storage
-from ringlet.ring.float16 import Scratch, even_counts
+from ringlet.ring.rank_order import Scratch, even_counts
 
 LEAST = 1 << 16  # bytes from which two levels pay: they take two more rounds of messages
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array, dtype_name
 from ringlet.ring.errors import Mismatch, PeerLost, RingError, again
-from ringlet.ring.float16 import combine, even_counts
+from ringlet.ring.rank_order import combine, even_counts
 
 T = TypeVar("T")
 _thread = threading.local()

@@ -19,8 +19,8 @@ import numpy as np
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import FLOATS, INTEGERS, Array
 from ringlet.ring.errors import PeerLost, RingError, unavailable
-from ringlet.ring.float16 import (
-    HALVES,
+from ringlet.ring.float16 import HALVES
+from ringlet.ring.rank_order import (
     UFUNCS,
     Scratch,
     combine,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.ring.dtypes import Array
-from ringlet.ring.float16 import Scratch, even_counts
+from ringlet.ring.rank_order import Scratch, even_counts
 
 LEAST = 1 << 19  # bytes of a shard from which the ring beats MPI's own algorithms
 BLOCK = 1 << 20  # bytes received at a time

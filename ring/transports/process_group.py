@@ -25,8 +25,8 @@ import numpy as np
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import PeerLost, unavailable
-from ringlet.ring.float16 import Scratch, combine, combine_everywhere, exchange_shards
 from ringlet.ring.interrupt import held
+from ringlet.ring.rank_order import Scratch, combine, combine_everywhere, exchange_shards
 
 TAG = 0x52  # of our sends, so that they are no answer to the user's receives; siblings count on
 SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats gloo's ring

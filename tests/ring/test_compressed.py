@@ -17,8 +17,8 @@ from ringlet.ring.collectives.compressed import (
     steps,
 )
 from ringlet.ring.collectives.seal import SEAL, Fault, inspect, seal
-from ringlet.ring.float16 import even_counts
 from ringlet.ring.pipeline import Flight, Pipeline
+from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.local import run_local
 
 

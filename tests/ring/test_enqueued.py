@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ringlet.ring import ProtocolError, RingError
 from ringlet.ring.collectives import compressed
 from ringlet.ring.collectives import compressed_gpu as enqueued
-from ringlet.ring.float16 import even_counts
+from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.local import run_local
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ringlet.ring import ReduceOp
 from ringlet.ring.arguments import divided
 from ringlet.ring.dtypes import storage
-from ringlet.ring.float16 import HALVES, combine, even_counts, kernels
+from ringlet.ring.float16 import HALVES, kernels
+from ringlet.ring.rank_order import combine, even_counts
 
 EVERY_HALF = np.arange(1 << 16, dtype=np.uint16)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ringlet.ring import PeerLost, ProtocolError, Topology
 from ringlet.ring.collectives.seal import SEAL
 from ringlet.ring.collectives.two_level import Shard, run, two_level
-from ringlet.ring.float16 import even_counts
+from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 from ringlet.ring.transports.local import run_local
 
