@@ -13,7 +13,7 @@ import traceback
 
 from ringlet.ring.errors import LOST_PEER, PeerLost
 from ringlet.ring.launch.signed_pickle import error_name, parcel_key, pickler, result_name
-from ringlet.ring.rendezvous.exit_hooks import say_farewell
+from ringlet.ring.rendezvous.exit_hooks import report_loss
 from ringlet.ring.wire.framing import seal, unseal
 from ringlet.ring.wire.keys import MEMBER, STORE_KEY
 from ringlet.ring.wire.kv_client import Client, client
@@ -34,7 +34,7 @@ def main(store: Client, key: bytes, who: int) -> int:
         if isinstance(error, KeyboardInterrupt):
             raise
         if isinstance(error, PeerLost):
-            say_farewell(error, os.environ)
+            report_loss(error, os.environ)
             return LOST_PEER
         return 1
     store.leave(result_name(who), seal(key, result_name(who), data))

@@ -8,7 +8,7 @@ from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.launch.start import Started
 from ringlet.ring.processes import processes
-from ringlet.ring.rendezvous.last_words import LastWords, farewell_name
+from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore
 
 
@@ -74,10 +74,10 @@ class Verdict:
     def _effect(self, rank: Rank) -> str:
         """Say what ``rank``, which failed only because it had lost another one, failed of."""
         how = f"{self._name(rank)} {processes.describe(rank.code or 0)}"
-        told = self._farewells()
+        told = self._loss_reports()
         if left := self._left_early(told):
             return f"{self._name(left)} exited with code 0 while others still needed it, so {how}"
-        if text := next((last_words.text for last_words in told if last_words.text), ""):
+        if text := next((report.text for report in told if report.text), ""):
             return f"{how}, having lost another rank: {text}"
         if running := [str(r.number) for r in self.running]:
             return (
@@ -85,20 +85,22 @@ class Verdict:
             )
         return how
 
-    def _left_early(self, told: list[LastWords]) -> Rank | None:
+    def _left_early(self, told: list[LossReport]) -> Rank | None:
         """Return the rank that ended first, as if all were done, of those that others have lost."""
-        lost = {rank for last_words in told for rank in last_words.ranks}
+        lost = {rank for report in told for rank in report.ranks}
         # Nobody may have been able to tell; when nobody is left, it was one of those without error.
         known = lost or (set() if self.running else set(range(len(self._rank_table.ranks))))
         left = [r for r in self._rank_table.ranks if r.code == 0 and r.number in known]
         return min(left, key=lambda r: r.when, default=None)
 
-    def _farewells(self) -> list[LastWords]:
+    def _loss_reports(self) -> list[LossReport]:
         names = [
-            farewell_name(rank.number) for rank in self._rank_table.ranks if rank.code == LOST_PEER
+            loss_report_name(rank.number)
+            for rank in self._rank_table.ranks
+            if rank.code == LOST_PEER
         ]
         values = [self._kv_store.value(name) for name in names]
-        return [LastWords.unpack(value) for value in values if value is not None]
+        return [LossReport.unpack(value) for value in values if value is not None]
 
     def _name(self, rank: Rank) -> str:
         return f"rank {rank.number}" + (f" on {rank.host}" if self._several else "")

@@ -197,7 +197,7 @@ def start_wrappers(ranks: Iterable[int], env: Mapping[str, str], noise: Any) -> 
 
     Raises LaunchError if one cannot be started.
     """
-    given = _last_words()
+    given = _launcher_lost_notice()
     command = [*WRAPPER, *map(str, given)]
     for rank in ranks:
         process = start_process(command, {**env, "RINGLET_RANK": str(rank)}, noise, given)
@@ -212,7 +212,7 @@ def start_mpiexec(size: int, env: Mapping[str, str], noise: Any) -> Started:
 
 
 @functools.cache
-def _last_words() -> tuple[int, ...]:
+def _launcher_lost_notice() -> tuple[int, ...]:
     """Return descriptors for the wrapper that first finds this process gone: it says so, once.
 
     They are where this process says what is wrong, and a pipe with one byte. None where that is

@@ -52,7 +52,7 @@ RANK_NAMES = ("RINGLET_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 class Wrapper:
     """Runs one program; ``channel`` leads to the launcher, ``extra`` is for the environment."""
 
-    last_words: Sequence[int] = ()  # the descriptors
+    launcher_lost: Sequence[int] = ()  # descriptors to say it by: the output, and the turn
 
     def __init__(
         self, channel: Channel, job: dict[str, Any], extra: dict[str, str], parent: int
@@ -281,18 +281,18 @@ class Wrapper:
             processes.kill_children()
             time.sleep(0.005)
 
-        self._say_last()
+        self._say_launcher_lost()
 
-    def _say_last(self) -> None:
+    def _say_launcher_lost(self) -> None:
         """Say where the launcher spoke why all ends, unless another wrapper has."""
-        if len(self.last_words) != 2:
+        if len(self.launcher_lost) != 2:
             return
         limit = time.monotonic() + GONE
         while os.getppid() == self._parent:  # its connections end before it does
             if time.monotonic() >= limit:
                 return
             time.sleep(0.005)
-        said, turn = self.last_words
+        said, turn = self.launcher_lost
         with contextlib.suppress(OSError):
             if os.read(turn, 1):
                 os.write(said, _ALONE)
@@ -314,7 +314,7 @@ def main() -> int:
     rank = next(int(os.environ[name]) for name in RANK_NAMES if name in os.environ)
     channel, job = join(os.environ.pop(ADDRESS), secret, rank)
     wrapper = Wrapper(channel, job, {STORE_KEY: store_key(secret).hex()}, parent)
-    wrapper.last_words = [int(number) for number in sys.argv[1:]]
+    wrapper.launcher_lost = [int(number) for number in sys.argv[1:]]
     wrapper.prepare()
     return wrapper.run()
 

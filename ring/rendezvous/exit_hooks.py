@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost
 from ringlet.ring.process_owner import is_lent
-from ringlet.ring.rendezvous.last_words import LastWords, farewell_name
+from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.keys import STORE_KEY
 from ringlet.ring.wire.kv_client import SCHEME, Client
 from ringlet.ring.wire.kv_store import Op
 
-PATIENCE = 2.0  # seconds that a rank on its way out spends on its last words
+PATIENCE = 2.0  # seconds that a rank on its way out spends on its report
 
 
 def leave_on_exception(always: bool) -> None:
@@ -45,7 +45,7 @@ def _hook(always: bool) -> None:
         failed.append(error)
         show(kind, error, trace)
         if isinstance(error, PeerLost):
-            say_farewell(error, os.environ)
+            report_loss(error, os.environ)
 
     def leave() -> None:
         if always and asked and not failed:
@@ -70,7 +70,7 @@ def _hook(always: bool) -> None:
     atexit.register(leave)  # runs after the handlers that are registered later
 
 
-def say_farewell(error: PeerLost, env: Mapping[str, str]) -> bool:
+def report_loss(error: PeerLost, env: Mapping[str, str]) -> bool:
     """Tell the launcher that ``env`` names, if any, whom this rank has lost.
 
     Returns whether it was told: nobody is left to hear of it when the launcher is gone as well.
@@ -79,12 +79,12 @@ def say_farewell(error: PeerLost, env: Mapping[str, str]) -> bool:
     if not place.startswith(SCHEME) or STORE_KEY not in env:
         return False
     rank, key = int(env["RINGLET_RANK"]), bytes.fromhex(env[STORE_KEY])
-    words = LastWords(error.ranks, str(error)).pack()
+    report = LossReport(error.ranks, str(error)).pack()
     try:
         # A connection of its own: another thread may be waiting for an answer on the usual one.
         client = Client(place.removeprefix(SCHEME), key, rank, PATIENCE)
         try:
-            client.ask(Op.SET, farewell_name(rank).encode(), words, timeout=PATIENCE)
+            client.ask(Op.SET, loss_report_name(rank).encode(), report, timeout=PATIENCE)
         finally:
             client.close()
     except (LaunchError, TimeoutError):

@@ -15,7 +15,7 @@ from ringlet.ring.launch import start
 from ringlet.ring.launch.failure_report import Verdict
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.processes.output import Printer
-from ringlet.ring.rendezvous.last_words import LastWords, farewell_name
+from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore, Op
 
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
@@ -25,13 +25,13 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 LEFT = "rank {} exited with code 0 while others still needed it, so rank {} exited with code 75"
 
 
-def verdict(codes: dict[int, tuple[int | None, int]], **told: LastWords) -> Verdict:
+def verdict(codes: dict[int, tuple[int | None, int]], **told: LossReport) -> Verdict:
     """Return the verdict on ranks with these (code, moment of the end), and what they told."""
     ranks = [Rank(n, "host", code=code, when=when) for n, (code, when) in codes.items()]
     kv_store = KvStore()
-    for name, last_words in told.items():
-        name = farewell_name(int(name.removeprefix("rank")))
-        kv_store._do(Op.SET, [name.encode(), last_words.pack()])
+    for name, report in told.items():
+        name = loss_report_name(int(name.removeprefix("rank")))
+        kv_store._do(Op.SET, [name.encode(), report.pack()])
     found = Verdict(RankTable(ranks, Printer(len(ranks)), lambda _: {}), kv_store, several=False)
     assert found.reached()
     assert not found.reached()
@@ -47,13 +47,13 @@ def test_a_rank_that_left_early_is_the_cause() -> None:
 
 
 def test_it_may_take_longer_to_end_than_those_who_lost_it() -> None:
-    found = verdict({0: (LOST_PEER, 2), 1: (0, 3)}, rank0=LastWords((1,), "rank 1 has shut down"))
+    found = verdict({0: (LOST_PEER, 2), 1: (0, 3)}, rank0=LossReport((1,), "rank 1 has shut down"))
     assert found.reason() == LEFT.format(1, 0)
 
 
 def test_what_the_ranks_told_decides_between_several() -> None:
     # Rank 2 was lost by rank 0, but only because it had itself lost rank 1.
-    told = {"rank0": LastWords((1, 2), "two"), "rank2": LastWords((1,), "one")}
+    told = {"rank0": LossReport((1, 2), "two"), "rank2": LossReport((1,), "one")}
     found = verdict({0: (LOST_PEER, 5), 1: (0, 3), 2: (LOST_PEER, 4), 3: (0, 1)}, **told)
     assert found.reason() == LEFT.format(1, 2)
 
@@ -67,7 +67,7 @@ def test_another_failure_is_a_cause_of_its_own() -> None:
 
 def test_whoever_ended_well_is_not_blamed_for_a_frozen_rank() -> None:
     codes: dict[int, tuple[int | None, int]] = {0: (LOST_PEER, 5), 1: (0, 3), 2: (None, 0)}
-    told = LastWords((2,), "rank 2 is gone: no sign of life\nfor 2 s")
+    told = LossReport((2,), "rank 2 is gone: no sign of life\nfor 2 s")
     words = "rank 0 exited with code 75, having lost another rank: rank 2 is gone: no sign of life"
     assert verdict(codes, rank0=told).reason() == f"{words} for 2 s"
     words = "rank 0 exited with code 75, as one does that has lost another rank; still there: 2"
@@ -81,13 +81,13 @@ def test_whoever_ended_well_is_not_blamed_for_a_frozen_rank() -> None:
         *(b"[" * 200_000, b'[[1e999], "x"]'),
     ],
 )
-def test_a_farewell_that_makes_no_sense_says_nothing(value: bytes) -> None:
-    assert LastWords.unpack(value) == LastWords()
+def test_a_report_that_makes_no_sense_says_nothing(value: bytes) -> None:
+    assert LossReport.unpack(value) == LossReport()
 
 
-def test_a_farewell_holds_the_cause_and_not_where_it_was_traced() -> None:
+def test_a_report_holds_the_cause_and_not_where_it_was_traced() -> None:
     text = "rank 2 is gone\n\nIn a graph, traced at:\n" + '  File "train.py", line 1\n' * 50
-    assert LastWords.unpack(LastWords((2,), text).pack()).text == "rank 2 is gone"
+    assert LossReport.unpack(LossReport((2,), text).pack()).text == "rank 2 is gone"
 
 
 def launched(np: int, transport: str, *program: str) -> tuple[Any, list[str]]:

@@ -9,7 +9,7 @@ _LONGEST = 400  # characters of the reason
 
 
 @dataclass(frozen=True)
-class LastWords:
+class LossReport:
     """The ranks that were lost, as far as the one that lost them knows, and its error's text."""
 
     ranks: tuple[int, ...] = ()
@@ -21,7 +21,7 @@ class LastWords:
         return json.dumps([self.ranks, cause[:_LONGEST]]).encode()
 
     @classmethod
-    def unpack(cls, value: bytes) -> LastWords:
+    def unpack(cls, value: bytes) -> LossReport:
         """Return what was packed; one that says nothing if ``value`` makes no sense."""
         try:
             ranks, text = json.loads(value)
@@ -30,6 +30,6 @@ class LastWords:
             return cls()
 
 
-def farewell_name(rank: int) -> str:
-    """Where rank ``rank`` leaves its last words."""
-    return f"farewell-{rank}"
+def loss_report_name(rank: int) -> str:
+    """Return the name in the store under which rank ``rank`` leaves its report."""
+    return f"lost-{rank}"
