@@ -29,7 +29,7 @@ from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.interfaces import find_interface
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import launch
-from ringlet.ring.placed.gate import Gate, follow
+from ringlet.ring.placed.node_rendezvous import NodeRendezvous, serve_as_node
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
 from ringlet.ring.rendezvous.environment import check_transport
 from ringlet.ring.wire.framing import derive
@@ -100,7 +100,9 @@ def _run(options: argparse.Namespace) -> int:
     secret = _secret(here)
     assert here.first is not None
     if here.node:
-        return follow(here.node, here.first, here.port, secret, here.slots, reach.start_timeout)
+        return serve_as_node(
+            here.node, here.first, here.port, secret, here.slots, reach.start_timeout
+        )
 
     def run(hosts: list[Host], reach: Reach) -> int:
         return launch(
@@ -137,13 +139,13 @@ def _run(options: argparse.Namespace) -> int:
             finally:
                 nodes.dismiss(code)
         return code
-    with Gate(here.nodes, address, here.port, secret, here.slots) as gate:
+    with NodeRendezvous(here.nodes, address, here.port, secret, here.slots) as rendezvous:
         code = 2
         try:
-            hosts = gate.gather(reach.start_timeout)
-            code = run(hosts, replace(reach, arrived=gate.arrived()))
+            hosts = rendezvous.gather(reach.start_timeout)
+            code = run(hosts, replace(reach, arrived=rendezvous.arrived()))
         finally:
-            gate.dismiss(code)
+            rendezvous.dismiss(code)
     return code
 
 

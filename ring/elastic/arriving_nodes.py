@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringlet.ring.hosts.hosts import Host
-from ringlet.ring.placed.gate import Gate
+from ringlet.ring.placed.node_rendezvous import NodeRendezvous
 from ringlet.ring.wire.launch_link import Channel
 
 PERIOD = 0.2  # seconds between two looks at who has come
 
 
-class ArrivingNodes(Gate):
-    """A gate that stays open, as an engine: whoever has come by it is a host.
+class ArrivingNodes(NodeRendezvous):
+    """A rendezvous that stays open while the job runs: each node that has come is a host.
 
     A node that goes takes its ranks along. Where it comes again, under its number, it counts as
     another host: what failed on it before says nothing of it now.

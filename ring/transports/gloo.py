@@ -18,9 +18,9 @@ from datetime import timedelta
 from typing import Any
 
 from ringlet.ring.errors import PeerLost, unavailable
-from ringlet.ring.float16 import Scratch
 from ringlet.ring.interrupt import Connections, interrupt_all, remember, watched
-from ringlet.ring.transports.gloo_proof import Gate, admit
+from ringlet.ring.rank_order import Scratch
+from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
 from ringlet.ring.transports.process_group import TAG, ProcessGroupCommunicator
 
 DESCRIPTORS = 1 << 16  # that a rank may have open, if the system lets it
@@ -113,8 +113,8 @@ class GlooCommunicator(ProcessGroupCommunicator):
         with watched() as connections:
             options = self._options()
             prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
-            gate = Gate(prefixed, self.rank, self.size, self._timeout)
-            gate.keyed(self._key is not None)
+            barrier = StoreBarrier(prefixed, self.rank, self.size, self._timeout)
+            barrier.keyed(self._key is not None)
             try:
                 group = self._dist.ProcessGroupGloo(prefixed, self.rank, self.size, options)
             except (RuntimeError, TimeoutError) as error:
@@ -125,7 +125,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
         self._connections = connections
         del group, options  # what holds them keeps gloo's threads
         try:
-            admit(self, gate, self._key, connections.interrupt)
+            admit(self, barrier, self._key, connections.interrupt)
         except BaseException:
             self._release()
             raise

@@ -33,7 +33,7 @@ NONCE = 32
 _WELL, _TAKEN, _LOST = "well", "taken", "lost"  # how a step has ended for the ranks together
 
 
-class Gate:
+class StoreBarrier:
     """Where the ranks of a group wait for each other, in their store; ``name`` is the group's.
 
     ``timeout`` (seconds) bounds every wait. A rank that fails says so once; then everybody fails.
@@ -125,15 +125,17 @@ def prove(comm: Communicator, key: bytes, name: bytes) -> list[int]:
     ]
 
 
-def admit(comm: Communicator, gate: Gate, key: bytes | None, interrupt: Callable[[], None]) -> None:
+def admit(
+    comm: Communicator, barrier: StoreBarrier, key: bytes | None, interrupt: Callable[[], None]
+) -> None:
     """Let the ranks of a new group prove themselves, before anything else travels. Collective.
 
     ``interrupt`` ends the group's connections. Without a ``key`` on any rank nothing is proved.
     Raises, the same on every rank, ProtocolError when somebody has taken a rank's place,
     LaunchError when some ranks have a key and others do not, PeerLost when a rank goes meanwhile.
     """
-    gate.pass_together("connected")
-    if (keys := gate.keys()) not in (0, comm.size) or (keys == 0 and key is not None):
+    barrier.pass_together("connected")
+    if (keys := barrier.keys()) not in (0, comm.size) or (keys == 0 and key is not None):
         raise LaunchError(
             f"{keys} of {comm.size} ranks have a key of the job: set {SECRET} to the same text for"
             " every rank, or for none"
@@ -146,7 +148,7 @@ def admit(comm: Communicator, gate: Gate, key: bytes | None, interrupt: Callable
         limit = time.monotonic() + PATIENCE
         while not ended.wait(LOOK):
             try:
-                over = gate.failed() or time.monotonic() > limit
+                over = barrier.failed() or time.monotonic() > limit
             except RuntimeError:  # whoever keeps the store has gone
                 over = True
             if over:
@@ -157,7 +159,7 @@ def admit(comm: Communicator, gate: Gate, key: bytes | None, interrupt: Callable
     watcher.start()
     how = why = ""
     try:
-        if strangers := prove(comm, key, gate.name):
+        if strangers := prove(comm, key, barrier.name):
             how, why = _TAKEN, taken(comm, strangers)
     except PeerLost as error:
         how, why = _LOST, unproved(comm, error)
@@ -165,8 +167,8 @@ def admit(comm: Communicator, gate: Gate, key: bytes | None, interrupt: Callable
         ended.set()
         watcher.join()
     if how:
-        gate.fail(how, why)
-    gate.pass_together("proved")
+        barrier.fail(how, why)
+    barrier.pass_together("proved")
 
 
 def taken(comm: Communicator, ranks: list[int]) -> str:

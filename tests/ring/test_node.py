@@ -11,7 +11,7 @@ import pytest
 from node_commands import ended, free_port, node
 
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.placed.gate import Gate
+from ringlet.ring.placed.node_rendezvous import NodeRendezvous
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
 from ringlet.ring.wire.entry import enter
 from ringlet.ring.wire.launch_link import Kind
@@ -100,41 +100,41 @@ def test_a_node_with_another_secret_is_not_let_in():
     ],
 )  # fmt: skip
 def test_a_node_that_says_nonsense_of_itself_is_sent_away(body):
-    with Gate(2, "127.0.0.1", 0, b"s" * 32, 1) as gate:
-        channel = came(gate, body)
-        assert (gate.channels, set(gate.names)) == ({}, {0})
-        good = came(gate, b'["host-1.x_y",2]')
-        assert gate.names[1] == ("host-1.x_y", 2)
+    with NodeRendezvous(2, "127.0.0.1", 0, b"s" * 32, 1) as rendezvous:
+        channel = came(rendezvous, body)
+        assert (rendezvous.channels, set(rendezvous.names)) == ({}, {0})
+        good = came(rendezvous, b'["host-1.x_y",2]')
+        assert rendezvous.names[1] == ("host-1.x_y", 2)
         channel.close()
         good.close()
 
 
 def test_a_node_that_comes_twice_is_told_why_it_has_to_go():
-    with Gate(2, "127.0.0.1", 0, b"s" * 32, 1) as gate:
-        first = came(gate, b'["a",1]')
-        second = came(gate, b'["b",1]')
-        assert (gate.names[1], gate.replaced) == (("b", 1), [1])
+    with NodeRendezvous(2, "127.0.0.1", 0, b"s" * 32, 1) as rendezvous:
+        first = came(rendezvous, b'["a",1]')
+        second = came(rendezvous, b'["b",1]')
+        assert (rendezvous.names[1], rendezvous.replaced) == (("b", 1), [1])
         assert first.wait(60)
         assert [kind for kind, _ in first.receive()] == [Kind.REPLACED]
         first.close()
         second.close()
 
 
-def came(gate, body):
-    """Let a node say ``body``; return its end once the gate has heard it."""
-    address, before = gate._listener.address, gate.channels.get(1)
+def came(rendezvous, body):
+    """Let a node say ``body``; return its end once the rendezvous has heard it."""
+    address, before = rendezvous._listener.address, rendezvous.channels.get(1)
     found = []
     node = threading.Thread(target=lambda: found.append(enter(address, b"s" * 32, 1)))
     node.start()
     limit = time.monotonic() + 60
-    while gate.channels.get(1) is before:
-        gate.serve(0.01)
+    while rendezvous.channels.get(1) is before:
+        rendezvous.serve(0.01)
         assert time.monotonic() < limit
     node.join(60)
     found[0].send(Kind.NODE, body)
-    while 1 in gate.channels and 1 not in gate.names:
+    while 1 in rendezvous.channels and 1 not in rendezvous.names:
         found[0].flush()
-        gate.serve(0.01)
+        rendezvous.serve(0.01)
         assert time.monotonic() < limit
     return found[0]
 

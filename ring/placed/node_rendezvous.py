@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet that nobody reaches by ssh: the first one waits for the others.
+"""Where nodes meet that run ``ringlet node``, without ssh: the first one waits for the others.
 
 They prove to each other that they know a secret. Each node says what it has, hears which ranks to
 start, and in the end how the job has ended. The job's own secret is made of the nodes' and of a
@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Gate:
+class NodeRendezvous:
     """The first of ``nodes`` nodes, on ``address``; it takes ``slots`` ranks itself."""
 
     def __init__(self, nodes: int, address: str, port: int, secret: bytes, slots: int) -> None:
@@ -161,7 +161,9 @@ class Gate:
             channel.close()
 
 
-def follow(node: int, first: str, port: int, secret: bytes, slots: int, timeout: float) -> int:
+def serve_as_node(
+    node: int, first: str, port: int, secret: bytes, slots: int, timeout: float
+) -> int:
     """Be node ``node``: start what the node at ``first`` says; return the job's exit code.
 
     Raises LaunchError when it is not found within ``timeout`` seconds, or goes away.
