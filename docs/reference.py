@@ -23,11 +23,11 @@ from ringlet.__main__ import command_parser
 from ringlet.cli.commands import COMMANDS, grouped
 from ringlet.compressors import Compressor, Modifier, Traits, built_in
 from ringlet.compressors.core.options import options_of
-from ringlet.ring.variables import ENGINE, EYES, PROCESS, RANK, UNDERSTOOD, VARIABLES
+from ringlet.ring.variables import ENGINE, OBSERVE, PROCESS, RANK, UNDERSTOOD, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-TABLES = {ENGINE: "engine", EYES: "observability", PROCESS: "process", RANK: "launchers"}
+TABLES = {ENGINE: "engine", OBSERVE: "observability", PROCESS: "process", RANK: "launchers"}
 # The modules that users import; a page each.
 MODULES = {
     "ringlet": "The launcher from Python",

@@ -154,9 +154,9 @@ class Loop:
         worker.pipeline.advance()
         while self.released:
             worker.release(self.released.popleft())
-        if self._extensions.errands:
+        if self._extensions.soon:
             worker.pipeline.drain()
-            self._extensions.run_errands()
+            self._extensions.run_soon()
         if worker.complete:
             worker.encode_next()
         self._requester.ask(worker, self._life.closing)

@@ -42,14 +42,14 @@ class Extensions:
         self.comm = comm
         self._control, self._worker = control, worker
         self._expected, self._attend = expected, attend
-        self.errands: deque[Callable[[], None]] = deque()  # what is to be called soon
+        self.soon: deque[Callable[[], None]] = deque()  # what is to be called soon
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
         self._open, self._pid = True, os.getpid()
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Run ``function`` on the engine's thread, between two collectives."""
-        self.errands.append(function)
+        self.soon.append(function)
         if self._open and os.getpid() == self._pid:
             self._control.wake()
 
@@ -108,10 +108,10 @@ class Extensions:
 
     # -- called by the engine -------------------------------------------------------------------
 
-    def run_errands(self) -> None:
+    def run_soon(self) -> None:
         """Run what was asked for since the last time."""
-        while self.errands:
-            self.errands.popleft()()
+        while self.soon:
+            self.soon.popleft()()
 
     def last_calls(self) -> None:
         """Run what has to happen before this rank leaves; from the thread that shuts down."""
@@ -121,8 +121,8 @@ class Extensions:
     def over(self) -> None:
         """Run what is left to do when the engine has stopped."""
         self._open = False
-        while self.errands or self._after:
-            call = self.errands.popleft() if self.errands else self._after.pop()
+        while self.soon or self._after:
+            call = self.soon.popleft() if self.soon else self._after.pop()
             try:
                 call()
             except BaseException:  # the others have to be called all the same

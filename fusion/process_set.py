@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ringlet.fusion.recording.hops import Note, unwatched, watched
+from ringlet.fusion.recording.watched_communicator import Note, unwatched, watched
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 

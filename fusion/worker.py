@@ -33,8 +33,8 @@ from ringlet.fusion.queue.exchanges import Exchanges
 from ringlet.fusion.queue.request_executor import RequestExecutor
 from ringlet.fusion.queue.tensor_queue import TensorQueue
 from ringlet.fusion.recording.events import Observer
-from ringlet.fusion.recording.hops import unwatched
 from ringlet.fusion.recording.recorder import Recorder
+from ringlet.fusion.recording.watched_communicator import unwatched
 from ringlet.fusion.requests.handle import Expected, Signal
 from ringlet.fusion.requests.request import Request, dumps, loads
 from ringlet.ring.communicator import Communicator

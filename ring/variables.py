@@ -89,7 +89,7 @@ class Variable(NamedTuple):
     meaning: str
 
 
-ENGINE, EYES, PROCESS, RANK = "engine", "eyes", "process", "rank"
+ENGINE, OBSERVE, PROCESS, RANK = "engine", "observability", "process", "rank"
 _LAUNCHER = "set by `ringlet run`: "
 
 _RINGLET: dict[str, Variable] = {
@@ -131,17 +131,20 @@ _RINGLET: dict[str, Variable] = {
         "while ranks have joined, averages are divided by `all` ranks, as in Horovod, or by the "
         "`contributors`",
     ),
-    "METRICS": Variable(_anything, EYES, "off", "a file of JSON lines for `ringlet report`"),
+    "METRICS": Variable(_anything, OBSERVE, "off", "a file of JSON lines for `ringlet report`"),
     "METRICS_EVERY": Variable(
         _unless_empty(read_whole),
-        EYES,
+        OBSERVE,
         "0: never",
         "every so many steps, errors of each layer are measured",
     ),
     "PROMETHEUS": Variable(
-        _unless_empty(read_port), EYES, "off", "`[host:]port` to be scraped at, plus the local rank"
+        _unless_empty(read_port),
+        OBSERVE,
+        "off",
+        "`[host:]port` to be scraped at, plus the local rank",
     ),
-    "TENSORBOARD": Variable(_anything, EYES, "off", "a folder for TensorBoard"),
+    "TENSORBOARD": Variable(_anything, OBSERVE, "off", "a folder for TensorBoard"),
     "NUM_THREADS": Variable(
         _unless_empty(_positive),
         PROCESS,
@@ -230,21 +233,26 @@ _SHARED: dict[str, Variable] = {
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": Variable(
         read_whole, ENGINE, "24", "settings after which the best one stays"
     ),
-    "TIMELINE": Variable(_anything, EYES, "off", "a file: a Perfetto trace of all ranks"),
-    "TIMELINE_MARK_CYCLES": Variable(read_flag, EYES, "off", "marks of the engine's cycles in it"),
+    "TIMELINE": Variable(_anything, OBSERVE, "off", "a file: a Perfetto trace of all ranks"),
+    "TIMELINE_MARK_CYCLES": Variable(
+        read_flag, OBSERVE, "off", "marks of the engine's cycles in it"
+    ),
     "LOG_LEVEL": Variable(
         _unless_empty(lambda variable, text: check_level(text, variable)),
-        EYES,
+        OBSERVE,
         "warning",
         "trace, debug, info, warning, error, fatal",
     ),
     "STALL_CHECK_TIME_SECONDS": Variable(
-        read_number, EYES, "60", "seconds after which rank 0 names what waits, and for whom"
+        read_number,
+        OBSERVE,
+        "60",
+        "seconds after which rank 0 names what waits, and for whom",
     ),
     "STALL_SHUTDOWN_TIME_SECONDS": Variable(
-        read_number, EYES, "0: never", "seconds after which that is an error on all ranks"
+        read_number, OBSERVE, "0: never", "seconds after which that is an error on all ranks"
     ),
-    "STALL_CHECK_DISABLE": Variable(read_flag, EYES, "off", "no such warnings"),
+    "STALL_CHECK_DISABLE": Variable(read_flag, OBSERVE, "off", "no such warnings"),
 }
 VARIABLES = {f"RINGLET_{name}": variable for name, variable in (_RINGLET | _SHARED).items()}
 UNDERSTOOD = {f"HOROVOD_{name}": variable for name, variable in _SHARED.items()}

@@ -59,7 +59,7 @@ class _Call:
     problem: str
 
 
-class Ballots:
+class BucketVotes:
     """All groups, and compressed batches, by number."""
 
     def __init__(self, stragglers: Stragglers, next_number: Callable[[], int]) -> None:

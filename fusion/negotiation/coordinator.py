@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ringlet.fusion.negotiation import messages as m
-from ringlet.fusion.negotiation.bucket_votes import DAMAGED, Ballots
+from ringlet.fusion.negotiation.bucket_votes import DAMAGED, BucketVotes
 from ringlet.fusion.negotiation.request_table import RequestTable
 from ringlet.fusion.negotiation.stall_inspector import Stalled, StallInspector
 from ringlet.fusion.negotiation.stragglers import Stragglers
@@ -50,7 +50,7 @@ class Coordinator:
         self._numbers = itertools.count(1)  # of groups and batches
         self._versions = itertools.count(1)  # of EXECUTE messages
         self._stragglers = Stragglers(self._stalls.warn_after, self._stalls.clock)
-        self._ballots = Ballots(self._stragglers, partial(next, self._numbers))
+        self._votes = BucketVotes(self._stragglers, partial(next, self._numbers))
         self._size = size
         self._sets: dict[int, RequestTable] = {}
         self._sets_so_far = 0
@@ -85,7 +85,7 @@ class Coordinator:
 
     def entitle(self, group: int, title: str) -> None:
         """Call a declared group so, where it is told what waits and what failed. Any thread."""
-        self._ballots.entitle(group, title)
+        self._votes.entitle(group, title)
 
     def on_message(self, rank: int, message: bytes) -> list[bytes]:
         """Take a message of ``rank``; return what every rank is to hear."""
@@ -157,7 +157,7 @@ class Coordinator:
         if peers is None:
             refusal = m.Refusal(number, name, [rank], _was_removed(number))
             return [m.REFUSED + dumps(refusal)]
-        told = self._ballots.declare(peers, rank, name, requests, problem)
+        told = self._votes.declare(peers, rank, name, requests, problem)
         return told + self._refused_for_gone(peers)
 
     def _vote(self, rank: int, message: bytes) -> list[bytes]:
@@ -165,7 +165,7 @@ class Coordinator:
         peers = self._known(vote.process_set, rank)
         if peers is None:
             return []  # its groups ended with it
-        return self._ballots.vote(peers, rank, vote) + self._refused_for_gone(peers)
+        return self._votes.vote(peers, rank, vote) + self._refused_for_gone(peers)
 
     def _failed(self, rank: int, message: bytes) -> list[bytes]:
         failure = m.Failure(*loads(message[1:]))
@@ -174,12 +174,12 @@ class Coordinator:
             return []
         if failure.kind not in m.KINDS or type(failure.turn) is not int:
             raise ValueError(f"failed in no known way: {failure}")
-        return self._ballots.fail(peers, failure._replace(text=f"rank {rank}: {failure.text}"))
+        return self._votes.fail(peers, failure._replace(text=f"rank {rank}: {failure.text}"))
 
     def _release(self, rank: int, message: bytes) -> list[bytes]:
         number, group = loads(message[1:])
         peers = self._known(number, rank)
-        return [] if peers is None else self._ballots.release(peers, rank, group)
+        return [] if peers is None else self._votes.release(peers, rank, group)
 
     def _compare(self, rank: int, message: bytes) -> list[bytes]:
         """Compare what a batch has given to the ranks of a process set."""
@@ -204,7 +204,7 @@ class Coordinator:
         if peers is None:
             return [m.JOINED + dumps([number, -1, _was_removed(number), []])]
         told = peers.join(rank)
-        told += self._ballots.joined(peers)
+        told += self._votes.joined(peers)
         return told + peers.all_joined() + self._refused_for_gone(peers)
 
     def _announce(self, message: bytes) -> list[bytes]:
@@ -243,10 +243,10 @@ class Coordinator:
             for group, (ready, turn) in peers.unfinished().items():
                 missing = [r for r in peers.active if r not in ready]
                 found.append(Stalled(f"the rest of group {group!r}{within}", ready, missing, turn))
-        for what, (peers, (ready, turn)) in self._ballots.waiting().items():
+        for what, (peers, (ready, turn)) in self._votes.waiting().items():
             missing = [r for r in peers.ranks if r not in ready]
             found.append(Stalled(what, ready, missing, turn))
-        for (number, name), (ready, turn) in self._ballots.calls().items():
+        for (number, name), (ready, turn) in self._votes.calls().items():
             missing = [r for r in self._sets[number].ranks if r not in ready]
             found.append(Stalled(f"the declaration of {name!r}", ready, missing, turn))
         ready = [rank for rank, calls in self._set_calls.items() if calls]
@@ -299,7 +299,7 @@ class Coordinator:
                 told = removed.refuse_all(why)
                 for key in [key for key in self._digests if key[0] == number]:
                     del self._digests[key]
-                told += self._ballots.refuse_all(removed, why, retire=True)
+                told += self._votes.refuse_all(removed, why, retire=True)
         elif not text:
             ranks = loads(message[1:])
             text = self._unfit(ranks)
@@ -340,7 +340,7 @@ class Coordinator:
         if not gone:
             return []
         why = "; ".join(self._gone[rank] for rank in gone)
-        return peers.refuse_all(why, gone) + self._ballots.refuse_all(peers, why, gone)
+        return peers.refuse_all(why, gone) + self._votes.refuse_all(peers, why, gone)
 
 
 def _was_removed(number: int) -> str:

@@ -62,15 +62,16 @@ def state_of(pid: int) -> str:
 class Given:
     """What the rank says of itself, as words of one line, in this order.
 
-    ``parent`` is its process, ``seconds`` the longest silence. ``door`` is where rank 0's heartbeat
-    listens: there the number of a descriptor, elsewhere an address and a port, in ``timeout`` s.
+    ``parent`` is its process, ``seconds`` the longest silence. ``where`` says where rank 0's
+    heartbeat listens: on rank 0 the number of a descriptor, elsewhere an address and a port, to be
+    reached within ``timeout`` seconds.
     """
 
     def __init__(self, line: str) -> None:
-        rank, size, parent, seconds, secret, timeout, *door = line.split()
+        rank, size, parent, seconds, secret, timeout, *where = line.split()
         self.rank, self.size, self.parent = int(rank), int(size), int(parent)
         self.seconds, self.timeout = float(seconds), float(timeout)
-        self.secret, self.door = bytes.fromhex(secret), door
+        self.secret, self.where = bytes.fromhex(secret), where
 
 
 class Link:
@@ -205,7 +206,7 @@ class Hub(Heartbeat):
 
     def __init__(self, given: Given) -> None:
         super().__init__(given)
-        self.listener = socket.socket(fileno=int(given.door[0]))
+        self.listener = socket.socket(fileno=int(given.where[0]))
         self.listener.setblocking(False)
         self.poll.register(self.listener, select.POLLIN)
         self.strangers: dict[int, Stranger] = {}  # by descriptor
@@ -318,7 +319,7 @@ class Spoke(Heartbeat):
 
     def __init__(self, given: Given) -> None:
         super().__init__(given)
-        self.where = given.door[0], int(given.door[1])
+        self.where = given.where[0], int(given.where[1])
         self.until = time.monotonic() + given.timeout
         self.too_late = False
 

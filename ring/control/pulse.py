@@ -50,17 +50,17 @@ def start(
     size: int,
     seconds: float,
     secret: bytes,
-    door: Sequence[str | int],
+    where: Sequence[str | int],
     timeout: float = 60.0,
 ) -> subprocess.Popen[bytes] | None:
     """Start the heartbeat of rank ``rank``; None, with a warning, where that is not possible.
 
-    ``door`` is where rank 0's heartbeat listens: on rank 0 the number of a descriptor, elsewhere an
-    address and a port, which it has to be found at within ``timeout`` seconds. ``secret`` is the
+    ``where`` says where rank 0's heartbeat listens: on rank 0 the number of a descriptor, elsewhere
+    an address and a port, to be reached within ``timeout`` seconds. ``secret`` is the
     control plane's.
     """
     key = derive(secret, "heartbeat")
-    words = (rank, size, os.getpid(), seconds, key.hex(), timeout, *door)
+    words = (rank, size, os.getpid(), seconds, key.hex(), timeout, *where)
     try:
         # -I and -S: nothing of the user's is imported, and nothing that takes time.
         process = subprocess.Popen(
@@ -68,7 +68,7 @@ def start(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # buffers have locks, which a forked child may find held
-            pass_fds=[int(door[0])] if rank == 0 else [],
+            pass_fds=[int(where[0])] if rank == 0 else [],
             cwd="/",
         )
         assert process.stdin is not None

@@ -16,7 +16,7 @@ from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 
 FENCE = 1.5  # seconds that a member has to come forward which others have lost
-STRAGGLERS = 30.0  # seconds that the first epoch waits for more ranks than it needs
+LATECOMERS = 30.0  # seconds that the first epoch waits for more ranks than it needs
 LEAVE = 5.0  # seconds that a member has to leave which does not belong to the job any more
 
 
@@ -227,7 +227,7 @@ class Membership:
 
     @property
     def _stragglers(self) -> float:
-        return min(STRAGGLERS, self.rules.timeout)
+        return min(LATECOMERS, self.rules.timeout)
 
     def _usable(self, host: str, now: float) -> bool:
         barred = self._barred.get(host)

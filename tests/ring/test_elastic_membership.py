@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ringlet.ring.elastic.membership import FENCE, LEAVE, STRAGGLERS, Membership
+from ringlet.ring.elastic.membership import FENCE, LATECOMERS, LEAVE, Membership
 from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
@@ -387,9 +387,9 @@ def test_the_first_epoch_does_not_wait_for_ever_for_more_than_it_needs():
     members.decide(0.0)
     members.asks(0, (), 1.0)
     members.asks(1, (), 2.0)
-    assert members.patience(2.0) == STRAGGLERS
-    assert not members.decide(1.9 + STRAGGLERS).seats
-    todo = members.decide(2.0 + STRAGGLERS)
+    assert members.patience(2.0) == LATECOMERS
+    assert not members.decide(1.9 + LATECOMERS).seats
+    todo = members.decide(2.0 + LATECOMERS)
     assert ranks(todo) == {0: 0, 1: 1}
     assert todo.notes == ["2 ranks begin; process 2 on a did not call init, and may come later"]
     members.asks(2, (), 60.0)
