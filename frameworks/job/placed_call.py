@@ -1,4 +1,4 @@
-"""A function called as a rank, in a worker that an engine has placed; and what came of it."""
+"""A function called as a rank, in a worker of Ray, Spark or Dask; and what came of it."""
 
 from __future__ import annotations
 

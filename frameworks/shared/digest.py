@@ -1,4 +1,4 @@
-"""The check behind the first promise: replicas hold the same bits."""
+"""Whether all ranks hold the same bits in some arrays: one hash of them is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller and its ranks hand each other: the call, results, and tracebacks."""
+"""The call of ``ringlet.run`` as bytes, and from bytes what its ranks returned, or raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``ringlet.run`` and its ranks hand each other: sealed pickles in the job's store."""
+"""Calls and results of ``ringlet.run`` in the store: who pickles them, key and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank for a while: what a worker of an engine becomes, and what it is again afterwards."""
+"""A worker of Ray, Spark or Dask as a rank for a while: what is changed, and put back."""
 
 from __future__ import annotations
 

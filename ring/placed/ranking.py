@@ -1,4 +1,4 @@
-"""Which process of an engine becomes which rank: ranks of a node follow each other."""
+"""Which worker of Ray, Spark or Dask becomes which rank: ranks of a node follow each other."""
 
 from __future__ import annotations
 

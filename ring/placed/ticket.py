@@ -1,4 +1,4 @@
-"""What the driver hands each rank over the engine's channel: all it needs to join the job."""
+"""What the driver of Ray, Spark or Dask hands each worker, so that it can join the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check behind the first promise: replicas hold the same bits."""
+"""Whether replicas of a model hold the same bits on all ranks, in training and when asked."""
 
 from __future__ import annotations
 

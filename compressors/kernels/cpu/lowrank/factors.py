@@ -1,8 +1,8 @@
-"""Factors of low-rank approximations: orthonormal rows, and products of factors and matrices.
+"""Factors of low-rank approximations: orthonormal rows, and what the next step begins with.
 
-Every rank must get the same bits from ``orthonormal`` and ``product``, on any processor: sums have
-a fixed order. No library is asked, whose threads would wait for one another where several ranks
-share a machine's cores.
+Every rank must get the same bits from ``orthonormal``, on any processor: sums have a fixed order.
+No library is asked, whose threads would wait for one another where several ranks share a machine's
+cores.
 """
 
 from __future__ import annotations
