@@ -3,8 +3,8 @@
 Small reductions are MPI's own, because it knows the machine's hierarchy; large ones go around a
 ring (``ringlet.ring.transports.mpi_ring``). 16-bit floats, minima and maxima of floats (where MPI
 says nothing about NaN and signed zeros), and short integers where the library's sums of them
-saturate, are combined in rank order by ``ringlet.ring.float16``. What is only moved travels as
-bytes.
+saturate, are combined in rank order by ``ringlet.ring.rank_order``. What is only moved travels
+as bytes.
 """
 
 from __future__ import annotations
