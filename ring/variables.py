@@ -61,12 +61,18 @@ def _positive(variable: str, text: str) -> None:
         raise ValueError(f"{variable}={text!r} is not a whole number of at least 1")
 
 
-def _one_of(*words: str) -> Check:
-    def check(variable: str, text: str) -> None:
+def one_of(*words: str) -> Callable[[str, str], str]:
+    """Return what reads one of ``words``, which are exact."""
+
+    def read_word(variable: str, text: str) -> str:
         if text not in words:
             raise ValueError(f"{variable}={text!r} is not one of {', '.join(words)}")
+        return text
 
-    return check
+    return read_word
+
+
+read_collective = one_of("auto", "allgather", "scatter_reduce")
 
 
 def _unless_empty(check: Check) -> Check:
@@ -111,7 +117,7 @@ _RINGLET: dict[str, Variable] = {
         "collectives by the cost model",
     ),
     "COLLECTIVE": Variable(
-        _one_of("auto", "allgather", "scatter_reduce"),
+        read_collective,
         ENGINE,
         "auto",
         "`allgather` or `scatter_reduce`, where either is possible",
@@ -125,7 +131,7 @@ _RINGLET: dict[str, Variable] = {
         "of nothing ([design](design.md#what-is-compared))",
     ),
     "JOIN_DIVISOR": Variable(
-        _one_of("all", "contributors"),
+        one_of("all", "contributors"),
         ENGINE,
         "all",
         "while ranks have joined, averages are divided by `all` ranks, as in Horovod, or by the "

@@ -10,7 +10,16 @@ from ringlet.fusion import Limits
 from ringlet.fusion.autotune.choice import ALL, names
 from ringlet.fusion.limits import DIVISORS, UNKNOWN
 from ringlet.job.link_settings import MEASURE, parse_link
-from ringlet.ring.variables import OFF, ON, given, read_flag, read_number, read_whole
+from ringlet.ring.variables import (
+    OFF,
+    ON,
+    given,
+    one_of,
+    read_collective,
+    read_flag,
+    read_number,
+    read_whole,
+)
 
 T = TypeVar("T")
 
@@ -44,8 +53,8 @@ def limits_from(env: Mapping[str, str]) -> Limits:
         verify_sums=_read(env, "VERIFY_SUMS", read_whole, None),
         latency=link.latency,
         bandwidth=link.bandwidth,
-        collective=_collective(env),
-        join_divisor=_divisor(env),
+        collective=read_collective(*_own(env, "COLLECTIVE", default.collective)),
+        join_divisor=one_of(*DIVISORS)(*_own(env, "JOIN_DIVISOR", default.join_divisor)),
         autotune=autotune,
         autotune_log=_read(env, "AUTOTUNE_LOG", _text, default.autotune_log),
         autotune_warmup=_read(env, "AUTOTUNE_WARMUP_SAMPLES", read_whole, default.autotune_warmup),
@@ -79,21 +88,6 @@ def _tuned(env: Mapping[str, str]) -> str:
     return chosen
 
 
-def _collective(env: Mapping[str, str]) -> str:
-    named = env.get("RINGLET_COLLECTIVE", "auto")
-    known = ("auto", "allgather", "scatter_reduce")
-    if named not in known:
-        raise ValueError(f"RINGLET_COLLECTIVE={named!r} is not one of {', '.join(known)}")
-    return named
-
-
-def _divisor(env: Mapping[str, str]) -> str:
-    named = env.get("RINGLET_JOIN_DIVISOR", "all")
-    if named not in DIVISORS:
-        raise ValueError(f"RINGLET_JOIN_DIVISOR={named!r} is not one of {', '.join(DIVISORS)}")
-    return named
-
-
 def wishes_from(env: Mapping[str, str]) -> set[str]:
     """Read what a ``Runtime`` shall do besides: "measure" the link, be "hierarchical", "staged"."""
     asked = {
@@ -108,6 +102,12 @@ def _read(env: Mapping[str, str], name: str, reader: Callable[[str, str], T], de
     """Read RINGLET_``name``, or else HOROVOD_``name``, if there is one."""
     found = given(env, name)
     return default if found is None else reader(*found)
+
+
+def _own(env: Mapping[str, str], name: str, default: str) -> tuple[str, str]:
+    """Return RINGLET_``name``, which Horovod does not have, and what it says."""
+    variable = f"RINGLET_{name}"
+    return variable, env.get(variable, default)
 
 
 def _text(variable: str, text: str) -> str:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.negotiation.bucket_votes import DAMAGED, BucketVotes
 from ringlet.fusion.negotiation.request_table import RequestTable
@@ -20,7 +21,6 @@ from ringlet.fusion.negotiation.stragglers import Stragglers
 from ringlet.fusion.negotiation.validation import differing, listed
 from ringlet.fusion.requests.request import Request, dumps, loads
 
-CACHE_CAPACITY = 4096
 _PROTOTYPES = 1 << 12  # that are kept as objects
 
 
@@ -42,7 +42,7 @@ class Coordinator:
     def __init__(
         self,
         size: int,
-        cache_capacity: int = CACHE_CAPACITY,
+        cache_capacity: int = Limits.cache_capacity,
         stalls: StallInspector | None = None,
     ) -> None:
         self._capacity = cache_capacity

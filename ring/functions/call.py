@@ -100,7 +100,7 @@ def run(
         function = fn
         return run_local(lambda _: function(*args, **dict(kwargs or {})), size)
     interfaces = tuple(name for name in (network_interface or "").split(",") if name)
-    patience = 120.0 if start_timeout is None else start_timeout
+    patience = Reach.start_timeout if start_timeout is None else start_timeout
     reach = Reach(rsh, ssh_port, ssh_identity_file, interfaces, patience, tuple(env or ()))
     command = worker_command(str(meant.get("executable", sys.executable)))
     call = packed_call(fn, tuple(args), dict(kwargs or {}))
