@@ -214,7 +214,10 @@ _SHARED: dict[str, Variable] = {
         "room",
     ),
     "NUM_NCCL_STREAMS": Variable(
-        _positive, ENGINE, "4", "Horovod's name of `RINGLET_STREAMS`, which counts before it"
+        _positive,
+        ENGINE,
+        "4",
+        "Horovod's name of `RINGLET_STREAMS`; where both are set, the latter counts",
     ),
     "HIERARCHICAL_ALLREDUCE": Variable(
         read_flag,
