@@ -8,13 +8,13 @@ from contextlib import suppress
 
 from ringlet.job.link_settings import parse_link
 from ringlet.ring.command.cli import UsageError
-from ringlet.ring.cost.link_probe import Link
+from ringlet.ring.cost.link_probe import MeasuredLink
 
 _RATE = re.compile(r"\s*([0-9.]+)\s*([kmgtKMGT]?)([bB]it|B)(?:/s)?\s*")
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
-def assumed_link(text: str) -> Link:
+def assumed_link(text: str) -> MeasuredLink:
     """Read ``1gbit``, or what RINGLET_LINK takes: ``100us,1Gbit/s``. Raises UsageError."""
     latency, rate = 0.0, 0.0
     found = _RATE.fullmatch(text)
@@ -30,7 +30,7 @@ def assumed_link(text: str) -> Link:
             f"--link {text!r} names no link: write 1gbit, 100mbit or 125MB/s, or a latency too, as"
             " in 100us,1Gbit/s"
         )
-    return Link("any host", "any other", latency, rate)
+    return MeasuredLink("any host", "any other", latency, rate)
 
 
 def assumed_hosts(hosts: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ from ringlet.compressors.base.contract import storage
 from ringlet.job.capabilities import gpu_path
 from ringlet.ring.command.cli import UsageError, add_hosts, reach_of, size_of
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.cost.link_probe import Link, measure_links
+from ringlet.ring.cost.link_probe import MeasuredLink, measure_links
 from ringlet.ring.errors import RingError
 from ringlet.ring.hosts.hosts import chosen_hosts
 from ringlet.ring.launch.job import launch
@@ -143,7 +143,7 @@ def _as_objects(findings: Sequence[Finding]) -> list[dict[str, object]]:
     return [{"name": f.name, "text": f.text, "good": f.good} for f in findings]
 
 
-def _as_rank(ranks_only: bool, as_json: bool = False, assumed: Link | None = None) -> int:
+def _as_rank(ranks_only: bool, as_json: bool = False, assumed: MeasuredLink | None = None) -> int:
     try:
         comm = connect()
     except RingError as error:
@@ -234,7 +234,7 @@ def _differing(found: Sequence[dict[str, str]]) -> list[str]:
     return [name for name in found[0] if len({one[name] for one in found}) > 1]
 
 
-def _links(links: Sequence[Link]) -> bool:
+def _links(links: Sequence[MeasuredLink]) -> bool:
     if not links:
         print("  all ranks are on one host: there is no network between them")
     for link in links:
@@ -247,7 +247,7 @@ def _links(links: Sequence[Link]) -> bool:
     return not any(link.error for link in links)
 
 
-def _verdict(codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[Link]) -> None:
+def _verdict(codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[MeasuredLink]) -> None:
     if not links:
         print("\nInside one host compression saves no time: compression='none'.")
         return
@@ -271,7 +271,7 @@ def _verdict(codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[Link
 
 
 def _predicted(
-    codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[Link]
+    codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[MeasuredLink]
 ) -> list[Prediction]:
     """Return what each codec would gain on the slowest of ``links``."""
     per_byte = 4.0 * SIDE * SIDE / min(link.rate for link in links)

@@ -19,7 +19,7 @@ from ringlet.fusion.planning.member import Member
 from ringlet.fusion.planning.strategy import choose
 from ringlet.fusion.process_set import Peers
 from ringlet.fusion.recording.recorder import Recorder
-from ringlet.ring.collectives.two_level import Shard, two_level
+from ringlet.ring.collectives.two_level import HostShard, two_level
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import Steps
@@ -64,7 +64,7 @@ class TwoLevelBucket(Bucket):
         for part, start, stop in zip(self._parts, ends, ends[1:], strict=False):
             part.input, part.output = sums[start:stop], results[start:stop]
         self.fatal = self._seen  # some ranks may have seen the sum of their shard, and others not
-        shard, plan = Shard(self._codec, sums, results), self.plan_of(epoch)
+        shard, plan = HostShard(self._codec, sums, results), self.plan_of(epoch)
         steps = two_level(comm, self._buffer, self._buffer, self._counts, shard, allocate, plan)
         start_s = time.perf_counter()
         for wire in steps:

@@ -31,7 +31,7 @@ class Single(NamedTuple):
     spans: Sequence[Span]
 
 
-class Mark(NamedTuple):
+class Instant(NamedTuple):
     """Something that happened at once: a cycle, an abandoned step."""
 
     name: str
@@ -78,7 +78,7 @@ class Renderer:
             yield self._whole(f"step of {item.owner}", item.start, item.end, PROGRAM, detail)
         elif isinstance(item, Single):
             yield from self._single(item)
-        elif isinstance(item, Mark):
+        elif isinstance(item, Instant):
             yield self._instant(item.name, item.at, ENGINE, item.detail)
         elif isinstance(item, Stretch):
             yield self._whole(item.name, item.start, item.end, PROGRAM + 1, {})

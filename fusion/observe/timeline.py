@@ -23,7 +23,7 @@ import numpy as np
 
 from ringlet.fusion.observe.clocks import estimate
 from ringlet.fusion.observe.merge import merge, rank_file
-from ringlet.fusion.observe.render import Clock, Mark, Renderer, Single, Stretch
+from ringlet.fusion.observe.render import Clock, Instant, Renderer, Single, Stretch
 from ringlet.fusion.observe.tracefile import TraceFile
 from ringlet.fusion.recording.events import BucketDone, Quiet, Span, StepDone
 from ringlet.ring.communicator import Communicator
@@ -71,12 +71,12 @@ class Timeline(Quiet):
     def abandoned(self, owner: str, step: int, why: str) -> None:
         """Mark a step that failed."""
         detail = {"group": owner, "step": step, "why": why}
-        self._put(Mark("step abandoned", time.perf_counter(), detail))
+        self._put(Instant("step abandoned", time.perf_counter(), detail))
 
     def cycle(self, at: float, tensors: int) -> None:
         """Mark a cycle, if that was asked for."""
         if self._marks:
-            self._put(Mark("CYCLE_START", at, {"tensors": tensors}))
+            self._put(Instant("CYCLE_START", at, {"tensors": tensors}))
 
     def stretch(self, name: str, start: float, end: float) -> None:
         """Draw a stretch of the program's own time. From any thread."""

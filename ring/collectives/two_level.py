@@ -41,7 +41,7 @@ def _allocate(nbytes: int) -> Array:
 
 
 @dataclass(frozen=True)
-class Shard:
+class HostShard:
     """What this rank compresses: its part of the host's sum.
 
     ``codec`` encodes ``values`` (flat float32), which the exchange fills beforehand, and decodes
@@ -59,7 +59,7 @@ def two_level(
     send: Array,
     receive: Array,
     counts: Sequence[int],
-    shard: Shard,
+    shard: HostShard,
     allocate: Allocate = _allocate,
     plan: int = 0,
 ) -> Steps:

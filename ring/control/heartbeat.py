@@ -74,7 +74,7 @@ class Given:
         self.secret, self.where = bytes.fromhex(secret), where
 
 
-class Link:
+class BeatLink:
     """One connection, once both ends have proved who they are and so have ``keys``."""
 
     def __init__(self, sock: socket.socket, keys: Keys) -> None:
@@ -129,7 +129,7 @@ class Heartbeat(ABC):
         with contextlib.suppress(OSError, AttributeError):  # older kernels: it is looked at
             self.ended = os.pidfd_open(self.parent)
             self.poll.register(self.ended, select.POLLIN)
-        self.links: dict[int, Link] = {}  # by rank
+        self.links: dict[int, BeatLink] = {}  # by rank
 
     def run(self) -> None:
         """Beat and listen until the rank has left, or has ended."""
@@ -179,7 +179,7 @@ class Heartbeat(ABC):
         for link in self.links.values():
             link.send(kind, self.rank)
 
-    def join(self, rank: int, link: Link) -> None:
+    def join(self, rank: int, link: BeatLink) -> None:
         """Begin to listen to ``rank``."""
         self.links[rank] = link
         link.sock.setblocking(False)
@@ -297,7 +297,7 @@ class Hub(Heartbeat):
             self.poll.unregister(stranger.sock)
             with contextlib.suppress(OSError):
                 stranger.sock.send(welcome)
-            self.join(rank, Link(stranger.sock, keys))
+            self.join(rank, BeatLink(stranger.sock, keys))
             self.arrived.add(rank)
             if self.last_word is not None:
                 self.links[rank].send(self.last_word, self.rank)
@@ -333,13 +333,13 @@ class Spoke(Heartbeat):
         self.tell("joined")
         super().run()
 
-    def connect(self) -> Link | None:
+    def connect(self) -> BeatLink | None:
         """Return the link to rank 0's heartbeat; None where there is none yet."""
         sock: socket.socket | None = None
         try:
             sock = socket.create_connection(self.where, timeout=HANDSHAKE)
             who = Claim(0, self.rank, self.size)
-            return Link(sock, connect_as(sock, self.secret, who, time.monotonic() + HANDSHAKE))
+            return BeatLink(sock, connect_as(sock, self.secret, who, time.monotonic() + HANDSHAKE))
         except ConnectionRefusedError:
             self.too_late = True  # rank 0's listened before anybody was told where
         except (OSError, ProtocolError):

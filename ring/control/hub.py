@@ -28,7 +28,7 @@ from ringlet.ring.control.frame_kinds import (
     shut,
     unpack,
 )
-from ringlet.ring.control.in_process import Coordinator, Inbox, usable
+from ringlet.ring.control.in_process import Inbox, SerialHandler, usable
 from ringlet.ring.control.plane import ControlPlane, Handler
 from ringlet.ring.control.pulse import Pulse
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
@@ -71,7 +71,7 @@ class TcpHub(ControlPlane):
         self._secret = secret
         self._listener = listener
         self._inbox = Inbox()
-        self._coordinator = Coordinator(handler, self._deliver, self._fail)
+        self._coordinator = SerialHandler(handler, self._deliver, self._fail)
         self._lock = self._coordinator.lock
         self._pending: list[_Peer] = []
         self._peers: dict[int, _Peer] = {}

@@ -59,7 +59,7 @@ class Inbox:
         return messages
 
 
-class Coordinator:
+class SerialHandler:
     """The handler on rank 0, called by one thread at a time.
 
     ``deliver`` hands what the handler returns to every rank, under the same lock, so that the
@@ -115,7 +115,7 @@ class LocalHub:
     def __init__(self, handler: Handler, size: int) -> None:
         self.size = size
         self.inboxes = [Inbox() for _ in range(size)]
-        self.coordinator = Coordinator(handler, self._deliver, self._fail)
+        self.coordinator = SerialHandler(handler, self._deliver, self._fail)
         self.closed: PeerLost | None = None  # why rank 0 no longer answers
 
     def leave(self, rank: int, why: str) -> None:

@@ -27,7 +27,7 @@ _TOLD = struct.Struct("!Qd")
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """One direction between two hosts: ``latency`` in seconds one way, ``rate`` in bytes/s.
 
     ``error`` says why nothing could be measured.
@@ -45,7 +45,7 @@ def measure_links(
     hosts: Sequence[str],
     seconds: float = 1.0,
     pairs: Sequence[tuple[str, str]] | None = None,
-) -> list[Link]:
+) -> list[MeasuredLink]:
     """Measure, pair after pair, the links between the hosts; collective, the same on every rank.
 
     ``hosts`` is the host of every rank; the first rank of each takes part. ``pairs`` are the hosts
@@ -71,10 +71,10 @@ def measure_links(
         pairs = [(a, b) for a in names for b in names if a != b]
     elif pairs is None:
         pairs = list(zip(names, names[1:] + names[:1], strict=True))
-    measured: list[Link] = []
+    measured: list[MeasuredLink] = []
     try:
         for source, target in pairs:
-            link: Link | None = None
+            link: MeasuredLink | None = None
             address, why_not = places[target]
             try:
                 if why_not:
@@ -86,18 +86,18 @@ def measure_links(
                     _answer(listener, shared)
             except (OSError, ProtocolError) as failure:
                 if comm.rank == leaders[source]:
-                    link = Link(source, target, error=f"{address or target}: {failure}")
+                    link = MeasuredLink(source, target, error=f"{address or target}: {failure}")
             said = comm.broadcast_bytes(
                 None if link is None else json.dumps(asdict(link)).encode(), leaders[source]
             )
-            measured.append(Link(**json.loads(said)))
+            measured.append(MeasuredLink(**json.loads(said)))
     finally:
         if listener is not None:
             listener.close()
     return measured
 
 
-def _drive(source: str, target: str, address: str, key: bytes, seconds: float) -> Link:
+def _drive(source: str, target: str, address: str, key: bytes, seconds: float) -> MeasuredLink:
     with socket.create_connection(split_port(address), timeout=PATIENCE) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keys = connect_as(sock, key, Claim(0, 0, 0), time.monotonic() + PATIENCE)
@@ -118,7 +118,7 @@ def _drive(source: str, target: str, address: str, key: bytes, seconds: float) -
         frame = receive(sock, OVERHEAD + _TOLD.size, time.monotonic() + PATIENCE)
         ((_, told),) = Incoming(keys.receiving, {0}, _TOLD.size).feed(frame)
         received, spent = _TOLD.unpack(told)
-    return Link(source, target, statistics.median(trips) / 2, received / max(spent, 1e-9))
+    return MeasuredLink(source, target, statistics.median(trips) / 2, received / max(spent, 1e-9))
 
 
 def _answer(listener: socket.socket, key: bytes) -> None:

@@ -17,7 +17,7 @@ from ringlet.ring.control import pulse
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.held_back import HeldBack
 from ringlet.ring.elastic.membership import Decisions, Member, Membership
-from ringlet.ring.elastic.placement_engine import Engine, Started, StartedProcess
+from ringlet.ring.elastic.placement_engine import PlacementEngine, StartedMember, StartedProcess
 from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LOST_PEER, LaunchError
 from ringlet.ring.hosts.forwarding import forwarded
@@ -48,7 +48,7 @@ NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
 def launch(
     command: Sequence[str],
     rules: Rules,
-    discovery: Discovery | Engine,
+    discovery: Discovery | PlacementEngine,
     transport: str | None = None,
     env: Mapping[str, str] | None = None,
     *,
@@ -94,7 +94,7 @@ class Driver:
         self,
         command: Sequence[str],
         rules: Rules,
-        discovery: Discovery | Engine,
+        discovery: Discovery | PlacementEngine,
         transport: str | None,
         env: Mapping[str, str],
         reach: Reach,
@@ -118,7 +118,7 @@ class Driver:
         self._questions: dict[int, int] = {}  # the last of each member
         self._changes = 0
         self._held_back = HeldBack(self.kv_store)
-        self._started: dict[int, Started] = {}  # by member
+        self._started: dict[int, StartedMember] = {}  # by member
         self._start_by: dict[int, float] = {}  # when a member has to have reported
         self._kill_at: dict[int, float] = {}  # when a member that was killed is given up
         self._silence = self._heartbeat()

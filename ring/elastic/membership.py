@@ -39,7 +39,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Seat:
+class EpochSeat:
     """What a member is told when an epoch begins."""
 
     epoch: int
@@ -58,7 +58,7 @@ class Decisions:
 
     start: list[Member] = field(default_factory=list)
     kill: list[Member] = field(default_factory=list)
-    seats: dict[int, Seat] = field(default_factory=dict)  # by member
+    seats: dict[int, EpochSeat] = field(default_factory=dict)  # by member
     dismiss: dict[int, str] = field(default_factory=dict)  # by member: why
     lost: list[int] = field(default_factory=list)  # epochs in which nobody else can meet
     changed: bool = False
@@ -421,7 +421,9 @@ class Membership:
             at = local[member.host] = local.get(member.host, -1) + 1
             together = sum(other.host == member.host for other in taking)
             assert member.rank is not None
-            todo.seats[member.number] = Seat(self.epoch, member.rank, len(taking), at, together)
+            todo.seats[member.number] = EpochSeat(
+                self.epoch, member.rank, len(taking), at, together
+            )
         if self.epoch > 1:
             ranks = "1 rank" if len(taking) == 1 else f"{len(taking)} ranks"
             todo.notes.append(f"epoch {self.epoch}: {ranks}")

@@ -12,7 +12,7 @@ from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.processes import processes
 
 
-class Started(Protocol):
+class StartedMember(Protocol):
     """Whatever was started for a member: its wrapper, a remote shell, or an actor of an engine."""
 
     def poll(self) -> int | None:
@@ -25,7 +25,7 @@ class Started(Protocol):
         """Wait for its end so long, then end it."""
 
 
-class Engine(Protocol):
+class PlacementEngine(Protocol):
     """Something that has machines and starts members on them, instead of a script and a shell.
 
     ``look`` and ``patience`` are as those of ``ringlet.ring.elastic.discovery.Discovery``.
@@ -44,7 +44,7 @@ class Engine(Protocol):
     def patience(self, now: float) -> float | None:
         """Return the seconds until there is something to look at, None for ever."""
 
-    def start(self, host: str, order: Mapping[str, Any]) -> Started:
+    def start(self, host: str, order: Mapping[str, Any]) -> StartedMember:
         """Have an agent (``ringlet.ring.launch.agent``) on ``host`` obey ``order``."""
 
 

@@ -12,7 +12,7 @@ from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore
 
 
-class Verdict:
+class FailureReport:
     """Watches the ranks of ``rank_table`` for failures.
 
     ``kv_store`` holds what ranks have left, ``manager`` is MPI's process manager if there is one.

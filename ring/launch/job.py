@@ -11,7 +11,7 @@ from typing import Any
 
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
-from ringlet.ring.launch.failure_report import Verdict
+from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.helpers import Helpers
 from ringlet.ring.launch.plan import Plan
 from ringlet.ring.launch.rank_table import RankTable
@@ -110,9 +110,9 @@ class Job:
             files = f"; what rank N prints is in {output}/rank.N too" if output else ""
             self.printer.note(f"{self._plan}{files}")
         self._rank_table = RankTable(site.ranks(), self.printer, self._task, self._plan.pmi)
-        self._verdict = Verdict(self._rank_table, self.kv_store, site.several)
+        self._failure = FailureReport(self._rank_table, self.kv_store, site.several)
         self._helpers = Helpers(site, self._rank_table)
-        self._ending = Termination(self._rank_table, self._verdict, self.printer, grace)
+        self._ending = Termination(self._rank_table, self._failure, self.printer, grace)
 
     def run(self, parcels: Mapping[str, bytes] | None = None) -> Outcome:
         """Start the ranks and serve them until none is left. Raises LaunchError.
@@ -137,7 +137,7 @@ class Job:
             managed = self._plan.transport == "mpi" and self._plan.pmi is None
             self._helpers.start(managed, self._listener, self._plan.remote_env)
             if managed:
-                self._verdict.manager = self._helpers.started[0]
+                self._failure.manager = self._helpers.started[0]
             while self.printer.pending or not self._rank_table.done or not self._ending.explained:
                 self._step()
             said = self.printer.losses.summary()
@@ -146,12 +146,12 @@ class Job:
             if self._remind() or said:
                 with contextlib.suppress(BrokenPipeError):
                     self.printer.write()
-        first, interrupted = self._verdict.first, self._ending.interrupted
+        first, interrupted = self._failure.first, self._ending.interrupted
         number = None if first is None else first.number
-        return Outcome(self._ending.code(), number, self._verdict.reason(), interrupted)
+        return Outcome(self._ending.code(), number, self._failure.reason(), interrupted)
 
     def _remind(self) -> bool:
-        first = self._verdict.first
+        first = self._failure.first
         if self._quiet or first is None or self._ending.forwarded:
             return False
         name = f"rank {first.number}"

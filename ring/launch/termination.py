@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from ringlet.ring.launch.failure_report import Verdict
+from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.rank_table import RankTable
 from ringlet.ring.processes.output import Printer
 
@@ -14,7 +14,7 @@ STUCK = 5.0  # seconds after SIGKILL until a rank that cannot be killed is given
 
 
 class Termination:
-    """Ends what is left of the ranks of ``rank_table`` once the ``verdict`` is reached.
+    """Ends what is left of the ranks of ``rank_table`` once ``failure`` is known.
 
     The others first have NOTICE seconds to find out themselves, and ``grace`` ones after SIGTERM.
 
@@ -22,11 +22,11 @@ class Termination:
     """
 
     def __init__(
-        self, rank_table: RankTable, verdict: Verdict, printer: Printer, grace: float
+        self, rank_table: RankTable, failure: FailureReport, printer: Printer, grace: float
     ) -> None:
         self.forwarded: list[int] = []
         self.killed = False
-        self._rank_table, self._verdict, self._printer = rank_table, verdict, printer
+        self._rank_table, self._failure, self._printer = rank_table, failure, printer
         self._grace = grace
         self._ask_at: float | None = None
         self._kill_at: float | None = None
@@ -41,7 +41,7 @@ class Termination:
     @property
     def explained(self) -> bool:
         """Whether all is known about why the job failed, if it has."""
-        return self._verdict.explained(self.killed)
+        return self._failure.explained(self.killed)
 
     def forward(self, number: int) -> None:
         """Pass signal ``number`` on to every rank; the second SIGINT kills."""
@@ -64,18 +64,18 @@ class Termination:
     def judge(self) -> None:
         """End the other ranks when one has failed, say why, and kill when their time is up."""
         now = time.monotonic()
-        if not self._broken and self._verdict.reached():
+        if not self._broken and self._failure.reached():
             self._ask_at = self._ask_at or now + (0.0 if self.forwarded else NOTICE)
             self._rank_table.give_up_missing()
         if self._ask_at is not None and now >= self._ask_at:
             self._end_others()
-        first = self._verdict.first
+        first = self._failure.first
         if first and first.done and not self._announced and self.explained:
             self._announced = True  # after what the rank had to say itself
             if not self.forwarded:
-                others = bool(self._verdict.running) and self._verdict.aborted() is None
+                others = bool(self._failure.running) and self._failure.aborted() is None
                 ending = "; ending the other ranks" if others else ""
-                self._printer.note(f"{self._verdict.reason()}{ending}")
+                self._printer.note(f"{self._failure.reason()}{ending}")
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._kill()
 
@@ -97,16 +97,16 @@ class Termination:
 
     def code(self) -> int:
         """Return the exit code of the job."""
-        if self._verdict.first is None:
+        if self._failure.first is None:
             return 128 + signal.SIGPIPE if self._broken else 0
-        return 128 + signal.SIGINT if self.interrupted and self.killed else self._verdict.code()
+        return 128 + signal.SIGINT if self.interrupted and self.killed else self._failure.code()
 
     def _end_others(self) -> None:
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._grace
             self._rank_table.give_up_missing()
             if not self.forwarded:  # otherwise they know, and may be saving their work
-                self._rank_table.signal(signal.SIGTERM, spared=self._verdict.first)
+                self._rank_table.signal(signal.SIGTERM, spared=self._failure.first)
 
     def _kill(self) -> None:
         if self.killed:

@@ -12,7 +12,7 @@ import pytest
 
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch import start
-from ringlet.ring.launch.failure_report import Verdict
+from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.processes.output import Printer
 from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
@@ -25,14 +25,16 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 LEFT = "rank {} exited with code 0 while others still needed it, so rank {} exited with code 75"
 
 
-def verdict(codes: dict[int, tuple[int | None, int]], **told: LossReport) -> Verdict:
+def verdict(codes: dict[int, tuple[int | None, int]], **told: LossReport) -> FailureReport:
     """Return the verdict on ranks with these (code, moment of the end), and what they told."""
     ranks = [Rank(n, "host", code=code, when=when) for n, (code, when) in codes.items()]
     kv_store = KvStore()
     for name, report in told.items():
         name = loss_report_name(int(name.removeprefix("rank")))
         kv_store._do(Op.SET, [name.encode(), report.pack()])
-    found = Verdict(RankTable(ranks, Printer(len(ranks)), lambda _: {}), kv_store, several=False)
+    found = FailureReport(
+        RankTable(ranks, Printer(len(ranks)), lambda _: {}), kv_store, several=False
+    )
     assert found.reached()
     assert not found.reached()
     return found

@@ -11,7 +11,7 @@ import pytest
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.cost import link_probe as links
-from ringlet.ring.cost.link_probe import Link, measure_links
+from ringlet.ring.cost.link_probe import MeasuredLink, measure_links
 from ringlet.ring.launch import machine as doctor
 from ringlet.ring.launch import start
 from ringlet.ring.launch.machine import examine, versions
@@ -27,7 +27,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_every_rank_has_the_same_figures(count: int) -> None:
-    def run(comm: Communicator) -> list[Link]:
+    def run(comm: Communicator) -> list[MeasuredLink]:
         hosts = [f"h{r % count}" for r in range(comm.size)]
         return measure_links(comm, hosts, seconds=0.02)
 

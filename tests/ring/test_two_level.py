@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ringlet.ring import PeerLost, ProtocolError, Topology
 from ringlet.ring.collectives.seal import SEAL
-from ringlet.ring.collectives.two_level import Shard, run, two_level
+from ringlet.ring.collectives.two_level import HostShard, run, two_level
 from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 from ringlet.ring.transports.local import run_local
@@ -27,7 +27,7 @@ def two_levels(comm, hosts):
 def shard_of(two, counts, scatter, codec=Int8Codec):
     values = np.full(counts[two.local.rank], np.nan, np.float32)
     own = codec(values, two.cross.size if scatter else 1)
-    return Shard(own, values, own.output)
+    return HostShard(own, values, own.output)
 
 
 def reduce(two, n, seed, scatter, counts=None, **options):
@@ -205,7 +205,7 @@ def test_a_codec_of_other_parts_is_refused():
     def wrong(comm):
         two = two_levels(comm, "aabb")
         values = np.zeros(2, np.float32)
-        shard = Shard(Int8Codec(values, 3), values, values)
+        shard = HostShard(Int8Codec(values, 3), values, values)
         with pytest.raises(ValueError, match="1 part or 2, one per host, not 3"):
             run(two_level(two, np.zeros(4, np.float32), np.zeros(4, np.float32), [2, 2], shard))
 
