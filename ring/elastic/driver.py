@@ -56,6 +56,7 @@ def launch(
     output: str | None = None,
     prefix: bool = True,
     verbose: bool = False,
+    title: str = "ringlet run",
 ) -> int:
     """Run ``command`` on ranks that come and go, by ``rules``; return the job's exit code.
 
@@ -65,7 +66,7 @@ def launch(
     LaunchError or TransportUnavailable if the job cannot start.
     """
     driver = Driver(command, rules, discovery, transport, env or {}, reach or Reach())
-    return driver.run(Printer(rules.np, prefix, output, come=True), verbose).code
+    return driver.run(Printer(rules.np, prefix, output, True, title), verbose).code
 
 
 @dataclass(frozen=True)
