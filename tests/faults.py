@@ -195,7 +195,8 @@ def play(rows: list[Row]) -> dict[str, tuple[int, int, int, list[str]]]:
     tests = sorted({test for row in rows for test in row.tests})
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-q"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+        command += ["--max-worker-restart", "0"]  # with another process pytest-xdist hangs
         command += [f"--junitxml={report}", *(str(ROOT / "tests" / test) for test in tests)]
         subprocess.run(command, check=False, cwd=ROOT)
         cases = list(ElementTree.parse(report).iter("testcase"))
