@@ -31,9 +31,7 @@ class Timelines:
     def __init__(self, extensions: Extensions) -> None:
         self._extensions = extensions
         self._number = 0  # of timelines that were started
-        self._asked = (
-            0  # the number of the one that this rank has started, or joined, and not stopped
-        )
+        self._asked = 0  # the number of the one that this rank has started or joined
         self._current: Timeline | None = None
         self._ended = threading.Event()  # whether the last one was merged
         self._ended.set()
