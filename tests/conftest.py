@@ -80,6 +80,8 @@ def _preloaded(request, servers):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Popen)
+        if mark.kwargs.get("whole_end"):
+            patch.setenv(fork_server.WHOLE_END, "1")
         yield
 
 
