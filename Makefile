@@ -9,10 +9,11 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 # Files at a time, each with processes of its own. More than cores pays, until tests run out of time.
+# A process that crashes ends the run: with another in its place pytest-xdist waits for ever.
 JOBS ?= 2
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Against real engines, in an environment of their own, one at a time. Java for Spark, and the packages
 # slurm-wlm and munge for Slurm (which wants root), have to be here.

@@ -32,8 +32,11 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / (STATE + BOUNDS
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Two threads for products of a few thousand values wait for each other more than they compute.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# XLA splits each program to compile it on many cores, which takes two thirds more of the cores.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
+# XLA splits each program to compile it on many cores, which takes two thirds more of the cores. Its
+# programs run for milliseconds, and LLVM takes seconds to make them fast: only where they compute
+# what compressors do (test_jax_sharded.py) has it to, as for users.
+XLA_FLAGS = ("--xla_cpu_parallel_codegen_split_count=1", "--xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
 
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
 import fork_server  # noqa: E402 - when the environment is as every test finds it
@@ -77,6 +80,8 @@ def _preloaded(request, servers):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Popen)
+        if mark.kwargs.get("whole_end"):
+            patch.setenv(fork_server.WHOLE_END, "1")
         yield
 
 

@@ -9,7 +9,9 @@ While its tests run, ``subprocess`` starts Python programs here: a server, which
 framework once, forks for each of them, and what it forks starts its own programs in the same way.
 So the launcher, the wrappers of ranks and the ranks are the processes that they always are, with
 the parents, sessions, descriptors, signals and exit codes that they would have. What differs:
-they share one hash seed, and ``/proc`` shows the server's command line.
+they share one hash seed, ``/proc`` shows the server's command line, and their end leaves the
+frameworks as they are, unless the mark says ``whole_end=True``: to take those apart, module by
+module and operator by operator, is most of what a short program costs.
 
 A program runs as usual, by ``exec``, where a fork could not give it what it asks for: other flags
 than -P and -u, variables that are read when the frameworks are imported, no interpreter of ours.
@@ -43,10 +45,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 TORCH = ["torch._dynamo", "torch.distributed.fsdp", "ringlet.torch", "ringlet.ring.functions.call"]
+DIGITS = "sklearn.model_selection"  # which examples and tests that train import
 FRAMEWORKS = {
-    "torch": TORCH,
-    "tensorflow": [*TORCH, "ringlet.tensorflow", "ringlet.keras", "ringlet.jax"],
-    "jax": [*TORCH, "ringlet.jax", "orbax.checkpoint", "flax.nnx"],
+    "torch": [*TORCH, DIGITS],
+    "tensorflow": [*TORCH, DIGITS, "ringlet.tensorflow", "ringlet.keras", "ringlet.jax"],
+    "jax": [*TORCH, DIGITS, "ringlet.jax", "orbax.checkpoint", "flax.nnx"],
 }
 # What is imported instead, or as well, where these variables are set.
 VARIANTS = {
@@ -74,9 +77,13 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 # What these have left to do at their end is to be rid of what they never used.
 LAUNCHERS = ("ringlet", "ringlet.ring.processes.rank_wrapper")
 
+# Set: programs take apart at their end what was imported before the fork too.
+WHOLE_END = "FORK_SERVER_WHOLE_END"
+
 USUAL = subprocess.Popen
 PR_SET_CHILD_SUBREAPER = 36
 libc = ctypes.CDLL(None, use_errno=True)
+PRELOADED: set[str] = set()  # names of modules
 SIZE = struct.Struct("!I")
 
 
@@ -269,6 +276,23 @@ def _ending(program: Program) -> int:
     return 0
 
 
+def _leave_frameworks() -> None:
+    """Let the end of this process spare what was imported before the fork, but for Ringlet.
+
+    Runs behind all other functions of ``atexit``, and before threads and modules are ended.
+    """
+    if os.environ.get(WHOLE_END):
+        return
+    spared = {
+        name: sys.modules.pop(name)
+        for name in PRELOADED.intersection(sys.modules)
+        if name.partition(".")[0] != "ringlet"
+    }
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(spared))  # for ever
+    # The first thing that the C library's exit() does: without the libraries' own destructors.
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -421,12 +445,16 @@ def main() -> None:
     which, number = sys.argv[1:]
     sys.modules["fork_server"] = sys.modules["__main__"]  # what requests are pickled by
     sys.path.pop(0)  # this file's folder
+    gc.disable()  # what is imported stays
+    atexit.register(_leave_frameworks)
     for name in {**FRAMEWORKS, **VARIANTS}[which]:
         importlib.import_module(name)
     _load_kernels()
     subprocess.Popen = Popen
+    PRELOADED.update(sys.modules.keys() - {"__main__", *sys.builtin_module_names})
     gc.collect()
     gc.freeze()
+    gc.enable()
     serve(socket.socket(fileno=int(number)))
 
 

@@ -94,3 +94,27 @@ def test_what_it_starts_forks_its_own_programs():
     )
     found = told("-c", program, TELL.replace('"parent": os.getppid()', '"parent": 0'))
     assert found["preloaded"]
+
+
+ENDING = """
+import atexit, threading
+import torch
+
+
+class Told:
+    def __del__(self):
+        print("gone", flush=True)
+
+
+atexit.register(print, "bye")
+own = Told()
+threading.Timer(0.1, lambda: print("thread", flush=True)).start()
+"""
+
+
+@pytest.mark.parametrize("whole", ["", "1"])
+def test_its_end_waits_for_threads_and_is_rid_of_what_is_its_own(monkeypatch, whole):
+    monkeypatch.setenv(fork_server.WHOLE_END, whole)
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["thread", "bye", "gone"]

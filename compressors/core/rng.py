@@ -40,16 +40,20 @@ class DeviceGenerator:
 
 def squares(xp: Any, key: int, start: int, n: int) -> Array:
     """Return 32 random bits (uint32) for each of the counters start .. start + n - 1."""
+    half = xp.uint64(32)
     with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
-        x = xp.arange(start, start + n, dtype="uint64") * xp.uint64(key)
-        y, z = x.copy(), x + xp.uint64(key)
-        x = _turn(xp, x * x + y)
-        x = _turn(xp, x * x + z)
-        x = _turn(xp, x * x + y)
-        drawn: Array = ((x * x + z) >> xp.uint64(32)).astype("uint32")
+        y = xp.arange(start, start + n, dtype="uint64")
+        y *= xp.uint64(key)
+        z = y + xp.uint64(key)
+        x = y
+        for added in (y, z, y):
+            x = x * x
+            x += added
+            low = x << half
+            x >>= half
+            x |= low  # its halves have changed places
+        x *= x
+        x += z
+        x >>= half
+        drawn: Array = x.astype("uint32")
     return drawn
-
-
-def _turn(xp: Any, x: Array) -> Array:
-    turned: Array = (x >> xp.uint64(32)) | (x << xp.uint64(32))
-    return turned

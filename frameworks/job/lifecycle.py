@@ -46,11 +46,19 @@ def init(
       leaves it to RINGLET_JOIN_DIVISOR, and that to "all".
 
     Raises LaunchError when launcher and transport disagree on the size, TransportUnavailable when
-    something is not installed, TypeError for a ``comm`` that is no communicator,
-    ValueError for an ``autotune`` that names what cannot be tuned here, or another divisor.
+    something is not installed, TypeError for a ``comm`` that is no communicator or something in
+    ``process_sets`` that is no ProcessSet, ValueError for an ``autotune`` that names what cannot be
+    tuned here, or another divisor.
     """
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f"process_sets is a list of ProcessSet or 'dynamic', not {process_sets!r}")
+    if process_sets is not None and not isinstance(process_sets, str):
+        strange = [each for each in process_sets if not isinstance(each, ProcessSet)]
+        if strange:
+            raise TypeError(
+                f"init: process_sets holds {strange[0]!r}, which is no ProcessSet: write "
+                "hvd.ProcessSet([0, 1]), and keep it to pass to operations"
+            )
     runtime = start(transport, _communicator(comm, transport), autotune, join_divisor)
     if comm is not None and hasattr(comm, "Get_group"):
         global_process_set.mpi_comm = comm

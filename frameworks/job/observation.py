@@ -15,9 +15,9 @@ from ringlet.metrics import destinations
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Write what all ranks do from now on to ``file_path``, on rank 0's machine.
 
-    Any rank may call this, or all with the same path. ``mark_cycles`` marks when the engine asks
-    for what was submitted. Raises OSError when the file cannot be written, and ValueError while
-    another timeline is.
+    Any rank may call this, or all: then rank 0's path counts. ``mark_cycles`` marks when the engine
+    asks for what was submitted. Raises OSError when the file cannot be written, and ValueError
+    while this rank has another timeline.
     """
     current().engine.timelines.start(file_path, mark_cycles)
 

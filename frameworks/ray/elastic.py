@@ -273,7 +273,7 @@ class ElasticRayExecutor:
             Reach(interfaces=settings.nics, start_timeout=settings.timeout_s),
         )
         call = packed_call(worker_fn, tuple(args), dict(kwargs or {}))
-        printer = Printer(settings.rules.np, come=True)
+        printer = Printer(settings.rules.np, come=True, title="ringlet.ray")
         most = settings.rules.max_np or settings.rules.np
         request_resources(bundles=[self._takes] * most)  # of an autoscaler, if there is one
         try:

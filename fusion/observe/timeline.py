@@ -39,7 +39,8 @@ class Timeline(Quiet):
 
     def __init__(self, comm: Communicator, path: Path, mark_cycles: bool, all_here: bool) -> None:
         """Open this rank's file; collective, unless ranks have left (``all_here`` is false)."""
-        self.path = path
+        self.path = path  # the ranks' parts are beside it
+        self.wanted: Path | None = None  # where this rank asked for it; rank 0's place counts
         self._comm, self._marks = comm, mark_cycles
         self._own = rank_file(path, comm.rank)
         self._file: TraceFile | None = None
@@ -110,7 +111,7 @@ class Timeline(Quiet):
         def work() -> None:
             try:
                 present = [part for part in parts if part.exists()]
-                merge(self.path, present)
+                merge(self.wanted or self.path, present)
                 for part in present:
                     part.unlink()
             except Exception as error:

@@ -31,6 +31,7 @@ class Timelines:
     def __init__(self, extensions: Extensions) -> None:
         self._extensions = extensions
         self._number = 0  # of timelines that were started
+        self._asked = 0  # the number of the one that this rank has started or joined
         self._current: Timeline | None = None
         self._ended = threading.Event()  # whether the last one was merged
         self._ended.set()
@@ -41,41 +42,51 @@ class Timelines:
 
     @property
     def path(self) -> Path | None:
-        """Where the timeline under way will be, or None."""
+        """Where the timeline under way will be, as far as this rank knows, or None."""
         current = self._current
-        return None if current is None else current.path
+        return None if current is None else current.wanted or current.path
 
     def start(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Write what all ranks do from now on to ``path``, on rank 0's machine.
 
-        Any rank may call this, or all of them: then with the same path. Returns once this rank
-        records. Raises OSError when the file cannot be written, and ValueError while another
-        timeline is.
+        Any rank may call this, or all of them: rank 0's path counts then, as only its file is
+        there in the end. Returns once this rank records. Raises OSError when the file cannot be
+        written, and ValueError while this rank has another timeline.
         """
         where = usable(path)
         current = self._current
         if current is not None:
-            _same(current.path, where)
+            self._join(current, where)
             return
         key = ("timeline", self._number + 1)
         argument = [self._number + 1, str(where), mark_cycles]
         self._extensions.announce(key, "timeline.start", argument).wait()
         current = self._current
         if current is not None:
-            _same(current.path, where)
+            self._join(current, where)
             if current.problem is not None:
                 raise again(current.problem)
+
+    def _join(self, current: Timeline, where: Path) -> None:
+        """Take part in one that this rank, or another, has begun."""
+        if current.wanted is not None and current.wanted != where:
+            raise ValueError(
+                f"a timeline is being written to {current.wanted}; stop it before another"
+            )
+        current.wanted = where
+        self._asked = self._number
 
     def stop(self, timeout: float | None = None) -> None:
         """End the timeline and merge it: on return, rank 0 finds it at its path. Any rank may.
 
-        Does nothing when none is being written. Raises OSError when rank 0 cannot write it, and
-        TimeoutError after ``timeout`` seconds.
+        It is the one that this rank has started, if it has. Does nothing when none is being
+        written. Raises OSError when rank 0 cannot write it, and TimeoutError after ``timeout``
+        seconds.
         """
-        if self._current is None:
-            self._ended.wait(timeout)  # another rank was quicker
+        number, self._asked = self._asked or self._number, 0
+        if self._current is None or number < self._number:
+            self._ended.wait(timeout)  # another rank was quicker, and may have begun the next one
             return
-        number = self._number
         self._extensions.announce(("timeline", -number), "timeline.stop", number).wait(timeout)
 
     @contextlib.contextmanager
@@ -133,8 +144,3 @@ class Timelines:
                 "`ringlet timeline %s` merges them",
                 current.path, current.path,
             )  # fmt: skip
-
-
-def _same(path: Path, wanted: Path) -> None:
-    if path != wanted:
-        raise ValueError(f"a timeline is being written to {path}; stop it before another")

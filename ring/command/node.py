@@ -35,6 +35,7 @@ from ringlet.ring.rendezvous.environment import check_transport
 from ringlet.ring.wire.framing import derive
 from ringlet.ring.wire.keys import SECRET, job_key
 
+TITLE = "ringlet node"  # what lines of its own begin with
 DESCRIPTION = """\
 Start COMMAND as --slots ranks on this node, and connect them with those of the
 other nodes, each of which runs this same command. The first node waits for the
@@ -84,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         return _run(options)
     except (UsageError, RingError) as error:
-        print(f"ringlet node: {error}", file=sys.stderr)
+        print(f"{TITLE}: {error}", file=sys.stderr)
         return error.code if isinstance(error, UsageError) else 2
 
 
@@ -115,6 +116,7 @@ def _run(options: argparse.Namespace) -> int:
             output=options.output_filename,
             prefix=options.prefix,
             verbose=options.verbose,
+            title=TITLE,
         )
 
     if here.nodes == 1 and rules is None:
@@ -135,6 +137,7 @@ def _run(options: argparse.Namespace) -> int:
                     output=options.output_filename,
                     prefix=options.prefix,
                     verbose=options.verbose,
+                    title=TITLE,
                 )
             finally:
                 nodes.dismiss(code)

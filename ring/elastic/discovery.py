@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -81,16 +82,8 @@ class Discovery:
         self._began = now
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the run is over
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
-        me = os.getpid()
         try:
-            self._process = subprocess.Popen(
-                file if os.access(file, os.X_OK) else ["sh", "-c", self._script],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._said,
-                start_new_session=True,
-                preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),
-            )
+            self._process = self._run(file)
         except OSError as error:
             why = f"cannot be started: {error.strerror}"
             said = self._complain(why, now)
@@ -99,6 +92,28 @@ class Discovery:
             return said
         self._ran = True
         return ""
+
+    def _run(self, file: str) -> subprocess.Popen[bytes]:
+        assert self._script is not None
+        if not os.access(file, os.X_OK):
+            return self._popen(["sh", "-c", self._script])
+        try:
+            return self._popen([file])
+        except OSError as error:
+            if error.errno != errno.ENOEXEC:
+                raise
+        return self._popen(["sh", file])  # as shells do where no first line names an interpreter
+
+    def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
+        me = os.getpid()
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._said,
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),
+        )
 
     def _result(self) -> list[Host]:
         assert self._process is not None

@@ -25,6 +25,7 @@ from ringlet.ring.hosts.hosts import Host, Seat, bare, is_here
 from ringlet.ring.hosts.interfaces import launcher_address
 from ringlet.ring.hosts.remote import Reach, start_agent
 from ringlet.ring.launch import start
+from ringlet.ring.launch.horovod_hint import horovod_hint
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.launch.signed_pickle import parcel_key
 from ringlet.ring.processes import processes, torchrun
@@ -56,6 +57,7 @@ def launch(
     output: str | None = None,
     prefix: bool = True,
     verbose: bool = False,
+    title: str = "ringlet run",
 ) -> int:
     """Run ``command`` on ranks that come and go, by ``rules``; return the job's exit code.
 
@@ -65,7 +67,7 @@ def launch(
     LaunchError or TransportUnavailable if the job cannot start.
     """
     driver = Driver(command, rules, discovery, transport, env or {}, reach or Reach())
-    return driver.run(Printer(rules.np, prefix, output, come=True), verbose).code
+    return driver.run(Printer(rules.np, prefix, output, True, title), verbose).code
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,8 @@ class Driver:
             return False
         here = self._rank_table.ranks[number].here
         python = start.other_python(self._command[0], self._env.get("PATH")) if here else None
-        return self._printer.remind(number, f"process {number}", python)
+        remedy = python or horovod_hint(self._command)
+        return self._printer.remind(number, f"process {number}", remedy)
 
     def _first_hosts(self) -> list[Host] | None:
         """Wait until there are hosts; return them, or None where the user ends the job before.

@@ -160,8 +160,8 @@ class Membership:
             if self._finished is None:
                 self._finished = number
             return
-        if member.dropped:
-            return
+        if member.dropped or (self._finished is not None and not ranked):
+            return  # nothing is left to do for newcomers
         name = f"rank {member.rank}" if ranked else f"newcomer {number}"
         # A newcomer that fails is no fault of the job.
         effect = self._failed is not None and self._failed[0] == LOST_PEER != code

@@ -50,6 +50,7 @@ def launch(
     verbose: bool = False,
     grace: float = GRACE,
     quiet: bool = True,
+    title: str = "ringlet run",
 ) -> int:
     """Run ``command`` as ``np`` ranks and return the job's exit code.
 
@@ -63,7 +64,8 @@ def launch(
     of the directory ``output`` if that is given. After a failure the other ranks have
     ``grace`` seconds to end. Unless ``quiet`` it is said at once what is started where (with
     ``verbose`` too), and in the end what the rank that failed first said last, if others have
-    printed since. Raises LaunchError or TransportUnavailable if the job cannot start.
+    printed since. Lines of the launcher's own begin with ``title``. Raises LaunchError or
+    TransportUnavailable if the job cannot start.
     """
     job = Job(
         command,
@@ -77,6 +79,7 @@ def launch(
         verbose=verbose,
         grace=grace,
         quiet=quiet,
+        title=title,
     )
     return job.run().code
 
@@ -98,11 +101,12 @@ class Job:
         verbose: bool = False,
         grace: float = GRACE,
         quiet: bool = True,
+        title: str = "ringlet run",
     ) -> None:
         self._plan = Plan(command, np, transport, env or {}, hosts, reach or Reach())
         site = self._plan.site
         self.kv_store = KvStore()
-        self.printer = Printer(np, prefix, output)
+        self.printer = Printer(np, prefix, output, title=title)
         if self._plan.remark:
             self.printer.note(self._plan.remark)
         self._quiet = quiet

@@ -32,13 +32,18 @@ class Printer:
     progress bars need. Bytes are passed through as they are. If there is a ``directory``, what a
     rank writes goes to ``rank.N/stdout`` and ``rank.N/stderr`` in it too, as it is; if ranks
     ``come`` and go, from ``join`` to ``leave``. What cannot be written is dropped, and counted in
-    ``losses``.
+    ``losses``. Lines of the launcher's own begin with its ``title``.
     """
 
     def __init__(
-        self, size: int, prefix: bool = True, directory: str | None = None, come: bool = False
+        self,
+        size: int,
+        prefix: bool = True,
+        directory: str | None = None,
+        come: bool = False,
+        title: str = "ringlet run",
     ) -> None:
-        self.size = size
+        self.size, self._title = size, title.encode()
         self._directory = directory
         first, width = ((), 1) if come else (range(size), len(str(size - 1)))
         self._files = {} if directory is None else open_files(directory, first, width)
@@ -101,7 +106,7 @@ class Printer:
             data = text.encode(errors="surrogateescape")
         except UnicodeEncodeError:
             data = text.encode(errors="backslashreplace")
-        self._queue_bytes(STDERR, b"ringlet run: %b\n" % data)
+        self._queue_bytes(STDERR, b"%b: %b\n" % (self._title, data))
 
     def remind(self, rank: int, name: str, remedy: str | None = None) -> bool:
         """Say again what ``rank``, called ``name``, printed last if others have printed since.

@@ -36,8 +36,11 @@ def cluster():
     Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)
 
 
-def trained(folder, until, what=""):
-    """Train until ``until`` ranks have done so for ten steps; tell rank 0's sizes in ``folder``."""
+def trained(folder, until, what="", after=0):
+    """Train until ``until`` ranks have done so for ten steps; tell rank 0's sizes in ``folder``.
+
+    Steps count once there have been ``after`` ranks.
+    """
     import torch
 
     import ringlet.torch as hvd
@@ -48,7 +51,7 @@ def trained(folder, until, what=""):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), "int8 | ef"
     )
-    state = hvd.elastic.TorchState(model, optimizer, step=0, over=0)
+    state = hvd.elastic.TorchState(model, optimizer, step=0, over=0, most=0)
 
     @hvd.elastic.run
     def train(state):
@@ -57,7 +60,8 @@ def trained(folder, until, what=""):
             model(torch.ones(3, 4) * (1 + hvd.rank())).sum().backward()
             optimizer.step()
             state.step += 1
-            state.over += hvd.size() == until
+            state.most = max(state.most, hvd.size())
+            state.over += hvd.size() == until and state.most >= after
             if hvd.rank() == 0 and state.step >= 5:
                 Path(folder, str(hvd.size())).touch()
             if what and state.step == 10 and hvd.size() == 2 and hvd.rank() == 1:
@@ -85,7 +89,7 @@ def test_a_node_that_comes_brings_ranks_and_one_that_is_lost_takes_them_along(cl
     )
     executor.start(extra_env_vars={"MINE": "yes"})
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(executor.run, trained, [str(tmp_path), 3])
+        running = pool.submit(executor.run, trained, [str(tmp_path), 3, "", 4])
         seen(tmp_path, 2)
         node = cluster.add_node(num_cpus=2)
         seen(tmp_path, 4)
@@ -141,7 +145,7 @@ def test_what_cannot_be_is_said(cluster):
     with pytest.raises(LaunchError, match="executable_cls: ranks that come and go keep no obj"):
         executor.start(dict)
     for given, said in (
-        ({"min_workers": 3, "max_workers": 2}, "min_workers 3, num_workers 3, max_workers 2"),
+        ({"min_workers": 3, "max_workers": 2}, "min_workers 3 is more than max_workers 2"),
         ({"num_workers": 2, "reset_limit": 2}, "reset_limit is for ranks that come and go"),
         ({"min_workers": 0}, "min_workers takes a number of at least 1, not 0"),
     ):

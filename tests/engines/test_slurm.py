@@ -98,10 +98,9 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
         yield env
     finally:
         subprocess.run(["scancel", "-u", "root"], env=env, check=False)
-        for process in reversed(processes):
+        for process in reversed(processes):  # those that sign with munge before it
             process.terminate()
-        for process in processes:
-            process.wait(30)
+            process.wait(60)
 
 
 def until(true, seconds=60):

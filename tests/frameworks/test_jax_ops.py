@@ -12,7 +12,7 @@ import ringlet.jax as hvd
 from ringlet.jax.ops import ordered_calls, raised_errors
 from ringlet.job.process_sets import InvalidArgument
 
-pytestmark = pytest.mark.preloaded("jax")
+pytestmark = pytest.mark.preloaded("jax", whole_end=True)
 
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
 DTYPES = ("float16", "bfloat16", "float32", "uint8", "int8", "int32")

@@ -23,7 +23,7 @@ from ringlet.ring.transports.local import run_local
 
 TORCH = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.preloaded("torch")
+pytestmark = pytest.mark.preloaded("torch", whole_end=True)
 
 
 def refuse(*args, **kwargs):

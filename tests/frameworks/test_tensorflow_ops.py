@@ -12,7 +12,7 @@ import ringlet.tensorflow as hvd
 from ringlet.ring.errors import PeerLost
 from ringlet.tensorflow.ops import bridge, graph_errors
 
-pytestmark = pytest.mark.preloaded("tensorflow")
+pytestmark = pytest.mark.preloaded("tensorflow", whole_end=True)
 
 OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
 DTYPES = ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64")

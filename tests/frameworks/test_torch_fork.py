@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.preloaded("torch")
+pytestmark = pytest.mark.preloaded("torch", whole_end=True)
 
 PROGRAM = """
 import os, sys

@@ -144,6 +144,8 @@ def case_process_sets_at_init():
     size, rank = hvd.size(), hvd.rank()
     with pytest.raises(ValueError, match="a second time"):
         hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet([0])])
+    with pytest.raises(TypeError, match=r"holds \[0\], which is no ProcessSet"):
+        hvd.init(process_sets=[[0]])
     first, own = hvd.ProcessSet([0]), hvd.ProcessSet([rank])
     hvd.init(process_sets=[first, own] if rank else [first])  # what is there already is shared
     assert first.process_set_id is not None

@@ -140,6 +140,21 @@ def test_any_rank_starts_and_stops_and_may_do_so_again(tmp_path):
         assert not any("quiet" in e["name"] for e in events)
 
 
+def test_rank_0_decides_where_when_ranks_name_files_of_their_own(tmp_path):
+    def body(engine):
+        for i in range(8):  # each rank goes on as fast as it can, so that either is first
+            engine.timelines.start(tmp_path / f"{i}.{engine.rank}.json")
+            train(engine, 1, name=f"g{i}")
+            engine.timelines.stop()
+            if engine.rank == 0:
+                events, said = events_of(tmp_path / f"{i}.0.json")
+                assert said["ranks"] == 2
+                assert any(e["name"] == f"step of g{i}" for e in events)
+
+    with_engines(2, body)
+    assert sorted(os.listdir(tmp_path)) == [f"{i}.0.json" for i in range(8)]
+
+
 def test_a_timeline_ends_with_the_first_rank_that_shuts_down(tmp_path):
     path = tmp_path / "t.json"
 

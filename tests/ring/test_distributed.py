@@ -15,7 +15,7 @@ from ringlet.ring.dtypes import INTEGERS
 from ringlet.ring.transports.local import run_local
 from ringlet.ring.transports.torch_group import TorchCommunicator
 
-pytestmark = pytest.mark.preloaded("torch")
+pytestmark = pytest.mark.preloaded("torch", whole_end=True)
 
 WORKER = Path(__file__).with_name("worker_collectives.py")
 

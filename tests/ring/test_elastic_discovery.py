@@ -116,6 +116,18 @@ def test_a_list_stays_and_a_script_that_is_none_is_named():
     assert "exited with code 127" in said
 
 
+def test_a_script_that_names_no_interpreter_is_the_shells(tmp_path):
+    script = tmp_path / "hosts of mine"
+    script.write_text("echo a:2\necho b\n")
+    script.chmod(0o755)
+    found, hosts = Discovery(str(script)), None
+    limit = time.monotonic() + 60
+    while hosts is None and time.monotonic() < limit:
+        hosts, said = found.look(time.monotonic())
+        assert not said
+    assert hosts == [Host("a", 2), Host("b", 1)]
+
+
 def test_a_script_that_can_no_longer_be_started_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PERIOD", 0.0)
     script = tmp_path / "hosts.sh"

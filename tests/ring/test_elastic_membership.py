@@ -237,6 +237,16 @@ def test_once_a_rank_has_finished_nobody_starts_or_is_numbered_anew():
     assert members.decide(6.0).over == (1, "rank 0 on a exited with code 1")
 
 
+def test_a_newcomer_that_finds_the_job_finished_has_not_failed():
+    members = running([Host("a", 1)])
+    members.hosts_found([Host("a", 2)], 1.0)
+    (newcomer,) = members.decide(1.0).start
+    members.ended(0, 0, "exited with code 0", 2.0)
+    members.ended(newcomer.number, 1, "exited with code 1", 2.0)
+    todo = members.decide(2.0)
+    assert (todo.over, todo.notes) == ((0, ""), [])
+
+
 def test_a_newcomer_that_fails_bars_its_host_and_disturbs_nobody():
     members = running([Host("a", 2)])
     members.hosts_found([Host("a", 3)], 1.0)

@@ -17,7 +17,7 @@ from ringlet.ring.dtypes import INTEGERS
 from ringlet.ring.transports.gloo import GlooCommunicator
 from ringlet.ring.transports.local import run_local
 
-pytestmark = pytest.mark.preloaded("torch")
+pytestmark = pytest.mark.preloaded("torch", whole_end=True)
 
 WORKER = Path(__file__).with_name("worker_collectives.py")
 VICTIM = Path(__file__).with_name("worker_gloo_victim.py")

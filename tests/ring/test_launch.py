@@ -274,13 +274,16 @@ def test_a_module_that_another_python_lacks_has_a_remedy(code: str, tmp_path: Pa
     assert (remedy in done.stderr) == code.startswith("import")
 
 
+@pytest.mark.parametrize("flags", [[], ["--min-np", "1"]])
 @pytest.mark.parametrize("module", ["horovod.torch", "nothing_of_the_kind"])
-def test_a_script_of_horovods_is_told_who_stands_in_for_it(module: str, tmp_path: Path) -> None:
+def test_a_script_of_horovods_is_told_who_stands_in_for_it(
+    module: str, flags: list[str], tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import {module} as hvd\n")
     command = [sys.executable, "-m", "ringlet", "run", "-np", "2", "--transport", "gloo"]
     done = subprocess.run(
-        [*command, sys.executable, str(script)],
+        [*command, *flags, sys.executable, str(script)],
         capture_output=True,
         text=True,
         timeout=120,

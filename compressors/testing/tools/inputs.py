@@ -10,14 +10,23 @@ from ringlet.compressors.core.context import Array
 
 LENGTHS = (0, 1, 2, 7, 31, 64, 100, 513, 1000, 2049, 5000)
 LARGE = (1 << 22) + (1 << 18) + 3  # beyond 65536 buckets of 64
+_LONG = 8192  # values, more of which are not kept to be copied again
 # Of short vectors with values of any kind.
 _SMALL = (1, 1, 2, 2, 3, 5, 8, 13, 21, 34, 48, 55, 63, 65, 72, 80)
 
 
 def gaussian(n: int, seed: int, scale: float = 1.0) -> Array:
     """Return n normal float32 values."""
+    return (_normal if n > _LONG else _normal_again)(n, seed, scale).copy()
+
+
+def _normal(n: int, seed: int, scale: float) -> Array:
     drawn = np.random.default_rng(seed).standard_normal(n) * scale
     return drawn.astype(np.float32)
+
+
+# Checks draw the same few for every compressor; to draw them takes longer than most calls do.
+_normal_again = functools.lru_cache(1000)(_normal)
 
 
 def heavy_tailed(n: int, seed: int) -> Array:
