@@ -68,7 +68,7 @@ ROWS = (
         "Those that are left name it within the heartbeat and 2 s, and the job ends. An elastic "
         "job goes on within as long (heartbeats from 1 s), rank 0's host or two at once too.",
         (
-            "ring/test_launch_hosts.py::test_a_host_that_vanishes_without_a_word",
+            "ring/test_launch_networks.py::test_a_host_that_vanishes_without_a_word",
             "frameworks/test_elastic.py::test_hosts_that_are_cut_off_are_given_up",
         ),
     ),
