@@ -27,7 +27,8 @@ ADDRESS, SECRET = "RINGLET_LAUNCHER", "RINGLET_LAUNCHER_SECRET"
 _KEEPALIVE = (
     # The kernels ask each other every second; only this long a silence ends a connection. A peer
     # that is stopped, and has more output than its buffers take, may be for that long.
-    (socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_USER_TIMEOUT, 120_000),
+    (socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 120),
+    (socket.TCP_USER_TIMEOUT, 120_000),
 )  # fmt: skip
 _TCP_INFO = struct.Struct("@8B13I")  # as far as the times at which something came last
 
