@@ -18,7 +18,7 @@ from ringlet.cli.assumed_link import assumed_link
 from ringlet.cli.doctor import Codec, _compare, _crossing, _verdict
 from ringlet.job.capabilities import gpu_path
 from ringlet.ring.command.cli import UsageError
-from ringlet.ring.cost.link_probe import Link
+from ringlet.ring.cost.link_probe import MeasuredLink
 from ringlet.ring.launch import start
 from ringlet.ring.transports.local import run_local, this_thread
 
@@ -156,7 +156,7 @@ def test_codecs_that_no_verdict_needs_are_not_timed(
     assert run_local(lambda _: doctor._as_rank(True), 2) == [0, 0]
     assert "Inside one host compression saves no time" in capsys.readouterr().out
     assert timed == []
-    link = Link("a", "b", 1e-4, 1e8)
+    link = MeasuredLink("a", "b", 1e-4, 1e8)
     monkeypatch.setattr(doctor, "measure_links", lambda comm, hosts: [link])
     assert run_local(lambda _: doctor._as_rank(True), 2) == [0, 0]
     assert len(timed) == 2 * len(doctor.SPECS)
@@ -178,7 +178,7 @@ def test_what_crosses_a_link() -> None:
 
 def test_the_verdict_depends_on_the_link(capsys: pytest.CaptureFixture[str]) -> None:
     codec = Codec("int8", "scatter_reduce", 0.002, 0.002, 0.25)
-    slow, fast = (Link("a", "b", 1e-5, rate) for rate in (12.5e6, 12.5e9))
+    slow, fast = (MeasuredLink("a", "b", 1e-5, rate) for rate in (12.5e6, 12.5e9))
     _verdict([codec], ["a", "b"], [slow])
     assert "compression='int8'" in capsys.readouterr().out
     _verdict([codec], ["a", "b"], [slow, fast])
@@ -187,7 +187,7 @@ def test_the_verdict_depends_on_the_link(capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out
     assert "costs" in told
     assert "compression='none'" in told
-    _verdict([codec], ["a", "b"], [Link("a", "b", error="refused")])
+    _verdict([codec], ["a", "b"], [MeasuredLink("a", "b", error="refused")])
     assert "No verdict" in capsys.readouterr().out
 
 
