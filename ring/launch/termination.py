@@ -6,11 +6,13 @@ import signal
 import time
 
 from ringlet.ring.launch.failure_report import FailureReport
-from ringlet.ring.launch.rank_table import RankTable
+from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.processes.output import Printer
 
 NOTICE = 2.0  # seconds in which those that lost another rank may raise and leave by themselves
 STUCK = 5.0  # seconds after SIGKILL until a rank that cannot be killed is given up
+SILENT = 5.0  # seconds in which nothing comes from a host until its ranks are not waited for
+LOOK = 0.2  # seconds between two looks whether that is so
 
 
 class Termination:
@@ -76,8 +78,12 @@ class Termination:
                 others = bool(self._failure.running) and self._failure.aborted() is None
                 ending = "; ending the other ranks" if others else ""
                 self._printer.note(f"{self._failure.reason()}{ending}")
-        if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            self._kill()
+        if self._kill_at is not None:
+            for rank in self._elsewhere():
+                if rank.channel is not None and rank.channel.silence() >= SILENT:
+                    self._rank_table.lose(rank)  # a host that is gone ends nothing
+            if time.monotonic() >= self._kill_at:
+                self._kill()
 
     def break_off(self) -> None:
         """End all ranks, because nobody reads what they print."""
@@ -91,6 +97,8 @@ class Termination:
         if self._rank_table.missing() or not self.explained or self._rank_table.awaits_cause():
             timeout = 100.0  # look now and then whether they, or mpiexec, still run
         next_at = self._ask_at if self._kill_at is None else self._kill_at
+        if self._kill_at is not None and self._elsewhere():
+            timeout = 1000 * LOOK
         if next_at is not None:
             timeout = max(10.0, min(timeout or 1e6, 1000 * (next_at - time.monotonic())))
         return timeout
@@ -100,6 +108,10 @@ class Termination:
         if self._failure.first is None:
             return 128 + signal.SIGPIPE if self._broken else 0
         return 128 + signal.SIGINT if self.interrupted and self.killed else self._failure.code()
+
+    def _elsewhere(self) -> list[Rank]:
+        """Return the ranks on other hosts that have not ended."""
+        return [rank for rank in self._rank_table.ranks if not rank.here and not rank.done]
 
     def _end_others(self) -> None:
         if self._kill_at is None:
