@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from several_hosts import DEADLINE, MARK, RINGLET, both, gone, left
+from launched_jobs import (
+    DEADLINE,
+    MARK,
+    PYTHON,
+    RINGLET,
+    both,
+    marked,
+    until,
+)
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions import WorkerFailed, run
@@ -22,7 +30,6 @@ from ringlet.ring.hosts.hosts import Host, Seat, is_here, parse_hosts, read_host
 from ringlet.ring.hosts.interfaces import find_interface, launcher_address
 from ringlet.ring.hosts.remote import Reach
 
-PYTHON = [sys.executable, "-I", "-S", "-c"]
 HOSTS = "localhost:2,127.0.0.2:2"  # the second is reached through the remote shell only
 
 
@@ -189,7 +196,7 @@ def test_ranks_find_themselves_on_several_hosts(
     assert log.count("127.0.0.2 cd ") == 1  # one shell for the host
     assert "SECRET" not in log
     assert keys.pop() not in log
-    assert gone(mark)
+    until(lambda: not marked(mark))
 
 
 @both
@@ -211,7 +218,7 @@ def test_connect_over_several_hosts(mark: str, shell: str, transport: str) -> No
     assert done.returncode == 0, done.stderr
     expected = [f"[{r}]<stdout>: {transport} {r} 4 10" for r in range(4)]
     assert sorted(done.stdout.splitlines()) == expected
-    assert gone(mark)
+    until(lambda: not marked(mark))
 
 
 @both
@@ -222,7 +229,7 @@ def test_the_first_failure_is_named_with_its_host(
     _, err = job.communicate(timeout=DEADLINE)
     assert job.returncode == 5
     assert b"ringlet run: rank 3 on 127.0.0.2 exited with code 5; ending the other ranks" in err
-    assert gone(mark)
+    until(lambda: not marked(mark))
 
 
 @both
@@ -232,7 +239,7 @@ def test_a_host_that_cannot_be_reached(ringlet: Begin, mark: str, transport: str
     assert job.returncode == 2
     assert b"ringlet run: rank 2, 3 on 127.0.0.2 did not start: `sh -c" in err
     assert b"127.0.0.2 ...` ended with code 255; it said:\nno route" in err
-    assert gone(mark)
+    until(lambda: not marked(mark))
 
 
 @both
@@ -241,7 +248,7 @@ def test_a_host_that_does_not_answer(ringlet: Begin, mark: str, transport: str) 
     _, err = job.communicate(timeout=DEADLINE)
     assert job.returncode == 2
     assert b" on 127.0.0.2 did not start: 3 s have passed since `sh -c sleep 1000 127.0" in err
-    assert gone(mark)
+    until(lambda: not marked(mark))
 
 
 def test_a_remote_shell_that_is_not_there(ringlet: Begin, mark: str) -> None:
@@ -251,7 +258,7 @@ def test_a_remote_shell_that_is_not_there(ringlet: Begin, mark: str) -> None:
         2,
         b"ringlet run: cannot start no-such-shell: No such file or directory\n",
     )
-    assert gone(mark)
+    until(lambda: not marked(mark))
 
 
 @both
@@ -265,7 +272,7 @@ def test_nothing_is_left_when_somebody_is_killed(
     for _ in range(4):
         assert job.stdout.readline().endswith(b"ready\n")
     if who == "agent":
-        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left(mark)}
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked(mark)}
         [agent] = [pid for pid, line in lines.items() if b"ringlet.ring.launch.agent" in line]
         os.kill(agent, signal.SIGKILL)
     elif who == "launcher":
@@ -275,7 +282,7 @@ def test_nothing_is_left_when_somebody_is_killed(
     job.communicate(timeout=DEADLINE)
     # The agent's end is no failure of a rank's own; what the ranks make of it is not said.
     assert job.returncode in {"launcher": [-9], "signal": [143], "agent": [137, 143]}[who]
-    assert gone(mark)
+    until(lambda: not marked(mark))
 
 
 def test_output_goes_to_files_too(ringlet: Begin, mark: str, tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import netns
 import pytest
-from several_hosts import DEADLINE, MARK, RINGLET, both, gone, needs_torch
+from launched_jobs import (
+    DEADLINE,
+    MARK,
+    RINGLET,
+    both,
+    marked,
+    needs_torch,
+    until,
+)
 
 missing = netns.unavailable()
 needs_hosts = pytest.mark.skipif(missing is not None, reason=str(missing))
@@ -55,7 +63,7 @@ def test_hosts_with_networks_of_their_own(transport: str, by: str, mark: str) ->
             f"{r} {transport} 4 node{r // 2} {r % 2} {r // 2}" for r in range(4)
         ]
         assert hosts.sent(1) - before > 4 << 20  # the tensor did cross the network
-        assert gone(mark)
+        until(lambda: not marked(mark))
 
 
 @needs_hosts
