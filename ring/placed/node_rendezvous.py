@@ -20,7 +20,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from ringlet.ring.addresses import addresses_of, with_port
@@ -64,12 +63,7 @@ class NodeRendezvous:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def gather(self, timeout: float) -> list[Host]:

@@ -11,7 +11,6 @@ import select
 import socket
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 
 from ringlet.ring.wire.kv_store import KvStore
 from ringlet.ring.wire.launch_link import store_key
@@ -40,12 +39,7 @@ class StoreServer:
     def __enter__(self) -> StoreServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fail(self, why: str) -> None:
