@@ -149,14 +149,14 @@ class Loop:
     def _go_round(self) -> None:
         worker = self._worker
         self._announcements.listen(self._patience())
+        if self._extensions.soon:  # first: what was heard with it may have come of it
+            worker.pipeline.drain()
+            self._extensions.run_soon()
         while (message := self._announcements.next()) is not None:
             worker.dispatch(message)
         worker.pipeline.advance()
         while self.released:
             worker.release(self.released.popleft())
-        if self._extensions.soon:
-            worker.pipeline.drain()
-            self._extensions.run_soon()
         if worker.complete:
             worker.encode_next()
         self._requester.ask(worker, self._life.closing)

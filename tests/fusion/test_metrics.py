@@ -13,6 +13,7 @@ from ringlet.fusion import Request, StepAbandoned
 from ringlet.fusion.observe.metrics import Metrics
 from ringlet.fusion.observe.probe import measure
 from ringlet.fusion.observe.sinks import Callback, Dispatcher, JsonLines
+from ringlet.fusion.recording.events import Quiet
 from ringlet.ring.transports.local import run_local
 
 N = 4000
@@ -125,6 +126,36 @@ def test_abandoned_steps_are_counted_and_told():
         assert "no batch left" in next(r["why"] for r in records if r["kind"] == "abandoned")
         (step,) = [r for r in records if r["kind"] == "step"]
         assert step["tensors"] == 4
+
+
+def test_what_comes_after_the_start_is_told_where_the_engine_was_busy():
+    """The engine of rank 0 hears of the start, and of all that came after it, at once."""
+    busy, given_up, together = threading.Event(), threading.Event(), threading.Barrier(2)
+
+    class Busy(Quiet):
+        def encoding(self, *_):
+            busy.set()
+            assert given_up.wait(60)
+
+    def body(engine):
+        records = []
+        first = engine.declare("first", [Request("x", shape=(N,))], [parse("none")], [{}])
+        if engine.rank == 0:
+            engine.extensions.observe(Busy())
+            engine.extensions.settle()
+            first.submit("x", np.ones(N, np.float32))
+        assert busy.wait(60)
+        recording = engine.metrics.start([Callback(records.append)], network=False)
+        group, _ = declare(engine)
+        if engine.rank == 1:
+            group.submit("a", np.ones(N, np.float32))
+            group.abandon("no batch left")
+            given_up.set()
+        recording.stop()
+        together.wait(60)
+        return [r["kind"] for r in records]
+
+    assert with_engines(2, body) == [["run", "abandoned"]] * 2
 
 
 def test_lines_are_whole_and_a_bad_sink_harms_nobody(tmp_path, caplog):
