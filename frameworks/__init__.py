@@ -23,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'ringlet' has no attribute {name!r}")
+    told = f"module 'ringlet' has no attribute {name!r}"
+    if not name.startswith("_"):
+        told += ": init() and the rest are in ringlet.torch, .tensorflow, .keras, .jax, .mxnet:"
+        told += " import one of these, as in 'import ringlet.torch as hvd'"
+    raise AttributeError(told)

@@ -195,6 +195,12 @@ def brought_by(extra, extras):
     return found
 
 
+def test_what_is_looked_for_in_the_package_itself_is_told_of_where_it_is():
+    with pytest.raises(AttributeError, match="import one of these"):
+        ringlet.init()
+    assert not hasattr(ringlet, "__wrapped__")
+
+
 @pytest.mark.parametrize("extra", ["torch", "tensorflow", "jax", "mpi", "interop", "test"])
 def test_what_a_framework_needs_brings_a_transport(extra, monkeypatch):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
