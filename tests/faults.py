@@ -152,7 +152,7 @@ ROWS = (
         "replaced whole or not at all.",
         (
             "ring/test_launch_output.py",
-            "ring/test_files.py",
+            "ring/test_safe_files.py",
             "fusion/test_timeline.py::test_the_queue_is_bounded_and_a_full_disk_costs_events_only",
         ),
     ),
@@ -181,7 +181,7 @@ ROWS = (
             "ring/test_gloo_proof.py",
             "ring/test_launch_listener.py",
             "ring/test_launch_pmi.py",
-            "ring/test_store.py",
+            "ring/test_kv_store.py",
             "ring/test_node.py::test_a_node_that_says_nonsense_of_itself_is_sent_away",
             "frameworks/test_elastic_redundancy.py::test_a_head_that_makes_no_sense_is_refused",
             "frameworks/test_hostile_files.py",

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import ProtocolError, RingError
-from ringlet.ring.collectives import compressed
-from ringlet.ring.collectives import compressed_gpu as enqueued
+from ringlet.ring.collectives import compressed, compressed_gpu
 from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.local import run_local
 
@@ -64,10 +63,10 @@ def reduced(comm, n, scattered, sealed, short=()):
         return np.concatenate(codec.out), 0.0
     encoded = compressed.encode(codec, room=0)
     if scattered:
-        steps = enqueued.scatter_reduce(comm, codec, encoded, bytes_of)
+        steps = compressed_gpu.scatter_reduce(comm, codec, encoded, bytes_of)
     else:
         sizes = [2 * n] * comm.size
-        steps = enqueued.allgather_reduce(comm, codec, encoded, sizes, bytes_of)
+        steps = compressed_gpu.allgather_reduce(comm, codec, encoded, sizes, bytes_of)
     sent = 0.0
     for wire in steps:
         wire.call()

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.cost import link_probe as links
+from ringlet.ring.cost import link_probe
 from ringlet.ring.cost.link_probe import MeasuredLink, measure_links
-from ringlet.ring.launch import machine as doctor
-from ringlet.ring.launch import start
+from ringlet.ring.launch import machine, start
 from ringlet.ring.launch.machine import examine, versions
 from ringlet.ring.transports.local import run_local
 from ringlet.ring.wire.handshake import CLAIM, GREETING
@@ -43,8 +42,8 @@ def test_every_rank_has_the_same_figures(count: int) -> None:
 
 
 def test_a_link_that_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "PATIENCE", 0.2)
-    monkeypatch.setattr(links, "own_address", lambda: "192.0.2.1")  # of no host
+    monkeypatch.setattr(link_probe, "PATIENCE", 0.2)
+    monkeypatch.setattr(link_probe, "own_address", lambda: "192.0.2.1")  # of no host
     told = run_local(lambda comm: measure_links(comm, ["a", "b"], 0.02), 2)
     assert told[0] == told[1]
     assert all("Cannot assign requested address" in link.error for link in told[0])
@@ -55,11 +54,11 @@ def test_strangers_are_not_answered() -> None:
         where = "{}:{}".format(*listener.getsockname())
         with socket.create_connection(listener.getsockname()) as stranger:
             stranger.sendall(bytes(CLAIM))
-            answering = threading.Thread(target=links._answer, args=(listener, b"k" * 32))
+            answering = threading.Thread(target=link_probe._answer, args=(listener, b"k" * 32))
             answering.start()
             stranger.recv(GREETING, socket.MSG_WAITALL)
             assert stranger.recv(1) == b""
-            link = links._drive("a", "b", where, b"k" * 32, 0.02)
+            link = link_probe._drive("a", "b", where, b"k" * 32, 0.02)
             answering.join(60)
     assert link.rate > 0
 
@@ -70,7 +69,7 @@ def test_what_is_missing_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(finding.good for finding in found.values())
     assert found["launcher"].text == "none: rank 0 of 1 over local"
     monkeypatch.setattr(start, "lacking", lambda: {"mpi": "no mpi4py", "gloo": "no torch"})
-    monkeypatch.setattr(doctor, "versions", lambda: {"numpy": ""})
+    monkeypatch.setattr(machine, "versions", lambda: {"numpy": ""})
     bad = {finding.name for finding in examine({"RANK": "1"}) if not finding.good}
     assert bad == {"numpy", "transports", "launcher"}
 
@@ -80,7 +79,7 @@ def test_what_is_missing_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_mpi_library_that_does_not_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor, "_MPI", "raise SystemExit('no such library')")
+    monkeypatch.setattr(machine, "_MPI", "raise SystemExit('no such library')")
     found = {finding.name: finding for finding in examine({})}["mpi library"]
     assert (found.good, found.text) == (False, "does not start; it said: no such library")
 
