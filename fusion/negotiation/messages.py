@@ -6,7 +6,7 @@ Votes and verdicts, which a steady step consists of, are packed; the others are 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringlet.fusion.requests.request import Request, dumps, loads
@@ -218,14 +218,6 @@ def unpack_series(message: bytes, known: Callable[[bytes], Request]) -> tuple[in
     requests = list(map(known, texts))
     each = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
     return process_set, version, [Run(n, n + count, requests[i]) for i, n, count in each]
-
-
-def bits_of(ids: Iterable[int]) -> int:
-    """Return a set of small numbers as the bits of one integer."""
-    bits = 0
-    for i in ids:
-        bits |= 1 << i
-    return bits
 
 
 def ids_of(bits: int) -> list[int]:

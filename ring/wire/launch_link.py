@@ -86,7 +86,7 @@ class Channel:
         self._frames = Outgoing(keys.sending)
         self._heard: deque[tuple[int, bytes]] = deque()  # frames that nobody has taken
         self._outgoing = bytearray()
-        self.own_address, self.peer_address = _ends(sock)
+        self.own_address = _own_address(sock)
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""
@@ -167,9 +167,9 @@ class Channel:
         self._sock.close()
 
 
-def _ends(sock: socket.socket) -> tuple[str, str]:
-    """Return this end's address and the other's; empty for one that is gone already."""
+def _own_address(sock: socket.socket) -> str:
+    """Return this end's address; empty where the other has gone already."""
     try:
-        return sock.getsockname()[0], sock.getpeername()[0]
+        return str(sock.getsockname()[0])
     except OSError:
-        return "", ""
+        return ""

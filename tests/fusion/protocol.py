@@ -157,7 +157,7 @@ class World:
             fields = [request.to_list() for request in fresh]
             rank.send(m.REQUEST + dumps([rank.version, fields]), fresh)
         if known:
-            bits = m.bits_of(rank.ids[request] for request in known)
+            bits = sum(1 << rank.ids[request] for request in known)
             rank.send(m.pack_hits(known[0].process_set, rank.version, bits), known)
 
     def call(self, draw):

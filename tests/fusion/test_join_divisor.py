@@ -187,10 +187,10 @@ def test_cached_requests_are_told_by_how_many_ranks_asked():
     asked = m.REQUEST + dumps([0, [request.to_list() for request in requests]])
     told = [message for rank in range(3) for message in coordinator.on_message(rank, asked)]
     ids = {item[0]: item[1] for message in told for item in loads(message[1:])[2]}
-    hit = m.pack_hits(0, 1, m.bits_of(ids.values()))
+    hit = m.pack_hits(0, 1, sum(1 << i for i in ids.values()))
     (all_here,) = [each for rank in range(3) for each in coordinator.on_message(rank, hit)]
     assert all_here[:1] == m.EXECUTE_HITS
-    coordinator.on_message(2, m.pack_hits(0, 1, m.bits_of([ids["b"], ids["d"]])))
+    coordinator.on_message(2, m.pack_hits(0, 1, 1 << ids["b"] | 1 << ids["d"]))
     coordinator.on_message(2, m.JOIN + dumps(0))
     coordinator.on_message(0, hit)
     (told,) = coordinator.on_message(1, hit)
