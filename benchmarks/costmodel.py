@@ -26,7 +26,7 @@ import numpy as np
 
 from ringlet.ring import ReduceOp
 from ringlet.ring.collectives.compressed import allgather_reduce, encode, scatter_reduce
-from ringlet.ring.cost.cost_model import Job, Measurement, fit, project
+from ringlet.ring.cost.cost_model import Measurement, Workload, fit, project
 from ringlet.ring.float16 import kernels
 from ringlet.ring.rank_order import even_counts
 
@@ -152,7 +152,7 @@ def measure(size, wanted, options):
         if any(process.returncode for process in ranks):
             raise SystemExit("a rank failed; see above")
     return [
-        Measurement(Job(kind, nbytes, size, ratio), seconds)
+        Measurement(Workload(kind, nbytes, size, ratio), seconds)
         for kind, nbytes, ratio, seconds in json.loads(outputs[0].splitlines()[-1])
     ]
 
@@ -176,14 +176,14 @@ def main():
     for size in sorted({*FITTED, *HELD_OUT}):
         wanted = sorted({*FITTED.get(size, ()), *HELD_OUT.get(size, ())})
         measured += measure(size, wanted, options)
-    known = [m for m in measured if m.job.nbytes / MIB in FITTED.get(m.job.ranks, ())]
+    known = [m for m in measured if m.workload.nbytes / MIB in FITTED.get(m.workload.ranks, ())]
     model = fit(known)
     constants = {name: float(f"{value:.3g}") for name, value in vars(model.constants).items()}
     print("constants (seconds a message, or a byte):", constants)
     rows = []
     for m in measured:
-        said, job = model.predict(m.job), m.job
-        row = {"collective": job.collective, "ranks": job.ranks, "mib": job.nbytes / MIB}
+        said, load = model.predict(m.workload), m.workload
+        row = {"collective": load.collective, "ranks": load.ranks, "mib": load.nbytes / MIB}
         row |= {
             "held_out": m not in known,
             "ms": m.seconds * 1e3,
@@ -193,8 +193,9 @@ def main():
         row["error"] = said.seconds / m.seconds - 1
         rows.append(row)
         print(
-            f"{'held out' if row['held_out'] else 'fitted':8} {job.collective:14} {job.ranks} ranks"
-            f" {row['mib']:7.3f} MiB {row['ms']:8.2f} ms, predicted {row['predicted_ms']:8.2f}"
+            f"{'held out' if row['held_out'] else 'fitted':8} {load.collective:14}"
+            f" {load.ranks} ranks {row['mib']:7.3f} MiB {row['ms']:8.2f} ms,"
+            f" predicted {row['predicted_ms']:8.2f}"
             f" ({row['low_ms']:.2f} to {row['high_ms']:.2f}) {row['error']:+.1%}"
         )
     errors = [abs(row["error"]) for row in rows if row["held_out"]]

@@ -8,7 +8,7 @@ from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.base.contract import empty_payload
 from ringlet.compressors.base.precompile import rehearse
 from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
-from ringlet.compressors.kernels.cuda.common.bucketed import Codec, Target
+from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec, Target
 from ringlet.compressors.kernels.cuda.runtime.device import device_of
 
 SHARDS = 4
@@ -66,7 +66,7 @@ class Codes:
 
     def decode_sum_encode(self):
         codec = self.c.cuda() if hasattr(self.c, "cuda") else None
-        if type(codec) is not Codec:
+        if type(codec) is not BucketedCodec:
             self.c.sum_into(self.received, self.out, self.context)
             self.c.encode_into(self.out, self.sum, self.context)
             return

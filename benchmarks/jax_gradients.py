@@ -65,7 +65,7 @@ def overhead():
     import ringlet.jax as hvd
     from ringlet.compressors import Router
     from ringlet.ring.processes.torchrun import free_port
-    from ringlet.shared.gradients import Reducer, Settings, Slot
+    from ringlet.shared.gradients import GradientReducer, Settings, Slot
 
     hvd.init()
     if hvd.size() > 1:
@@ -86,7 +86,7 @@ def overhead():
             return update([2 * x for x in g], state)
 
         keeping, donating = jax.jit(step), jax.jit(step, donate_argnums=1)
-        reducer = Reducer(f"engine {spec}", Settings(Router(spec)))
+        reducer = GradientReducer(f"engine {spec}", Settings(Router(spec)))
 
         def engine(reducer=reducer):
             reducer.reduce(slots, [2 * array for array in arrays])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from ringlet.cli.doctor import Codec, _crossing, _work
+from ringlet.cli.doctor import CodecCost, _crossing, _work
 from ringlet.compressors import parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -368,7 +368,7 @@ def pays() -> str:
     every = []
     for colour, spec in enumerate(("fp16", "int8", "int4", "topk")):
         row = next(r for r in speeds["rows"] if r["spec"] == spec)
-        codec = Codec(spec, _combined(spec), 4e-9 / row["encode"], 4e-9 / row["decode"],
+        codec = CodecCost(spec, _combined(spec), 4e-9 / row["encode"], 4e-9 / row["decode"],
                       bits[spec] / 32)  # fmt: skip
         # Seconds for each float32 element: rates are in GB/s of float32.
         spent = _work(codec, len(hosts))

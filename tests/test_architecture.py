@@ -163,6 +163,17 @@ def test_one_stem_has_one_meaning():
         assert all(path.startswith("frameworks/") for path in several[stem]), several[stem]
 
 
+def test_one_class_has_one_name():
+    found = {}
+    for folder in FLOORS:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(path)
+    several = {name for name, paths in found.items() if len(paths) > 1}
+    assert several == {"Compression", "Compressor", "FP16Compressor"}, several  # Horovod's names
+
+
 def test_what_adapters_share_knows_no_framework():
     for room in ("precision", "shared"):
         for path in (ROOT / "frameworks" / room).rglob("*.py"):

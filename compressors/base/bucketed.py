@@ -24,7 +24,7 @@ from ringlet.compressors.core.packing import packed_size
 from ringlet.compressors.core.threads import run_ranges
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
     from ringlet.compressors.kernels.cuda.runtime.device import Device
 
 Kernel = Callable[..., Any]
@@ -78,7 +78,7 @@ class Bucketed(Compressor):
     ) -> None:
         """Fill in what all buckets share, of x + decay * residual, on the CPU: there is nothing."""
 
-    def cuda(self) -> Codec | None:
+    def cuda(self) -> BucketedCodec | None:
         """Return the CUDA kernels for these options; None: there are none."""
         return None
 
@@ -153,7 +153,7 @@ class Bucketed(Compressor):
 
         return Buckets(*found, self.strides())
 
-    def _device(self, ctx: Context) -> tuple[Codec, Device] | None:
+    def _device(self, ctx: Context) -> tuple[BucketedCodec, Device] | None:
         """Return the kernels and where they run; None where array code has to do."""
         device = device_for(ctx)
         codec = None if device is None else self.cuda()
@@ -288,14 +288,16 @@ class Packed(Bucketed):
 
         return encode
 
-    def cuda_codec(self, name: str, random: bool = False, **constants: int | float) -> Codec:
+    def cuda_codec(
+        self, name: str, random: bool = False, **constants: int | float
+    ) -> BucketedCodec:
         """Return the CUDA kernels of the file ``name`` for these bits, bucket and constants.
 
         ``random`` tells whether they draw random numbers.
         """
-        from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+        from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
-        return Codec(name, self.bits, self.bucket, tuple(constants.items()), random=random)
+        return BucketedCodec(name, self.bits, self.bucket, tuple(constants.items()), random=random)
 
     def decoding(self, kernel: Kernel) -> Kernel:
         """Return a ``decoder`` from a kernel that also takes the bucket."""

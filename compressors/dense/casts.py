@@ -16,7 +16,7 @@ from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
     from ringlet.compressors.kernels.cpu.dense.casts import Casts
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 _AT_ONCE = 1024  # elements that a warp casts on a GPU
 
@@ -60,11 +60,13 @@ class Cast(Bucketed):
 
         return encode
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels of one half precision."""
-        from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+        from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
-        return Codec("dense/casts", 16, _AT_ONCE, (("HALF", int(self.wire() == "float16")),))
+        return BucketedCodec(
+            "dense/casts", 16, _AT_ONCE, (("HALF", int(self.wire() == "float16")),)
+        )
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel."""

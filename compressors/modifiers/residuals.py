@@ -18,7 +18,7 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import described
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 _AT_ONCE = 1024  # elements that a warp casts on a GPU
 _TINY = np.float32(1.5e-36)
@@ -118,11 +118,11 @@ class Store16(Store):
         kernel: Kernel = widen16(add)
         return kernel
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels."""
-        from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+        from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
-        return Codec("modifiers/residuals", 16, _AT_ONCE)
+        return BucketedCodec("modifiers/residuals", 16, _AT_ONCE)
 
 
 class Store8(Store):
@@ -178,11 +178,11 @@ class Store8(Store):
         kernel: Kernel = widen8(add)
         return kernel
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels."""
-        from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+        from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
-        return Codec("modifiers/residuals", 8, self.BLOCK)
+        return BucketedCodec("modifiers/residuals", 8, self.BLOCK)
 
 
 STORES: dict[str, Store] = {"bf16": Store16(), "int8": Store8()}

@@ -19,7 +19,7 @@ from ringlet.compressors.core.options import option
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 _OVERFLOW = 0x7F700000
 
@@ -117,11 +117,11 @@ class FP8(Bucketed):
 
         return encode
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels of the format and block."""
-        from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+        from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
-        return Codec("quantizers/fp8", 8, self.block, (("MANTISSA", self.mantissa),))
+        return BucketedCodec("quantizers/fp8", 8, self.block, (("MANTISSA", self.mantissa),))
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel of the format and block."""

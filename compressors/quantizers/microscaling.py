@@ -20,7 +20,7 @@ from ringlet.compressors.core.rng import squares
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 BLOCK = 32
 _NAN = 255
@@ -115,7 +115,7 @@ class Microscaling(Bucketed):
         kernel: Kernel = decoder(self.form(), add)
         return kernel
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels of the format and rounding."""
         from ringlet.compressors.kernels.cuda.common.minifloats import codec
 

@@ -17,7 +17,7 @@ from ringlet.compressors.core.rng import squares
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 
 TINY = 64  # exponents below this are of buckets that have the lowest powers
@@ -75,7 +75,7 @@ class Natural(Packed):
 
         return self.encoding(natural.encoder(feedback))
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels."""
         return self.cuda_codec("quantizers/natural", random=True)
 

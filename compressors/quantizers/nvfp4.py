@@ -20,7 +20,7 @@ from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 BLOCK = 16
 _NAN = 0x7F  # of E4M3
@@ -129,7 +129,7 @@ class NVFP4(Bucketed):
         kernel: Kernel = decoder(add)
         return kernel
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels of the rounding."""
         from ringlet.compressors.kernels.cuda.common.minifloats import codec
         from ringlet.compressors.kernels.cuda.quantizers.nvfp4 import Measured

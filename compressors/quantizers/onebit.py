@@ -22,7 +22,7 @@ from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 
 class Signs(Packed):
@@ -80,7 +80,7 @@ class OneBit(Signs):
         """Cut at buckets; contracts by ||x||_1^2 / (d ||x||_2^2), which is at least 1 / d."""
         return Traits(fixed_size=True, granularity=self.bucket, delta=(1 - 2.0**-12) / self.bucket)
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels that find the mean."""
         return self.cuda_codec("quantizers/onebit", GIVEN=0, PARAMETER=0.0)
 
@@ -130,7 +130,7 @@ class SignSGD(Signs):
             "ones grow without bound; use 'onebit' instead of 'signsgd'"
         )
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels that use a given scale."""
         return self.cuda_codec("quantizers/onebit", GIVEN=1, PARAMETER=float(self.scale))
 

@@ -19,7 +19,7 @@ from ringlet.compressors.core.rng import squares
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 _TINY = np.float32(1.5e-36)
 _NO_LOWS: Array = np.empty(0, np.float32)
@@ -124,7 +124,7 @@ class BucketQuantizer(Packed):
 
         return decode
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels of the scheme and rounding."""
         drawing = self.stochastic
         return self.cuda_codec(

@@ -26,7 +26,7 @@ from ringlet.compressors.core.rng import squares
 from ringlet.compressors.specs.registry import register
 
 if TYPE_CHECKING:
-    from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+    from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 
 @register("terngrad")
@@ -87,7 +87,7 @@ class TernGrad(Packed):
 
         return self.encoding(terngrad.encoder(feedback), self.clip)
 
-    def cuda(self) -> Codec:
+    def cuda(self) -> BucketedCodec:
         """The kernels."""
         return self.cuda_codec("quantizers/terngrad", random=True, PARAMETER=self.clip)
 

@@ -48,7 +48,7 @@ to be put right."""
 
 
 @dataclass(frozen=True)
-class Codec:
+class CodecCost:
     """What compressing a tensor costs: seconds to encode and to decode, payload per input byte."""
 
     spec: str
@@ -59,7 +59,7 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SpecPrediction:
     """What a codec would do: times faster than uncompressed, and the seconds on wire and codec."""
 
     spec: str
@@ -247,7 +247,9 @@ def _links(links: Sequence[MeasuredLink]) -> bool:
     return not any(link.error for link in links)
 
 
-def _verdict(codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[MeasuredLink]) -> None:
+def _verdict(
+    codecs: Sequence[CodecCost], hosts: Sequence[str], links: Sequence[MeasuredLink]
+) -> None:
     if not links:
         print("\nInside one host compression saves no time: compression='none'.")
         return
@@ -271,8 +273,8 @@ def _verdict(codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[Meas
 
 
 def _predicted(
-    codecs: Sequence[Codec], hosts: Sequence[str], links: Sequence[MeasuredLink]
-) -> list[Prediction]:
+    codecs: Sequence[CodecCost], hosts: Sequence[str], links: Sequence[MeasuredLink]
+) -> list[SpecPrediction]:
     """Return what each codec would gain on the slowest of ``links``."""
     per_byte = 4.0 * SIDE * SIDE / min(link.rate for link in links)
     plain = _crossing("sum", 1.0, hosts) * per_byte
@@ -282,7 +284,7 @@ def _predicted(
         spent = _work(codec, len(hosts))
         gain = plain / (crossing + spent)
         verdict = "pays" if gain >= PAYS else "costs" if gain < 1 / PAYS else "makes no difference"
-        found.append(Prediction(codec.spec, gain, verdict, crossing, spent))
+        found.append(SpecPrediction(codec.spec, gain, verdict, crossing, spent))
     return found
 
 
@@ -303,7 +305,7 @@ def _crossing(combine: str, ratio: float, hosts: Sequence[str]) -> float:
     return local * (size - local) * ratio
 
 
-def _work(codec: Codec, size: int) -> float:
+def _work(codec: CodecCost, size: int) -> float:
     """Return the seconds that one rank spends in the codec."""
     if codec.combine == "scatter_reduce":
         return codec.encode * (1 + 1 / size) + 2 * codec.decode
@@ -312,7 +314,7 @@ def _work(codec: Codec, size: int) -> float:
     return codec.encode + codec.decode
 
 
-def _codec(compressor: Compressor) -> Codec:
+def _codec(compressor: Compressor) -> CodecCost:
     """Time ``compressor`` on this rank; a stand-in for the exchange is free."""
     traits = compressor.traits()
     x = np.random.default_rng(0).standard_normal(SIDE * SIDE, dtype=np.float32)
@@ -336,7 +338,7 @@ def _codec(compressor: Compressor) -> Codec:
                 return
 
         seconds = _median(run)
-        return Codec(str(compressor), "rounds", seconds, 0.0, sent / x.nbytes)
+        return CodecCost(str(compressor), "rounds", seconds, 0.0, sent / x.nbytes)
     payload = {}
     if traits.fixed_size:
         payload = {
@@ -357,7 +359,7 @@ def _codec(compressor: Compressor) -> Codec:
     if combine == "gather":
         shardable = traits.fixed_size and traits.granularity is not None
         combine = "scatter_reduce" if shardable else "allgather"
-    return Codec(str(compressor), combine, encoding, decoding, nbytes / x.nbytes)
+    return CodecCost(str(compressor), combine, encoding, decoding, nbytes / x.nbytes)
 
 
 def _median(run: object) -> float:
@@ -371,10 +373,10 @@ def _median(run: object) -> float:
     return statistics.median(times)
 
 
-def _slowest(comm: Communicator, codec: Codec) -> Codec:
+def _slowest(comm: Communicator, codec: CodecCost) -> CodecCost:
     told = comm.allgather_bytes(json.dumps([codec.encode, codec.decode]).encode())
     encode, decode = (max(column) for column in zip(*map(json.loads, told), strict=True))
-    return Codec(codec.spec, codec.combine, encode, decode, codec.ratio)
+    return CodecCost(codec.spec, codec.combine, encode, decode, codec.ratio)
 
 
 def _allreduce_rate(comm: Communicator) -> float:

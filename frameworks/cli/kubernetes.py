@@ -15,7 +15,7 @@ _EVICTED = {"type": "DisruptionTarget", "status": "True"}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedJob:
     """A job of ``nodes`` pods with ``slots`` ranks each, as the command line asks for it.
 
     ``fewest`` and ``most`` bound the pods of an elastic job (None: it is none). ``volumes`` are
@@ -99,7 +99,7 @@ class Wanted:
         }  # fmt: skip
 
 
-def _indexed(wanted: Wanted, service: str) -> Document:
+def _indexed(wanted: WantedJob, service: str) -> Document:
     """Return the specification of an indexed Job whose pods are named by ``service``."""
     pods = wanted.most or wanted.nodes
     place = ["--nodes", str(pods), "--slots", str(wanted.slots), "--service", service]
@@ -122,7 +122,7 @@ def _indexed(wanted: Wanted, service: str) -> Document:
     return found
 
 
-def job(wanted: Wanted) -> list[Document]:
+def job(wanted: WantedJob) -> list[Document]:
     """Return a plain indexed Job, the headless Service that names its pods, and the Secret."""
     service: Document = {
         "apiVersion": "v1",
@@ -139,7 +139,7 @@ def job(wanted: Wanted) -> list[Document]:
     return [wanted.hidden(), service, batch | {"spec": _indexed(wanted, wanted.name)}]
 
 
-def jobset(wanted: Wanted) -> list[Document]:
+def jobset(wanted: WantedJob) -> list[Document]:
     """Return a JobSet with one replicated job, and the Secret."""
     spec = _indexed(wanted, wanted.name) | {"backoffLimit": 0}  # the set begins anew as a whole
     del spec["template"]["spec"]["subdomain"]  # which JobSet sets
@@ -160,7 +160,7 @@ def jobset(wanted: Wanted) -> list[Document]:
     return [wanted.hidden(), found]
 
 
-def trainjob(wanted: Wanted) -> list[Document]:
+def trainjob(wanted: WantedJob) -> list[Document]:
     """Return a TrainJob of Kubeflow's Trainer (runtime torch-distributed), and the Secret."""
     trainer: Document = {
         "image": wanted.image,
@@ -187,7 +187,7 @@ def trainjob(wanted: Wanted) -> list[Document]:
     return [wanted.hidden(), found]
 
 
-def mpijob(wanted: Wanted) -> list[Document]:
+def mpijob(wanted: WantedJob) -> list[Document]:
     """Return an MPIJob of Kubeflow's MPI operator, whose launcher runs ``ringlet run`` over ssh."""
     run = ["ringlet", "run", "--transport", "gloo"]
     for name, value in wanted.env.items():  # sshd gives programs an environment of its own
@@ -227,7 +227,7 @@ def mpijob(wanted: Wanted) -> list[Document]:
     return [found]
 
 
-def rayjob(wanted: Wanted) -> list[Document]:
+def rayjob(wanted: WantedJob) -> list[Document]:
     """Return a RayJob of KubeRay's, whose entry point is the command: it calls ``ringlet.ray``."""
     elastic = wanted.fewest is not None
     head = wanted.container("head", None, False)
@@ -266,7 +266,7 @@ def rayjob(wanted: Wanted) -> list[Document]:
     return [found]
 
 
-KINDS: dict[str, Callable[[Wanted], list[Document]]] = {
+KINDS: dict[str, Callable[[WantedJob], list[Document]]] = {
     "Job": job,
     "TrainJob": trainjob,
     "MPIJob": mpijob,

@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 
-from ringlet.cli.kubernetes import ELASTIC, KINDS, Wanted
+from ringlet.cli.kubernetes import ELASTIC, KINDS, WantedJob
 from ringlet.cli.yaml_text import yaml_text
 from ringlet.ring.command.cli import UsageError, assignment
 from ringlet.ring.command.flags import add_tunables
@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _wanted(options: argparse.Namespace) -> Wanted:
+def _wanted(options: argparse.Namespace) -> WantedJob:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.kind not in KINDS:
         given = "is missing" if options.kind is None else f"{options.kind!r} is not known"
@@ -121,7 +121,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         "--start-timeout": options.start_timeout,
     }.items():
         passed += [] if value is None else [flag, value]
-    return Wanted(
+    return WantedJob(
         name=options.name,
         image=options.image,
         command=command,

@@ -27,7 +27,7 @@ from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import numpy_dtype
-from ringlet.shared.gradients import Reducer, Settings, Slot
+from ringlet.shared.gradients import GradientReducer, Settings, Slot
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.residual_store import put
@@ -138,7 +138,7 @@ class _Reductions:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._lock = settings, threading.Lock()
         self._runtime: object = None
-        self._reducers: dict[tuple[Slot, ...], Reducer] = {}
+        self._reducers: dict[tuple[Slot, ...], GradientReducer] = {}
         self._layouts: dict[tuple[Slot, ...], Layouts] = {}
 
     def init(self, params: Any) -> ReduceGradientsState:
@@ -225,7 +225,7 @@ class _Reductions:
                 label = current().unnamed(f"{_KIND}.step", self._settings.process_set.number())
                 items = [("the step", str(step))]
                 agree(_KIND, label, items, self._settings.process_set, _SAME_STEP)
-                made = Reducer(_KIND, self._settings, warns=not self._reducers)
+                made = GradientReducer(_KIND, self._settings, warns=not self._reducers)
                 reducer = self._reducers[slots] = made
             try:
                 for path, known in _of_paths(places, present).items():
@@ -273,7 +273,7 @@ class _Reductions:
                 remembering.append(slot)
         if not remembering:
             return {}
-        reducer = Reducer(f"{_KIND}.init", settings, warns=False)
+        reducer = GradientReducer(f"{_KIND}.init", settings, warns=False)
         zeros = [np.zeros(slot.shape, numpy_dtype(slot.dtype)) for slot in remembering]
         seen: dict[str, list[dict[str, Array]]] = {}
         for step in schedules.values():

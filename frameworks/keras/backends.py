@@ -11,7 +11,7 @@ import numpy as np
 from ringlet.ring.dtypes import Array
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import numpy_dtype
-from ringlet.shared.gradients import Reducer, Slot
+from ringlet.shared.gradients import GradientReducer, Slot
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 SUPPORTED = ("tensorflow", "torch", "jax")
@@ -44,7 +44,7 @@ def as_written(function: Called) -> Called:
 
 
 def reduce_gradients(
-    reducer: Reducer,
+    reducer: GradientReducer,
     variables: Sequence[Any],
     names: Sequence[str],
     gradients: Sequence[Any],
@@ -100,7 +100,7 @@ def check_jax(optimizer: Any, passes: int) -> None:
 
 
 def _reduce_jax(
-    reducer: Reducer,
+    reducer: GradientReducer,
     names: Sequence[str],
     gradients: Sequence[Any],
     cohorts: Sequence[str],
@@ -124,7 +124,7 @@ def _reduce_jax(
 
 
 def _reduce_torch(
-    reducer: Reducer,
+    reducer: GradientReducer,
     accumulator: Accumulator,
     names: Sequence[str],
     gradients: Sequence[Any],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 
 
-class Callback(keras.callbacks.Callback):
+class KerasCallback(keras.callbacks.Callback):
     """A callback of Keras 3 that tells tf_keras, which asks, when it wants to be called."""
 
     def _implements_train_batch_hooks(self) -> bool:

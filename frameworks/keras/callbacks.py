@@ -11,14 +11,14 @@ import keras
 
 from ringlet.job.process_sets import global_process_set
 from ringlet.job.session import current
-from ringlet.keras.callback import Callback
+from ringlet.keras.callback import KerasCallback
 from ringlet.keras.checkpoint import load_compressor_state, save_compressor_state, state_path
 from ringlet.keras.functions import averaged, broadcast_variables
 from ringlet.keras.optimizer_state import learning_rate, scale_velocities, state_variables
 from ringlet.shared.model_agreement import agree
 
 
-class BroadcastGlobalVariablesCallback(Callback):
+class BroadcastGlobalVariablesCallback(KerasCallback):
     """Start all ranks from rank ``root_rank``'s weights and optimizer state.
 
     Before the first batch, or after it where the model has no weights until then. Random seeds
@@ -56,7 +56,7 @@ _SAME_METRICS = (
 )
 
 
-class MetricAverageCallback(Callback):
+class MetricAverageCallback(KerasCallback):
     """Average an epoch's metrics over all ranks; put it before callbacks that look at them.
 
     All ranks need the same metrics (Mismatch). ``device`` is accepted for Horovod's sake.
@@ -77,7 +77,7 @@ class MetricAverageCallback(Callback):
         logs.update(zip(names, means, strict=True))
 
 
-class LearningRateScheduleCallback(Callback):
+class LearningRateScheduleCallback(KerasCallback):
     """Set the learning rate to ``initial_lr`` times ``multiplier(epoch)``.
 
     ``multiplier`` is a function of the epoch or a constant, and applies from ``start_epoch`` to
@@ -184,7 +184,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nEpoch {epoch + 1}: learning rate warmed up to {rate}.")
 
 
-class BestModelCheckpoint(Callback, keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(KerasCallback, keras.callbacks.ModelCheckpoint):
     """Save the best model so far, on rank 0 alone; put it behind MetricAverageCallback."""
 
     def __init__(
@@ -204,7 +204,7 @@ class BestModelCheckpoint(Callback, keras.callbacks.ModelCheckpoint):
             super()._save_model(epoch, batch, logs)
 
 
-class CompressorStateCheckpoint(Callback):
+class CompressorStateCheckpoint(KerasCallback):
     """Save what compressors remember after every epoch, each rank to a file of its own.
 
     The file is ``filepath`` with ``.rank0of2`` and so on behind it. With ``restore`` it is read at

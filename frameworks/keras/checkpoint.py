@@ -10,7 +10,7 @@ from typing import Any
 from ringlet.job.session import current
 from ringlet.ring.safe_files import replacing
 from ringlet.shared import residual_store
-from ringlet.shared.gradients import Reducer
+from ringlet.shared.gradients import GradientReducer
 
 
 def compressor_state(optimizer: Any) -> bytes:
@@ -64,9 +64,9 @@ def state_path(filepath: Any) -> str:
     return f"{os.fspath(filepath)}.rank{runtime.rank}of{runtime.size}"
 
 
-def reducer_of(owner: Any) -> Reducer:
+def reducer_of(owner: Any) -> GradientReducer:
     """Return the reducer of a DistributedOptimizer; TypeError for anything else."""
     found = getattr(owner, "_ringlet", None)
-    if not isinstance(found, Reducer):
+    if not isinstance(found, GradientReducer):
         raise TypeError(f"{type(owner).__name__} is no DistributedOptimizer of Ringlet's")
     return found

@@ -8,12 +8,12 @@ from typing import Any
 
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.job.objects import broadcast_object
-from ringlet.keras.callback import Callback
+from ringlet.keras.callback import KerasCallback
 from ringlet.keras.functions import broadcast_variables
 from ringlet.keras.optimizer_state import as_array, is_given_away, state_variables
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared import residual_store
-from ringlet.shared.gradients import Reducer
+from ringlet.shared.gradients import GradientReducer
 
 __all__ = [
     "CommitStateCallback",
@@ -65,7 +65,7 @@ class KerasState(ObjectState):
             reducer.restart(step)
         super().restore()
 
-    def holders(self) -> Sequence[Reducer]:
+    def holders(self) -> Sequence[GradientReducer]:
         """Return the optimizer's reducer, if it is one of ours."""
         reducer = self._reducer()
         return [] if reducer is None else [reducer]
@@ -118,11 +118,11 @@ class KerasState(ObjectState):
         own = self.model.trainable_variables
         return [*self.model.weights, *state_variables(self.optimizer, own)]
 
-    def _reducer(self) -> Reducer | None:
+    def _reducer(self) -> GradientReducer | None:
         return getattr(self.optimizer, "_ringlet", None)
 
 
-class CommitStateCallback(Callback):
+class CommitStateCallback(KerasCallback):
     """Commit ``state`` after every ``batches_per_commit`` batches, and after every epoch.
 
     Put it behind the callbacks that update the state.
@@ -150,7 +150,7 @@ class CommitStateCallback(Callback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(Callback):
+class UpdateBatchStateCallback(KerasCallback):
     """Keep the number of the last batch of the epoch, from 0, in ``state.batch``.
 
     It is 0 between epochs. ``fit`` begins epochs at their start: one that goes on within an epoch
@@ -170,7 +170,7 @@ class UpdateBatchStateCallback(Callback):
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(Callback):
+class UpdateEpochStateCallback(KerasCallback):
     """Count the epochs that are done in ``state.epoch``, on from what it is when ``fit`` begins."""
 
     def __init__(self, state: Any) -> None:

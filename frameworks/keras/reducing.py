@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from ringlet.precision.guards import unscaled_first
 from ringlet.shared.accumulation import Accumulator
-from ringlet.shared.gradients import Reducer, Staying
+from ringlet.shared.gradients import GradientReducer, Staying
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, name_of
@@ -21,7 +21,7 @@ class Reducing:
     A subclass says how gradients are reduced, and divided, in its framework.
     """
 
-    _ringlet: Reducer
+    _ringlet: GradientReducer
     _ringlet_accumulator: Accumulator
     _ringlet_staying: tuple[Staying, Accumulator]
     _ringlet_groups: Any
@@ -116,7 +116,7 @@ def made_of(
     content = {"from_config": classmethod(from_config), "__module__": base.__module__}
     made = wrapped(optimizer, mixin, kind(base), content)
     made.__dict__.update(
-        _ringlet=Reducer("DistributedOptimizer", settings, name or title),
+        _ringlet=GradientReducer("DistributedOptimizer", settings, name or title),
         _ringlet_accumulator=options.accumulator(),
         _ringlet_staying=(Staying("local variables", settings), options.accumulator()),
         _ringlet_groups=options.grouping,

@@ -11,7 +11,7 @@ import numpy as np
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.mxnet.nd_views import view
-from ringlet.shared.gradients import Reducer, Slot
+from ringlet.shared.gradients import GradientReducer, Slot
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
 
@@ -32,7 +32,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     ) -> None:
         self._optimizer = optimizer
         self._settings = Options.among(locals()).settings()
-        self._reducers: dict[tuple[Slot, ...], Reducer] = {}
+        self._reducers: dict[tuple[Slot, ...], GradientReducer] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
@@ -75,7 +75,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             view(each, f"the gradient of {n!r}") for n, each in zip(names, grads, strict=True)
         ]
         slots = _slots(names, arrays)
-        reducer = self._reducers.setdefault(slots, Reducer("DistributedOptimizer", self._settings))
+        reducer = self._reducers.setdefault(
+            slots, GradientReducer("DistributedOptimizer", self._settings)
+        )
         reducer.reduce(slots, arrays, outputs=arrays)
 
 
@@ -105,7 +107,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         settings = Options.among(locals()).settings()
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         self._prefix, self._groups = prefix or "", num_groups
-        self._reducer = Reducer("DistributedTrainer", settings)
+        self._reducer = GradientReducer("DistributedTrainer", settings)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""

@@ -12,7 +12,7 @@ from ringlet.report.summary import binned
 Format = Callable[[float], str]
 
 
-class Series(NamedTuple):
+class ChartLine(NamedTuple):
     """A line: a value for each step. ``style`` is a CSS class such as "compress"."""
 
     name: str
@@ -29,7 +29,7 @@ class Bar(NamedTuple):
 
 
 def lines(
-    series: Sequence[Series],
+    series: Sequence[ChartLine],
     steps: Sequence[int],
     shown: Format,
     width: int = 560,

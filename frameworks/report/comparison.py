@@ -10,7 +10,7 @@ from ringlet.report import charts
 from ringlet.report.page_frame import page
 from ringlet.report.summary import (
     EVEN,
-    Run,
+    RunSummary,
     amount,
     between,
     duration,
@@ -19,7 +19,7 @@ from ringlet.report.summary import (
     spread,
 )
 
-Named = Sequence[tuple[str, Run]]
+Named = Sequence[tuple[str, RunSummary]]
 _CAVEAT = (
     "A step's time is from the end of one step's exchange to that of the next, with all that is "
     "computed in between: medians without the first steps, and the bounds of ten stretches of each "
@@ -28,12 +28,12 @@ _CAVEAT = (
 )
 
 
-def pace(run: Run) -> list[float]:
+def pace(run: RunSummary) -> list[float]:
     """Return the seconds of each step; those of exchanges alone where no more is known."""
     return run.intervals or run.exchanges
 
 
-def compared(run: Run, first: Run) -> tuple[str, str]:
+def compared(run: RunSummary, first: RunSummary) -> tuple[str, str]:
     """Return ("paid", "cost", "even" or "unclear") and how ``run`` compares with ``first``."""
     ours, theirs = pace(run), pace(first)
     took, (low, high) = statistics.median(ours), spread(ours)
@@ -108,7 +108,7 @@ def _table(named: Named) -> str:
     )
 
 
-def _row(name: str, run: Run) -> list[str]:
+def _row(name: str, run: RunSummary) -> list[str]:
     steps, (low, high) = pace(run), spread(pace(run))
     specs = list(dict.fromkeys(spec for group in run.groups for spec in group.specs))
     return [

@@ -11,8 +11,8 @@ from ringlet.report.sorted_table import Cell, sorted_table
 from ringlet.report.summary import (
     LOOSE,
     PHASES,
-    Group,
-    Run,
+    GroupSummary,
+    RunSummary,
     amount,
     duration,
     facts_of,
@@ -29,7 +29,7 @@ _NUMBERS = ("elements", "sent", "of", "times fewer", "gradient norm", "error", "
 _SENT = (("sent", "wire"), ("saved", "saved"))
 
 
-def render(run: Run, name: str) -> str:
+def render(run: RunSummary, name: str) -> str:
     """Return the report of ``run`` as HTML that needs nothing else."""
     kind, sentence = verdict(run)
     sections = [_tiles(run)]
@@ -50,7 +50,7 @@ def render(run: Run, name: str) -> str:
     )
 
 
-def _caveat(run: Run) -> str:
+def _caveat(run: RunSummary) -> str:
     if run.without is None:
         return ""
     return (
@@ -62,7 +62,7 @@ def _caveat(run: Run) -> str:
     )
 
 
-def _loose(run: Run) -> str:
+def _loose(run: RunSummary) -> str:
     """Return what was submitted one by one in the whole run, which belongs to no step."""
     if run.loose is None:
         return ""
@@ -76,7 +76,7 @@ def _loose(run: Run) -> str:
     )
 
 
-def _waiting(run: Run) -> str:
+def _waiting(run: RunSummary) -> str:
     """Return what was warned of while the run went on: ranks that others waited for."""
     if not run.waiting:
         return ""
@@ -85,7 +85,7 @@ def _waiting(run: Run) -> str:
     return f'<figure class="wide"><h2>Ranks that others waited for</h2>{texts}</figure>'
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RunSummary) -> str:
     raw, wire = (run.per_step(lambda g, n=n: g.median(n)) for n in ("raw_bytes", "wire_bytes"))  # type: ignore[misc]
     plain, (took, low, high) = run.without, run.took
     bounds = f", {duration(low)} to {duration(high)}"
@@ -115,7 +115,7 @@ def _figure(title: str, text: str, legend: str, chart: str) -> str:
     return f"<figure><h2>{title}</h2><p>{text}</p>{legend}{chart}</figure>"
 
 
-def _phases(run: Group) -> str:
+def _phases(run: GroupSummary) -> str:
     medians = {name: run.time(name) for name in PHASES}
     # Medians of phases do not add up to the median of their sum: share that out.
     factor = run.exchange / (sum(medians.values()) or 1.0)
@@ -134,13 +134,13 @@ def _phases(run: Group) -> str:
     )
 
 
-def _times(run: Group) -> str:
+def _times(run: GroupSummary) -> str:
     steps = [step["step"] for step in run.steps]
     took = [sum(s[f"{p}_s"] for p in PHASES) for s in run.steps]
-    series = [charts.Series("exchange", "communicate", took)]
+    series = [charts.ChartLine("exchange", "communicate", took)]
     if all("uncompressed_s" in step for step in run.steps):
         plain = [step["uncompressed_s"] for step in run.steps]
-        series.append(charts.Series("uncompressed, estimated", "plain", plain))
+        series.append(charts.ChartLine("uncompressed, estimated", "plain", plain))
     return _figure(
         "Exchange time over the run",
         "Seconds of engine time in each step.",
@@ -149,10 +149,10 @@ def _times(run: Group) -> str:
     )
 
 
-def _bytes(run: Group) -> str:
+def _bytes(run: GroupSummary) -> str:
     series = [
-        charts.Series("sent", "wire", [step["wire_bytes"] for step in run.steps]),
-        charts.Series("uncompressed", "plain", [step["raw_bytes"] for step in run.steps]),
+        charts.ChartLine("sent", "wire", [step["wire_bytes"] for step in run.steps]),
+        charts.ChartLine("uncompressed", "plain", [step["raw_bytes"] for step in run.steps]),
     ]
     return _figure(
         "Bytes over the run",
@@ -162,7 +162,7 @@ def _bytes(run: Group) -> str:
     )
 
 
-def _errors(run: Group) -> str:
+def _errors(run: GroupSummary) -> str:
     sampled = [r for r in run.layers if any("relative_error" in x for x in r["layers"])]
     names = [x["name"] for x in run.last_layers() if "relative_error" in x][:_COMPARED]
     if not names:
@@ -178,7 +178,7 @@ def _errors(run: Group) -> str:
         found = {layer["name"]: layer.get("relative_error", 0.0) for layer in record["layers"]}
         for name in names:
             by_name[name].append(100 * found.get(name, 0.0))
-    series = [charts.Series(name, f"series{i}", by_name[name]) for i, name in enumerate(names)]
+    series = [charts.ChartLine(name, f"series{i}", by_name[name]) for i, name in enumerate(names)]
     return _figure(
         "What compression loses",
         "Relative error of what was sent, residual included; the largest layers.",
@@ -187,7 +187,7 @@ def _errors(run: Group) -> str:
     )
 
 
-def _layers(run: Group) -> str:
+def _layers(run: GroupSummary) -> str:
     found = run.last_layers()
     if not found:
         return ""

@@ -23,7 +23,7 @@ class NotARun(ValueError):
 
 
 @dataclass
-class Group:
+class GroupSummary:
     """What belongs to one optimizer, say: its steps, and what each layer sent in them.
 
     Of tensors that were submitted one by one a step is what was sent in about a second.
@@ -97,7 +97,7 @@ LOOSE = "operations submitted one by one"
 
 
 @dataclass
-class Run(Group):
+class RunSummary(GroupSummary):
     """The records of one rank, by kind. Its own steps are those of the group that sent the most.
 
     ``others`` are the other groups, such as another optimizer's; those that sent more come first.
@@ -108,16 +108,16 @@ class Run(Group):
     facts: Record = field(default_factory=dict)
     failed: list[Record] = field(default_factory=list)
     torn: int = 0  # lines that could not be read
-    others: list[Group] = field(default_factory=list)
-    loose: Group | None = None
+    others: list[GroupSummary] = field(default_factory=list)
+    loose: GroupSummary | None = None
     waiting: list[str] = field(default_factory=list)
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[GroupSummary]:
         """All groups that have steps; this run's own first."""
         return [self, *self.others]
 
-    def per_step(self, value: Callable[[Group], float]) -> float:
+    def per_step(self, value: Callable[[GroupSummary], float]) -> float:
         """Add up a group's median over all groups, for one step of this run's own."""
         return sum(value(g) * len(g.steps) / len(self.steps) for g in self.groups)
 
@@ -168,11 +168,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def read(path: str | os.PathLike[str]) -> Run:
+def read(path: str | os.PathLike[str]) -> RunSummary:
     """Read a file of JSON lines. Raises OSError, or NotARun when it holds no step."""
-    run = Run()
-    groups: dict[str, Group] = {}
-    loose = Group(LOOSE)
+    run = RunSummary()
+    groups: dict[str, GroupSummary] = {}
+    loose = GroupSummary(LOOSE)
     with Path(path).open(encoding="utf-8", errors="replace") as lines:
         records, run.torn = _parsed(lines)
     for record in records:
@@ -184,9 +184,9 @@ def read(path: str | os.PathLike[str]) -> Run:
         elif kind == "waiting":
             run.waiting.append(record["text"])
         elif kind == "step":
-            groups.setdefault(record["group"], Group(record["group"])).steps.append(record)
+            groups.setdefault(record["group"], GroupSummary(record["group"])).steps.append(record)
         elif kind == "layers":
-            groups.setdefault(record["group"], Group(record["group"])).layers.append(record)
+            groups.setdefault(record["group"], GroupSummary(record["group"])).layers.append(record)
         elif kind == "loose":
             loose.steps.append(record | {"step": len(loose.steps)})
     found = sorted((group for group in groups.values() if group.steps), key=_most)
@@ -206,7 +206,7 @@ def read(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def _most(group: Group) -> float:
+def _most(group: GroupSummary) -> float:
     """Sort what sent more first."""
     return -group.sum("raw_bytes")
 
@@ -226,7 +226,7 @@ def _parsed(lines: Iterable[str]) -> tuple[list[Record], int]:
     return records, torn
 
 
-def verdict(run: Run) -> tuple[str, str]:
+def verdict(run: RunSummary) -> tuple[str, str]:
     """Return ("paid", "even", "cost", "unclear" or "unknown") and the sentence that says why.
 
     The bounds of what exchanges took decide: where they hold more than one of the first three, it
@@ -284,7 +284,7 @@ def between(middle: float, low: float, high: float) -> str:
     return f"{duration(middle)} ({duration(low)} to {duration(high)})"
 
 
-def facts_of(run: Run, name: str) -> str:
+def facts_of(run: RunSummary, name: str) -> str:
     """Return what is known of a run, in a line: file, compressors, versions, ranks, network."""
     facts, steps = run.facts, run.steps
     told = [name]

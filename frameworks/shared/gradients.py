@@ -95,7 +95,7 @@ class Settings:
         return not slot.sparse or self.sparse_as_dense or math.prod(slot.shape) < LARGE
 
 
-class Reducer:
+class GradientReducer:
     """Reduces lists of gradients, and keeps what compressors remember, by variable name.
 
     Outlives ``shutdown`` and ``init``: what is declared with an engine is declared again.
@@ -300,7 +300,7 @@ class Reducer:
         ]
 
 
-class Staying(Reducer):
+class Staying(GradientReducer):
     """Stands for a reducer where gradients stay on their rank, and are only added up."""
 
     def reduce(

@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringlet.job.session import current
 from ringlet.keras.checkpoint import reducer_of
 from ringlet.shared import residual_store
-from ringlet.shared.gradients import Reducer
+from ringlet.shared.gradients import GradientReducer
 from ringlet.tensorflow.tape import reducer_of_tape
 
 
@@ -42,7 +42,7 @@ class CompressorState(tf.train.experimental.PythonState):
         residual_store.replace(reducer.states, states, step)
         reducer.restart(step)
 
-    def _reducer(self) -> Reducer:
+    def _reducer(self) -> GradientReducer:
         if isinstance(self._owner, tf.GradientTape):
             if self._variables is None:
                 raise ValueError("CompressorState(tape) needs the variables: pass variables=...")

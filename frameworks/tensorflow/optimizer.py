@@ -16,7 +16,7 @@ from ringlet.keras.optimizer import distributed
 from ringlet.precision import Policy
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.accumulation import Accumulator
-from ringlet.shared.gradients import Reducer
+from ringlet.shared.gradients import GradientReducer
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, name_of
@@ -30,7 +30,7 @@ _V1: Any = tf.compat.v1.train.Optimizer
 class _Distributed:
     """What DistributedOptimizer adds to the class of a ``tf.compat.v1`` optimizer."""
 
-    _ringlet: Reducer
+    _ringlet: GradientReducer
     _ringlet_accumulator: Accumulator
     _ringlet_groups: Any
     _ringlet_ends: Any
@@ -123,7 +123,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     title = name or optimizer.get_name()
     made = wrapped(optimizer, _Distributed)
     made.__dict__.update(
-        _ringlet=Reducer("DistributedOptimizer", options.settings(), title),
+        _ringlet=GradientReducer("DistributedOptimizer", options.settings(), title),
         _ringlet_accumulator=options.accumulator(),
         _ringlet_groups=options.grouping,
         _ringlet_ends=None,

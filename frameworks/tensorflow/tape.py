@@ -15,7 +15,7 @@ from ringlet.job.session import current
 from ringlet.precision import Policy
 from ringlet.precision.guards import guards
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.gradients import Reducer, Settings
+from ringlet.shared.gradients import GradientReducer, Settings
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
@@ -172,7 +172,7 @@ def _divided(gradient: Any, size: int) -> Any:
     return gradient / size
 
 
-def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str]) -> Reducer:
+def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str]) -> GradientReducer:
     """Return the reducer of these settings and variables: the same for every tape of a loop."""
     known: dict[Any, _Entry] = current().extras.setdefault("tapes", {})
     held = [getattr(variable, "_value", variable) for variable in variables]
@@ -185,21 +185,21 @@ def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str])
             del known[old]
         references = [weakref.ref(v) for v, lasts in zip(held, lasting, strict=True) if lasts]
         entry = known[key] = _Entry(
-            Reducer("DistributedGradientTape", settings, "GradientTape"), references
+            GradientReducer("DistributedGradientTape", settings, "GradientTape"), references
         )
     return entry.reducer
 
 
 @dataclass
 class _Entry:
-    reducer: Reducer
+    reducer: GradientReducer
     references: list[weakref.ref[Any]]
 
     def is_stale(self) -> bool:
         return any(reference() is None for reference in self.references)
 
 
-def reducer_of_tape(tape: Any, sources: Any) -> Reducer:
+def reducer_of_tape(tape: Any, sources: Any) -> GradientReducer:
     """Return what reduces the gradients of ``sources`` for tapes like this one."""
     if not isinstance(tape, _Distributed):
         raise TypeError("this tape is no DistributedGradientTape")

@@ -31,7 +31,7 @@ from ringlet.ring.dtypes import FLOATS, Array
 Result = TypeVar("Result")
 
 
-class Progress:
+class PieceCount:
     """Counts the pieces of one tensor, whose step ends with the last of them."""
 
     def __init__(self, pieces: int) -> None:
@@ -106,7 +106,7 @@ class Member:
     whole: Member | None = None  # of a piece
     start: int = 0
     numel: int = -1
-    progress: Progress | None = None
+    progress: PieceCount | None = None
     clock: State | None = None  # where steps are counted, if not in ``state``
     contributors: int = 0  # ranks whose own values this step's mean is to be of; 0 for all
     _contexts: dict[tuple[int, int, int], Context] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class Member:
             return self
         return Member(self.request, now, *self._surroundings)
 
-    def piece(self, start: int, stop: int, progress: Progress) -> Member:
+    def piece(self, start: int, stop: int, progress: PieceCount) -> Member:
         """Return a range of this tensor as a member of its own."""
         return Member(
             self.request,

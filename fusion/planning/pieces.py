@@ -8,7 +8,7 @@ and are compressed as the ranges of it that they are.
 from __future__ import annotations
 
 from ringlet.compressors import NoCompression
-from ringlet.fusion.planning.member import Member, Progress, overrides
+from ringlet.fusion.planning.member import Member, PieceCount, overrides
 
 PIECE = 2 << 20  # elements
 
@@ -24,5 +24,5 @@ def divide(member: Member) -> list[Member]:
     assert granularity is not None
     each = -(-PIECE // granularity) * granularity
     starts = range(0, member.numel, each)
-    progress = Progress(len(starts))
+    progress = PieceCount(len(starts))
     return [member.piece(start, min(start + each, member.numel), progress) for start in starts]

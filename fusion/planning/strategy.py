@@ -17,7 +17,7 @@ from ringlet.compressors import Compressor, CompressorError, NoCompression
 from ringlet.compressors.base.contract import storage
 from ringlet.fusion.limits import UNKNOWN, Link
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.cost.cost_model import Constants, Job
+from ringlet.ring.cost.cost_model import Constants, Workload
 from ringlet.ring.dtypes import FLOATS
 
 Strategy = Literal["sum", "allgather", "scatter_reduce", "rounds"]
@@ -96,8 +96,8 @@ def cheaper(compressor: Compressor, numel: int, size: int, link: Link) -> Strate
     nbytes = 4.0 * numel
     ratio = payload / nbytes if numel else 0.0
     constants = Constants(link.latency, 1 / link.bandwidth, encode=ENCODE, decode=DECODE)
-    gather = Job("allgather", nbytes, size, ratio).seconds(constants)
-    scatter = Job("scatter_reduce", nbytes, size, ratio).seconds(constants)
+    gather = Workload("allgather", nbytes, size, ratio).seconds(constants)
+    scatter = Workload("scatter_reduce", nbytes, size, ratio).seconds(constants)
     return "scatter_reduce" if scatter < gather else "allgather"
 
 

@@ -7,9 +7,9 @@ live and keep its connections open.
 
 This file is a program that imports little of the standard library, and of Ringlet only how
 connections are proved and framed, so that it starts at once and takes little memory. It is given
-what ``Given`` says on a line of its standard input, and tells on its standard output, a line each,
-``joined`` (on rank 0: all have), ``silent R``, ``gone R`` (ranks) and ``bye`` (rank 0 has left). A
-word ``bye`` on its input, or the end of its rank, ends it.
+what ``WatchedRank`` says on a line of its standard input, and tells on its standard output, a line
+each, ``joined`` (on rank 0: all have), ``silent R``, ``gone R`` (ranks) and ``bye`` (rank 0 has
+left). A word ``bye`` on its input, or the end of its rank, ends it.
 
 Both ends of a connection prove that they know the heartbeats' key, and what follows is framed.
 """
@@ -59,7 +59,7 @@ def state_of(pid: int) -> str:
         return "X" if os.path.exists("/proc/self/stat") else "R"
 
 
-class Given:
+class WatchedRank:
     """What the rank says of itself, as words of one line, in this order.
 
     ``parent`` is its process, ``seconds`` the longest silence. ``where`` says where rank 0's
@@ -119,7 +119,7 @@ class Stranger:
 class Heartbeat(ABC):
     """What both roles have in common: the rank that is watched, the clock, and what is told."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: WatchedRank) -> None:
         self.rank, self.size, self.parent = given.rank, given.size, given.parent
         self.seconds, self.secret = given.seconds, given.secret
         self.interval = min(LONGEST, self.seconds / 5)
@@ -204,7 +204,7 @@ class Heartbeat(ABC):
 class Hub(Heartbeat):
     """Rank 0's: everybody connects to it."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: WatchedRank) -> None:
         super().__init__(given)
         self.listener = socket.socket(fileno=int(given.where[0]))
         self.listener.setblocking(False)
@@ -317,7 +317,7 @@ class Hub(Heartbeat):
 class Spoke(Heartbeat):
     """Another rank's, connected to rank 0's."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: WatchedRank) -> None:
         super().__init__(given)
         self.where = given.where[0], int(given.where[1])
         self.until = time.monotonic() + given.timeout
@@ -374,7 +374,7 @@ def main() -> None:
         if not piece:
             return
         line += piece
-    given = Given(line.decode())
+    given = WatchedRank(line.decode())
     (Spoke(given) if given.rank else Hub(given)).run()
 
 

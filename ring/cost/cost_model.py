@@ -44,7 +44,7 @@ class Constants:
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """One collective: ``nbytes`` before compression, over ``ranks``, ``local_size`` a host.
 
     ``ratio`` is the fraction of bytes that travels: 0.25 for int8 of float32. Raises ValueError for
@@ -77,7 +77,7 @@ class Job:
             return Constants(3 * (p - 1), 2 * (p - 1) / p * r * n, 0.0, (1 + 1 / p) * n, 2 * n)
         share = self.local_size
         kind = "allreduce" if r == 1.0 else "scatter_reduce"
-        between = Job(kind, n / share, p // share, r).terms()
+        between = Workload(kind, n / share, p // share, r).terms()
         return Constants(
             between.alpha,
             between.beta,
@@ -89,15 +89,15 @@ class Job:
         )
 
     def seconds(self, constants: Constants) -> float:
-        """Return what this job takes."""
+        """Return what it takes."""
         return float(np.dot(astuple(self.terms()), astuple(constants)))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What ``job`` took: a median over repetitions, of the slowest rank."""
+    """What ``workload`` took: a median over repetitions, of the slowest rank."""
 
-    job: Job
+    workload: Workload
     seconds: float
 
 
@@ -117,7 +117,7 @@ class Model:
         times = np.array([m.seconds for m in measurements])
         if not measurements or not (times > 0).all():
             raise ValueError("a fit needs measurements, all of them longer than 0 seconds")
-        terms = np.array([astuple(m.job.terms()) for m in measurements], np.float64)
+        terms = np.array([astuple(m.workload.terms()) for m in measurements], np.float64)
         found = _solve(terms, times)
         fitted = terms @ found
         self.constants = Constants(*(float(x) for x in found))
@@ -132,13 +132,13 @@ class Model:
         drawn = np.maximum(fitted * (1.0 + signs * self._scatter), 0.1 * times)
         self._others = np.array([_solve(terms, row) for row in drawn])
 
-    def predict(self, job: Job) -> Prediction:
-        """Return what ``job`` should take."""
-        seconds = job.seconds(self.constants)
+    def predict(self, workload: Workload) -> Prediction:
+        """Return what ``workload`` should take."""
+        seconds = workload.seconds(self.constants)
         distance = np.abs(np.log(self._fitted / max(seconds, 1e-9)))
         alike = self._scatter[np.argsort(distance)[: max(4, distance.size // 3)]]
         noise = np.random.default_rng(self._seed).choice([*alike, *-alike], _DRAWS)
-        possible = self._others @ np.array(astuple(job.terms())) * np.maximum(1.0 + noise, 0.1)
+        possible = self._others @ np.array(astuple(workload.terms())) * np.maximum(1.0 + noise, 0.1)
         low, high = (float(x) for x in np.quantile(possible, [0.05, 0.95]))
         return Prediction(seconds, min(low, seconds), max(high, seconds))
 
@@ -167,7 +167,9 @@ def project(
             continue
         fraction = 1.0 if collective == "allreduce" else ratio
         per_host = local_size if collective == "two_level" else 1
-        table[collective, count] = model.predict(Job(collective, nbytes, count, fraction, per_host))
+        table[collective, count] = model.predict(
+            Workload(collective, nbytes, count, fraction, per_host)
+        )
     return table
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from ringlet.ring.control import pulse
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.held_back import HeldBack
-from ringlet.ring.elastic.membership import Decisions, Member, Membership
+from ringlet.ring.elastic.membership import Decisions, JobMember, Membership
 from ringlet.ring.elastic.placement_engine import PlacementEngine, StartedMember, StartedProcess
 from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LOST_PEER, LaunchError
@@ -71,7 +71,7 @@ def launch(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ElasticOutcome:
     """How a job has ended: its exit code, and why, in words, where that is not 0.
 
     ``returned`` are the members that ended well, by rank, and ``failed`` is the one that failed
@@ -136,7 +136,7 @@ class Driver:
 
     def run(
         self, printer: Printer, verbose: bool, parcels: Mapping[str, bytes] | None = None
-    ) -> Outcome:
+    ) -> ElasticOutcome:
         """Serve the members until none is left. Raises LaunchError.
 
         ``parcels`` are left for them in the store, sealed with ``key``.
@@ -157,7 +157,9 @@ class Driver:
             hosts = self._first_hosts()
             if hosts is None:
                 number = self._forwarded[0]
-                return Outcome(128 + number, _ended_by(number), [], None, number == signal.SIGINT)
+                return ElasticOutcome(
+                    128 + number, _ended_by(number), [], None, number == signal.SIGINT
+                )
             own = self._address(hosts)
             self._local = own == LOCAL and self._engine is None
             secret = self._engine.secret if self._engine is not None else None
@@ -189,7 +191,7 @@ class Driver:
         assert self._over is not None
         code, reason = self._over
         returned, interrupted = self._membership.returned(), signal.SIGINT in self._forwarded
-        return Outcome(code, reason, returned, self._blamed, interrupted)
+        return ElasticOutcome(code, reason, returned, self._blamed, interrupted)
 
     def rank_of(self, number: int) -> int:
         """Return the rank that a member had last, or its own number if it never had one."""
@@ -496,7 +498,7 @@ class Driver:
         name = epochs.answer_name(number, self._questions[number])
         self.kv_store.leave(name, json.dumps(answer).encode())
 
-    def _start(self, member: Member, now: float) -> None:
+    def _start(self, member: JobMember, now: float) -> None:
         here = self._is_here(member.host)
         number = member.number
         self._rank_table.ranks.append(Rank(number, member.host, here))

@@ -21,7 +21,7 @@ LEAVE = 5.0  # seconds that a member has to leave which does not belong to the j
 
 
 @dataclass
-class Member:
+class JobMember:
     """One process. ``local`` is its slot on ``host``; ``rank`` the one of the present epoch."""
 
     number: int
@@ -56,8 +56,8 @@ class Decisions:
     of hosts to tell, and the job's exit code with the reason once it is over.
     """
 
-    start: list[Member] = field(default_factory=list)
-    kill: list[Member] = field(default_factory=list)
+    start: list[JobMember] = field(default_factory=list)
+    kill: list[JobMember] = field(default_factory=list)
     seats: dict[int, EpochSeat] = field(default_factory=dict)  # by member
     dismiss: dict[int, str] = field(default_factory=dict)  # by member: why
     lost: list[int] = field(default_factory=list)  # epochs in which nobody else can meet
@@ -82,7 +82,7 @@ class Membership:
 
     def __init__(self, rules: Rules, now: float, draw: Callable[[], float] = random.random) -> None:
         self.rules = rules
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, JobMember] = {}
         self.epoch = 0
         self._draw = draw
         self._hosts: dict[str, int] = {}  # slots, hosts that have been there longest first
@@ -208,15 +208,15 @@ class Membership:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _present(self) -> list[Member]:
+    def _present(self) -> list[JobMember]:
         """Return those that belong to the job and have not ended."""
         return [m for m in self.members.values() if not m.ended and not m.dropped]
 
-    def _ranked(self) -> list[Member]:
+    def _ranked(self) -> list[JobMember]:
         """Return those of the present epoch that are still there."""
         return [m for m in self._present() if m.rank is not None]
 
-    def _resetting(self, besides: Member | None = None) -> bool:
+    def _resetting(self, besides: JobMember | None = None) -> bool:
         return any(m.asked for m in self._ranked() if m is not besides)
 
     def _waiting(self) -> bool:
@@ -233,7 +233,7 @@ class Membership:
         barred = self._barred.get(host)
         return barred is None or now >= barred.until
 
-    def _leaving(self) -> list[Member]:
+    def _leaving(self) -> list[JobMember]:
         """Return the members whose hosts have gone, or have fewer slots."""
         return [m for m in self._present() if m.local >= self._hosts.get(m.host, 0)]
 
@@ -255,7 +255,7 @@ class Membership:
         for member in staying[self.rules.max_np :] if self.rules.max_np else ():
             self._drop(member, now, gentle=True)
 
-    def _drop(self, member: Member, now: float, gentle: bool) -> None:
+    def _drop(self, member: JobMember, now: float, gentle: bool) -> None:
         """Let a member belong to the job no more: it leaves when ranks are numbered anew."""
         member.dropped = True
         if gentle and member.rank is not None and self.epoch:
@@ -263,7 +263,7 @@ class Membership:
         else:
             member.limit = now + LEAVE
 
-    def _bar(self, member: Member, what: str, now: float) -> None:
+    def _bar(self, member: JobMember, what: str, now: float) -> None:
         """Use the host of a failed member no more; without its other members, if there are more."""
         host = member.host
         before = self._barred.get(host, _Barred(now, 0))
@@ -378,7 +378,7 @@ class Membership:
                 if most is not None and count >= most:
                     return
                 if (host, local) not in taken:
-                    member = Member(len(self.members), host, local)
+                    member = JobMember(len(self.members), host, local)
                     self.members[member.number] = member
                     todo.start.append(member)
                     count += 1

@@ -15,7 +15,7 @@ import pytest
 from ringlet.__main__ import main
 from ringlet.cli import doctor
 from ringlet.cli.assumed_link import assumed_link
-from ringlet.cli.doctor import Codec, _compare, _crossing, _verdict
+from ringlet.cli.doctor import CodecCost, _compare, _crossing, _verdict
 from ringlet.job.capabilities import gpu_path
 from ringlet.ring.command.cli import UsageError
 from ringlet.ring.cost.link_probe import MeasuredLink
@@ -151,7 +151,7 @@ def test_codecs_that_no_verdict_needs_are_not_timed(
     timed = []
     monkeypatch.setattr(doctor, "connect", this_thread)
     monkeypatch.setattr(
-        doctor, "_codec", lambda c: timed.append(str(c)) or Codec("x", "sum", 1, 1, 1)
+        doctor, "_codec", lambda c: timed.append(str(c)) or CodecCost("x", "sum", 1, 1, 1)
     )
     assert run_local(lambda _: doctor._as_rank(True), 2) == [0, 0]
     assert "Inside one host compression saves no time" in capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_what_crosses_a_link() -> None:
 
 
 def test_the_verdict_depends_on_the_link(capsys: pytest.CaptureFixture[str]) -> None:
-    codec = Codec("int8", "scatter_reduce", 0.002, 0.002, 0.25)
+    codec = CodecCost("int8", "scatter_reduce", 0.002, 0.002, 0.25)
     slow, fast = (MeasuredLink("a", "b", 1e-5, rate) for rate in (12.5e6, 12.5e9))
     _verdict([codec], ["a", "b"], [slow])
     assert "compression='int8'" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import ringlet.keras as hvd
 from ringlet.compressors import Router
 from ringlet.keras.functions import variables_equal
 from ringlet.shared.arrays import all_finite, numpy_dtype
-from ringlet.shared.gradients import Reducer, Settings, Slot
+from ringlet.shared.gradients import GradientReducer, Settings, Slot
 
 pytestmark = pytest.mark.preloaded("tensorflow")
 
@@ -497,7 +497,7 @@ def test_ranks_outside_of_a_process_set_count_alike():
         for process_set in (few, hvd.global_process_set):
             settings = Settings(Router("none"), hvd.Sum, process_set=process_set)
             slots = [Slot("w", "float32", (3,))]
-            (total,) = Reducer("test", settings).reduce(slots, [np.ones(3, np.float32)])
+            (total,) = GradientReducer("test", settings).reduce(slots, [np.ones(3, np.float32)])
             sums.append(total.tolist())
         hvd.shutdown()
         return sums
@@ -522,7 +522,7 @@ def test_a_step_that_one_rank_gives_up_ends_on_all_and_holds_back_what_it_held(b
     def work():
         hvd.init()
         rank = hvd.rank()
-        reducer = Reducer("test", Settings(Router("topk(ratio=0.1) | ef")))
+        reducer = GradientReducer("test", Settings(Router("topk(ratio=0.1) | ef")))
         reducer.reduce(slots, gradients(rank))
         norm = reducer.norm()
         raised = ValueError if rank == 0 else hvd.StepAbandoned

@@ -20,7 +20,7 @@ from ringlet.observe import start_metrics, step_skipped
 from ringlet.report.charts import scale
 from ringlet.report.summary import (
     NotARun,
-    Run,
+    RunSummary,
     amount,
     duration,
     percentile,
@@ -374,7 +374,9 @@ def test_a_file_without_steps_is_refused(tmp_path, content, capsys):
 def made(ratio, took, plain, steps=20):
     third = {f"{p}_s": took / 3 for p in ("compress", "communicate", "decompress")}
     extra = {} if plain is None else {"uncompressed_s": plain}
-    return Run(steps=[{"raw_bytes": ratio * 1e6, "wire_bytes": 1e6, **third, **extra}] * steps)
+    return RunSummary(
+        steps=[{"raw_bytes": ratio * 1e6, "wire_bytes": 1e6, **third, **extra}] * steps
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.ring.cost.cost_model import COLLECTIVES, Constants, Job, Measurement, fit, project
+from ringlet.ring.cost.cost_model import COLLECTIVES, Constants, Measurement, Workload, fit, project
 
 TRUTH = Constants(
     alpha=40e-6,
@@ -22,12 +22,12 @@ SIZES = (1 << 14, 1 << 17, 1 << 20, 1 << 23)
 def jobs(ranks, sizes):
     for p in ranks:
         for n in sizes:
-            yield Job("allreduce", n, p)
+            yield Workload("allreduce", n, p)
             for ratio in (0.25, 0.01):
-                yield Job("allgather", n, p, ratio)
-                yield Job("scatter_reduce", n, p, ratio)
-            yield Job("two_level", n, p, 1.0, 2)
-            yield Job("two_level", n, p, 0.25, 2)
+                yield Workload("allgather", n, p, ratio)
+                yield Workload("scatter_reduce", n, p, ratio)
+            yield Workload("two_level", n, p, 1.0, 2)
+            yield Workload("two_level", n, p, 0.25, 2)
 
 
 def measured(ranks, sizes, noise, seed):
@@ -43,11 +43,11 @@ def test_the_formulas_give_the_published_example():
     # 400 MB at 100 Gbit/s with 15 us a message; a codec takes about 2 ms.
     wire = Constants(alpha=15e-6, beta=8e-11)
     for ranks, expected in ((8, 56), (512, 79), (4096, 187)):
-        assert round(Job("allreduce", 400e6, ranks).seconds(wire) * 1e3) == expected
+        assert round(Workload("allreduce", 400e6, ranks).seconds(wire) * 1e3) == expected
     int8 = Constants(alpha=15e-6, beta=8e-11, encode=2e-12, decode=1.5e-12)
     for ranks, expected in ((8, 16), (512, 34), (4096, 141)):
         expected += (ranks - 1) * 15e-3  # what ranks tell each other at the end
-        got = Job("scatter_reduce", 400e6, ranks, 0.25).seconds(int8) * 1e3
+        got = Workload("scatter_reduce", 400e6, ranks, 0.25).seconds(int8) * 1e3
         assert got == pytest.approx(expected, abs=1.0)
 
 
@@ -62,19 +62,19 @@ def test_without_noise_the_fit_finds_the_constants():
 def test_held_out_sizes_and_rank_counts_are_predicted_within_15_percent(seed):
     model = fit(measured((2, 4), SIZES, 0.05, seed))
     for m in measured((2, 4, 8, 16), (1 << 16, 1 << 22, 1 << 26), 0.0, 0):
-        prediction = model.predict(m.job)
-        assert prediction.seconds == pytest.approx(m.seconds, rel=0.15), m.job
+        prediction = model.predict(m.workload)
+        assert prediction.seconds == pytest.approx(m.seconds, rel=0.15), m.workload
         assert prediction.low <= prediction.seconds <= prediction.high
 
 
 def test_ranges_hold_most_of_what_happens_and_are_reproducible():
     model = fit(measured((2, 4), SIZES, 0.05, 1), seed=3)
     unseen = measured((4, 8), (1 << 16, 1 << 22), 0.05, 99)
-    inside = [model.predict(m.job) for m in unseen]
+    inside = [model.predict(m.workload) for m in unseen]
     hits = sum(p.low <= m.seconds <= p.high for p, m in zip(inside, unseen, strict=True))
     assert hits >= 0.75 * len(unseen)
     again = fit(measured((2, 4), SIZES, 0.05, 1), seed=3)
-    assert [again.predict(m.job) for m in unseen] == inside
+    assert [again.predict(m.workload) for m in unseen] == inside
 
 
 def test_projections_reach_thousands_of_ranks_and_two_levels_win_there():
@@ -102,7 +102,7 @@ def test_costs_grow_with_every_argument(collective, nbytes, hosts, local_size, r
 
     def cost(**changes):
         given = {"nbytes": nbytes, "ranks": hosts * local_size, "ratio": ratio, **changes}
-        return Job(collective, local_size=local_size, **given).seconds(TRUTH)
+        return Workload(collective, local_size=local_size, **given).seconds(TRUTH)
 
     assert 0 <= cost() <= cost(nbytes=nbytes + 1000) * (1 + 1e-12)
     if collective in ("allgather", "allreduce"):
@@ -112,11 +112,11 @@ def test_costs_grow_with_every_argument(collective, nbytes, hosts, local_size, r
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: Job("reduce", 1, 2), "must be one of allreduce"),
-        (lambda: Job("two_level", 1, 5, 1.0, 2), "5 ranks do not fill hosts of 2"),
-        (lambda: Job("allreduce", -1, 2), "at least 0"),
+        (lambda: Workload("reduce", 1, 2), "must be one of allreduce"),
+        (lambda: Workload("two_level", 1, 5, 1.0, 2), "5 ranks do not fill hosts of 2"),
+        (lambda: Workload("allreduce", -1, 2), "at least 0"),
         (lambda: fit([]), "needs measurements"),
-        (lambda: fit([Measurement(Job("allreduce", 1, 2), 0.0)]), "longer than 0"),
+        (lambda: fit([Measurement(Workload("allreduce", 1, 2), 0.0)]), "longer than 0"),
     ],
 )
 def test_nonsense_is_refused(call, match):

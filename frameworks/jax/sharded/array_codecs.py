@@ -62,7 +62,7 @@ class Plain(ArrayCodec):
         return payload["values"].astype(jnp.float32)
 
 
-class Buckets(ArrayCodec):
+class BucketCodes(ArrayCodec):
     """``maxnorm`` and ``qsgd``: codes of 2 to 8 bits, and a bfloat16 scale for each bucket."""
 
     def __init__(self, like: BucketQuantizer) -> None:
@@ -95,7 +95,7 @@ class Buckets(ArrayCodec):
         return (codes - np.float32(self._levels)) * spread(payload["scales"], self._bucket, n)
 
 
-class Signs(ArrayCodec):
+class SignBits(ArrayCodec):
     """``onebit``: signs, and each bucket's mean magnitude."""
 
     def __init__(self, like: OneBit) -> None:

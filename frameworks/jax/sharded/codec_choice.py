@@ -11,7 +11,14 @@ from ringlet.compressors.quantizers.onebit import OneBit
 from ringlet.compressors.quantizers.quantize import QSGD, MaxNorm
 from ringlet.compressors.quantizers.terngrad import TernGrad
 from ringlet.compressors.sparsifiers.blocktopk import BlockTopK
-from ringlet.jax.sharded.array_codecs import ArrayCodec, Buckets, Largest, Plain, Rotated, Signs
+from ringlet.jax.sharded.array_codecs import (
+    ArrayCodec,
+    BucketCodes,
+    Largest,
+    Plain,
+    Rotated,
+    SignBits,
+)
 from ringlet.jax.sharded.random_codecs import PowersOfTwo, Ternary
 
 SUPPORTED = (
@@ -33,13 +40,13 @@ def codec_for(compressor: Compressor) -> ArrayCodec:
     if kind is BF16:
         return Plain(jnp.bfloat16)
     if isinstance(compressor, MaxNorm | QSGD):
-        return Buckets(compressor)
+        return BucketCodes(compressor)
     if isinstance(compressor, Natural):
         return PowersOfTwo(compressor)
     if isinstance(compressor, TernGrad):
         return Ternary(compressor)
     if isinstance(compressor, OneBit) and kind is OneBit:
-        return Signs(compressor)
+        return SignBits(compressor)
     if isinstance(compressor, BlockTopK) and compressor.bits >= 16 and not compressor.dct:
         return Largest(compressor)
     if isinstance(compressor, Hadamard):

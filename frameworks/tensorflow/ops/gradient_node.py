@@ -12,13 +12,13 @@ import tensorflow as tf
 from ringlet.ring.dtypes import Array
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import numpy_dtype
-from ringlet.shared.gradients import Reducer, Slot
+from ringlet.shared.gradients import GradientReducer, Slot
 from ringlet.tensorflow.ops.bridge import Output, in_plain_graph, run
 from ringlet.tensorflow.ops.tensors import dense, dtype_of
 
 
 def reduced(
-    reducer: Reducer,
+    reducer: GradientReducer,
     variables: Sequence[Any],
     names: Sequence[str],
     gradients: Sequence[Any],

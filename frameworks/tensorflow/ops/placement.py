@@ -36,7 +36,7 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = (
 )
 
 
-class Exchange(NamedTuple):
+class PlacedTensors(NamedTuple):
     """Tensors' memory, flat, and the tensors that results go to, at ``place``."""
 
     place: CudaPlace
@@ -57,7 +57,7 @@ class Exchange(NamedTuple):
         return self.results
 
 
-def direct(tensors: Sequence[Any], op: ReduceOp | None) -> Exchange | None:
+def direct(tensors: Sequence[Any], op: ReduceOp | None) -> PlacedTensors | None:
     """Return the way of dense tensors that need not be staged; None if one of them has to be.
 
     ``op`` is None for what only moves them. They go directly in eager mode, over NCCL, if all of
@@ -80,7 +80,7 @@ def direct(tensors: Sequence[Any], op: ReduceOp | None) -> Exchange | None:
         return None
     both = zip((*tensors, *results), exported, strict=True)
     arrays = [_array(place, tensor, *where) for tensor, where in both]
-    return Exchange(place, arrays[: len(tensors)], results, arrays[len(tensors) :])
+    return PlacedTensors(place, arrays[: len(tensors)], results, arrays[len(tensors) :])
 
 
 def _suits(tensor: Any, op: ReduceOp | None, place: CudaPlace) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ringlet.fusion import Handle as EngineHandle
+from ringlet.fusion import Handle
 from ringlet.ring.errors import RingError
 from ringlet.shared.requests import wait_all
 from ringlet.torch.tensors.views import note_written
@@ -17,13 +17,13 @@ Tensors = Sequence[torch.Tensor]
 Result = Any  # a tensor, a list of them, or what an operation returns beside its tensor
 
 
-class Handle:
+class TorchHandle:
     """One or more operations under way; ``synchronize`` it for what they return."""
 
     def __init__(
         self,
-        operations: Sequence[EngineHandle],
-        result: Callable[[Sequence[EngineHandle]], Result],
+        operations: Sequence[Handle],
+        result: Callable[[Sequence[Handle]], Result],
     ) -> None:
         self._operations = list(operations)
         self._result = result
@@ -56,13 +56,13 @@ class Handle:
         return self._result(self._operations)
 
 
-class WrittenHandle(Handle):
+class WrittenHandle(TorchHandle):
     """Operations under way whose results the engine writes to ``outputs`` itself.
 
     It returns a list of those, or the ``single`` one.
     """
 
-    def __init__(self, operations: Sequence[EngineHandle], outputs: Tensors, single: bool) -> None:
+    def __init__(self, operations: Sequence[Handle], outputs: Tensors, single: bool) -> None:
         self._operations = list(operations)
         self._outputs, self._single = outputs, single
 
@@ -72,12 +72,12 @@ class WrittenHandle(Handle):
         return self._outputs[0] if self._single else list(self._outputs)
 
 
-class WrittenTensor(Handle):
+class WrittenTensor(TorchHandle):
     """One ``operation`` under way whose result the engine writes to ``output`` itself."""
 
     __slots__ = ("_operation", "_output")
 
-    def __init__(self, operation: EngineHandle, output: torch.Tensor) -> None:
+    def __init__(self, operation: Handle, output: torch.Tensor) -> None:
         self._operation, self._output = operation, output
 
     @property
@@ -110,7 +110,7 @@ class WrittenTensor(Handle):
 class SparseHandle:
     """A sparse reduction under way: call it, or ``synchronize`` it, for the sparse tensor."""
 
-    def __init__(self, handles: Sequence[Handle], result: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, handles: Sequence[TorchHandle], result: Callable[..., torch.Tensor]) -> None:
         self._handles, self._result = list(handles), result
 
     def done(self) -> bool:
@@ -130,18 +130,18 @@ class SparseHandle:
     __call__ = wait
 
 
-def poll(handle: Handle | SparseHandle) -> bool:
+def poll(handle: TorchHandle | SparseHandle) -> bool:
     """Whether ``synchronize(handle)`` would return at once."""
     return handle.done()
 
 
-def synchronize(handle: Handle | SparseHandle) -> Result:
+def synchronize(handle: TorchHandle | SparseHandle) -> Result:
     """Wait for an asynchronous operation and return its result."""
     return handle.wait()
 
 
-Start = Callable[[Tensors], Handle]
-Backward = Callable[[Tensors, Handle], Tensors]
+Start = Callable[[Tensors], TorchHandle]
+Backward = Callable[[Tensors, TorchHandle], Tensors]
 
 
 def differentiable(tensors: Any, start: Start, backward: Backward) -> Result:

@@ -12,7 +12,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.requests import check_some, check_splits, group_requests, rows_to_send
-from ringlet.torch.ops.handles import Handle, Tensors, differentiable
+from ringlet.torch.ops.handles import Tensors, TorchHandle, differentiable
 from ringlet.torch.ops.reductions import grouped_allreduce
 from ringlet.torch.tensors.placement import Room, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, flat, unstage
@@ -20,7 +20,7 @@ from ringlet.torch.tensors.views import check, dtype_of, flat, unstage
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+) -> TorchHandle:
     """Start an ``allgather``."""
     return _gather([tensor], name, process_set, single=True)
 
@@ -34,7 +34,7 @@ def allgather(
     gradient is averaged over the ranks, as in Horovod.
     """
 
-    def backward(grads: Tensors, handle: Handle) -> Tensors:
+    def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         return _own_rows(grads, [handle.sizes], f"{handle.name}.grad", process_set)
 
     start = [tensor], lambda given: allgather_async(given[0], name, process_set), backward
@@ -46,7 +46,7 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> TorchHandle:
     """Start a ``grouped_allgather``."""
     return _gather(tensors, name, process_set)
 
@@ -58,7 +58,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Gather several tensors, all of them together or none. See ``allgather``."""
 
-    def backward(grads: Tensors, handle: Handle) -> Tensors:
+    def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         return _own_rows(grads, handle.all_sizes, f"{handle.name}.grad", process_set)
 
     start = list(tensors), lambda given: _gather(given, name, process_set), backward
@@ -71,7 +71,7 @@ def broadcast_async_(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> TorchHandle:
     """Start a ``broadcast_``."""
     check(tensor)
     runtime, number, place = current(), process_set.number(), place_of(tensor, None)
@@ -86,7 +86,7 @@ def broadcast_async_(
     )
     staged = packed(tensor, place)
     operation = runtime.engine.submit(request, flat_at(staged, place))
-    return Handle([operation], lambda _: unstage(staged, tensor))
+    return TorchHandle([operation], lambda _: unstage(staged, tensor))
 
 
 def broadcast_async(
@@ -94,7 +94,7 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> TorchHandle:
     """Start a ``broadcast``."""
     check(tensor)
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
@@ -112,7 +112,7 @@ def broadcast(
     over the ranks, as in Horovod, the others' zero.
     """
 
-    def backward(grads: Tensors, handle: Handle) -> Tensors:
+    def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         (total,) = _averaged(grads, f"{handle.name}.grad", process_set)
         return [total if current().rank == root_rank else torch.zeros_like(total)]
 
@@ -137,7 +137,7 @@ def alltoall_async(
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> TorchHandle:
     """Start an ``alltoall``; the handle returns the tensor and the received splits."""
     check(tensor)
     runtime, number = current(), process_set.number()
@@ -165,7 +165,7 @@ def alltoall_async(
         moved = room.filled(done[0].output, sum(done[0].sizes))
         return moved.to(tensor.device), received
 
-    return Handle([operation], result)
+    return TorchHandle([operation], result)
 
 
 def alltoall(
@@ -180,10 +180,10 @@ def alltoall(
     result is a pair: the tensor, and how many rows came from each rank (int32). Differentiable.
     """
 
-    def start(given: Tensors) -> Handle:
+    def start(given: Tensors) -> TorchHandle:
         return alltoall_async(given[0], splits, name, process_set)
 
-    def backward(grads: Tensors, handle: Handle) -> Tensors:
+    def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         back = grads[0].contiguous()
         again = alltoall_async(back, handle.sizes, f"{handle.name}.grad", process_set)
         return [again.wait()[0]]
@@ -212,7 +212,7 @@ def join(device: int = -1) -> int:
 
 def _gather(
     tensors: Tensors, name: str | None, process_set: ProcessSet, single: bool = False
-) -> Handle:
+) -> TorchHandle:
     check_some(tensors, "allgather")
     for tensor in tensors:
         check(tensor)
@@ -236,7 +236,7 @@ def _gather(
         ]
         return gathered[0] if single else gathered
 
-    return Handle(runtime.engine.submit_all(items), result)
+    return TorchHandle(runtime.engine.submit_all(items), result)
 
 
 def _averaged(grads: Tensors, name: str, process_set: ProcessSet) -> list[torch.Tensor]:

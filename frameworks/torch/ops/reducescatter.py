@@ -19,7 +19,7 @@ from ringlet.shared.requests import (
     scatter_gradient,
     scattered_as,
 )
-from ringlet.torch.ops.handles import Handle, Tensors, differentiable
+from ringlet.torch.ops.handles import Tensors, TorchHandle, differentiable
 from ringlet.torch.ops.movements import grouped_allgather
 from ringlet.torch.ops.reductions import refuse_mean
 from ringlet.torch.tensors.placement import Room, flat_at, packed, place_of
@@ -33,7 +33,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> TorchHandle:
     """Start a ``reducescatter``."""
     factors = prescale_factor, postscale_factor
     return _start([tensor], name, op, process_set, factors, single=True)
@@ -67,7 +67,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> TorchHandle:
     """Start a ``grouped_reducescatter``."""
     return _start(tensors, name, op, process_set, (prescale_factor, postscale_factor))
 
@@ -100,10 +100,10 @@ def _differentiable(
     cast = legacy(compression)
     wire = None if cast is not None else scattered_as(as_compressor(compression))
 
-    def start(given: Tensors) -> Handle:
+    def start(given: Tensors) -> TorchHandle:
         return _start(given, name, op, process_set, factors, single, wire)
 
-    def backward(grads: Tensors, handle: Handle) -> Tensors:
+    def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         factor = scatter_gradient(op, factors, process_set)
         if factor is None:
             raise RuntimeError(f"reducescatter with op={op.name.title()} has no gradient")
@@ -129,7 +129,7 @@ def _start(
     factors: tuple[float, float],
     single: bool = False,
     wire: str | None = None,
-) -> Handle:
+) -> TorchHandle:
     runtime, number, op = current(), process_set.number(), as_op(op)
     for tensor in tensors:
         check(tensor)
@@ -168,4 +168,4 @@ def _start(
         ]
         return outputs[0] if single else outputs
 
-    return Handle(runtime.engine.submit_all(items), result)
+    return TorchHandle(runtime.engine.submit_all(items), result)

@@ -30,8 +30,8 @@ from ringlet.shared.requests import (
     reduced_as,
 )
 from ringlet.torch.ops.handles import (
-    Handle,
     Tensors,
+    TorchHandle,
     WrittenHandle,
     WrittenTensor,
     differentiable,
@@ -60,7 +60,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     compression: Spec = None,
-) -> Handle:
+) -> TorchHandle:
     """Combine ``tensor`` over all ranks, in place. See ``allreduce``."""
     factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
     return _start_one(tensor, tensor, name, chosen, factors, process_set, compression)
@@ -75,7 +75,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     compression: Spec = None,
-) -> Handle:
+) -> TorchHandle:
     """Combine ``tensor`` over all ranks into a new tensor. See ``allreduce``."""
     factors, chosen = (prescale_factor, postscale_factor), reduce_op(average, op)
     return _start_one(tensor, None, name, chosen, factors, process_set, compression)
@@ -108,10 +108,10 @@ def allreduce(
         wide: list[torch.Tensor] = around(cast, [tensor], combine)
         return wide[0]
 
-    def start(tensors: Tensors) -> Handle:
+    def start(tensors: Tensors) -> TorchHandle:
         return _start_one(tensors[0], None, name, chosen, factors, process_set, compression, True)
 
-    def backward(grads: Tensors, handle: Handle) -> Tensors:
+    def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         _refuse_gradient(chosen)
         made, again = f"{handle.name}.grad", grads[0].contiguous()
         handle = _start_one(again, None, made, chosen, factors, process_set, None, True)
@@ -147,7 +147,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     compression: Spec = None,
-) -> Handle:
+) -> TorchHandle:
     """Combine tensors over all ranks together, in place. See ``grouped_allreduce``."""
     factors = prescale_factor, postscale_factor
     return _start(tensors, tensors, name, reduce_op(average, op), factors, process_set, compression)
@@ -162,7 +162,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     compression: Spec = None,
-) -> Handle:
+) -> TorchHandle:
     """Combine tensors over all ranks together, into new ones. See ``grouped_allreduce``."""
     factors = prescale_factor, postscale_factor
     return _start(tensors, None, name, reduce_op(average, op), factors, process_set, compression)
@@ -191,10 +191,10 @@ def grouped_allreduce(
 
         return around(cast, tensors, combine)
 
-    def start(given: Tensors) -> Handle:
+    def start(given: Tensors) -> TorchHandle:
         return _start(given, None, name, chosen, factors, process_set, compression, waits=True)
 
-    def backward(grads: Tensors, handle: Handle) -> Tensors:
+    def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         _refuse_gradient(chosen)
         made, again = f"{handle.name}.grad", [g.contiguous() for g in grads]
         started = _start(again, None, made, chosen, factors, process_set, None, waits=True)
@@ -284,7 +284,7 @@ def _start_one(
     process_set: ProcessSet,
     compression: Any,
     waits: bool = False,
-) -> Handle:
+) -> TorchHandle:
     """Submit the reduction of one tensor into ``output``, or a new tensor. See ``_start``."""
     runtime = current()
     number = 0 if process_set is global_process_set else process_set.number()
@@ -324,7 +324,7 @@ def _start(
     compression: Any,
     single: bool = False,
     waits: bool = False,
-) -> Handle:
+) -> TorchHandle:
     """Submit a reduction of every tensor into ``outputs``, or new tensors.
 
     The handle returns all outputs, or the ``single`` one; the caller ``waits`` for it at once.
@@ -391,7 +391,7 @@ def _submit(
     compressor: Compressor,
     single: bool,
     waits: bool,
-) -> Handle:
+) -> TorchHandle:
     """Submit ``sources``, and copy the results to ``outputs`` that the engine cannot write to."""
     targets = [
         without_graph(output) if _can_hold(output, source) else source
@@ -407,7 +407,7 @@ def _submit(
         done = [unstage(t, o) for t, o in zip(targets, outputs, strict=True)]
         return done[0] if single else done
 
-    return Handle(operations, result)
+    return TorchHandle(operations, result)
 
 
 def _asked_of(runtime: Runtime) -> dict[tuple[int, Hashable], _Asked]:

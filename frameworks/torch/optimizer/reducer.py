@@ -44,7 +44,7 @@ from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
 from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
-from ringlet.torch.optimizer.sparse_gradients import Rows
+from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.tensors.placement import HOST, place_of
 from ringlet.torch.tensors.views import check, dtype_of
 
@@ -410,9 +410,9 @@ class Reducer:
     def _new_label(self) -> str:
         return current().unnamed("DistributedOptimizer", self._process_set.process_set_id or 0)
 
-    def _new_rows(self) -> Rows:
+    def _new_rows(self) -> SparseGradients:
         named, label, sparse_as_dense = self.parameters, self._label, self._sparse_as_dense
-        return Rows(named, label, self._op, self._process_set, sparse_as_dense)
+        return SparseGradients(named, label, self._op, self._process_set, sparse_as_dense)
 
     def join_epoch(self) -> None:
         """In an elastic job: declare the gradients once to each epoch's engine, at the first use.

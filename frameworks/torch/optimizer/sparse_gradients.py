@@ -18,7 +18,7 @@ from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 LARGE = 1 << 16  # elements from which a sparse gradient travels as indices and values
 
 
-class Rows:
+class SparseGradients:
     """The sparse gradients of ``parameters``; none are gathered with ``as_dense``."""
 
     def __init__(

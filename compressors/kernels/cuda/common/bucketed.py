@@ -52,7 +52,7 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Codec:
+class BucketedCodec:
     """A codec of fixed options: ``name`` its file, ``bits`` of a code, elements of a ``bucket``.
 
     ``name`` is ROOM/NAME, as in ``Program``. ``random`` tells whether it draws random numbers:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from ringlet.compressors.core.minifloats import MiniFloat
-from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 from ringlet.compressors.kernels.cuda.runtime.source import Program
 
 
-class MiniFloats(Codec):
+class MiniFloats(BucketedCodec):
     """A codec whose codes are small floats."""
 
     def program(self, kernel: str, **switches: int) -> Program:
@@ -21,8 +21,12 @@ class MiniFloats(Codec):
 
 
 def codec(
-    name: str, form: MiniFloat, bucket: int, stochastic: bool, kind: type[Codec] = MiniFloats
-) -> Codec:
+    name: str,
+    form: MiniFloat,
+    bucket: int,
+    stochastic: bool,
+    kind: type[BucketedCodec] = MiniFloats,
+) -> BucketedCodec:
     """Return the codec of the file ``name``, of ``kind``, for a format and rounding."""
     constants: dict[str, int | float] = {
         "MANTISSA": form.mantissa, "LOWEST": form.lowest, "LARGEST": form.largest,

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.multitensor import Decoding, Encoding, MultiTensor, Spaced
 from ringlet.compressors.core.traits import Payload
-from ringlet.compressors.kernels.cuda.common.bucketed import Codec, Output, Target
+from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec, Output, Target
 from ringlet.compressors.kernels.cuda.runtime.device import Device
 
 _APART = 64  # scratch arrays begin at multiples of so many elements, for loads of 16 bytes
 # Casts, by the dtype of arrays: bfloat16 is kept as uint16.
 HALVES = {
-    dtype: Codec("dense/casts", 16, 1024, (("HALF", half),))
+    dtype: BucketedCodec("dense/casts", 16, 1024, (("HALF", half),))
     for dtype, half in (("float16", 1), ("uint16", 0))
 }
 
@@ -21,7 +21,7 @@ HALVES = {
 class Buckets:
     """Kernels of a codec that works bucket by bucket; ``names`` are its payload's arrays."""
 
-    def __init__(self, codec: Codec, device: Device, names: Iterable[str]) -> None:
+    def __init__(self, codec: BucketedCodec, device: Device, names: Iterable[str]) -> None:
         self._codec, self._device, self._names = codec, device, tuple(names)
 
     def encode(

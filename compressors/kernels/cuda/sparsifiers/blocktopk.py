@@ -8,13 +8,13 @@ from typing import Any
 import numpy.typing as npt
 
 from ringlet.compressors.core.context import Array
-from ringlet.compressors.kernels.cuda.common.bucketed import Codec
+from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 from ringlet.compressors.kernels.cuda.runtime.device import Device
 from ringlet.compressors.kernels.cuda.runtime.source import THREADS, Program
 
 
 @dataclass(frozen=True)
-class BlockCodec(Codec):
+class BlockCodec(BucketedCodec):
     """``kept`` entries of a block, indices of ``width`` bits; ``bucket`` is the block.
 
     ``basis`` gives the matrices (forward, inverse) of a transform; None: there is none. A decoder
