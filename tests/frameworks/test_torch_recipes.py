@@ -217,6 +217,7 @@ def test_what_was_loaded_is_saved_again_before_a_step(kind, way):
     ringlet.run(work, np=2, transport="local")
 
 
+@pytest.mark.filterwarnings("ignore:what compressors remember was loaded on rank")
 @pytest.mark.parametrize("kind", ["onebit", "diloco"])
 def test_rank_0_alone_may_load_and_broadcast(kind):
     def work():
