@@ -1,5 +1,6 @@
 """Settings that every test shares."""
 
+import gc
 import hashlib
 import os
 import subprocess
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(items):
     """Begin with the rooms whose files take longest, so that no worker is alone in the end."""
     rooms = ["ring", "frameworks", "fusion", "gpu", "compressors"]
     items.sort(key=lambda item: rooms.index(r) if (r := item.path.parent.name) in rooms else 9)
+
+
+def pytest_collection_finish():
+    """Let the garbage collector pass over what test files have imported: a second, each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):
