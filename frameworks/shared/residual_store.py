@@ -116,6 +116,11 @@ def warn_of_loss(
     )
 
 
+def remembered(states: Mapping[str, State]) -> bool:
+    """Whether there is anything in these states but counts of steps."""
+    return any(state.keys() - {"step"} for state in states.values())
+
+
 def is_own(given: Mapping[str, Any], rank: int, size: int) -> bool:
     """Whether a record is that of this rank, in a job of as many."""
     return bool(given["rank"] == rank and given["size"] == size)

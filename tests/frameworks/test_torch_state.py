@@ -57,6 +57,7 @@ def case_a_sharded_checkpoint_continues_bit_for_bit():
         "topk(ratio=0.05) | ef", "int4(stochastic=True) | ef", "powersgd(rank=2) | ef",
         "fp16 | ef", "topk(ratio=0.2) | warmup(steps=6) | ef", "none",
         "topk(ratio=0.05) | ef(dtype='bf16')", "int4 | ef(dtype='int8', reset=4)",
+        "qsgd", "topk(ratio=0.2) | warmup(steps=6)",
     ):  # fmt: skip
         own, optimizer, kept = trained(spec)
         straight = train(own, optimizer, 3, start=3)
@@ -147,6 +148,28 @@ def case_a_checkpoint_of_another_shape_says_so():
     with pytest.warns(UserWarning, match=told):
         optimizer.load_state_dict(saved)
     train(other, optimizer, 2, start=2)
+
+
+def case_rank_0s_checkpoint_is_enough_where_nothing_is_remembered():
+    specs = ["randomk(ratio=0.1)", "topk(ratio=0.02) | warmup(steps=4)", "fp16"]
+    # Of more ranks, each holds back of its part of the sum.
+    for spec in [*specs, "qsgd"] if hvd.size() == 2 else specs:
+        own, optimizer, kept = trained(spec)
+        kept = hvd.broadcast_object(kept, 0)
+        straight = train(own, optimizer, 3, start=3)
+        for loading in range(hvd.size()), [0]:
+            again = model(seed=1)
+            resumed = wrapped(again, spec)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                if hvd.rank() in loading:
+                    again.load_state_dict(kept["model"])
+                    resumed.load_state_dict(copy.deepcopy(kept["optimizer"]))
+                hvd.broadcast_parameters(again.state_dict(), 0)
+                hvd.broadcast_optimizer_state(resumed, 0)
+            assert torch.equal(train(again, resumed, 3, start=3), straight), spec
+    own = model()
+    assert checkpoint.STATE_KEY not in wrapped(own, "fp16").state_dict()
 
 
 def case_broadcasting_state_leaves_residuals_alone():

@@ -25,6 +25,7 @@ from ringlet.shared.residual_store import (
     norm,
     put,
     record,
+    remembered,
     warn_of_loss,
     warn_of_misfits,
 )
@@ -94,8 +95,9 @@ def restore(
     ``among`` so many of the ``size`` ranks, by default all.
     """
     own = given is not None and is_own(given, rank, size)
-    if not own and (given is not None or any(s.keys() - {"step"} for s in states.values())):
-        warn_of_loss(given, rank, size, advice, stacklevel=4)
+    holds = given is not None and remembered(given["states"])
+    if not own and (holds or remembered(states)):
+        warn_of_loss(given if holds else None, rank, size, advice, stacklevel=4)
     saved_states = given["states"] if given is not None and own else {}
     specs: Mapping[str, str] = {} if given is None else given.get("specs", {})
     found = {name: mapped(saved_states.get(name, {}), _array) for name in states}

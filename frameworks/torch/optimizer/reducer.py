@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ringlet.compressors import Compressor
+from ringlet.compressors import BF16, FP16, Compressor, NoCompression
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.compressors.states import (
@@ -35,7 +35,7 @@ from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
-from ringlet.shared.residual_store import is_own
+from ringlet.shared.residual_store import is_own, remembered
 from ringlet.shared.rollback import Undo
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
@@ -183,8 +183,12 @@ class Reducer:
         return self._op is ReduceOp.AVERAGE
 
     def saved(self) -> dict[str, Any] | None:
-        """Return what this rank's compressors remember, for a checkpoint; None if it is nothing."""
-        if not any(state.keys() - {"step"} for state in self.states.values()):
+        """Return what this rank's compressors remember, and the step, for a checkpoint.
+
+        None where nothing depends on either, because all gradients travel as they are, or cast.
+        """
+        plain = all(isinstance(c, NoCompression | FP16 | BF16) for c in self.compressors.values())
+        if plain and not remembered(self.states):
             return None
         runtime = current()
         with runtime.engine.at_work():
@@ -200,6 +204,7 @@ class Reducer:
         given = self.tensors, self.averages, self._size()
         self._restored(checkpoint.restore(*where, *given))
         ours = kept is not None and is_own(kept, runtime.rank, runtime.size)
+        ours = ours and remembered(kept["states"])
         self.loaded = checkpoint.Loaded.OWN if ours else checkpoint.Loaded.OTHER
 
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
