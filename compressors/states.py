@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.base.contract import Compressor, wrapped_fields
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import State
 from ringlet.compressors.core.errors import CompressorError
@@ -20,6 +20,8 @@ from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.modifiers.residuals import broken, forget, plain, widen
 from ringlet.compressors.modifiers.residuals import rescale as rescale_narrow
 from ringlet.compressors.specs.parser import parse
+
+_MANY = 1 << 20  # elements of a tensor that nobody has
 
 
 def rescale(state: State, compressor: Compressor, factor: float) -> None:
@@ -32,25 +34,30 @@ def carry_over(
 ) -> list[str]:
     """Keep of ``state`` what ``after`` can go on with; return the names of what is forgotten.
 
-    That is the step, the residual of error feedback, and factors of the same low-rank compressor,
-    of whose rows as many are used as fit. Residuals are in units of what is compressed: the
-    gradient, or its share of the mean (``average``) among ``size`` ranks where a compressor divides
-    first.
+    That is the step, the residual of error feedback, factors of the same low-rank compressor, of
+    whose rows as many are used as fit, and all in units of the gradient where nothing but options
+    has changed. Such units are those of what is compressed: the gradient, or its share of the mean
+    (``average``) among ``size`` ranks where a compressor divides first.
     """
+    if before == after:
+        return []
     widen(state)  # a residual in fewer bits may be kept in others from now on
-    kept = {"step"}
+    kept, units = {"step"}, set[str]()
     if _feeds_back(before) and _feeds_back(after):
-        kept |= {"residual", "rows"}  # rows are the residual of a table whose gradient is sparse
+        kept |= {"rows"}  # the residual of a table whose gradient is sparse
+        units |= {"residual"}
+    if _classes(before) == _classes(after):
+        both = {*before.traits().gradient_units} & {*after.traits().gradient_units}
+        units |= {n for n in both if before.units_size(n, _MANY) == after.units_size(n, _MANY)}
     first, last = innermost(before), innermost(after)
     if isinstance(first, LowRank) and type(first) is type(last):
         kept |= {"left", "right"}
-    forgotten = sorted(state.keys() - kept)
+    forgotten = sorted(state.keys() - kept - units)
     for key in forgotten:
         del state[key]
-    if "residual" in state and average:
-        factor = _share(after, size) / _share(before, size)
-        if factor != 1.0:
-            state["residual"] *= np.float32(factor)
+    factor = _share(after, size) / _share(before, size) if average else 1.0
+    if factor != 1.0:
+        _rescale(state, frozenset(units), factor)
     return forgotten
 
 
@@ -264,6 +271,12 @@ def _feeds_back(compressor: Compressor | None) -> bool:
             return True
         compressor = compressor.inner
     return False
+
+
+def _classes(compressor: Compressor) -> list[Any]:
+    """Return the classes of a compressor and of all that it wraps, as they are nested."""
+    inner = [getattr(compressor, field.name) for field in wrapped_fields(type(compressor))]
+    return [type(compressor), *(_classes(each) for each in inner if each is not None)]
 
 
 def innermost(compressor: Compressor) -> Compressor:

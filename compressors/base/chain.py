@@ -16,6 +16,7 @@ from ringlet.compressors.base.contract import (
     Round,
     Traits,
     encoded,
+    memory_of_payloads,
 )
 from ringlet.compressors.base.feedback import scale
 from ringlet.compressors.base.precompile import precompile
@@ -56,10 +57,11 @@ class Chain(Compressor, joins=True):
                 f"would have to be decoded first. Behind it goes what exchanges in rounds too: "
                 f"'{self.first} | shared_int'"
             )
-        if self.first.traits().stateful:
+        if names := memory_of_payloads(self.first):
             raise CompressorError(
-                f"{self.first} remembers what its payloads decode to, which {self.second} behind "
-                f"it would change; write the modifier last: '... | {self.second} | ...'"
+                f"{self.first} remembers what its payloads decode to, in {names}, which "
+                f"{self.second} behind it would change; write a modifier last, as in "
+                f"'... | {self.second} | ...', and use any other compressor alone"
             )
         if self.first.traits().combine == "sum":
             raise CompressorError(

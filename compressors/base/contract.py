@@ -32,7 +32,9 @@ __all__ = [
     "empty_payload",
     "encoded",
     "keeps",
+    "memory_of_payloads",
     "storage",
+    "wrapped_fields",
 ]  # fmt: skip
 
 
@@ -66,7 +68,7 @@ class Compressor:
         generated = cls.__init__
 
         def __init__(self: Compressor, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            inner = {f.name: kwargs.pop(f.name) for f in _wrapped_fields(cls) if f.name in kwargs}
+            inner = {f.name: kwargs.pop(f.name) for f in wrapped_fields(cls) if f.name in kwargs}
             generated(self, **bind_options(cls, cls.label(), args, kwargs), **inner)
 
         cls.__init__ = __init__  # type: ignore[method-assign]
@@ -147,7 +149,8 @@ class Compressor:
     def units_size(self, name: str, n: int) -> int:
         """Return how many elements ``ctx.state[name]`` has for a tensor of ``n``.
 
-        For names in ``gradient_units``: as many as the tensor, unless, say, a sketch is remembered.
+        For names in ``gradient_units``: as many as the tensor, unless a sketch is remembered, say,
+        or a number (1).
         """
         return n
 
@@ -295,7 +298,7 @@ class Compressor:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some options, or wrapped compressors, changed."""
         cls = type(self)
-        names = [*options_of(cls), *(field.name for field in _wrapped_fields(cls))]
+        names = [*options_of(cls), *(field.name for field in wrapped_fields(cls))]
         return cls(**({name: getattr(self, name) for name in names} | changes))
 
     def behind(self, first: Compressor) -> Compressor:
@@ -341,7 +344,8 @@ def _contiguous(x: Any) -> bool:
     return not hasattr(x, "flags") or bool(x.flags.c_contiguous)
 
 
-def _wrapped_fields(cls: type) -> list[dataclasses.Field[Any]]:
+def wrapped_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields that hold the compressors which one of this class wraps."""
     return [f for f in dataclasses.fields(cls) if "wrapped" in f.metadata]
 
 
@@ -376,6 +380,18 @@ def empty_payload(compressor: Compressor, n: int, ctx: Context) -> Payload:
     return {
         part.name: ctx.xp.empty(part.elements, storage(part.dtype)) for part in compressor.layout(n)
     }
+
+
+def memory_of_payloads(compressor: Compressor) -> list[str]:
+    """Return the names of memory that goes by what payloads lost, as far as traits tell.
+
+    That is, of a compressor that sends payloads, what is in units of the gradient and as large.
+    """
+    traits = compressor.traits()
+    if traits.combine == "rounds":
+        return []
+    many = 1 << 20
+    return [name for name in traits.gradient_units if compressor.units_size(name, many) == many]
 
 
 def keeps(compressor: Compressor, base: type[Compressor], *methods: str) -> bool:

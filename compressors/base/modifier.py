@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringlet.compressors.base.contract import Compressor, Exchange, Part, Payload, Traits
+from ringlet.compressors.base.contract import (
+    Compressor,
+    Exchange,
+    Part,
+    Payload,
+    Traits,
+    keeps,
+)
 from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
@@ -14,10 +21,31 @@ from ringlet.compressors.core.options import wrapped
 class Modifier(Compressor):
     """Base of modifiers: wraps the compressor in ``inner`` and passes everything on to it.
 
-    ``Int8() | ErrorFeedback()`` is ``ErrorFeedback(inner=Int8())``.
+    ``Int8() | ErrorFeedback()`` is ``ErrorFeedback(inner=Int8())``. A subclass that overrides
+    ``compress`` or ``decompress`` is encoded and decoded by these alone, unless it overrides what
+    is faster too. ``ctx.state`` is one dict for both: keep there what you remember under names
+    that what you wrap does not use.
     """
 
     inner: Compressor | None = wrapped()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inner = self.wrapped_compressor if self.is_bound() else None
+        if (
+            inner is not None
+            and inner.traits().combine == "rounds"
+            and self._passed_over("exchange", "compress", "decompress")
+        ):
+            raise CompressorError(
+                f"{inner} exchanges in rounds, without payloads, and {self.label()} changes "
+                "payloads alone: it would do nothing. Define exchange(x, out, ctx, local) in it, "
+                "too, or wrap another compressor"
+            )
+
+    def _passed_over(self, method: str, *basic: str) -> bool:
+        """Whether ``method`` is left to the wrapped compressor, but not what it stands for."""
+        return keeps(self, Modifier, method) and not keeps(self, Modifier, *basic)
 
     @property
     def wrapped_compressor(self) -> Compressor:
@@ -88,7 +116,10 @@ class Modifier(Compressor):
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:
         """Encode with the wrapped compressor."""
-        self.wrapped_compressor.encode_into(x, payload, ctx)
+        if self._passed_over("encode_into", "compress"):
+            super().encode_into(x, payload, ctx)
+        else:
+            self.wrapped_compressor.encode_into(x, payload, ctx)
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode with the wrapped compressor."""
@@ -96,11 +127,17 @@ class Modifier(Compressor):
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Accumulate with the wrapped compressor."""
-        self.wrapped_compressor.accumulate(payload, out, ctx)
+        if self._passed_over("accumulate", "decompress"):
+            super().accumulate(payload, out, ctx)
+        else:
+            self.wrapped_compressor.accumulate(payload, out, ctx)
 
     def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
         """Sum with the wrapped compressor."""
-        self.wrapped_compressor.sum_into(payloads, out, ctx)
+        if self._passed_over("sum_into", "decompress", "accumulate"):
+            super().sum_into(payloads, out, ctx)
+        else:
+            self.wrapped_compressor.sum_into(payloads, out, ctx)
 
     def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Exchange as the wrapped compressor does."""

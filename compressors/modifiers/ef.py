@@ -15,7 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import ClassVar, NamedTuple
 
-from ringlet.compressors.base.contract import Exchange, Payload, Traits, encoded, keeps
+from ringlet.compressors.base.contract import (
+    Exchange,
+    Payload,
+    Traits,
+    encoded,
+    keeps,
+    memory_of_payloads,
+)
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
@@ -56,11 +63,12 @@ class ErrorFeedback(Modifier):
     def validate(self) -> None:
         """Refuse what keeps its own memory of what was not sent, and what would diverge."""
         if self.inner is not None and self.inner.is_bound():
-            inner = self.inner.traits()
-            if inner.stateful and inner.combine != "rounds":
+            names = memory_of_payloads(self.inner)
+            if names:
                 raise CompressorError(
-                    f"{self.inner} remembers what it did not send by itself; leave "
-                    f"'| {self.label()}' away"
+                    f"{self.inner} remembers what it did not send by itself, in {names}; leave "
+                    f"'| {self.label()}' away. If that is something else, let its units_size(name, "
+                    "n) return how many values it is"
                 )
             self.refuse_divergence()
 

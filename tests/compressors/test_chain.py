@@ -166,12 +166,12 @@ def test_what_stands_behind_rounds_takes_the_place_of_their_means_and_sums(n, si
     outs = simulate(Rounds() | behind, gradients, states, shares=shares)
     mean = np.mean(np.asarray(gradients, np.float64), axis=0)
     largest = float(np.abs(gradients).max())
-    level = largest / behind.steps(size)
-    assert np.abs(outs[0] - mean).max() <= 0.501 * level
+    most = 0.5001 * largest / behind.steps(size) + largest * 2.0**-23  # and float32's rounding
+    assert np.abs(outs[0] - mean).max() <= most
     assert n < 40 or np.abs(outs[0] - mean).max() > 0  # it did travel in 16 bits
     np.testing.assert_allclose(np.mean(shares, axis=0, dtype=np.float64), outs[0], atol=1e-6)
     for share, x in zip(shares, gradients, strict=True):
-        assert np.abs(share - x.astype(float)).max() <= 0.501 * level
+        assert np.abs(share - x.astype(float)).max() <= most
     for out, state in zip(outs, states, strict=True):
         np.testing.assert_array_equal(out, outs[0])
         assert state["largest"] == np.float32(largest)  # exactly: what is not added up stays

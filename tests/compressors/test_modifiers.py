@@ -1,5 +1,6 @@
 """Modifiers: EF21, momentum correction, rotation, warm-up, minimal sizes."""
 
+import dataclasses
 import types
 from functools import partial
 from itertools import pairwise
@@ -14,9 +15,11 @@ from ringlet.compressors import (
     CompressorError,
     Context,
     Hadamard,
+    Modifier,
     NoCompression,
     OptionError,
     TopK,
+    option,
     parse,
 )
 from ringlet.compressors.base.contract import storage
@@ -450,3 +453,86 @@ def test_modifiers_alone_wait_for_a_compressor(name):
     assert str(parse(f"int8 | {name}")) == f"int8 | {name}"
     with pytest.raises(OptionError):
         parse(f"{name}(nonsense=1)")
+
+
+class Halved(Modifier):
+    """Sends half of what there is: a plugin that overrides the least that it can."""
+
+    def compress(self, x, ctx):
+        return super().compress(x * np.float32(0.5), ctx)
+
+
+class Doubled(Modifier):
+    """Receives twice what was sent, again by the least that says so."""
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= np.float32(2)
+
+
+@pytest.mark.parametrize(
+    "inner", ["none", "int8", "topk(ratio=0.5)", "int4 | hadamard", "qsgd | scaled"]
+)
+def test_what_a_modifier_overrides_is_not_passed_over(inner):
+    x = normal(1, 200)
+    inner = parse(inner)
+    for modifier, factor in ((Halved(), 0.5), (Doubled(), 2.0)):
+        modified = inner | modifier
+        half = x * np.float32(factor) if factor < 1 else x
+        payload, plain_payload = (
+            encode(modified, x, context(200)),
+            encode(inner, half, context(200)),
+        )
+        assert same(payload, plain_payload)
+        once = decode(inner, plain_payload, context(200)) * np.float32(max(factor, 1))
+        assert same(decode(modified, payload, context(200)), once)
+        total, sums = once.copy(), np.empty_like(once)
+        modified.accumulate(payload, total, context(200))
+        modified.sum_into([payload, payload], sums, context(200))
+        assert same(total, once + once)
+        assert same(sums, once + once)
+
+
+@pytest.mark.parametrize("modifier", [Halved(), Doubled()])
+@pytest.mark.parametrize("inner", ["powersgd", "shared_int | ef"])
+def test_a_modifier_of_payloads_is_refused_behind_rounds(inner, modifier):
+    with pytest.raises(CompressorError, match=r"exchanges in rounds.*Define exchange"):
+        parse(inner) | modifier
+
+
+class Clipped(Modifier):
+    """Clips at a running maximum: it remembers a number, and not what it did not send."""
+
+    named: bool = option(True, doc="whether the number is declared in units of the gradient")
+
+    def traits(self):
+        units = ("most",) if self.named else ()
+        return dataclasses.replace(
+            self.wrapped_compressor.traits(), stateful=True, gradient_units=units, omega=None
+        )
+
+    def units_size(self, name, n):
+        return 1
+
+    def compress(self, x, ctx):
+        most = max(0.9 * ctx.state.get("most", 0.0), float(np.abs(x).mean()))
+        ctx.state["most"] = most
+        return super().compress(np.clip(x, -np.float32(2 * most), np.float32(2 * most)), ctx)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_feedback_takes_what_remembers_something_else_than_what_it_lost(named):
+    compressor = parse("none") | Clipped(named=named) | parse("ef")
+    state, sent, given = {}, 0.0, 0.0
+    for step in range(30):
+        x = normal(step, 200)
+        given, sent = given + x, sent + simulate(compressor, [x], [state], step)[0]
+    assert np.abs(state["residual"]).max() > 0.1  # something was clipped
+    np.testing.assert_allclose(sent + state["residual"], given, atol=1e-4)
+
+
+def test_feedback_refuses_a_memory_of_what_was_lost_and_names_it():
+    with pytest.raises(CompressorError, match=r"in \['u', 'v'\]; leave '\| ef' away"):
+        parse("topk | momentum_correction | ef")
+    with pytest.raises(CompressorError, match=r"in \['residual'\].*write a modifier last"):
+        parse("topk | ef | int8")

@@ -1,6 +1,7 @@
 """What becomes of a state where the loss scale, the spec or the number of ranks changes."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -38,9 +39,6 @@ class Heavy(Modifier):
         past = ctx.state.get("past", np.zeros_like(x))
         ctx.state["past"] = x + np.float32(0.5) * past
         return super().compress(ctx.state["past"], ctx)
-
-    def encode_into(self, x, payload, ctx):
-        Compressor.encode_into(self, x, payload, ctx)
 
 
 class Silent(Heavy):
@@ -123,6 +121,39 @@ def test_numbers_fit_and_the_kit_finds_arrays_of_other_shapes():
     check_compressor(compressor, [Named(check_gradient_units)])
     with pytest.raises(CheckFailed, match=r"\['past'\] is an array of shape \[4\]"):
         check_compressor(parse("int8") | Levelled(buckets=4), [Named(check_gradient_units)])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept", "forgotten"),
+    [
+        ("topk | momentum_correction", "topk(ratio=0.1) | momentum_correction", {"u", "v"}, []),
+        ("int8 | ef21", "int8(bucket=64) | ef21", {"worker", "server"}, []),
+        ("int8 | ef21", "int8 | ef21", {"worker", "server"}, []),
+        ("int8 | ef21", "int4 | ef21", set(), ["server", "worker"]),
+        ("topk | momentum_correction", "topk | ef", set(), ["u", "v"]),
+        ("powersgd | ef", "powersgd | ef", {"residual", "right"}, []),
+    ],
+)
+def test_memory_goes_on_where_nothing_but_options_changes(before, after, kept, forgotten):
+    before, (state, _) = trained(before)
+    held = copy.deepcopy(state)
+    assert carry_over(state, before, parse(after), 2, True) == forgotten
+    assert state.keys() == kept
+    for name in kept:
+        np.testing.assert_array_equal(state[name], held[name])
+
+
+def test_a_plugins_memory_goes_on_in_the_share_that_is_compressed():
+    class Dividing(Heavy):
+        divides: bool = option(False, doc="whether averages divide first")
+
+        def traits(self):
+            return dataclasses.replace(super().traits(), predivide=self.divides)
+
+    before, (state, _) = trained(parse("int8") | Dividing())
+    held = state["past"].copy()
+    assert carry_over(state, before, parse("int8") | Dividing(divides=True), 4, True) == []
+    np.testing.assert_array_equal(state["past"], held / 4)
 
 
 def test_factors_go_on_where_the_rank_changes():

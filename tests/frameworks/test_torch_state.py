@@ -307,8 +307,17 @@ def case_set_compression_carries_residuals_in_their_units():
     optimizer.set_compression("topk(ratio=0.1) | ef")
     assert optimizer.residual_norm() == pytest.approx(before * hvd.size(), rel=1e-5)
     train(own, optimizer, 2)
-    optimizer.set_compression("int8 | ef21")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.set_compression("int8 | ef21")
     assert optimizer.residual_norm() == 0
+    assert len(told) == (hvd.rank() == 0)
+    assert all("ef21 forgets ['residual'" in str(each.message) for each in told)
+    train(own, optimizer, 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.set_compression("int8(bucket=256) | ef21")
+    assert not any("worker" in str(each.message) for each in told)
     train(own, optimizer, 2)
     assert hvd.replicas_equal(own.state_dict())
 

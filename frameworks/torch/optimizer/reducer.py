@@ -124,20 +124,23 @@ class Reducer:
     def set_compression(self, compression: Spec | Routes) -> None:
         """Compress differently from the next step on. Collective; RuntimeError during a step.
 
-        Residuals carry over to compressors with error feedback; whatever else the old ones
-        remembered is forgotten.
+        Residuals carry over to compressors with error feedback, and all that is in units of the
+        gradient where nothing but options changes. The first rank warns of what is forgotten.
         """
         if self.in_flight:
             raise RuntimeError("set_compression between backward() and step()")
         before, self._router = self._router, as_router(compression)
         warn_of_unmatched(self._router, self.parameters, stacklevel=3)
+        lost = []
         with _at_work():
             for name, state in self.states.items():
-                compressors = (
-                    routed(before, name, self._depth),
-                    routed(self._router, name, self._depth),
-                )
-                carry_over(state, *compressors, self._size(), self.averages)
+                then, now = (routed(r, name, self._depth) for r in (before, self._router))
+                forgotten = carry_over(state, then, now, self._size(), self.averages)
+                if forgotten:
+                    lost.append(f"{now} forgets {forgotten} of {name!r}, which {then} kept")
+        if lost and current().rank == 0:
+            more = f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else ""
+            warnings.warn(f"set_compression: {lost[0]}{more}", stacklevel=3)
         if not self._elastic or self._engine is current().engine:
             self._declare(self.step)
 
@@ -204,8 +207,8 @@ class Reducer:
         given = self.tensors, self.averages, self._size()
         self._restored(checkpoint.restore(*where, *given))
         ours = kept is not None and is_own(kept, runtime.rank, runtime.size)
-        ours = ours and remembered(kept["states"])
-        self.loaded = checkpoint.Loaded.OWN if ours else checkpoint.Loaded.OTHER
+        holds = kept is not None and remembered(kept["states"])
+        self.loaded = checkpoint.Loaded.OWN if ours and holds else checkpoint.Loaded.OTHER
 
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
         """Go on with what all ranks of an earlier job ``saved``: see ``residuals.reshard``."""
