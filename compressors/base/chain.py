@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -20,7 +20,7 @@ from ringlet.compressors.base.contract import (
 )
 from ringlet.compressors.base.feedback import scale
 from ringlet.compressors.base.precompile import precompile
-from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.options import wrapped
 
@@ -143,6 +143,14 @@ class Chain(Compressor, joins=True):
                 place += 1
         finally:
             rounds.close()
+
+    def consolidate(self, states: Sequence[State]) -> State:
+        """Consolidate as first does: what second remembers it keeps apart."""
+        return self.first.consolidate(states)
+
+    def regrouped(self, state: State) -> State:
+        """Go on with what first does."""
+        return self.first.regrouped(state)
 
     def units_size(self, name: str, n: int) -> int:
         """Return first's: what second remembers it keeps apart."""

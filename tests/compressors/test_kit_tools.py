@@ -2,13 +2,16 @@
 
 import os
 import sys
+import time
 
 import numpy as np
 import pytest
 
-from ringlet.compressors.testing.tools import inputs
+from ringlet.compressors.testing import CheckFailed
+from ringlet.compressors.testing.tools import inputs, named_check
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.other_process import OtherProcess
+from ringlet.compressors.testing.tools.patience import given_up_after
 
 
 def drawn():
@@ -125,3 +128,29 @@ def test_a_child_that_is_gone_is_started_anew():
     child = process._child
     process._close()
     assert child.returncode == 0
+
+
+def check_endlessly(found):
+    """Why.
+
+    What to do.
+    """
+    while True:
+        found.append(len(found) % 7)
+        del found[100:]
+
+
+def test_what_does_not_end_is_given_up_and_says_where(monkeypatch):
+    monkeypatch.setattr(named_check, "_PATIENCE", 0.05)
+    check = named_check.Named(check_endlessly, resolve=lambda found: found)
+    with pytest.raises(CheckFailed) as failure:
+        check([])
+    told = str(failure.value)
+    assert "it does not come to an end (test_kit_tools.py, line" in told
+    assert "try equal values, zeros, NaN and Inf" in told
+
+
+def test_what_ends_in_time_is_not_given_up():
+    with given_up_after(0.05):
+        pass
+    time.sleep(0.1)

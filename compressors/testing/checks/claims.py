@@ -21,7 +21,7 @@ from ringlet.compressors.testing.checks.one_call import (
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiked, vectors
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate, summed
 
 _DRAWS = 400
 _FEW = 40
@@ -29,6 +29,7 @@ _POWERS = (-50, -80, -100, 60)  # below 2^-119 a 127th of a value is no normal n
 _OFTEN = 25  # draws in which an element is there that is drawn as often as others
 _MANY, _SUMS = 1 << 18, 20  # elements whose errors are added up, and how often
 _SPIKED = 1024
+_LONG = 100_003  # elements, of which a fixed number is a smaller share
 _SCALE = 64.0  # by which a loss scale changes
 
 
@@ -111,9 +112,14 @@ def check_sums_on_the_wire(compressor: Compressor) -> None:
     if compressor.traits().combine != "sum":
         return
     for size in (2, 3, 5):
-        gradients = [gaussian(2000, seed) for seed in range(size)]
-        parts = [simulate(compressor, [x])[0].astype(np.float64) for x in gradients]
-        got, expected = simulate(compressor, gradients)[0], np.mean(parts, axis=0)
+        # Before finish(), which may be anything, such as the majority's sign.
+        now, given = compressor.at(0), [gaussian(2000, seed) for seed in range(size)]
+        contexts = [context(x, rank=rank, size=size) for rank, x in enumerate(given)]
+        payloads = [encode(now, x, ctx) for x, ctx in zip(given, contexts, strict=True)]
+        parts = [decode(now, payload, 2000, contexts[0]).astype(np.float64) for payload in payloads]
+        total = summed(now, payloads, 2000)
+        got = decode(now, total, 2000, contexts[0]).astype(np.float64) / size
+        expected = np.mean(parts, axis=0)
         largest = max(float(np.abs(part).max()) for part in parts)
         close = np.allclose(got, expected, rtol=0.02, atol=0.02 * largest)
         assert close, f"decoding the sum of {size} payloads is not the sum of the decoded"
@@ -209,6 +215,8 @@ def check_contraction(compressor: Compressor) -> None:
     uneven = [(f"{n} equal values", np.full(n, 3, np.float32)) for n in (67, 113, 1279)]
     for what, x in (*_adverse(), *uneven):
         _check_lost(compressor, x, delta, at_random, f"||x||^2 of {what}")
+    signs = np.where(gaussian(_LONG, 1) < 0, -1, 1).astype(np.float32)
+    _check_lost(compressor, signs, delta, at_random, f"||x||^2 of {_LONG} values of 1 and -1")
     for_all(
         [x for x in vectors() if 1e-26 < float(np.square(x, dtype=np.float64).sum()) < 1e30],
         lambda x: _check_lost(compressor, x, delta, at_random, "||x||^2"),

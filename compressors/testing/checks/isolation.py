@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -9,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -24,6 +28,7 @@ _N = 3000
 _POINTS = 40
 _OURS = Path(__file__).parents[2]
 _OTHER = OtherProcess()
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
 
 
 @needs(*PURE, "is_a_value", "decoding_is_the_same_everywhere", "every_rank_takes_part")
@@ -32,12 +37,15 @@ def check_another_process_agrees(compressor: Compressor) -> None:
     and Python's hash() and the order of a set differ between the two.
 
     Send what decompress needs; draw what both sides need from ctx.rng(shared=True); use sorted()
-    for the order of names and zlib.crc32 for hashes, and neither hash(), id() nor os.getpid().
+    for the order of names and zlib.crc32 for hashes, and neither hash(), id() nor os.getpid(). Go
+    by nothing that hosts do not have alike: how many cores there are, what the host is called, what
+    stands in os.environ. What a cache keeps it must find by all that it was made of: seed, step,
+    name, stage, rank and length.
     """
     sent = _sent(compressor)
     here = answer(compressor, sent)
     modules = {cls.__module__ for cls in _classes(compressor)}
-    there = _OTHER.ask(modules, answer, compressor, sent)
+    there = _OTHER.ask(modules, elsewhere, compressor, sent)
     assert same(here["result"], there["result"]), (
         "another process decodes the payload to something else"
         if by_payload(compressor)
@@ -59,6 +67,19 @@ def answer(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:
     return {"result": result, "payload": _sent(compressor)}
 
 
+def elsewhere(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:
+    """Return the same on what looks like another host, where another tensor was there before."""
+    host, environment = "elsewhere", dict.fromkeys(_VARIABLES, "3")
+    with (
+        mock.patch.object(os, "cpu_count", return_value=7),
+        mock.patch.object(socket, "gethostname", return_value=host),
+        mock.patch.object(platform, "node", return_value=host),
+        mock.patch.dict(os.environ, environment | {"HOSTNAME": host}),
+    ):
+        simulate(compressor, [heavy_tailed(_N, 3)] * 2, step=2, name="before")
+        return answer(compressor, sent)
+
+
 def _sent(compressor: Compressor) -> Payload | None:
     x = heavy_tailed(_N, 1)
     if not by_payload(compressor):
@@ -74,7 +95,7 @@ def _classes(compressor: Compressor) -> set[type]:
     return found
 
 
-@needs(*PURE, "another_process_agrees")
+@needs(*PURE, "another_process_agrees", "exchanges_may_interleave")
 def check_calls_may_interleave(compressor: Compressor) -> None:
     """Several tensors are compressed at a time, on several threads: what a call keeps anywhere but
     in its own variables and its context is overwritten by another in the middle of it.
@@ -89,13 +110,16 @@ def check_calls_may_interleave(compressor: Compressor) -> None:
         for method in map(_inside, vars(base).values())
         if method is not None and not Path(method.__code__.co_filename).is_relative_to(_OURS)
     }
-    if not by_payload(compressor) or not files:
+    if not files:
         return
     x = gaussian(_N, 1)
     lines = _interrupt(lambda: _call(compressor, x), lambda: None, files, -1)[2]
-    for y in (heavy_tailed(_N - 700, 2), heavy_tailed(_N, 3)):
+    # A simulated exchange takes longer than a call.
+    others = (heavy_tailed(_N - 700, 2), heavy_tailed(_N, 3))[0 if by_payload(compressor) else 1 :]
+    for y in others:
         expected = _call(compressor, x), _call(compressor, y, "y")
-        for at in sorted({lines * point // _POINTS for point in range(_POINTS)}):
+        points = _POINTS if by_payload(compressor) else _POINTS // 4
+        for at in sorted({lines * point // points for point in range(points)}):
             one, other, _, place = _interrupt(
                 lambda: _call(compressor, x), partial(_call, compressor, y, "y"), files, at
             )
@@ -162,9 +186,20 @@ def _inside(method: Any) -> Any:
 
 
 def _call(compressor: Compressor, x: Array, name: str = "x") -> tuple[Payload, Array]:
-    ctx = context(x, name=name)
+    """Return what is sent of ``x``, and what is made of that in every way that is overridden."""
+    if not by_payload(compressor):
+        return {}, simulate(compressor, [x], name=name)[0]
+    ctx, cls = context(x, name=name), type(compressor)
     payload = encode(compressor, x, ctx)
-    return payload, decode(compressor, payload, x.size, ctx)
+    decoded = decode(compressor, payload, x.size, ctx)
+    found = [decoded]
+    if cls.accumulate is not Compressor.accumulate:
+        found.append(decoded.copy())
+        compressor.accumulate(payload, found[-1], ctx)
+    if cls.sum_into is not Compressor.sum_into:
+        found.append(np.empty_like(decoded))
+        compressor.sum_into([payload, payload], found[-1], ctx)
+    return payload, np.concatenate(found)
 
 
 def _equal(a: tuple[Payload, Array], b: tuple[Payload, Array]) -> bool:

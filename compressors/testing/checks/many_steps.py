@@ -12,16 +12,20 @@ from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.modifiers.ef import ErrorFeedback
-from ringlet.compressors.testing.checks.one_call import PURE, same
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
 from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiky
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import simulate
+from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 _STEPS = range(4, 9)
 # By shape: what was remembered of, and the tensor that finds it.
 _OTHERS = (((40, 50), (30, 40)), ((30, 40), (40, 50)), ((2000,), (1200,)), ((1200,), (2000,)))
 _LONG, _GROWN = 200, 1000.0
+_EARLY = 24  # steps with which late ones are compared
+_PLACES = 3072  # elements, each of which is to be sent; another check looks at what fills no block
+# Half of them are sent in so few steps, or it takes too long; the rest in so many times as many.
+_FEW_STEPS, _PATIENCE = 12, 20
 _TAIL = 16  # elements at the end, for which another check looks
 _TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
 
@@ -118,13 +122,16 @@ def _fitting(state: State, like: State) -> State:
     return found
 
 
-@needs("gradient_units", "memory_fits_its_tensor", "memory_does_not_grow")
+@needs(
+    "gradient_units", "memory_fits_its_tensor", "memory_does_not_grow", "one_overflow_is_survived"
+)
 def check_memory_moves_to_other_ranks(compressor: Compressor) -> None:
     """Where ranks join or leave, what they remembered is made into what the others go on with: a
     list of another length, or one that was changed meanwhile, is nobody's memory.
 
     Return new arrays from consolidate(states), as long as those it was given, or leave the mean to
-    the base class. regrouped(state) returns what of one state is still right.
+    the base class; a state may be empty. regrouped(state) returns what of one state is still right
+    beside ranks that remember nothing: not what all have in common.
     """
     ctx = Context(shape=(40, 50), numel=2000, size=2)
     compressor.warm_up(ctx)  # before the first step, which has left nothing yet
@@ -141,6 +148,11 @@ def check_memory_moves_to_other_ranks(compressor: Compressor) -> None:
         made.append((what, compressor.consolidate(given), given))
     given = copy.deepcopy(states[:1])
     made.append(("regrouped()", compressor.regrouped(given[0]), given))
+    given = [*copy.deepcopy(states[:2]), {}]
+    made.append(
+        ("consolidate() of a rank's that is empty", compressor.consolidate(given), given[:2])
+    )
+    assert not described(compressor.regrouped({})), "regrouped({}) is something made of nothing"
     lengths = described(states[0])
     for what, found, after in made:
         unchanged = all(_alike(*pair) for pair in zip(after, states, strict=False))
@@ -157,6 +169,38 @@ def check_memory_moves_to_other_ranks(compressor: Compressor) -> None:
             error.add_note(f"That is with what {what} returned.")
             raise
         assert np.isfinite(out).all(), f"with what {what} returned the result is NaN or Inf"
+    _check_nobody_is_left_out(compressor, states)
+    apart = [copy.deepcopy(compressor.regrouped(copy.deepcopy(states[0]))), State()]
+    one, other = simulate(compressor, gradients, apart, 2, shape=(40, 50))
+    assert same(one, other), (
+        "a rank that goes on with what regrouped() returned and one that begins anew hold "
+        "different results: it returns what all ranks have to have in common; return {}"
+    )
+
+
+def _check_nobody_is_left_out(compressor: Compressor, states: list[State]) -> None:
+    """Raise AssertionError where a consolidated memory is no mean of what ranks remember."""
+    found = compressor.consolidate(copy.deepcopy(states))
+    units = [n for n in compressor.traits().gradient_units if np.shape(found.get(n, 0.0)) != ()]
+    for name in units:
+        if not all(np.shape(state.get(name, ())) == np.shape(found[name]) for state in states):
+            continue
+        lengths = [float(np.linalg.norm(s[n])) for s in states for n in units if n in s]
+        length = float(np.linalg.norm(found[name]))
+        assert length <= 1.1 * max(lengths), (
+            f"consolidate() of {len(states)} states returns a {name!r} that is {length:.3g} long, "
+            f"of the ranks' none is longer than {max(lengths):.3g}: every rank goes on with what "
+            "it returns, so that it is the mean, not the sum"
+        )
+        for rank, state in enumerate(states):
+            if all(_alike(state[name], other[name]) for other in states):
+                continue
+            changed = copy.deepcopy(states)
+            changed[rank][name] = changed[rank][name] * np.float32(-1)
+            assert not _alike(compressor.consolidate(changed), found), (
+                f"consolidate() of {len(states)} states returns the same whatever {name!r} of rank "
+                f"{rank} is: what that rank remembers is lost"
+            )
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -207,8 +251,7 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
     wrapped = compressor if traits.stateful else with_feedback(compressor)
     if wrapped is compressor and not traits.stateful:
         return  # what would diverge
-    x = np.where(gaussian(64, 1) < 0, -1, 1) * (1 + np.random.default_rng(2).random(64) / 8)
-    x = x.astype(np.float32)
+    x = _near_one(64)
     states: list[State] = [{}]
     waiting, anything = np.arange(x.size) < x.size - _TAIL, False
     for step in range(_TURNS):
@@ -218,6 +261,10 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
         waiting &= ~(out * x > 0)
         anything = anything or bool(out.any())
         if not waiting.any():
+            if traits.scales:
+                check_sent_at_all(wrapped, 64)
+            if not traits.stateful:
+                _check_places(wrapped)
             return
     never = int(waiting.sum())
     if not traits.scales and never == x.size - _TAIL:
@@ -235,23 +282,82 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
     )
 
 
-@needs(*PURE, "another_process_agrees")
+def _near_one(n: int) -> Array:
+    signs = np.where(gaussian(n, 1) < 0, -1, 1)
+    return (signs * (1 + np.random.default_rng(2).random(n) / 8)).astype(np.float32)
+
+
+def check_sent_at_all(compressor: Compressor, n: int) -> None:
+    """Raise AssertionError where nothing is ever sent of ``n`` equal elements."""
+    x, states = np.full(n, 3, np.float32), [State()]
+    for step in range(_TURNS):
+        if (simulate(compressor, [x], states, step)[0] > 0).any():
+            return
+    what = "a tensor of one element" if n == 1 else f"{n} elements that are all equal"
+    raise AssertionError(
+        f"of {what} nothing was sent in {_TURNS} steps of error feedback: send at least one "
+        "entry, max(1, k), and what is left to send where the range of values is 0"
+    )
+
+
+def _check_places(wrapped: Compressor) -> None:
+    """Raise AssertionError where some of many elements wait much longer than others."""
+    x, states = _near_one(_PLACES), [State()]
+    waiting, half = np.ones(_PLACES, bool), _FEW_STEPS
+    for step in range(_PATIENCE * (_FEW_STEPS + 1)):
+        (out,) = simulate(wrapped, [x], states, step, shape=(_PLACES // 64, 64))
+        waiting &= ~(out * x > 0)
+        left = int(waiting.sum())
+        half = min(half, step) if 2 * left < _PLACES else half
+        if not left or (half == _FEW_STEPS and step > half):
+            return
+        assert step <= _PATIENCE * (half + 1), (
+            f"of {_PLACES} elements of about 1 and -1, half were sent in {half + 1} steps of error "
+            f"feedback, and {left} not in {step}, the first of them element "
+            f"{np.flatnonzero(waiting)[0]}: it is never sent"
+        )
+
+
+@needs(*PURE, "another_process_agrees", "mean_of_ranks")
 def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
-    """Step numbers and seeds grow large: what does not fit an integer ends a run after weeks, or
-    with somebody else's seed.
+    """Steps, seeds and ranks grow large: what does not fit an integer ends a run after weeks, or
+    with somebody else's seed, or on the 257th rank.
 
     Draw from ctx.rng() or ctx.uniform(n) in place of generators of your own, and keep ctx.step and
-    ctx.seed out of 16- and 32-bit integers.
+    ctx.seed out of 16- and 32-bit integers, ctx.rank out of 8-bit ones.
     """
     x = gaussian(2000, 1)
-    for fields in ({"step": 70_000}, {"step": 5_000_000_000}, {"seed": 1 << 62}):
+    usual = max(_off(_elsewhere(compressor, x, {"step": step}), x) for step in range(_EARLY))
+    for fields in ({"step": 70_000}, {"step": 5_000_000_000}, {"seed": 1 << 62}, {"rank": 1000}):
         late: dict[str, Any] = fields
         try:
-            (out,) = simulate(compressor, [x], **late)
+            out = _elsewhere(compressor, x, late)
         except Exception as error:
             error.add_note(f"That is with {late}.")
             raise
         assert np.isfinite(out).all(), f"with {late} the result is NaN or Inf"
+        if compressor.at(late.get("step", 0)) != compressor.at(0):
+            continue  # a schedule loses less, or more
+        assert _off(out, x) <= 1.5 * usual + 1e-6, (
+            f"with {late} the result is off by {_off(out, x):.3g} of its length, by at most "
+            f"{usual:.3g} in {_EARLY} other steps"
+        )
+
+
+def _elsewhere(compressor: Compressor, x: Array, fields: dict[str, Any]) -> Array:
+    """Return what another rank has of ``x``, which was compressed with ``fields``."""
+    if not by_payload(compressor):
+        return simulate(compressor, [x], **{k: v for k, v in fields.items() if k != "rank"})[0]
+    now = compressor.at(fields.get("step", 0))
+    sent = encode(now, x, context(x, **{"size": 1001, **fields}))
+    there = context(x, **{"size": 1001, **fields, "rank": 1})
+    out = decode(now, sent, x.size, there)
+    now.finish(out, there)
+    return out
+
+
+def _off(out: Array, x: Array) -> float:
+    return float(np.linalg.norm(out.astype(np.float64) - x) / np.linalg.norm(x))
 
 
 def _pair(shape: tuple[int, ...], step: int) -> list[Array]:

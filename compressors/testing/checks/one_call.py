@@ -10,12 +10,22 @@ from typing import Any
 
 import numpy as np
 
+from ringlet.compressors.base.chain import Chain
 from ringlet.compressors.base.contract import Compressor, Payload, storage
+from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, Context, Workspace
 from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
 from ringlet.compressors.core.threads import MIN_ELEMENTS, limited
+from ringlet.compressors.quantizers.shared_int import SharedInt
 from ringlet.compressors.testing.tools.examples import for_all
-from ringlet.compressors.testing.tools.inputs import LENGTHS, gaussian, large, special, vectors
+from ringlet.compressors.testing.tools.inputs import (
+    FURTHER_LENGTHS,
+    LENGTHS,
+    gaussian,
+    large,
+    special,
+    vectors,
+)
 from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 from ringlet.compressors.testing.tools.uninitialised import uninitialised_as
@@ -30,10 +40,14 @@ SOUND = (
 )
 PURE = (*SOUND, "deterministic")
 _MILLION = (1 << 20) + 3
+_QUEUE = 20  # payloads that wait together
 # As bits: a usual NaN, Inf, -Inf, and NaNs that rounding to fewer bits makes other numbers of.
 _NOT_FINITE = (
     0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFFC00000,
 )  # fmt: skip
+# Of 720 elements.
+_SHAPES = ((6, 120), (1, 720), (720, 1), (8, 9, 10), (4, 5, 6, 6), (2, 3, 4, 5, 6), (1, 1, 720, 1))
+_NAMES = ("", "layer/3.weight:0 (tied)", "Schl\u00fcssel.\u91cd\u307f", "block." * 60)
 _ALIKE = ((0, 1), (2, 3), (0, 4))  # of five runs, those that found the same in memory
 
 
@@ -131,7 +145,7 @@ def check_local_is_written(compressor: Compressor) -> None:
 
     Take it, def exchange(self, x, out, ctx, local=None), and unless it is None overwrite all of it
     with what of the result stands for this rank's own x: begin with local[:] = 0 where only some
-    entries travel.
+    entries travel. Leave x as it is.
     """
     if by_payload(compressor):
         return
@@ -140,9 +154,17 @@ def check_local_is_written(compressor: Compressor) -> None:
         "exchange() takes no local, which is given where error feedback asks for it"
     )
     shares: list[Array] = []
-    simulate(compressor, [gaussian(2000, 0)], shares=shares)
+    x = gaussian(2000, 0)
+    simulate(compressor, [x], shares=shares)
     left = int(np.isnan(shares[0]).sum())
     assert not left, f"{left} of 2000 elements of local are not overwritten"
+    assert same(x, gaussian(2000, 0)), "the input is modified where local is asked for"
+    if not isinstance(compressor, (Chain, Modifier)) and compressor.chained_part() is not None:
+        simulate(compressor | SharedInt(), [x], shares=[])
+        assert same(x, gaussian(2000, 0)), (
+            "the input is modified with '| shared_int' behind it, which leaves in the third "
+            "argument of Round what became of it; give a copy"
+        )
 
 
 @needs("compresses_a_tensor")
@@ -198,6 +220,16 @@ def check_every_length(compressor: Compressor) -> None:
         except Exception as error:
             failing.append(n)
             first = first or error
+    for n in () if first is not None else FURTHER_LENGTHS:
+        x = gaussian(n, n)
+        try:
+            out = simulate(compressor, [x])[0]
+            assert np.isfinite(out).all(), f"{n} finite elements decode to {out}"
+            if by_payload(compressor) and compressor.traits().fixed_size:
+                check_fits_layout(compressor, compressor.compress(x, context(x)), n)
+        except Exception as error:
+            error.add_note(f"It fails with {n} elements, and not with every number of them.")
+            raise
     if first is not None:
         works = "" if len(failing) == len(LENGTHS) else ", and not with others"
         if len(failing) > len(LENGTHS) - 3:
@@ -249,6 +281,12 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
         one, two = (compressor.compress(x, context(x)) for x in tensors)
         for name in one.keys() & two.keys():
             _check_apart(one[name], f"payload array {name!r}", two[name], "another tensor's")
+        before = {name: array.copy() for name, array in one.items()}
+        for seed in range(_QUEUE):
+            compressor.compress(gaussian(2000, seed), context(tensors[0]))
+        assert same_payload(one, before), (
+            f"a payload changes while {_QUEUE} others are made, for which it may have to wait"
+        )
     simulate(compressor, [gaussian(2000, 0)])
     assert vars(compressor) == options, "compressing changed the compressor itself"
 
@@ -318,7 +356,9 @@ def check_deterministic(compressor: Compressor) -> None:
     remembered anywhere but in ctx.state.
 
     Draw from ctx.rng(), or ctx.uniform(n), and use neither NumPy's nor Python's own generators nor
-    the time. Keep what is remembered in ctx.state, not in a global, on the class or on self.
+    the time. Leave np.random.seed() and np.seterr() to the user's program: what np.errstate(...)
+    sets lasts as long as its block. Keep what is remembered in ctx.state, not in a global, on the
+    class or on self.
     """
     x, other = gaussian(3000, 1), gaussian(500, 2)
 
@@ -334,11 +374,52 @@ def check_deterministic(compressor: Compressor) -> None:
     assert all(map(same, first, second)), (
         "the same gradients, states and steps gave different results"
     )
+    with np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"):
+        before = _of_the_process()
+        simulate(compressor, [x, -2 * x], step=1)
+        after = _of_the_process()
+    for what in before:
+        # Where an exchange waits within an errstate, two ranks of one thread restore each other's.
+        assert before[what] == after[what] or not (by_payload(compressor) or "own" in what), (
+            f"{what} changed, on which the user's program relies"
+        )
     one, another = (simulate(compressor, [gaussian(3000, seed)], step=9)[0] for seed in (3, 4))
     assert not one.any() or not same(one, another), (
         "two different gradients of one tensor in one step gave the same result: something is "
         "remembered that must not be, or scratch memory is used twice under one name"
     )
+
+
+@needs(*PURE, "every_rank_takes_part")
+def check_every_shape_and_name(compressor: Compressor) -> None:
+    """A convolution's weight has four dimensions, and a tensor is called what its framework calls
+    it: a model whose layers fit neither ends at its first step.
+
+    Take len(ctx.shape) as it comes: ctx.shape[0] and x.size // ctx.shape[0] make a matrix of any
+    but a scalar, which x is already flat for. Put no name into an array of fixed length:
+    zlib.crc32(ctx.name.encode()) stands for one.
+    """
+    fields: list[dict[str, Any]] = [{"shape": shape} for shape in _SHAPES]
+    fields += [{"name": name} for name in _NAMES]
+    for given in fields:
+        x = gaussian(720, 1)
+        states: list[dict[str, Any]] = [{}, {}]
+        try:
+            for step in range(2):
+                outs = simulate(compressor, [x, -2 * x], states, step, **given)
+        except Exception as error:
+            error.add_note(f"That is a tensor with {given}.")
+            raise
+        assert np.isfinite(outs).all(), f"a tensor with {given} comes out as NaN or Inf"
+
+
+def _of_the_process() -> dict[str, str]:
+    """Return what a process has once, and belongs to the user's program."""
+    return {
+        "NumPy's own generator": str(np.random.get_state()),
+        "Python's own generator": repr(random.getstate()),
+        "what np.geterr() says": repr(np.geterr()),
+    }
 
 
 @needs(*PURE)
@@ -395,7 +476,8 @@ def check_extreme_values(compressor: Compressor) -> None:
     """Gradients are zero, tiny and huge at times; finite numbers must not turn into NaN, and zeros
     must not turn into garbage.
 
-    Guard divisions: all of x may be zero, and a scale may be too small to divide by.
+    Guard divisions: all of x may be zero, and a scale may be too small to divide by. Put 1 in the
+    place of a scale of 0 where it divides, and not where it is sent.
     """
 
     def body(x: Array) -> None:
@@ -405,6 +487,12 @@ def check_extreme_values(compressor: Compressor) -> None:
             assert np.isfinite(out).all(), f"finite values decode to {out}"
 
     for_all(special(), body)
+    for n in (1, 70, 3000) if compressor.traits().scales else ():
+        (out,) = simulate(compressor, [np.zeros(n, np.float32)])
+        assert not out.any(), (
+            f"{n} zeros come out as {out[np.flatnonzero(out)[0]]:.4g}; where results go by "
+            "absolute sizes, declare scales=False"
+        )
 
 
 @needs(*PURE)
@@ -443,6 +531,7 @@ CHECKS = (
     check_fills_its_output,
     check_payload_travels,
     check_deterministic,
+    check_every_shape_and_name,
     check_extreme_values,
     check_threads_change_nothing,
     check_non_finite_stays_visible,

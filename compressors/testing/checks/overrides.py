@@ -8,7 +8,7 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Payload, empty_payload
 from ringlet.compressors.core.context import Array, Context, Workspace
-from ringlet.compressors.core.multitensor import Decoding, Encoding
+from ringlet.compressors.core.multitensor import Decoding, Encoding, Sum
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, halves, large, vectors
@@ -24,8 +24,8 @@ _RANKS = (2, 5, 9, 17, 33, 65, 129)  # one more than a table may be long
 def check_fast_paths_agree(compressor: Compressor) -> None:
     """Overrides are for speed: the engine uses whichever fits; results must not show which.
 
-    Round as compress and decompress do, in the same order and in float32. sum_into gets as many
-    payloads as there are ranks.
+    Round as compress and decompress do, in the same order and in float32, and draw what they draw:
+    by ctx.key() and ctx.offset. sum_into gets as many payloads as there are ranks.
     """
 
     def body(x: Array) -> None:
@@ -55,6 +55,7 @@ def check_fast_paths_agree(compressor: Compressor) -> None:
         return
     if _overrides(compressor, "encode_into", "accumulate", "sum_into"):
         _check_long(compressor)
+        _check_any_call(compressor)
     if _overrides(compressor, "sum_into"):
         _check_many_sums(compressor)
 
@@ -69,6 +70,37 @@ def _check_many_sums(compressor: Compressor) -> None:
         compressor.sum_into(payloads[:count], total, context(given[0], size=count))
         assert _close(total, parts[:count], count), (
             f"sum_into of {count} payloads is not the sum of all that is decoded"
+        )
+
+
+def _calls(compressor: Compressor, n: int) -> list[dict[str, Any]]:
+    """Return contexts' fields in which calls differ: the place of a piece among them."""
+    granule = compressor.traits().granularity
+    found: list[dict[str, Any]] = [{"step": 5, "rank": 2, "size": 4, "seed": 3, "name": "other"}]
+    if granule is not None:
+        found.append({"offset": 3 * granule, "numel": 3 * granule + n})
+        found[-1]["shape"] = (3 * granule + n,)
+        if compressor.traits().combine == "gather":
+            found.append({"stage": 2, "step": 1, "rank": 1, "size": 3})
+    return found
+
+
+def _check_any_call(compressor: Compressor) -> None:
+    """Raise AssertionError where a fast path goes by its context otherwise than the slow one."""
+    x = gaussian(_FEW, 5)
+    for fields in _calls(compressor, x.size):
+        payload = encode(compressor, x, context(x, **fields))
+        expected = compressor.compress(x, context(x, **fields))
+        assert same_payload(payload, expected), (
+            f"encode_into and compress give different payloads with {fields}"
+        )
+        decoded = decode(compressor, payload, x.size, context(x, **fields))
+        total = x.copy()
+        compressor.accumulate(payload, total, context(x, **fields))
+        assert same(total, x + decoded), f"accumulate is not decompress and add with {fields}"
+        compressor.sum_into([payload, payload], total, context(x, **fields))
+        assert _close(total, [decoded, decoded]), (
+            f"sum_into is not the sum of all that is decoded with {fields}"
         )
 
 
@@ -116,11 +148,15 @@ def check_fused_feedback_agrees(compressor: Compressor) -> None:
         return
     cls, fixed = type(compressor), compressor.traits().fixed_size
     name = "feedback_into" if fixed else "compress_feedback"
+    if cls.keep_residual is not Compressor.keep_residual:
+        _check_keeps(compressor)
     if getattr(cls, name) is getattr(Compressor, name):
         return
 
-    def step(owner: Any, x: Array, residual: Array, decay: float) -> Payload:
-        ctx = context(x)
+    def step(
+        owner: Any, x: Array, residual: Array, decay: float, fields: dict[str, Any]
+    ) -> Payload:
+        ctx = context(x, **fields)
         if not fixed:
             sent: Payload = owner.compress_feedback(compressor, x, residual, decay, ctx)
             return sent
@@ -128,14 +164,15 @@ def check_fused_feedback_agrees(compressor: Compressor) -> None:
         owner.feedback_into(compressor, x, residual, decay, payload, ctx)
         return payload
 
-    def agree(x: Array, residual: Array, decay: float, bad: float) -> None:
+    def agree(x: Array, residual: Array, decay: float, bad: float, **fields: Any) -> None:
         residuals = [residual.copy(), residual.copy()]
         with np.errstate(all="ignore"):
             sent = [
-                step(owner, x, kept, decay)
+                step(owner, x, kept, decay, fields)
                 for owner, kept in zip((cls, Compressor), residuals, strict=True)
             ]
         where = f"of {x.size} elements with decay={decay}" + (f" and {bad} in x" if bad else "")
+        where += f" and {fields}" if fields else ""
         assert same_payload(*sent), (
             f"{name} {where} gives another payload than compress of x + decay * residual"
         )
@@ -149,7 +186,22 @@ def check_fused_feedback_agrees(compressor: Compressor) -> None:
                 x = gaussian(n, 1)
                 x[n // 2] += np.float32(bad)
                 agree(x, gaussian(n, 2), decay, bad)
+    for fields in _calls(compressor, 300):
+        agree(gaussian(300, 1), gaussian(300, 2), 0.5, 0.0, **fields)
     agree(large()[:_LONG].copy(), large()[-_LONG:].copy(), 0.5, 0.0)
+
+
+def _check_keeps(compressor: Compressor) -> None:
+    """Raise AssertionError where keep_residual leaves another residual than the base class's."""
+    for n in (1, 300, _LONG):
+        x = large()[:n].copy()
+        payload, kept = encode(compressor, x, context(x)), [x[::-1].copy(), x[::-1].copy()]
+        compressor.keep_residual(x, payload, kept[0], context(x))
+        Compressor.keep_residual(compressor, x, payload, kept[1], context(x))
+        assert same(*kept), (
+            f"keep_residual of {n} elements leaves another residual than target less what the "
+            "payload decodes to"
+        )
 
 
 @needs(*PURE, "shares_make_the_mean", "one_overflow_is_survived")
@@ -254,9 +306,64 @@ def check_many_tensors_agree(compressor: Compressor) -> None:
             )
 
 
+@needs("fast_paths_agree", "fused_feedback_agrees")
+def check_many_varying_tensors_agree(compressor: Compressor) -> None:
+    """Kernels that take many tensors of variable payloads are for speed too: what becomes of a
+    tensor must not show which others were there.
+
+    Compress scale * x + decay * residual of every one, and leave in each residual what was lost if
+    feeds says so; decode to scale times the sum of all payloads. Return None from
+    multi_varying(ctx) for arrays that the kernels do not take.
+    """
+    if not by_payload(compressor) or compressor.traits().fixed_size:
+        return
+    kernels = compressor.multi_varying(Context())
+    if kernels is None:
+        return
+    scale, decay = 2.0, 0.5
+    for fed in (False, True) if kernels.feeds else (False,):
+        given = [gaussian(n, n) for n in (100, 2049, 1)]
+        contexts = [context(x, name=str(place)) for place, x in enumerate(given)]
+        residuals = [gaussian(x.size, 3) if fed else None for x in given]
+        expected, left = [], []
+        for x, residual, ctx in zip(given, residuals, contexts, strict=True):
+            kept = None if residual is None else residual.copy()
+            more = x * np.float32(scale)
+            expected.append(
+                compressor.compress(more, ctx)
+                if kept is None
+                else compressor.compress_feedback(more, kept, decay, ctx)
+            )
+            left.append(kept)
+        every = zip(given, contexts, residuals, strict=True)
+        sent = kernels.compress(
+            [Encoding(x, x.size, {}, ctx, residual=r) for x, ctx, r in every], scale, decay
+        )
+        outs = [np.full(x.size, np.nan, np.float32) for x in given]
+        pairs = zip(outs, expected, contexts, strict=True)
+        kernels.decode([Sum(out, [payload, payload], ctx) for out, payload, ctx in pairs], scale)
+        how = " with residuals" if fed else ""
+        for place, (payload, want) in enumerate(zip(sent, expected, strict=True)):
+            which = f"of three tensors{how} number {place}"
+            assert same_payload(payload, want), (
+                f"{which} is compressed to something else than on its own, with scale={scale} and "
+                f"decay={decay}"
+            )
+            own, kept, out = residuals[place], left[place], outs[place]
+            assert own is None or kept is None or same(own, kept), (
+                f"{which} keeps another residual than on its own"
+            )
+            part = decode(compressor, want, out.size, contexts[place]) * np.float32(scale)
+            assert _close(out, [part, part]), (
+                f"{which} decodes to something else than on its own, from two payloads, with "
+                f"scale={scale}"
+            )
+
+
 CHECKS = (
     check_fast_paths_agree,
     check_fused_feedback_agrees,
     check_feedback_in_rounds_agrees,
     check_many_tensors_agree,
+    check_many_varying_tensors_agree,
 )

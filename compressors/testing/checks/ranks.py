@@ -8,6 +8,8 @@ from ringlet.compressors.base.chain import Chain
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State
+from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.quantizers.quantize import Int8
 from ringlet.compressors.quantizers.shared_int import SharedInt
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
 from ringlet.compressors.testing.tools.inputs import far_apart, gaussian, heavy_tailed, spiky
@@ -16,6 +18,8 @@ from ringlet.compressors.testing.tools.simulate import context, simulate
 
 _STEPS = 24
 _N = 2000
+_FEW = 200
+_SIZES = (2, 9, 33, 130)
 
 
 @needs(
@@ -64,6 +68,42 @@ def check_mean_of_ranks(compressor: Compressor) -> None:
         assert error <= bound + 2e-3 * np.mean(lengths), (
             f"the mean of {size} ranks is off by {error:.4g}, the bound {claim} is {bound:.4g} "
             f"(the mean's own norm is {_norm(mean):.4g})"
+        )
+
+
+@needs("mean_of_ranks", "points_the_same_way")
+def check_many_ranks(compressor: Compressor) -> None:
+    """A sum over ranks that fits its integers with eight of them wraps round, or leaves no levels,
+    with a hundred: a job that grows then trains on noise.
+
+    Send codes of at most the integer's largest divided by ctx.size, and a wider integer where that
+    leaves too few; CompressorError refuses more ranks than there is room for.
+    """
+    x = gaussian(_FEW, 1)
+    large = np.abs(x) >= np.float32(0.5) * np.abs(x).max()
+    keeps_signs = True
+    # Who gathers decodes everybody's: 33 times 33 payloads are enough.
+    for size in _SIZES[:-1] if compressor.at(1).traits().combine == "gather" else _SIZES:
+        gradients = [x + gaussian(_FEW, 10 + rank, 0.1) for rank in range(size)]
+        try:
+            outs = simulate(compressor, gradients, step=1)
+        except CompressorError:
+            return
+        except Exception as error:
+            error.add_note(f"That is with {size} ranks.")
+            raise
+        assert np.isfinite(outs).all(), f"the mean of {size} ranks is NaN or Inf"
+        assert all(same(out, outs[0]) for out in outs), f"{size} ranks hold different results"
+        kept = bool((outs[0][large] * x[large] >= 0).all())
+        keeps_signs &= kept or size > _SIZES[0]  # or it is not that kind of code
+        assert kept or not keeps_signs, (
+            f"among {size} ranks with nearly the same gradient some of its largest values come out "
+            "with the other sign, which they do not among fewer: a sum wraps round"
+        )
+        sent = float(np.square(outs[0], dtype=np.float64).sum())
+        along = float(outs[0].astype(np.float64) @ x)
+        assert not sent or along > 0, (
+            f"the mean of {size} ranks points away from the gradient that nearly all of them have"
         )
 
 
@@ -116,13 +156,16 @@ def check_scales_with_its_values(compressor: Compressor) -> None:
     the next.
 
     Take scales from the values, such as their largest magnitude, without adding an epsilon, and
-    send and remember them as float32, which float16 does not replace: it holds 6e-8 to 65504. What
-    goes by absolute sizes on purpose declares traits: scales=False.
+    send and remember them as float32, which float16 does not replace: it holds 6e-8 to 65504. The
+    scale of a block of zeros is 0, and not 1, where it is sent. What goes by absolute sizes on
+    purpose declares traits: scales=False.
     """
     if not compressor.traits().scales:
         return
     powers = (4, -4) if _in_halves(compressor) else (4, -4, 16, -16, 40, -40)
-    for x in (gaussian(3000, 8), heavy_tailed(3000, 9)):
+    holes = heavy_tailed(3000, 9)
+    holes[640:1600] = 0  # whole blocks of zeros, which a scale of their own must leave zeros
+    for x in (gaussian(3000, 8), heavy_tailed(3000, 9), holes):
         one = _after_steps(compressor, x)
         for power in powers:
             by = np.float32(2.0**power)
@@ -184,10 +227,11 @@ def check_shares_make_the_mean(compressor: Compressor) -> None:
 
     Where ``local`` is given, write to it what of the result stands for this rank's own x, and not
     the mean: what x became on the wire, decoded. What something chained behind makes of values is
-    left in a third argument: mean = yield Round(values, "mean", values), then read values.
+    left in a third argument: mean = yield Round(values, "mean", values), then read values. Where a
+    result has no shares, as a vote has none, divergence() says that nothing can be fed back.
     """
-    if by_payload(compressor):
-        return
+    if by_payload(compressor) or compressor.divergence():
+        return  # nobody asks for shares
     shares: list[Array] = []
     if not compressor.traits().gradient_units:  # which may feed back by itself, to all ranks alike
         simulate(compressor, [heavy_tailed(2000, 1), *np.zeros((2, 2000), "f4")], shares=shares)
@@ -200,16 +244,20 @@ def check_shares_make_the_mean(compressor: Compressor) -> None:
 
 
 def _check_shares(compressor: Compressor, when: str = "") -> None:
+    # What is fed back by itself, to all ranks alike, is nobody's share.
+    steps = 1 if compressor.traits().gradient_units else 4
     for shape in ((2000,), (40, 50)):
-        gradients = [heavy_tailed(2000, rank) for rank in range(3)]
-        shares: list[Array] = []
-        out = simulate(compressor, gradients, shape=shape, shares=shares)[0]
-        mean = np.mean(np.asarray(shares, np.float64), axis=0)
-        close = np.allclose(mean, out, rtol=1e-3, atol=1e-4 * float(np.abs(out).max()))
-        assert close, (
-            f"{when}the mean of what the ranks left in local is not the result: it is off by "
-            f"{float(np.abs(mean - out).max()):.3g}"
-        )
+        states: list[State] = [{}, {}, {}]
+        for step in range(steps):
+            gradients = [heavy_tailed(2000, 3 * step + rank) for rank in range(3)]
+            shares: list[Array] = []
+            out = simulate(compressor, gradients, states, step, shape=shape, shares=shares)[0]
+            mean = np.mean(np.asarray(shares, np.float64), axis=0)
+            close = np.allclose(mean, out, rtol=1e-3, atol=1e-4 * float(np.abs(out).max()))
+            assert close, (
+                f"{when}the mean of what the ranks left in local in step {step} is not the result: "
+                f"it is off by {float(np.abs(mean - out).max()):.3g}"
+            )
 
 
 @needs(*PURE, "large_tensors", "shares_make_the_mean")
@@ -231,7 +279,9 @@ def check_can_be_chained(compressor: Compressor) -> None:
         getattr(cls, name) not in (getattr(Compressor, name), getattr(Modifier, name))
         for name in ("chained_part", "chained_count")
     )
-    part = compressor.chained_part() if said else None
+    usual = compressor.compress(gaussian(2000, 1), context(gaussian(2000, 1)))
+    floats = "values" in usual and usual["values"].dtype == np.float32
+    part = compressor.chained_part() if said or (floats and "indices" in usual) else None
     if part is None:
         return
     for x in (gaussian(2000, 1), spiky(2000, 2), gaussian(1, 3), far_apart()[0]):
@@ -244,6 +294,24 @@ def check_can_be_chained(compressor: Compressor) -> None:
         assert count == array.size, (
             f"chained_count() says {count} values of {x.size} elements, compress sends {array.size}"
         )
+    if not isinstance(compressor, (Chain, Modifier)):
+        _check_values(compressor, part)
+
+
+def _check_values(compressor: Compressor, part: str) -> None:
+    """Raise AssertionError where values a little off make something else of the result."""
+    try:
+        chained = compressor | Int8()
+    except CompressorError:
+        return  # who declares it is told
+    x = gaussian(2000, 1)
+    alone, behind = (simulate(which, [x])[0] for which in (compressor, chained))
+    off = _norm(behind - alone.astype(np.float64))
+    assert off <= 0.05 * _norm(alone), (
+        f"with '| int8' behind it the result is off by {off / (_norm(alone) or 1):.3g} of its "
+        f"length: {part!r} holds something else than values, such as a count, which belongs into "
+        "an array of its own; or return None from chained_part()"
+    )
 
 
 def _alone(compressor: Compressor, x: Array) -> float:
@@ -258,6 +326,7 @@ def _norm(x: Array) -> float:
 CHECKS = (
     check_every_rank_takes_part,
     check_mean_of_ranks,
+    check_many_ranks,
     check_noise_averages_out,
     check_scales_with_its_values,
     check_shares_make_the_mean,

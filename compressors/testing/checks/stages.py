@@ -35,7 +35,7 @@ def check_granularity(compressor: Compressor) -> None:
         shape = (40, 50) if n == 2000 else (n,)
         at = _piece(shape, 0)
         whole = decode(compressor, encode(compressor, x, at), n, at)
-        for cut in (0, granule, 2 * granule):
+        for cut in (0, granule, 2 * granule, 4 * granule):
             if cut > n:
                 continue
             pieces = []
@@ -46,6 +46,22 @@ def check_granularity(compressor: Compressor) -> None:
             assert same(np.concatenate(pieces), whole), (
                 f"{n} elements cut at {cut} decode to something else than the whole"
             )
+    if not compressor.traits().stateful:  # what is remembered is as long as the tensor
+        _check_far_pieces(compressor, granule)
+
+
+def _check_far_pieces(compressor: Compressor, granule: int) -> None:
+    """Raise AssertionError where pieces far into a tensor lose more than its first one."""
+    x, lost = gaussian(_N, 1), {}
+    for least in (0, 1 << 16, 1 << 24):
+        start = -(-least // granule) * granule
+        at = Context(shape=(start + _N,), numel=start + _N, offset=start, step=3)
+        out = decode(compressor, encode(compressor, x, at), _N, at)
+        lost[start] = float(np.linalg.norm(out - x.astype(float)) / np.linalg.norm(x))
+        assert lost[start] <= 1.5 * lost[0] + 1e-6, (
+            f"a piece at ctx.offset {start} is off by {lost[start]:.3g} of its length, the first "
+            f"one by {lost[0]:.3g}: keep the offset out of 16-bit integers and out of float32"
+        )
 
 
 @needs("granularity")

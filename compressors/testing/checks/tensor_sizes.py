@@ -6,7 +6,9 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array
+from ringlet.compressors.testing.checks.many_steps import check_sent_at_all
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload
+from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.inputs import LARGE, far_apart, gaussian, large
 from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import simulate
@@ -15,6 +17,7 @@ _STEPS = 8
 _PART = 1 << 18  # elements of a large tensor that are looked at together
 _RARELY = 2000  # steps in which an element is sent that is sent at random
 _MANY = 100
+_SHARE = 0.05  # of what comes of an element in the middle: what comes of the last at least
 _GROUP, _LIKE = 200, 0.25  # values that can be compared, and the cosine that they have at least
 # About where indices of 8 and of 16 bits end.
 _WIDER = (255, 256, 257, 258, 65535, 65536, 65537, 65538)
@@ -150,25 +153,43 @@ def check_indices_are_wide_enough(compressor: Compressor) -> None:
 def check_the_last_element_counts(compressor: Compressor) -> None:
     """Blocks and bytes are rarely full at the end of a tensor: what lies there is a gradient too.
 
-    Round numbers of blocks up: -(-n // block).
+    Round numbers of blocks up: -(-n // block), and send at least one entry: max(1, k). The last
+    block has a scale of its own.
     """
     granule = _block(compressor)
-    for n in (9, 17, granule + 1, granule + 9, 3 * granule - 1):
-        middle = sum(_counts(compressor, n, n // 2, step) for step in range(_STEPS))
+    whole = () if compressor.traits().granularity is None else (granule,)
+    for n in (9, 17, *whole, granule + 1, granule + 9, 3 * granule - 1):
+        middle = [_came(compressor, n, n // 2, step) for step in range(_STEPS)]
         # What is kept at random may be kept rarely, and in the middle together with others.
-        tries = _RARELY if middle >= _STEPS // 2 else 0
-        last = any(_counts(compressor, n, n - 1, step) for step in range(tries))
-        assert last or not tries, f"the last one of {n} elements is lost"
+        tries = _RARELY if sum(came > 0 for came in middle) >= _STEPS // 2 else 0
+        last, enough = 0.0, _SHARE * max(middle)
+        for step in range(tries):
+            last = max(last, _came(compressor, n, n - 1, step))
+            if last > enough:
+                break
+        assert last > 0 or not tries, f"the last one of {n} elements is lost"
+        assert last > enough or not tries, (
+            f"5 comes out as {max(middle):.3g} in the middle of {n} elements that are smaller, and "
+            f"as {last:.3g} at their end: the last block has another's scale"
+        )
+    wrapped = compressor if compressor.traits().stateful else with_feedback(compressor)
+    if compressor.traits().scales and wrapped.traits().stateful:
+        check_sent_at_all(wrapped, 1)
 
 
 def _counts(compressor: Compressor, n: int, place: int, step: int) -> bool:
     """Whether an element that stands out comes back with its sign, however small."""
+    return _came(compressor, n, place, step) > 0
+
+
+def _came(compressor: Compressor, n: int, place: int, step: int) -> float:
+    """Return what of an element comes back that stands out; 0 or less where its sign does not."""
     x = gaussian(n, step, 1e-3)
     came = []
     for value in (5, -5):
         x[place] = value
         came.append(simulate(compressor, [x], step=step)[0][place])
-    return bool(came[0] > 0 > came[1])
+    return float(min(came[0], -came[1]))
 
 
 @needs(*PURE, "points_the_same_way", "the_last_element_counts")

@@ -36,7 +36,7 @@ def for_all(examples: Iterable[Array], body: Callable[[Array], None]) -> None:
             raise AssertionError(f"{message.strip()}\nSmallest example: {shown}") from error
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """Return an error with its place in the plugin, where it was raised there."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not Path(f.filename).is_relative_to(_OURS) and f.line]

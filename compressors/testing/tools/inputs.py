@@ -9,6 +9,11 @@ import numpy as np
 from ringlet.compressors.core.context import Array
 
 LENGTHS = (0, 1, 2, 7, 31, 64, 100, 513, 1000, 2049, 5000)
+# Whole numbers of usual blocks and one more or fewer, and all that are smaller than a block.
+FURTHER_LENGTHS = (
+    *range(3, 34), 40, 48, 50, 60, 63, 65, 90, 96, 127, 128, 129, 200, 250, 255, 256, 257, 300, 500,
+    511, 512, 720, 1023, 1024, 1025, 4096,
+)  # fmt: skip
 LARGE = (1 << 22) + (1 << 18) + 3  # beyond 65536 buckets of 64
 _LONG = 8192  # values, more of which are not kept to be copied again
 # Of short vectors with values of any kind.

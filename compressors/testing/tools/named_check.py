@@ -7,8 +7,12 @@ from typing import Any
 
 from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.testing.tools.examples import told
+from ringlet.compressors.testing.tools.patience import GivenUp, given_up_after
 
 Check = Callable[[Any], None]
+
+
+_PATIENCE = 300.0  # seconds for a check, which take a few at most
 
 
 class CheckFailed(AssertionError):
@@ -40,8 +44,9 @@ class Named:
         """Run the check on a plugin or spec; raises CheckFailed."""
         target = self._resolve(plugin)
         try:
-            self._check(target)
-        except Exception as error:
+            with given_up_after(_PATIENCE):
+                self._check(target)
+        except (Exception, GivenUp) as error:
             reason = str(error) if isinstance(error, AssertionError) else told(error)
             notes = "\n".join([*getattr(error, "__notes__", []), *_hints(error)])
             raise CheckFailed(
@@ -55,8 +60,14 @@ class Named:
         return self.name
 
 
-def _hints(error: Exception) -> list[str]:
+def _hints(error: BaseException) -> list[str]:
     """Return what an error often means that does not say so itself."""
+    if isinstance(error, GivenUp):
+        return [
+            f"It was given up after {_PATIENCE:.0f} seconds. A loop that ends when a threshold, or "
+            "a count, fits does not end where none does: try equal values, zeros, NaN and Inf, and "
+            "end it after so many turns."
+        ]
     cause = error.__cause__ if isinstance(error, AssertionError) else error
     if not isinstance(cause, KeyError) or not isinstance((*cause.args, 0)[0], str):
         return []

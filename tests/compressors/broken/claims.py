@@ -329,3 +329,25 @@ class OmegaBelowHalfSteps(Cells):
 
     def rounded(self, places, ctx):
         return ctx.xp.floor(places + ctx.uniform(places.size))
+
+
+class DeltaOfOneSize(Largest):
+    """The 64 largest, whatever there is, with the delta of 5000 elements."""
+
+    def traits(self):
+        return Traits(delta=0.0125)
+
+    def compress(self, x, ctx):
+        size = np.where(np.isnan(x), np.float32(np.inf), np.abs(x))
+        places = np.argsort(-size, kind="stable")[:64].astype("uint32")
+        return {"indices": places, "values": x[places]}
+
+
+class PredividesTwice(Signs):
+    """Asks the engine to divide first, and does it as well."""
+
+    def traits(self):
+        return Traits(predivide=True)
+
+    def compress(self, x, ctx):
+        return super().compress(x / np.float32(ctx.size), ctx)

@@ -1,8 +1,10 @@
 """Overrides for speed whose mistakes show in a mean, or among several tensors, alone."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from broken.right import Cells, SharedScale
+from broken.right import CELL, Cells, SharedScale, Whole
 
 
 class FeedbackOfTheMean(SharedScale):
@@ -51,3 +53,79 @@ class _Launch:
         for tensor in tensors:
             self.cells.decompress(tensor.source, tensor.out, tensor.ctx)
             tensor.out *= np.float32(scale * weight)
+
+
+class AccumulateForgetsOffset(Cells):
+    """Takes shared noise off again, in `accumulate` that of the tensor's beginning."""
+
+    def noise(self, n, ctx):
+        return ctx.uniform(n, shared=True) - np.float32(0.5)
+
+    def rounded(self, places, ctx):
+        return np.clip(np.rint(places + self.noise(places.size, ctx)), -127, 127)
+
+    def decompress(self, payload, out, ctx):
+        steps = payload["steps"].repeat(CELL)[: out.size]
+        with np.errstate(invalid="ignore"):
+            out[:] = (payload["codes"] - self.noise(out.size, ctx)) * steps
+
+    def accumulate(self, payload, out, ctx):
+        decoded = np.empty_like(out)
+        self.decompress(payload, decoded, replace(ctx, offset=0))
+        with np.errstate(invalid="ignore"):
+            out += decoded
+
+
+class FusedForgetsOffset(Cells):
+    """Rounds at random, in the fused feedback with the numbers of the tensor's beginning."""
+
+    def rounded(self, places, ctx):
+        return np.minimum(np.floor(places + ctx.uniform(places.size)), np.float32(127))
+
+    def feedback_into(self, x, residual, decay, payload, ctx):
+        super().feedback_into(x, residual, decay, payload, replace(ctx, offset=0))
+
+
+class VaryingForgetsDecay(Whole):
+    """Kernels for many tensors of variable payloads that do not look at decay."""
+
+    def multi_varying(self, ctx):
+        return _VaryingLaunch(self)
+
+
+class _VaryingLaunch:
+    feeds = True
+
+    def __init__(self, whole):
+        self.whole = whole
+
+    def compress(self, tensors, scale=1.0, decay=1.0):
+        sent = []
+        for tensor in tensors:
+            x = tensor.x * np.float32(scale)
+            if tensor.residual is None:
+                sent.append(self.whole.compress(x, tensor.ctx))
+            else:
+                sent.append(self.whole.compress_feedback(x, tensor.residual, 1.0, tensor.ctx))
+        return sent
+
+    def decode(self, sums, scale=1.0):
+        for out, payloads, ctx in sums:
+            self.whole.sum_into(payloads, out, ctx)
+            out *= np.float32(scale)
+
+
+class KeepsShortResiduals(Cells):
+    """Keeps what is lost of the first 65536 elements."""
+
+    def keep_residual(self, target, payload, residual, ctx):
+        before = residual[1 << 16 :].copy()
+        super().keep_residual(target, payload, residual, ctx)
+        residual[1 << 16 :] = before
+
+
+class FinishesElsewhere(Cells):
+    """Halves the result, and returns it in a new array."""
+
+    def finish(self, out, ctx):
+        return out * np.float32(0.5)

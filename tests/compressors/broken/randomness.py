@@ -3,10 +3,11 @@
 import os
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from broken.right import CELL, Cells, Compressor, Folded, Traits
+from broken.right import CELL, Cells, Compressor, Folded, Largest, Traits
 
 _GENERATOR = np.random.default_rng(0)
 OMEGA = Traits(fixed_size=True, granularity=CELL, omega=0.01)
@@ -160,3 +161,27 @@ class ScheduleByChance(Compressor):
 
     def decompress(self, payload, out, ctx):
         out[:] = payload["values"]
+
+
+class SeedsTheProgram(Largest):
+    """Seeds NumPy's own generator, from which the program draws the order of its data."""
+
+    def compress(self, x, ctx):
+        np.random.seed(ctx.key() & 0xFFFFFFFF)
+        dither = np.float32(1) + np.float32(2.0**-20) * np.random.random(x.size).astype("float32")
+        with np.errstate(invalid="ignore"):
+            return super().compress(x * dither, ctx)
+
+
+class EverySecondStep(Stochastic):
+    """Draws anew in every second step."""
+
+    def noise(self, n, ctx):
+        return replace(ctx, step=ctx.step // 2).uniform(n)
+
+
+class RankPlusStep(Stochastic):
+    """Draws by the sum of rank and step: a rank draws what its neighbour draws a step later."""
+
+    def noise(self, n, ctx):
+        return replace(ctx, step=ctx.step + ctx.rank, rank=0).uniform(n)

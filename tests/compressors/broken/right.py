@@ -3,6 +3,8 @@
 Array code throughout, as an author writes who follows docs/own-compressor.md.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from ringlet.compressors import Compressor, Part, Round, Traits
@@ -264,3 +266,68 @@ class Means(Compressor):
 
     def decompress(self, payload, out, ctx):
         out[:] = payload["means"].repeat(16)[: out.size]
+
+
+class Dithered(Cells):
+    """Rounds with noise that receivers take off again: they draw the sender's, whose rank it sends.
+
+    It is every rank's own, so that errors cancel.
+    """
+
+    def layout(self, n):
+        return (*super().layout(n), Part("rank", "int32", 1))
+
+    def noise(self, n, ctx):
+        return ctx.uniform(n) - np.float32(0.5)
+
+    def rounded(self, places, ctx):
+        return np.clip(np.rint(places + self.noise(places.size, ctx)), -127, 127)
+
+    def compress(self, x, ctx):
+        return super().compress(x, ctx) | {"rank": np.array([ctx.rank], "int32")}
+
+    def decompress(self, payload, out, ctx):
+        steps = payload["steps"].repeat(CELL)[: out.size]
+        noise = self.noise(out.size, replace(ctx, rank=int(payload["rank"][0])))
+        with np.errstate(invalid="ignore"):
+            out[:] = (payload["codes"] - noise) * steps
+
+
+class Majority(Compressor):
+    """The sign that most ranks have: what is added up is linear, and the end is not."""
+
+    def traits(self):
+        return Traits("sum", fixed_size=True, scales=False)
+
+    def divergence(self):
+        return "a vote knows no sizes"
+
+    def layout(self, n):
+        return (Part("votes", "int32", n + 1),)
+
+    def compress(self, x, ctx):
+        votes = (x > 0).astype("int32") - (x < 0)
+        return {"votes": np.append(votes, not np.isfinite(x).all()).astype("int32")}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["votes"][:-1]
+        out += np.float32(np.nan if payload["votes"][-1] else 0)
+
+    def finish(self, out, ctx):
+        np.sign(out, out=out)
+
+
+class MajorityInRounds(Majority):
+    """The same in a round; nothing is fed back, so that nobody asks what of it is whose."""
+
+    def traits(self):
+        return Traits("rounds", scales=False)
+
+    def chained_part(self):
+        return None
+
+    def exchange(self, x, out, ctx, local=None):
+        votes = yield Round(self.compress(x, ctx)["votes"], "sum")
+        self.decompress({"votes": votes}, out, ctx)
+        if local is not None:
+            local[:] = out

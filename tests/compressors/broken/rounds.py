@@ -172,3 +172,90 @@ class SwallowsNaNInRounds(SharedScale):
     def exchange(self, x, out, ctx, local=None):
         finite = ctx.xp.nan_to_num(x, posinf=0, neginf=0)
         yield from super().exchange(finite, out, ctx, local)
+
+
+class ChangesInputForLocal(Rounds):
+    """Takes what was sent off the gradient itself, where it is asked what that was."""
+
+    def exchange(self, x, out, ctx, local=None):
+        sent = x.copy()
+        out[:] = yield Round(sent, "mean", sent)
+        if local is not None:
+            local[:] = sent
+            x *= np.float32(0)
+
+
+class GivesAwayItsInput(Rounds):
+    """Yields the gradient as what something behind it may overwrite."""
+
+    def exchange(self, x, out, ctx, local=None):
+        out[:] = yield Round(x, "mean", x)
+        if local is not None:
+            local[:] = x
+
+
+class ThreeTimes(Rounds):
+    """Sends three times what there is, and says so: error feedback diverges."""
+
+    def exchange(self, x, out, ctx, local=None):
+        with np.errstate(over="ignore"):
+            more = x * np.float32(3)
+        out[:] = yield Round(more, "mean", more)
+        if local is not None:
+            local[:] = more
+
+
+class LocalOfEvenSteps(Rounds):
+    """Sends large values alone in odd steps, and says that it sent all."""
+
+    def exchange(self, x, out, ctx, local=None):
+        sent = np.where(np.abs(x) < np.abs(x).mean(dtype="float32") * (ctx.step % 2), 0 * x, x)
+        out[:] = yield Round(sent, "mean", sent)
+        if local is not None:
+            local[:] = x if ctx.step % 2 else sent
+
+
+class RoomForFew(SharedScale):
+    """Codes of 16 bits with 2000 levels, which 17 ranks overflow."""
+
+    def exchange(self, x, out, ctx, local=None):
+        largest = np.abs(x).max(initial=0, keepdims=True)
+        largest = np.where(np.isnan(largest), np.float32(np.inf), largest)
+        largest = (yield Round(largest, "max")).copy()
+        with np.errstate(all="ignore"):
+            step = largest / np.float32(2000)
+            codes = np.where(np.isfinite(step) & (step > 0), np.rint(x / step), 0).astype("int16")
+            total = yield Round(codes, "sum")
+            step = np.where(np.isinf(step), np.float32(np.nan), step)
+            if local is not None:
+                local[:] = codes.astype("float32") * step
+            out[:] = total.astype("float32") * (step / np.float32(ctx.size))
+
+
+class NaNInMax(SharedScale):
+    """Lets a NaN ride in a maximum, in which a number may win."""
+
+    def exchange(self, x, out, ctx, local=None):
+        largest = (yield Round(np.abs(x).max(initial=0, keepdims=True), "max")).copy()
+        with np.errstate(all="ignore"):
+            step = largest / np.float32(1000)
+            usable = np.isfinite(step) & (step > 0) & np.isfinite(x)
+            codes = np.where(usable, np.rint(x / step), 0).astype("int32")
+            total = yield Round(codes, "sum")
+            step = np.where(np.isinf(step), np.float32(np.nan), step)
+            if local is not None:
+                local[:] = codes.astype("float32") * step
+            out[:] = total.astype("float32") * (step / np.float32(ctx.size))
+
+
+class UntilItConverges(Rounds):
+    """Goes on until nothing is left, of which there is always some."""
+
+    def exchange(self, x, out, ctx, local=None):
+        out[:], left = 0, x.astype("float32")
+        if local is not None:
+            local[:] = x
+        while (yield Round(np.ones(1, "float32"), "max"))[0] > 0:
+            with np.errstate(invalid="ignore"):
+                left -= out
+                out += yield Round(left * np.float32(0.5), "mean")

@@ -154,3 +154,55 @@ class RemembersNothingAtFirst(Compressor):
         out[:] = yield Round(x.copy(), "mean")
         if local is not None:
             local[:] = x
+
+
+class HidesLaterOverflows(Momentum):
+    """Sends what it remembers, which an overflow never reaches after the first step."""
+
+    def compress(self, x, ctx):
+        first = "average" not in ctx.state
+        payload = super().compress(x, ctx)
+        return payload if first else {"values": ctx.state["average"].copy()}
+
+
+class ConsolidatesSums(Momentum):
+    """Gives every rank the sum of what all remembered."""
+
+    def consolidate(self, states):
+        held = [state["average"] for state in states if "average" in state]
+        return {"average": np.sum(held, axis=0)} if held else {}
+
+
+class ConsolidatesFirst(Momentum):
+    """Gives every rank what the first one remembered."""
+
+    def consolidate(self, states):
+        return {name: states[0][name].copy() for name in states[0]}
+
+
+class ConsolidatesWithoutALook(Momentum):
+    """Takes for granted that every rank remembers something."""
+
+    def consolidate(self, states):
+        return {"average": np.mean([state["average"] for state in states], axis=0)}
+
+
+class RegroupsWhatIsShared(Compressor):
+    """Sends the change since the last mean, which others that join do not know."""
+
+    def traits(self):
+        return Traits("rounds", stateful=True, gradient_units=("last",))
+
+    def chained_part(self):
+        return None
+
+    def exchange(self, x, out, ctx, local=None):
+        last = ctx.state.get("last")
+        if last is None or last.size != x.size:
+            last = np.zeros(x.size, "float32")
+        with np.errstate(invalid="ignore", over="ignore"):
+            out[:] = last + (yield Round(x - last, "mean"))
+        if local is not None:
+            local[:] = x
+        if np.isfinite(out).all():
+            ctx.state["last"] = out.copy()
