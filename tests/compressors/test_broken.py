@@ -173,6 +173,7 @@ CAUGHT = {
         "ImpossibleDelta": "traits_are_traits",
     },
     "rounds": {
+        "LeaderChooses": "one_overflow_is_survived",
         "LeavesEarly": "every_rank_takes_part",
         "SecondRoundByOwnData": "every_rank_takes_part",
         "SizeByOwnData": "every_rank_takes_part",

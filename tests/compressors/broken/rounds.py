@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from broken.right import SharedScale
+from broken.right import Leaders, SharedScale
 from ringlet.compressors import Compressor, Round, Traits
 
 
@@ -259,3 +259,10 @@ class UntilItConverges(Rounds):
             with np.errstate(invalid="ignore"):
                 left -= out
                 out += yield Round(left * np.float32(0.5), "mean")
+
+
+class LeaderChooses(Leaders):
+    """A NaN at a place that the leader did not choose, on another rank, is nobody's."""
+
+    def spoiled(self, x):
+        return np.float32(0)
