@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 from ringlet.compressors import Compressor, CompressorError
+from ringlet.compressors.core.errors import more_of
 from ringlet.ring.errors import PeerLost, RingError
 
 _LONGEST = 2000  # characters of an error's text that other ranks are told
@@ -51,7 +52,7 @@ class CompressionFailed(RingError):
     ) -> Self:
         """Return what to raise for an ``error`` of ``function``, called for tensors ``what``."""
         own = isinstance(error, CompressorError)
-        reason = str(error) if own else in_words(error)
+        reason = str(error) if own else in_words(error) + more_of(error)
         return cls(
             f"compressor {str(compressor)!r} failed in {function.__name__} of {what}: {reason}"
         )

@@ -52,6 +52,11 @@ def check_payload(label: str, payload: object) -> None:
                 f"{label}.compress: {name!r} must be a flat array, not {shape}; write "
                 "values.reshape(-1), and for a single number x.max(keepdims=True)"
             )
+        if not hasattr(array.dtype, "name"):
+            raise PayloadError(
+                f"{label}.compress: {name!r} is a {type(array).__module__}.{type(array).__name__}; "
+                "send arrays of ctx.xp, such as tensor.numpy()"
+            )
         if array.dtype.name not in _DTYPES:
             raise PayloadError(
                 f"{label}.compress: {name!r} of {array.dtype} cannot travel; send one of "

@@ -593,3 +593,28 @@ def test_a_generator_that_will_not_be_closed_stops_nobody(faults):
         return str(caught.value)
 
     assert len(set(with_engines(body))) == 1
+
+
+def test_the_place_in_the_plugin_is_told_and_what_python_does_not_say(faults):
+    @register("assigns")
+    class Assigns(Compressor):
+        def compress(self, x, ctx):
+            return self._kept(x)
+
+        def _kept(self, x):
+            self.residual = x  # what it remembers
+            return {"values": x.copy()}
+
+        def decompress(self, payload, out, ctx):
+            out[:] = payload["values"]
+
+    def body(engine):
+        step, _ = stepper(engine, ["assigns"] * 2, declared=True)
+        with pytest.raises(CompressionFailed) as caught:
+            step(np.ones(N, np.float32))
+        return str(caught.value)
+
+    (told,) = set(with_engines(body))
+    assert "immutable: what one remembers belongs into ctx.state" in told
+    assert "self.residual = x  # what it remembers)" in told
+    assert "test_plugin_faults.py, line " in told

@@ -8,15 +8,13 @@ leaving out and simplifying elements for as long as it still fails (Zeller and H
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 
 from ringlet.compressors.core.context import Array
+from ringlet.compressors.core.errors import more_of
 
-_OURS = Path(__file__).parents[2]
 _TRIES = 400  # of smaller examples
 _FEW = 12  # elements that are simplified one by one
 
@@ -38,12 +36,7 @@ def for_all(examples: Iterable[Array], body: Callable[[Array], None]) -> None:
 
 def told(error: BaseException) -> str:
     """Return an error with its place in the plugin, where it was raised there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not Path(f.filename).is_relative_to(_OURS) and f.line]
-    own = [f for f in own if "site-packages" not in f.filename]
-    last = own[-1] if own and frames[-1].line else None
-    place = f" ({Path(last.filename).name}, line {last.lineno}: {last.line})" if last else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {error}{more_of(error)}"
 
 
 def _raised(body: Callable[[Array], None], x: Array) -> Exception | None:
