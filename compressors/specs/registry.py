@@ -67,8 +67,8 @@ def lookup(name: str) -> type[Compressor]:
     known = names()
     hint = did_you_mean(name, known) or "."
     raise UnknownCompressor(
-        f"unknown compressor {name!r}{hint} Known: {', '.join(known)}; and MODULE:NAME is a class "
-        "that is not registered"
+        f"unknown compressor {name!r}{hint} Known: {', '.join(known)}. A plugin's name is known "
+        "once its module is imported; MODULE:NAME imports it"
     )
 
 

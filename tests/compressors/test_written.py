@@ -39,14 +39,17 @@ def test_the_page_names_every_trait():
 
 def test_what_the_page_has_as_a_whole_is_what_it_claims_to_be(tmp_path, monkeypatch):
     found = re.findall(r"```python\n(class .*?)```", PAGE, re.DOTALL)
-    names = "Compressor, Round, Traits, option"
+    names = "Compressor, Modifier, Round, Traits, option"
     (tmp_path / "on_the_page.py").write_text(
-        f"from ringlet.compressors import {names}\n\n\n" + "\n\n".join(found)
+        f"import dataclasses\n\nfrom ringlet.compressors import {names}\n\n\n" + "\n\n".join(found)
     )
     monkeypatch.syspath_prepend(tmp_path)
     (name,) = re.findall(r"class (\w+)\(Compressor\)", "".join(found))
     for behind in ("", " | ef", " | shared_int | ef", "(ratio=1)", "(ratio=0.001) | ef"):
         check_compressor(f"on_the_page:{name}{behind}")
+    (name,) = re.findall(r"class (\w+)\(Modifier\)", "".join(found))
+    for spec in ("none | {}", "int4 | {} | ef", "topk | {} | int8 | ef"):
+        check_compressor(spec.format(f"on_the_page:{name}"))
 
 
 @pytest.mark.parametrize("spec", WRITTEN)
