@@ -24,7 +24,9 @@ from ringlet.compressors import (
 )
 from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.threads import MIN_ELEMENTS
-from ringlet.compressors.testing import simulate
+from ringlet.compressors.testing import CheckFailed, check_compressor, simulate
+from ringlet.compressors.testing.checks.claims import check_parts_keep_apart
+from ringlet.compressors.testing.tools.named_check import Named
 
 plain = types.ModuleType("plain")
 plain.__dict__.update(np.__dict__)
@@ -536,3 +538,28 @@ def test_feedback_refuses_a_memory_of_what_was_lost_and_names_it():
         parse("topk | momentum_correction | ef")
     with pytest.raises(CompressorError, match=r"in \['residual'\].*write a modifier last"):
         parse("topk | ef | int8")
+
+
+class Remembering(Clipped):
+    """Keeps its number where error feedback keeps its residual."""
+
+    def compress(self, x, ctx):
+        ctx.state["residual"] = float(np.abs(x).max())
+        return super().compress(x, ctx)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "said"),
+    [
+        (parse("int8") | Clipped() | Clipped(named=False), "Clipped and Clipped both keep"),
+        (parse("int8") | Remembering() | parse("ef"), r"Remembering and ef both keep .*'residual'"),
+    ],
+)
+def test_parts_that_share_a_name_are_found(compressor, said):
+    with pytest.raises(CheckFailed, match=said):
+        check_compressor(compressor, [Named(check_parts_keep_apart)])
+
+
+def test_parts_that_do_not_share_a_name_are_let_be():
+    for spec in ("powersgd | ef", "topk | momentum_correction", "int8 | hadamard | ef21"):
+        check_compressor(spec, [Named(check_parts_keep_apart)])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State
+from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.quantizers.quantize import Int8
 from ringlet.compressors.states import rescale
 from ringlet.compressors.testing.checks.one_call import (
     PURE,
@@ -281,6 +285,32 @@ def check_memory_is_declared(compressor: Compressor) -> None:
         assert agree, "the result depends on earlier steps, but traits() does not say stateful=True"
 
 
+@needs(*PURE, "memory_is_declared")
+def check_parts_keep_apart(compressor: Compressor) -> None:
+    """What stands behind one another has one ctx.state: what two parts keep there under one name,
+    each overwrites for the other.
+
+    Begin the names with your own, as in ctx.state["clip.most"], and use no modifier twice.
+    """
+    owners: dict[str, str] = {}
+    for part in _parts(compressor):
+        state: State = {}
+        simulate(part, [gaussian(2000, 1)], [state], shape=(40, 50))
+        for key in sorted(state.keys() - {"step"}):
+            other = owners.setdefault(key, "")
+            assert not other, f"{part.label()} and {other} both keep ctx.state[{key!r}]"
+            owners[key] = part.label()
+
+
+def _parts(compressor: Compressor) -> Iterator[Compressor]:
+    """Yield the modifiers, each around a compressor that remembers nothing, and the innermost."""
+    while isinstance(compressor, Modifier):
+        with suppress(CompressorError):  # what that one cannot stand behind
+            yield compressor.replace(inner=Int8())
+        compressor = compressor.wrapped_compressor
+    yield compressor
+
+
 @needs(
     *PURE,
     "decoding_is_the_same_everywhere",
@@ -382,6 +412,7 @@ CHECKS = (
     check_contraction,
     check_contraction_at_every_size,
     check_memory_is_declared,
+    check_parts_keep_apart,
     check_gradient_units,
     check_results_may_replace_values,
 )
