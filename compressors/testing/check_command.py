@@ -10,11 +10,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor, storage
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.testing.catalogue import all_checks
+from ringlet.compressors.testing.checks.one_call import by_payload
 from ringlet.compressors.testing.runner import failures_of
+from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import Named
+from ringlet.compressors.testing.tools.simulate import context, encode, simulate
+
+_SIDE = 256  # of a matrix
 
 Telling = Callable[[str, bool | None, int], None]  # a check's name, whether it passed, how many
 
@@ -41,7 +49,25 @@ def main(options: argparse.Namespace, telling: Telling | None = None) -> int:
     except CompressorError as error:
         print(f"ringlet check: {error}", file=sys.stderr)
         return 2
-    return report(compressor, all_checks(), telling, options.json)
+    code = report(compressor, all_checks(), telling, options.json)
+    if code == 0 and not options.json:
+        bits, lost = cost_of(compressor)
+        print(f"a Gaussian matrix: {bits:.3g} bits a value, and {lost:.2%} of its norm is lost")
+    return code
+
+
+def cost_of(compressor: Compressor) -> tuple[float, float]:
+    """Return how many bits a rank sends for each value, and the relative error of what arrives.
+
+    Of a square matrix of Gaussian values, at the first step, alone.
+    """
+    x, shape, rounds = gaussian(_SIDE**2, 1), (_SIDE, _SIDE), list[tuple[str, str, int]]()
+    (out,) = simulate(compressor, [x], shape=shape, rounds=rounds)
+    sent = sum(storage(dtype).itemsize * length for _, dtype, length in rounds)
+    if by_payload(compressor):
+        payload = encode(compressor.at(0), x, context(x, shape=shape))
+        sent = sum(array.nbytes for array in payload.values())
+    return 8 * sent / x.size, float(np.linalg.norm(out - x) / np.linalg.norm(x))
 
 
 def report(
