@@ -173,10 +173,10 @@ def loads(
 ) -> tuple[dict[str, State], int]:
     """Return the states and the step that ``dumps`` wrote.
 
-    States are empty, with a warning, where ``data`` is another rank's: residuals belong to the
-    gradients of one rank. What compressors of other specs remembered is forgotten, with a warning,
-    but for what those of ``router`` can go on with. Raises ValueError for bytes that are no such
-    checkpoint.
+    States are empty, with a warning if there were any, where ``data`` is another rank's: residuals
+    belong to the gradients of one rank. What compressors of other specs remembered is forgotten,
+    with a warning, but for what those of ``router`` can go on with. Raises ValueError for bytes
+    that are no such checkpoint.
     """
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
@@ -188,7 +188,8 @@ def loads(
     if version != VERSION:
         raise ValueError(f"compressor state of version {version} needs another Ringlet")
     if not is_own(head, rank, size):
-        warn_of_loss(head, rank, size, _ADVICE, stacklevel=3)
+        if remembered(head["states"]):
+            warn_of_loss(head, rank, size, _ADVICE, stacklevel=3)
         return {}, int(head["step"])
     states = {name: _filled(state, arrays) for name, state in head["states"].items()}
     tensors = {name: (router(name), None) for name in states}
