@@ -16,7 +16,7 @@ from ringlet.compressors.base.contract import (
     Round,
     Traits,
     encoded,
-    memory_of_payloads,
+    kept_losses,
 )
 from ringlet.compressors.base.feedback import scale
 from ringlet.compressors.base.precompile import precompile
@@ -57,7 +57,7 @@ class Chain(Compressor, joins=True):
                 f"would have to be decoded first. Behind it goes what exchanges in rounds too: "
                 f"'{self.first} | shared_int'"
             )
-        if names := memory_of_payloads(self.first):
+        if names := kept_losses(self.first):
             raise CompressorError(
                 f"{self.first} remembers what its payloads decode to, in {names}, which "
                 f"{self.second} behind it would change; write a modifier last, as in "

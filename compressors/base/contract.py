@@ -32,7 +32,7 @@ __all__ = [
     "empty_payload",
     "encoded",
     "keeps",
-    "memory_of_payloads",
+    "kept_losses",
     "storage",
     "wrapped_fields",
 ]  # fmt: skip
@@ -382,16 +382,14 @@ def empty_payload(compressor: Compressor, n: int, ctx: Context) -> Payload:
     }
 
 
-def memory_of_payloads(compressor: Compressor) -> list[str]:
-    """Return the names of memory that goes by what payloads lost, as far as traits tell.
+def kept_losses(compressor: Compressor) -> list[str]:
+    """Return the names of what ``compressor`` remembers of what it did not send.
 
-    That is, of a compressor that sends payloads, what is in units of the gradient and as large.
+    As far as traits tell: those are arrays in units of the gradient, and no numbers.
     """
-    traits = compressor.traits()
-    if traits.combine == "rounds":
-        return []
-    many = 1 << 20
-    return [name for name in traits.gradient_units if compressor.units_size(name, many) == many]
+    many = 1 << 20  # elements of a tensor
+    names = compressor.traits().gradient_units
+    return [name for name in names if compressor.units_size(name, many) > 1]
 
 
 def keeps(compressor: Compressor, base: type[Compressor], *methods: str) -> bool:

@@ -21,7 +21,7 @@ from ringlet.compressors.base.contract import (
     Traits,
     encoded,
     keeps,
-    memory_of_payloads,
+    kept_losses,
 )
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, Context
@@ -63,7 +63,7 @@ class ErrorFeedback(Modifier):
     def validate(self) -> None:
         """Refuse what keeps its own memory of what was not sent, and what would diverge."""
         if self.inner is not None and self.inner.is_bound():
-            names = memory_of_payloads(self.inner)
+            names = kept_losses(self.inner)
             if names:
                 raise CompressorError(
                     f"{self.inner} remembers what it did not send by itself, in {names}; leave "

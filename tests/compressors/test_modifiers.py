@@ -536,6 +536,8 @@ def test_feedback_takes_what_remembers_something_else_than_what_it_lost(named):
 def test_feedback_refuses_a_memory_of_what_was_lost_and_names_it():
     with pytest.raises(CompressorError, match=r"in \['u', 'v'\]; leave '\| ef' away"):
         parse("topk | momentum_correction | ef")
+    with pytest.raises(CompressorError, match=r"in \['residual'\]; leave '\| ef' away"):
+        parse("powersgd | ef | ef")
     with pytest.raises(CompressorError, match=r"in \['residual'\].*write a modifier last"):
         parse("topk | ef | int8")
 
