@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from broken.right import CELL, Cells, SharedScale, Whole
+from broken.right import Cells, SharedDither, SharedScale, Whole
 
 
 class FeedbackOfTheMean(SharedScale):
@@ -55,19 +55,8 @@ class _Launch:
             tensor.out *= np.float32(scale * weight)
 
 
-class AccumulateForgetsOffset(Cells):
+class AccumulateForgetsOffset(SharedDither):
     """Takes shared noise off again, in `accumulate` that of the tensor's beginning."""
-
-    def noise(self, n, ctx):
-        return ctx.uniform(n, shared=True) - np.float32(0.5)
-
-    def rounded(self, places, ctx):
-        return np.clip(np.rint(places + self.noise(places.size, ctx)), -127, 127)
-
-    def decompress(self, payload, out, ctx):
-        steps = payload["steps"].repeat(CELL)[: out.size]
-        with np.errstate(invalid="ignore"):
-            out[:] = (payload["codes"] - self.noise(out.size, ctx)) * steps
 
     def accumulate(self, payload, out, ctx):
         decoded = np.empty_like(out)

@@ -268,11 +268,23 @@ class Means(Compressor):
         out[:] = payload["means"].repeat(16)[: out.size]
 
 
-class Dithered(Cells):
-    """Rounds with noise that receivers take off again: they draw the sender's, whose rank it sends.
+class SharedDither(Cells):
+    """Rounds with noise that all ranks share, and that receivers take off again."""
 
-    It is every rank's own, so that errors cancel.
-    """
+    def noise(self, n, ctx):
+        return ctx.uniform(n, shared=True) - np.float32(0.5)
+
+    def rounded(self, places, ctx):
+        return np.clip(np.rint(places + self.noise(places.size, ctx)), -127, 127)
+
+    def decompress(self, payload, out, ctx):
+        steps = payload["steps"].repeat(CELL)[: out.size]
+        with np.errstate(invalid="ignore"):
+            out[:] = (payload["codes"] - self.noise(out.size, ctx)) * steps
+
+
+class Dithered(SharedDither):
+    """The same with noise of every rank's own, so that errors cancel: it sends whose it is."""
 
     def layout(self, n):
         return (*super().layout(n), Part("rank", "int32", 1))
@@ -280,17 +292,11 @@ class Dithered(Cells):
     def noise(self, n, ctx):
         return ctx.uniform(n) - np.float32(0.5)
 
-    def rounded(self, places, ctx):
-        return np.clip(np.rint(places + self.noise(places.size, ctx)), -127, 127)
-
     def compress(self, x, ctx):
         return super().compress(x, ctx) | {"rank": np.array([ctx.rank], "int32")}
 
     def decompress(self, payload, out, ctx):
-        steps = payload["steps"].repeat(CELL)[: out.size]
-        noise = self.noise(out.size, replace(ctx, rank=int(payload["rank"][0])))
-        with np.errstate(invalid="ignore"):
-            out[:] = (payload["codes"] - noise) * steps
+        super().decompress(payload, out, replace(ctx, rank=int(payload["rank"][0])))
 
 
 class Majority(Compressor):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from broken.right import CELL, Cells, Dithered, Signs, Whole
+from broken.right import Dithered, SharedDither, Signs, Whole
 from ringlet.compressors import Compressor, Part, Traits
 
 
@@ -82,17 +82,8 @@ class FixedPoint(Compressor):
         out += np.float32(np.nan if payload["codes"][-1] else 0)
 
 
-class OffsetIn16Bits(Cells):
+class OffsetIn16Bits(SharedDither):
     """Takes shared noise off again by 16 bits of the place."""
 
-    def noise(self, n, ctx):
-        return ctx.uniform(n, shared=True) - np.float32(0.5)
-
-    def rounded(self, places, ctx):
-        return np.clip(np.rint(places + self.noise(places.size, ctx)), -127, 127)
-
     def decompress(self, payload, out, ctx):
-        steps = payload["steps"].repeat(CELL)[: out.size]
-        noise = self.noise(out.size, replace(ctx, offset=ctx.offset & 0xFFFF))
-        with np.errstate(invalid="ignore"):
-            out[:] = (payload["codes"] - noise) * steps
+        super().decompress(payload, out, replace(ctx, offset=ctx.offset & 0xFFFF))
