@@ -164,17 +164,15 @@ class Hosts:
             assert self._copier.stdout is not None
             if self._copier.stdout.readline() != b"ready\n":
                 raise RuntimeError("cannot copy packets between TAP devices")
+        told = {}
+        for name, address, ns in zip(self.names, self.addresses, self._namespaces, strict=True):
+            told[name] = told[address] = (name, ns)
         # Arguments are joined and given to a shell, with all that means for quoting.
         script = [
             "#!/bin/sh",
             "host=$1; shift",
             'case "$host" in',
-            *(
-                f"{name}|{address}) ns={ns}; name={name};;"
-                for name, address, ns in zip(
-                    self.names, self.addresses, self._namespaces, strict=True
-                )
-            ),
+            *(f"{asked}) ns={ns}; name={name};;" for asked, (name, ns) in told.items()),
             '*) echo "rsh: $host: no such host" >&2; exit 255;;',
             "esac",
             'exec ip netns exec "$ns" unshare --uts sh -c \'hostname "$0"; exec sh -c "$1"\''
@@ -183,6 +181,7 @@ class Hosts:
         path = Path(self.rsh)
         path.write_text("\n".join(script) + "\n")
         path.chmod(0o700)
+        path.with_name("hosts.json").write_text(json.dumps(told))  # for who can do without a shell
 
     def _counter(self, host: int, way: str) -> int:
         command = ["ip", "-n", self._namespaces[host], "-s", "-j", "link", "show", INTERFACE]

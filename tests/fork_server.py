@@ -8,10 +8,12 @@ TensorFlow 3 s. A test file that starts many of them says so::
 While its tests run, ``subprocess`` starts Python programs here: a server, which has imported the
 framework once, forks for each of them, and what it forks starts its own programs in the same way.
 So the launcher, the wrappers of ranks and the ranks are the processes that they always are, with
-the parents, sessions, descriptors, signals and exit codes that they would have. What differs:
-they share one hash seed, ``/proc`` shows the server's command line, and their end leaves the
-frameworks as they are, unless the mark says ``whole_end=True``: to take those apart, module by
-module and operator by operator, is most of what a short program costs.
+the parents, sessions, descriptors, signals and exit codes that they would have, and with their own
+command line and environment in ``/proc``. What a rig's remote shell would run on one of its hosts
+(benchmarks/netns.py) is forked too, and enters the host by itself. What differs: they share one
+hash seed, and their end leaves the frameworks as they are, unless the mark says
+``whole_end=True``: to take those apart, module by module and operator by operator, is most of what
+a short program costs.
 
 A program runs as usual, by ``exec``, where a fork could not give it what it asks for: other flags
 than -P and -u, variables that are read when the frameworks are imported, no interpreter of ours.
@@ -29,9 +31,11 @@ import gc
 import importlib
 import inspect
 import io
+import json
 import os
 import pickle
 import runpy
+import shlex
 import signal
 import socket
 import struct
@@ -43,6 +47,7 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 TORCH = ["torch._dynamo", "torch.distributed.fsdp", "ringlet.torch", "ringlet.ring.functions.call"]
 DIGITS = "sklearn.model_selection"  # which examples and tests that train import
@@ -75,22 +80,51 @@ DEFAULTS = {"KERAS_BACKEND": "tensorflow"}
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 # What these have left to do at their end is to be rid of what they never used.
-LAUNCHERS = ("ringlet", "ringlet.ring.processes.rank_wrapper")
+LAUNCHERS = ("ringlet", "ringlet.ring.processes.rank_wrapper", "ringlet.ring.launch.agent")
+
+# A server is started with so many bytes more of arguments, and of environment, than it needs: there
+# the kernel finds the ones of what it forks.
+ROOM = 1 << 16
 
 # Set: programs take apart at their end what was imported before the fork too.
 WHOLE_END = "FORK_SERVER_WHOLE_END"
 
 USUAL = subprocess.Popen
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
+MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
 libc = ctypes.CDLL(None, use_errno=True)
 PRELOADED: set[str] = set()  # names of modules
 SIZE = struct.Struct("!I")
 
 
+class Host(NamedTuple):
+    """A host of a rig: its name, and the network namespace that it is."""
+
+    name: str
+    namespace: str
+
+    def enter(self) -> None:
+        """Move this process there, as ``ip netns exec`` and ``unshare --uts`` do."""
+        with open(f"/run/netns/{self.namespace}") as place:
+            _check(libc.setns(place.fileno(), CLONE_NEWNET))
+        _check(libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
+        _check(libc.mount(b"", b"/", b"none", MS_SLAVE | MS_REC, None))
+        _check(libc.umount2(b"/sys", MNT_DETACH))
+        _check(libc.mount(self.namespace.encode(), b"/sys", b"sysfs", 0, None))
+        socket.sethostname(self.name)
+
+
+def _check(code: int) -> None:
+    if code:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 class Program:
     """What a command line asks the interpreter to run: a module, a string, or a script."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], host: Host | None = None) -> None:
+        self.command, self.host = command, host
         self.kind, self.what, self.argv = "", "", command[1:]
         self.safe_path = False
         self.unbuffered = False
@@ -147,15 +181,43 @@ EARLY = early(dict(os.environ))  # what this process has read
 PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
-def forkable(command: object, env: dict[str, str], cwd: object) -> Program | None:
-    """Return the program that ``command`` names if a fork can stand in for it, else None."""
-    if not isinstance(command, (list, tuple)):
+class Start(NamedTuple):
+    """What is to be started: a command, its environment and folder, and where (None: here)."""
+
+    words: list[str]
+    env: dict[str, str]
+    cwd: str | None
+    host: Host | None = None
+
+
+def on_host(start: Start) -> Start:
+    """Return what a rig's remote shell runs, and on which host; else ``start`` itself."""
+    shell, *rest = start.words
+    told = Path(shell).with_name("hosts.json")
+    if Path(shell).name != "rsh" or len(rest) < 2 or not told.is_file():
+        return start
+    hosts = json.loads(told.read_text())
+    words, env, cwd = shlex.split(" ".join(rest[1:])), dict(start.env), start.cwd
+    if words[0] == "cd" and words[2] == "&&":
+        cwd, words = words[1], words[3:]
+    if words[0] != "exec" or rest[0] not in hosts:
+        return start
+    del words[0]
+    if words[0] == "env":
+        del words[0]
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            env[name] = value
+    return Start(words, env, cwd, Host(*hosts[rest[0]]))
+
+
+def forkable(start: Start) -> Program | None:
+    """Return the program that ``start`` names if a fork can stand in for it, else None."""
+    words, env, cwd, host = start
+    if words[0] != sys.executable or any("\0" in each for each in (*words, *env.values())):
         return None
-    words = [os.fsdecode(word) for word in command]
-    if words[0] != sys.executable:
-        return None
-    program = Program(words)
-    here = Path(os.fsdecode(cwd)) if isinstance(cwd, (str, bytes, os.PathLike)) else Path()
+    program = Program(words, host)
+    here = Path() if cwd is None else Path(cwd)
     if not program.kind or not here.is_dir() or variant(env) is None:
         return None
     if program.kind == "file" and not (here / program.what).is_file():
@@ -198,10 +260,13 @@ def become(
             os.chdir(cwd)
         if new_session:
             os.setsid()
+        if program.host is not None:
+            program.host.enter()
         if callable(prepare):
             prepare()
         os.environ.clear()
         os.environ.update(env)
+        _show(program.command, env)
         _see_environment(program)
         code = _ending(program)
     except BaseException:
@@ -225,6 +290,20 @@ def _place(descriptors: dict[int, int]) -> None:
             with contextlib.suppress(OSError):
                 os.close(number)
     os.closerange(top, os.sysconf("SC_OPEN_MAX"))
+
+
+def _show(command: list[str], env: dict[str, str]) -> None:
+    """Have ``/proc`` tell ``command`` and ``env`` of this process, as if it had been started so."""
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    bounds = list(map(int, fields[45:49]))  # as proc(5) counts: arg_start to env_end
+    for start, end, words in (
+        (*bounds[:2], command),
+        (*bounds[2:], [f"{name}={value}" for name, value in env.items()]),
+    ):
+        text = b"".join(os.fsencode(word) + b"\0" for word in words)
+        if len(text) > end - start:
+            raise ValueError(f"a fork server has room for {end - start} bytes, not for {len(text)}")
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def _see_environment(program: Program) -> None:
@@ -308,17 +387,18 @@ class Popen(subprocess.Popen):
     def _execute_child(self, *args: object) -> None:
         usual = super()._execute_child
         given = inspect.signature(usual).bind(*args).arguments
-        env = dict(os.environ if given["env"] is None else given["env"])
-        program = forkable(given["args"], env, given["cwd"])
+        start = _asked(given)
+        program = None if start is None else forkable(start)
         alone = len(os.listdir("/proc/self/task")) == 1
         other = (given["executable"], given["gid"], given["gids"], given["uid"])
         if (
-            program is None
+            start is None
+            or program is None
             or given["shell"]
             or any(value is not None for value in other)
             or given["umask"] != -1
             or given["process_group"] not in (None, -1)
-            or (self.server_of is None and (not alone or variant(env)))
+            or (self.server_of is None and (not alone or variant(start.env)))
             or (self.server_of is not None and given["preexec_fn"] is not None)
         ):
             usual(*args)
@@ -327,7 +407,7 @@ class Popen(subprocess.Popen):
         descriptors = {number: number for number in given["pass_fds"]}
         for number, name in ((0, "p2cread"), (1, "c2pwrite"), (2, "errwrite")):
             descriptors[number] = number if given[name] == -1 else given[name]
-        cwd = None if given["cwd"] is None else os.path.abspath(os.fsdecode(given["cwd"]))
+        env, cwd = start.env, None if start.cwd is None else os.path.abspath(start.cwd)
         try:
             _flush()
             session = bool(given["start_new_session"])
@@ -344,6 +424,15 @@ class Popen(subprocess.Popen):
             self._close_pipe_fds(*(given[name] for name in ends))
 
 
+def _asked(given: dict[str, Any]) -> Start | None:
+    """Return what ``subprocess`` was asked to start; None where that is a shell's to read."""
+    if not isinstance(given["args"], (list, tuple)):
+        return None
+    env = os.environ if given["env"] is None else given["env"]
+    cwd = None if given["cwd"] is None else os.fsdecode(given["cwd"])
+    return on_host(Start([os.fsdecode(word) for word in given["args"]], dict(env), cwd))
+
+
 class Server:
     """A process that has imported ``framework`` and forks programs, whose parent is this one.
 
@@ -353,8 +442,8 @@ class Server:
     def __init__(self, framework: str, which: str = "") -> None:
         self._lock = threading.Lock()
         self._link, end = socket.socketpair()
-        command = [sys.executable, __file__, which or framework, str(end.fileno())]
-        env = {**os.environ, **ONE_THREAD, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, which or framework, str(end.fileno()), "-" * ROOM]
+        env = {**os.environ, **ONE_THREAD, "OMP_NUM_THREADS": "1", "FORK_SERVER_ROOM": "-" * ROOM}
         if which:
             name, _, value = which.partition("=")
             env[name] = value
@@ -442,7 +531,7 @@ def _load_kernels() -> None:
 
 def main() -> None:
     """Import the framework and serve."""
-    which, number = sys.argv[1:]
+    which, number, _ = sys.argv[1:]
     sys.modules["fork_server"] = sys.modules["__main__"]  # what requests are pickled by
     sys.path.pop(0)  # this file's folder
     gc.disable()  # what is imported stays

@@ -2,15 +2,19 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import fork_server
+import netns
 import pytest
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.preloaded("torch")
+missing = netns.unavailable()
 
 TELL = """
 import json, os, sys
@@ -94,6 +98,37 @@ def test_what_it_starts_forks_its_own_programs():
     )
     found = told("-c", program, TELL.replace('"parent": os.getppid()', '"parent": 0'))
     assert found["preloaded"]
+
+
+def test_the_kernel_tells_its_own_command_line_and_environment():
+    program = "import time; print('up', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", program, "a b"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=os.environ | {"OWN": "x"}
+    ) as process:
+        assert process.stdout.readline() == b"up\n"
+        proc = Path("/proc", str(process.pid))
+        words = (proc / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        variables = (proc / "environ").read_bytes().rstrip(b"\0").split(b"\0")
+        process.kill()
+    assert words == [os.fsencode(word) for word in command]
+    assert dict(v.split(b"=", 1) for v in variables) == os.environb | {b"OWN": b"x"}
+
+
+@pytest.mark.skipif(missing is not None, reason=str(missing))
+@pytest.mark.parametrize("forked", [False, True])
+def test_what_a_rigs_remote_shell_runs_enters_the_host(forked):
+    show = "import os, socket, sys; print('torch' in sys.modules, socket.gethostname()); "
+    show += (
+        "print(os.getcwd(), *sorted(os.listdir('/sys/class/net')), os.environ['OWN'], sys.argv[1:])"
+    )
+    line = f"cd / && exec {shlex.join(['env', 'OWN=a b', sys.executable, '-c', show, 'x y'])}"
+    popen = subprocess.Popen if forked else fork_server.USUAL
+    with netns.Hosts(2) as hosts:
+        for name, asked in (("node0", "node0"), ("node1", "10.77.0.2")):
+            process = popen([hosts.rsh, asked, line], stdout=subprocess.PIPE, text=True)
+            said = process.communicate(timeout=120)[0].splitlines()
+            assert said == [f"{forked} {name}", "/ lo v0 a b ['x y']"]
 
 
 ENDING = """

@@ -13,7 +13,10 @@ import pytest
 
 pytest.importorskip("torch")
 missing = netns.unavailable(loss=True)
-pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
+pytestmark = [
+    pytest.mark.preloaded("torch"),
+    pytest.mark.skipif(missing is not None, reason=str(missing)),
+]
 WORKER = Path(__file__).with_name("worker_hashes.py")
 STEPS = 10
 

@@ -28,7 +28,10 @@ from ringlet.ring.functions import WorkerFailed, parcels, run
 from ringlet.ring.launch import launch, start
 from ringlet.ring.rendezvous.connect import connect
 
-pytestmark = needs_torch
+pytestmark = [
+    pytest.mark.preloaded("torch"),
+    needs_torch,
+]
 
 
 # ringlet.run

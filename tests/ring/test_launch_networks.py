@@ -19,6 +19,8 @@ from launched_jobs import (
     until,
 )
 
+pytestmark = pytest.mark.preloaded("torch")
+
 missing = netns.unavailable()
 needs_hosts = pytest.mark.skipif(missing is not None, reason=str(missing))
 

@@ -18,6 +18,8 @@ from ringlet.ring.processes.output import Printer
 from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore, Op
 
+pytestmark = pytest.mark.preloaded("torch")
+
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and start.mpiexec() is not None
 HAS_TORCH = importlib.util.find_spec("torch") is not None

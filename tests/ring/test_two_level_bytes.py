@@ -11,7 +11,10 @@ import pytest
 
 netns = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "netns.py"))
 missing = netns["unavailable"]()
-pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
+pytestmark = [
+    pytest.mark.preloaded("torch"),
+    pytest.mark.skipif(missing is not None, reason=str(missing)),
+]
 
 WORKER = Path(__file__).with_name("worker_bytes.py")
 N = 200_000  # as there
