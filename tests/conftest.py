@@ -38,6 +38,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # what compressors do (test_jax_sharded.py) has it to, as for users.
 XLA_FLAGS = ("--xla_cpu_parallel_codegen_split_count=1", "--xla_backend_optimization_level=0")
 os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
+# Ranks compile the same programs. JAX locks the folder that it keeps them in if that is limited.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".kernels" / "jax"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
 import fork_server  # noqa: E402 - when the environment is as every test finds it

@@ -24,7 +24,7 @@ CHECKS = ("means", "low rank", "payloads", "sums", "training", "mistakes")
 def main():
     import jax
     import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
     import ringlet.jax as hvd
     from ringlet.compressors import parse
@@ -36,6 +36,8 @@ def main():
     axis = PartitionSpec("data")
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     numbers = np.random.default_rng(0)
+    # What is placed as results are is compiled once.
+    placed = partial(jax.device_put, device=NamedSharding(mesh, axis))
 
     def sharded(function, **kinds):
         return jax.jit(jax.shard_map(function, mesh=mesh, **kinds))
@@ -56,12 +58,12 @@ def main():
 
             run = sharded(mean, in_specs=(axis, axis, PartitionSpec()), out_specs=(axis, axis))
             states = [{} for _ in range(DEVICES)]
-            residual = jnp.zeros((DEVICES, n))
+            residual = placed(jnp.zeros((DEVICES, n)))
             for step in range(3):
                 given = gradients(n)
                 if step == 1 and n > 40 and "topk" not in spec:
                     given[1, 37] = np.inf
-                made, residual = run(given, residual, step)
+                made, residual = run(placed(given), residual, step)
                 expected = simulate(parse(spec), list(given), states, step)
                 assert alike(made, expected[0]), (spec, n, step)
                 for rank, state in enumerate(states):
@@ -74,7 +76,7 @@ def main():
     for spec, each in shapes.items():
         for shape in each:
             n, state = int(np.prod(shape)), hvd.sharded_state(spec, shape, name="w", seed=3)
-            every = jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), state)
+            every = jax.tree.map(lambda leaf: placed(jnp.stack([leaf] * DEVICES)), state)
             states = [{} for _ in range(DEVICES)]
 
             def reduced(x, held, step, spec=spec):
@@ -87,7 +89,7 @@ def main():
                 given = gradients(n).reshape(DEVICES, *shape)
                 if step == 2:
                     given[1].reshape(-1)[37] = np.inf
-                made, every = run(given, every, step)
+                made, every = run(placed(given), every, step)
                 flat = [each.reshape(-1) for each in given]
                 expected = simulate(parse(spec), flat, states, step, "w", shape, True, seed=3)[0]
                 assert alike(np.asarray(made)[1:], np.asarray(made)[0])
@@ -145,10 +147,11 @@ def main():
     plain = PartitionSpec()
     train = sharded(step, in_specs=(plain, axis, axis, plain), out_specs=(plain, axis),
                     check_vma=False)  # fmt: skip
-    w, residual = jnp.zeros((60, 100)), jnp.zeros((DEVICES, 6000))
+    w = jax.device_put(jnp.zeros((60, 100)), NamedSharding(mesh, plain))
+    residual = placed(jnp.zeros((DEVICES, 6000)))
     for turn in range(60):
         noise = jax.random.normal(jax.random.key(turn), (DEVICES, 60, 100)) * 0.01
-        w, residual = train(w, residual, noise, turn)
+        w, residual = train(w, residual, placed(noise), turn)
     assert float(jnp.abs(w - target).max()) < 0.05
     shards = [np.asarray(shard.data) for shard in w.addressable_shards]
     assert all(np.array_equal(shards[0], shard) for shard in shards[1:])
