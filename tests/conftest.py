@@ -82,10 +82,11 @@ def _preloaded(request, servers):
         return
     (framework,) = mark.args
 
-    def server(which):
-        if (framework, which) not in servers:
-            servers[framework, which] = fork_server.Server(framework, which)
-        return servers[framework, which]
+    def server(which, of=framework):
+        if (of, which) not in servers:
+            base = server("", "torch") if (of, which) != ("torch", "") else None
+            servers[of, which] = fork_server.Server(of, which, base)
+        return servers[of, which]
 
     class Popen(fork_server.Popen):
         server_of = staticmethod(server)

@@ -27,6 +27,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import inspect
@@ -89,7 +90,7 @@ ROOM = 1 << 16
 # Set: programs take apart at their end what was imported before the fork too.
 WHOLE_END = "FORK_SERVER_WHOLE_END"
 
-USUAL = subprocess.Popen
+USUAL = getattr(subprocess.Popen, "usual", subprocess.Popen)  # a server may be forked itself
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
@@ -378,9 +379,10 @@ def _flush() -> None:
             stream.flush()
 
 
-class Popen(subprocess.Popen):
+class Popen(USUAL):
     """``subprocess.Popen`` that forks where it can."""
 
+    usual = USUAL
     # Returns the server of a variant; None: this process is one that was forked itself.
     server_of: Callable[[str], Server] | None = None
 
@@ -436,19 +438,25 @@ def _asked(given: dict[str, Any]) -> Start | None:
 class Server:
     """A process that has imported ``framework`` and forks programs, whose parent is this one.
 
-    ``which`` is one of VARIANTS, or empty.
+    ``which`` is one of VARIANTS, or empty. It is forked from ``base`` itself, if there is one.
     """
 
-    def __init__(self, framework: str, which: str = "") -> None:
+    def __init__(self, framework: str, which: str = "", base: Server | None = None) -> None:
         self._lock = threading.Lock()
         self._link, end = socket.socketpair()
-        command = [sys.executable, __file__, which or framework, str(end.fileno()), "-" * ROOM]
-        env = {**os.environ, **ONE_THREAD, "OMP_NUM_THREADS": "1", "FORK_SERVER_ROOM": "-" * ROOM}
+        command = [sys.executable, __file__, which or framework, str(end.fileno())]
+        env = {**os.environ, **ONE_THREAD, "OMP_NUM_THREADS": "1"}
         if which:
             name, _, value = which.partition("=")
             env[name] = value
         with end:
-            self._process = USUAL(command, pass_fds=[end.fileno()], env=env)
+            if base is None:
+                command, env = [*command, "-" * ROOM], env | {"FORK_SERVER_ROOM": "-" * ROOM}
+                self._wait = USUAL(command, pass_fds=[end.fileno()], env=env).wait
+            else:
+                descriptors = {number: number for number in (0, 1, 2, end.fileno())}
+                pid = base.start(Program(command), env, os.getcwd(), descriptors, False)
+                self._wait = functools.partial(os.waitpid, pid, 0)
 
     def start(
         self,
@@ -473,7 +481,7 @@ class Server:
     def close(self) -> None:
         """End the server; what it has forked goes on."""
         self._link.close()
-        self._process.wait(60)
+        self._wait()
 
 
 def _exactly(link: socket.socket, size: int) -> bytes:
@@ -531,7 +539,7 @@ def _load_kernels() -> None:
 
 def main() -> None:
     """Import the framework and serve."""
-    which, number, _ = sys.argv[1:]
+    which, number = sys.argv[1:3]
     sys.modules["fork_server"] = sys.modules["__main__"]  # what requests are pickled by
     sys.path.pop(0)  # this file's folder
     gc.disable()  # what is imported stays
