@@ -12,7 +12,7 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, wrapped_fields
 from ringlet.compressors.base.modifier import Modifier
-from ringlet.compressors.core.context import State
+from ringlet.compressors.core.context import SECOND_STAGE, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import described
 from ringlet.compressors.lowrank.powersgd import LowRank
@@ -46,6 +46,12 @@ def carry_over(
     if _feeds_back(before) and _feeds_back(after):
         kept |= {"rows"}  # the residual of a table whose gradient is sparse
         units |= {"residual"}
+        state.update(_with_sums(state, before))
+        for start in _sums(state, before):
+            part = state[f"{SECOND_STAGE}{start}"]
+            forget(part)
+            if not part.keys() - {"step"}:
+                del state[f"{SECOND_STAGE}{start}"]
     if _classes(before) == _classes(after):
         both = {*before.traits().gradient_units} & {*after.traits().gradient_units}
         units |= {n for n in both if before.units_size(n, _MANY) == after.units_size(n, _MANY)}
@@ -125,7 +131,7 @@ def merged(
     """
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     told = [f"holds {wrong}; its residual is forgotten" for s in states if (wrong := broken(s))]
-    states = [plain(state) for state in states]
+    states = [_with_sums(plain(state), before) for state in states]
     held = set[str]().union(*(state.keys() for state in states)) - {"step"}
     if before is None:
         return {}, told + ([_of_another(spec, compressor, sorted(held))] if held else [])
@@ -150,6 +156,15 @@ def own(state: State, compressor: Compressor) -> State:
     found = plain(state)
     rows = {"rows": found["rows"]} if "rows" in found and _feeds_back(compressor) else {}
     return compressor.regrouped(found) | rows
+
+
+def owed(state: State, compressor: Compressor) -> State:
+    """Return this rank's ``own``, with what it holds back of sums of its shards in its residual.
+
+    What is held back of a sum is in the units that a rank's share of it is in, and owed once: it
+    may be part of any rank's residual.
+    """
+    return own(_with_sums(plain(state), compressor), compressor)
 
 
 def shared(state: State, compressor: Compressor) -> list[str]:
@@ -181,20 +196,23 @@ def resize(
     """Keep of ``state`` what goes on among ``after`` ranks instead of ``before``, or other ones.
 
     That is the step and what is this rank's ``own``. What ranks have in common (factors, the means
-    of EF21) others may not have, and what belongs to a rank's shard belongs to another now: these
-    are forgotten.
+    of EF21) others may not have: it is forgotten. Shards belong to other ranks now: what error
+    feedback holds back of their sums goes on in the residual.
 
     What is kept stays what it is in units of the gradient. If it is ``owed``, its share of a mean
-    stays what it is: so the mean over all ranks does where ranks come with nothing, and where
-    others ``take_over`` from those that go.
+    stays what it is, as that of sums always does: so the mean over all ranks does where ranks come
+    with nothing, and where others ``take_over`` from those that go.
     """
     step = {"step": state["step"]} if "step" in state else {}
-    kept = own(state, compressor)
+    kept, sums = own(state, compressor), _sums(state, compressor)
     state.clear()
     state |= step
     for name, array in kept.items():
         unit = _unit(name, compressor, before, after, average, owed)
         state[name] = array if unit == 1.0 else array * np.float32(unit)
+    if sums:
+        unit = _unit("residual", compressor, before, after, average, owed=True)
+        state["residual"] = _added(state["residual"], sums, unit)
 
 
 def take_over(
@@ -217,6 +235,37 @@ def take_over(
             state[name] = more
         elif np.shape(state[name]) == more.shape:
             state[name] = state[name] + more
+
+
+def _with_sums(state: State, compressor: Compressor | None) -> State:
+    """Return ``state``, whose residual is float32, with the sums that it holds back in it."""
+    sums = {} if compressor is None else _sums(state, compressor)
+    return state | {"residual": _added(state["residual"], sums, 1.0)} if sums else state
+
+
+def _sums(state: State, compressor: Compressor) -> dict[int, Any]:
+    """Return what error feedback holds back of sums of this rank's shards, by where they begin."""
+    residual = plain(state).get("residual")
+    if residual is None or not _feeds_back(compressor):
+        return {}
+    found = {
+        int(key.removeprefix(SECOND_STAGE)): plain(part).get("residual")
+        for key, part in state.items()
+        if key.startswith(SECOND_STAGE)
+    }
+    return {
+        start: held
+        for start, held in found.items()
+        if held is not None and start + held.size <= residual.size
+    }
+
+
+def _added(residual: Any, sums: Mapping[int, Any], unit: float) -> Any:
+    """Return a copy of ``residual`` with ``unit`` times each of the ``sums`` added."""
+    total = residual.copy()
+    for start, held in sums.items():
+        total[start : start + held.size] += held * np.float32(unit)
+    return total
 
 
 def _unit(

@@ -18,6 +18,8 @@ from ringlet.compressors.core.rng import DeviceGenerator, uniform
 
 Array = npt.NDArray[Any]
 State = dict[str, Any]
+# In a tensor's state, with where a shard begins: what its owner remembers of the shard's sum.
+SECOND_STAGE = "stage2."
 
 _MASK = (1 << 64) - 1
 

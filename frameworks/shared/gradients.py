@@ -13,7 +13,7 @@ import numpy as np
 
 from ringlet.compressors import NoCompression, Router
 from ringlet.compressors.core.context import State
-from ringlet.compressors.states import own, resize, take_over
+from ringlet.compressors.states import owed, resize, take_over
 from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current, is_initialized
@@ -190,7 +190,7 @@ class GradientReducer:
     def own(self) -> dict[str, State]:
         """Return what compressors hold back on this rank alone, by variable."""
         with self._lock:
-            held = {n: own(state, self.settings.router(n)) for n, state in self.states.items()}
+            held = {n: owed(state, self.settings.router(n)) for n, state in self.states.items()}
         return {name: state for name, state in held.items() if state}
 
     def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:

@@ -18,7 +18,7 @@ from ringlet.compressors import (
     Part,
     Workspace,
 )
-from ringlet.compressors.core.context import State
+from ringlet.compressors.core.context import SECOND_STAGE, State
 from ringlet.fusion.devices.convert import from_float32, to_float32
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.errors import CompressionFailed
@@ -253,7 +253,7 @@ class Member:
                 name=self.request.name if stage == 1 else self.name,
                 shape=self.request.shape,
                 numel=self.request.numel if stage == 1 else stop - start,
-                state=self.state if stage == 1 else self.state.setdefault(self._shard(part), {}),
+                state=self.state if stage == 1 else self._of_sum(start),
                 rank=self.rank,
                 size=self.size,
                 seed=self.seed,
@@ -265,9 +265,10 @@ class Member:
         ctx.step = self.step
         return ctx
 
-    def _shard(self, part: int) -> str:
-        """Return the key of what is remembered of a shard's sum."""
-        return f"stage2.{part}" + ("" if self.whole is None else f".{self.start}")
+    def _of_sum(self, start: int) -> State:
+        """Return what is remembered of the sum of the shard that begins at ``start`` of this."""
+        of_sum: State = self.state.setdefault(f"{SECOND_STAGE}{self.start + start}", {})
+        return of_sum
 
     def call(self, function: Callable[..., Result], *args: object) -> Result:
         """Call into the compressor; what it raises is told with the tensor's name.

@@ -220,6 +220,33 @@ def test_what_is_held_back_of_a_mean_is_the_same_among_other_ranks(spec, size):
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("spec", ["int4 | ef", "fp16 | ef", "int8 | ef(dtype='int8')"])
+@pytest.mark.parametrize("size", [2, 5])
+def test_so_is_what_is_held_back_of_sums_of_shards(spec, size):
+    compressor, states = trained(spec, size=3)
+    held = np.linspace(-1, 1, 700).astype(np.float32)
+    states[1]["stage2.1000"] = {"step": 3, "residual": held}
+    without, _ = merged([s | {"stage2.1000": {}} for s in states], spec, compressor, size)
+    found, told = merged(states, spec, compressor, size)
+    divided = compressor.traits().predivide
+    more = (found["residual"] - without["residual"]) * (size if divided else 3)
+    np.testing.assert_allclose(more[1000:1700], held, atol=1e-5)
+    assert not more[:1000].any()
+    assert not more[1700:].any()
+    assert told == []
+
+
+@pytest.mark.parametrize(("after", "factor"), [("int8 | ef", 1.0), ("fp16 | ef", 0.25)])
+def test_another_spec_goes_on_with_what_is_held_back_of_sums(after, factor):
+    _, (state, _) = trained("int4 | ef")
+    before, held = state["residual"].copy(), np.ones(700, np.float32)
+    state["stage2.1000"] = {"residual": held, "step": 3}
+    assert carry_over(state, parse("int4 | ef"), parse(after), 4, average=True) == []
+    before[1000:1700] += held
+    np.testing.assert_allclose(state["residual"], before * np.float32(factor), rtol=1e-6)
+    assert not any(key.startswith("stage2") for key in state)
+
+
 def test_what_no_spec_can_write_goes_on_among_other_ranks():
     class Local(Heavy):
         """Nothing else, where no import finds it."""
@@ -256,7 +283,7 @@ def test_among_other_ranks_a_rank_keeps_what_is_in_units_of_its_gradient(spec, a
         units = compressor.traits().gradient_units
         before = {name: np.copy(state[name]) for name in units if name in state}
         assert before
-        state["stage2.0"] = {"residual": np.ones(3, np.float32)}  # of this rank's shard
+        state["stage2.0"] = {"sum": np.ones(3, np.float32)}  # a server's
         resize(state, compressor, 2, 3, average)
         assert set(state) - {"step"} == set(before)
         for name, array in before.items():

@@ -12,7 +12,8 @@ from elastic_jobs import begun, epochs, job
 from hypothesis import given
 
 from ringlet.compressors import parse
-from ringlet.compressors.states import own, resize, take_over
+from ringlet.compressors.states import owed as owed_by
+from ringlet.compressors.states import resize, take_over
 from ringlet.job import elastic
 from ringlet.job.residual_copies import Copy, packed, shift, takers, unpacked
 from ringlet.ring.collectives.checksum import checksum
@@ -22,6 +23,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.preloaded("torch")
 
 SPEC = "topk(ratio=0.05) | ef"
+SUMS = "int4 | ef"  # is compressed again, where shards have been summed
 TWO_HOSTS = ["-H", "localhost:2,127.0.0.1:2"]
 
 
@@ -75,7 +77,7 @@ def jobs():
         "step": (four, kill | {"resume": "step"}),
         "together": (four, {"do": {"1": [25, "SIGKILL"], "2": [25, "SIGKILL"]}}),
         "during the copy": (four, {"die": {"1": ["send", 1, 30]}}),
-        "before new copies": (four, kill | {"die": {"3": ["renew", 2, 20]}}),
+        "before new copies": (four, kill | {"spec": SUMS, "die": {"3": ["renew", 2, 20]}}),
         "who takes over": (four, kill | {"die": {"2": ["_take_over", 2, 20]}}),
     }
     with ThreadPoolExecutor(2) as pool:
@@ -174,18 +176,27 @@ def test_a_state_without_compressors_says_so():
 
 SPECS = ["topk(ratio=0.1) | ef", "fp16 | ef", "shared_int | ef", "topk | ef(dtype='bf16')"]
 N = 40
+SHARDS = {0: 16, 16: 16, 32: 8}  # where they begin, and their sizes
 
 
 def residuals(size, spec, seed):
     """Return states as if ranks had held back what is normal."""
     draw, compressor = np.random.default_rng(seed), parse(spec)
     unit = 1 / size if compressor.traits().predivide else 1
-    return [{"residual": draw.standard_normal(N).astype(np.float32) * unit} for _ in range(size)]
+    normal = lambda n: draw.standard_normal(n).astype(np.float32) * unit  # noqa: E731
+    states = [{"residual": normal(N)} for _ in range(size)]
+    for state, (start, shard) in zip(states, SHARDS.items(), strict=False):
+        state[f"stage2.{start}"] = {"residual": normal(shard)}
+    return states
 
 
 def mean(states, spec):
     """Return what is owed to the mean."""
     whole = sum(np.asarray(s.get("residual", np.zeros(N)), np.float64) for s in states)
+    for state in states:
+        for start, shard in SHARDS.items():
+            if (key := f"stage2.{start}") in state:
+                whole[start : start + shard] += state[key]["residual"]
     return whole if parse(spec).traits().predivide else whole / len(states)
 
 
@@ -197,7 +208,7 @@ def test_what_is_owed_stays_what_it_is_whoever_comes_or_goes(size, events, spec,
     compressor, states = parse(spec), residuals(size, spec, seed)
     first = mean(states, spec)
     for comes, number in events:
-        before, copies = len(states), [own(state, compressor) for state in states]
+        before, copies = len(states), [owed_by(state, compressor) for state in states]
         lost = None if comes or before == 1 else number % before
         after = before + (1 if lost is None else -1)
         left = [state for i, state in enumerate(states) if i != lost]
@@ -215,13 +226,30 @@ def test_what_is_owed_stays_what_it_is_whoever_comes_or_goes(size, events, spec,
 @given(st.integers(2, 5), st.sampled_from(SPECS), st.integers(0, 99))
 def test_what_is_owed_to_a_sum_is_added_as_it_is(size, spec, seed):
     compressor, states = parse(spec), residuals(size, spec, seed)
-    whole = sum(state["residual"].astype(np.float64) for state in states)
-    gone = own(states.pop(), compressor)
+    whole = mean(states, "none") * size
+    gone = owed_by(states.pop(), compressor)
     for state in states:
         resize(state, compressor, size, size - 1, average=False, owed=True)
     take_over(states[0], compressor, gone, size, size - 1, average=False)
     kept = sum(state["residual"].astype(np.float64) for state in states)
     np.testing.assert_allclose(kept, whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("owed", [True, False])
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_held_back_of_sums_stays_what_it_is_among_more_or_fewer(spec, owed):
+    compressor = parse(spec)
+    for before, after in ((3, 2), (2, 3), (3, 3)):
+        states = residuals(before, spec, 0)
+        for state in states:
+            state["residual"][:] = 0
+        first = mean(states, spec)
+        for state in states:
+            resize(state, compressor, before, after, average=True, owed=owed)
+            assert state.keys() == {"residual"}
+        whole = sum(state["residual"].astype(np.float64) for state in states)
+        found = whole if compressor.traits().predivide else whole / after
+        np.testing.assert_allclose(found, first, atol=1e-6)
 
 
 def test_a_copy_of_a_tensor_of_another_shape_is_left_alone():

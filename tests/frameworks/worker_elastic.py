@@ -100,8 +100,15 @@ if framework == "torch":
 
     def owed():
         """Return what this rank owes to the mean, along two directions, and how much at most."""
-        found = [reducer.states[n].get("residual", np.zeros(p.numel())) for n, p in named.items()]
-        whole = np.concatenate(found).astype(np.float64) / hvd.size()
+        found = []
+        for name, parameter in named.items():
+            state = reducer.states[name]
+            found.append(np.array(state.get("residual", np.zeros(parameter.numel())), np.float64))
+            for key in [key for key in state if key.startswith("stage2.")]:
+                start = int(key.removeprefix("stage2."))
+                held = state[key].get("residual", np.zeros(0))
+                found[-1][start : start + held.size] += held
+        whole = np.concatenate(found) / hvd.size()
         draws = np.random.default_rng(0).standard_normal((2, whole.size))
         return [*(draws @ whole), float(np.linalg.norm(whole))]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Exchange, Payload, Round, storage
-from ringlet.compressors.core.context import Array, Context, State, Workspace
+from ringlet.compressors.core.context import SECOND_STAGE, Array, Context, State, Workspace
 
 _ROUNDS = 10_000
 _WIRE = ("int8", "int16", "int32", "int64", "float32")  # what transports add up
@@ -117,7 +117,7 @@ def scatter(
             total += decode(now, encode(now, x[start:stop].copy(), ctx), total.size, ctx)
         total *= np.float32(1.0 / size)
         second: dict[str, Any] = {"shape": (n,), "stage": 2, **fields}
-        kept = states[owner].setdefault(f"stage2.{owner}", {})
+        kept = states[owner].setdefault(f"{SECOND_STAGE}{start}", {})
         payload = encode(now, total, context(total, kept, rank=owner, **second))
         for rank, out in enumerate(outs):
             ctx = context(total, kept if rank == owner else {}, rank=rank, **second)

@@ -19,7 +19,7 @@ from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.compressors.states import (
     carry_over,
     forget_shared,
-    own,
+    owed,
     rescale,
     resize,
     shared,
@@ -394,7 +394,9 @@ class Reducer:
     def own(self) -> dict[str, State]:
         """Return what compressors hold back on this rank alone, by parameter."""
         with _at_work():
-            held = {n: own(s, routed(self._router, n, self._depth)) for n, s in self.states.items()}
+            held = {
+                n: owed(s, routed(self._router, n, self._depth)) for n, s in self.states.items()
+            }
         return {name: state for name, state in held.items() if state}
 
     def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:
