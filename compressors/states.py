@@ -284,9 +284,12 @@ def _of_another(spec: str | None, compressor: Compressor, forgotten: list[str]) 
 
 
 def _parsed(spec: str) -> Compressor | None:
-    """Return what a spec stands for; None where that is not installed here."""
+    """Return what a saved spec stands for; None where that is not installed, or imported, here.
+
+    Whoever has written a checkpoint is not to choose which modules are imported.
+    """
     try:
-        return parse(spec)
+        return parse(spec, imports=False)
     except CompressorError:
         return None
 

@@ -1,7 +1,8 @@
 """Files that are written where others may write too, such as in /tmp.
 
 Whoever puts a link where a file is going to be would have its target overwritten, in the name of
-the user who writes; a pipe without a reader would have him wait.
+the user who writes; a pipe without a reader would have him wait. Whoever puts a file of his own
+there could read what is written, and change it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def create(path: str | os.PathLike[str]) -> int:
     """Return a descriptor of ``path``, new or emptied, to write to.
 
     Raises OSError, telling what to do, where ``path`` is a link, symbolic or one of several names
-    of a file, or a pipe that nobody reads.
+    of a file, a pipe that nobody reads, or a stranger's in a folder such as /tmp.
     """
     where = os.fspath(path)
     # What is there is looked at before it is emptied.
@@ -36,6 +37,9 @@ def create(path: str | os.PathLike[str]) -> int:
         raise
     try:
         found = os.fstat(descriptor)
+        if _planted(found, os.path.dirname(where) or "."):
+            text = "belongs to another user, and is not written to; name another file"
+            raise OSError(errno.EACCES, text, where)
         if stat.S_ISREG(found.st_mode):
             if found.st_nlink > 1:
                 text = "is a file of several names, and not overwritten; remove this name first"
@@ -46,6 +50,18 @@ def create(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _planted(found: os.stat_result, folder: str) -> bool:
+    """Whether a file is a stranger's in a ``folder`` where everybody may make, but none remove.
+
+    Some kernels refuse to open such a file by themselves (fs.protected_regular), and some do not.
+    """
+    if found.st_uid == os.geteuid():
+        return False
+    around = os.stat(folder)
+    shared = around.st_mode & stat.S_ISVTX and around.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
+    return bool(shared) and found.st_uid != around.st_uid
 
 
 def create_text(path: str | os.PathLike[str], newline: str | None = None) -> TextIO:

@@ -54,7 +54,8 @@ class Store(Bucketed):
         counts = {part.name: part.elements for part in self.layout(n)}
         for name, bits, elements in self.layout(numel):
             key, dtype = self.held[name]
-            if state[key].dtype != dtype or state[key].shape != (elements,):
+            held = state[key]
+            if getattr(held, "dtype", None) != dtype or held.shape != (elements,):
                 raise _strange(key, state[key], f"{dtype}[{elements}]", ctx)
             first = ctx.offset // self.granule * self.strides()[name]
             piece = state[key][first : first + counts[name]]
@@ -196,7 +197,7 @@ def broken(state: State) -> str | None:
     ):  # fmt: skip
         found = state.get(key)
         fits = getattr(found, "dtype", None) == dtype and len(getattr(found, "shape", ())) == 1
-        if found is not None and not fits:
+        if key in state and not fits:
             return f"{key!r} as {described(found)}, not {dtype}"
     codes, scales = state.get("residual_int8"), state.get("residual_scales")
     if codes is None or scales is None:

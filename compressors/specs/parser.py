@@ -25,11 +25,12 @@ _AS_NAME = str.maketrans(".:", "\ua78f\u02d0")
 _AS_PLACE = str.maketrans("\ua78f\u02d0", ".:")
 
 
-def parse(spec: str | Compressor) -> Compressor:
+def parse(spec: str | Compressor, imports: bool = True) -> Compressor:
     """Return the compressor that ``spec`` describes; a compressor is returned as it is.
 
-    ``parse(str(c)) == c``, with ``MODULE:NAME`` for classes that nobody registered. Raises
-    SpecError (with a caret at the place), UnknownCompressor or OptionError.
+    ``parse(str(c)) == c``, with ``MODULE:NAME`` for classes that nobody registered. Its module is
+    imported, unless that is not wanted (``imports``): then it has to have been. Raises SpecError
+    (with a caret at the place), UnknownCompressor or OptionError.
     """
     if isinstance(spec, Compressor):
         return spec
@@ -48,7 +49,7 @@ def parse(spec: str | Compressor) -> Compressor:
         raise _at(text, *diagnose(text, (error.offset or 1) - 1)) from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise SpecError(f"unreadable compressor spec: {error}") from None
-    return _build(tree.body, text)
+    return _build(tree.body, text, imports)
 
 
 def resolve(spec: str | Compressor | None) -> Compressor:
@@ -82,9 +83,9 @@ def _one_name(match: re.Match[str]) -> str:
     return match[0].translate(_AS_NAME) if match[1] else match[0]
 
 
-def _build(node: ast.expr, text: str) -> Compressor:
+def _build(node: ast.expr, text: str, imports: bool) -> Compressor:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        left, right = _build(node.left, text), _build(node.right, text)
+        left, right = (_build(side, text, imports) for side in (node.left, node.right))
         try:
             return left | right
         except SpecError:
@@ -92,7 +93,7 @@ def _build(node: ast.expr, text: str) -> Compressor:
         except CompressorError as error:
             raise _at(text, _column(node.right, text), str(error)) from None
     if isinstance(node, ast.Name):
-        return _make(node, [], {}, text)
+        return _make(node, [], {}, text, imports)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         arguments = [_literal(argument, text) for argument in node.args]
         options: dict[str, Any] = {}
@@ -102,7 +103,7 @@ def _build(node: ast.expr, text: str) -> Compressor:
             if keyword.arg in options:
                 raise _at(text, _column(keyword, text), f"{keyword.arg!r} is given twice")
             options[keyword.arg] = _literal(keyword.value, text)
-        return _make(node.func, arguments, options, text)
+        return _make(node.func, arguments, options, text, imports)
     if isinstance(node, (ast.BinOp, ast.Tuple)):
         first = node.left if isinstance(node, ast.BinOp) else node.elts[0]
         end = len(text.encode()[: first.end_col_offset].decode()) if first.end_col_offset else 0
@@ -123,9 +124,11 @@ def _place(node: ast.expr) -> str | None:
     return f"a class in a module is MODULE:NAME: write {f'{module}:{name}'!r}"
 
 
-def _make(name: ast.Name, args: list[Any], options: dict[str, Any], text: str) -> Compressor:
+def _make(
+    name: ast.Name, args: list[Any], options: dict[str, Any], text: str, imports: bool
+) -> Compressor:
     try:
-        cls = lookup(name.id.translate(_AS_PLACE))
+        cls = lookup(name.id.translate(_AS_PLACE), imports)
     except CompressorError as error:
         raise type(error)(_pointed(text, _column(name, text), str(error))) from error
     try:

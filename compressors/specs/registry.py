@@ -7,6 +7,7 @@ imported when its name is first used. A class that nobody announced is found by 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import TypeGuard, TypeVar
@@ -48,14 +49,18 @@ def register(name: str) -> Callable[[type[C]], type[C]]:
     return add
 
 
-def lookup(name: str) -> type[Compressor]:
+def lookup(name: str, imports: bool = True) -> type[Compressor]:
     """Return the class registered as ``name``, importing its plugin if need be.
 
-    ``MODULE:NAME`` is a class that need not be registered. Raises UnknownCompressor with the
-    closest known name, and CompressorError where a module does not import or has no such class.
+    ``MODULE:NAME`` is a class that need not be registered; without ``imports`` its module has to
+    have been imported. Raises UnknownCompressor with the closest known name, and CompressorError
+    where a module does not import or has no such class.
     """
     if ":" in name:
-        return _imported(*name.split(":", 1))
+        module, inside = name.split(":", 1)
+        if not imports and module not in sys.modules:
+            raise CompressorError(f"{module} has not been imported")
+        return _imported(module, inside)
     if name in _registered:
         return _registered[name]
     found = [entry for entry in _plugins() if entry.name == name]

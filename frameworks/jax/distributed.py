@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from itertools import count
@@ -13,6 +15,7 @@ from urllib.parse import urlsplit
 from ringlet.job.lifecycle import init as start
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import Runtime, is_initialized
+from ringlet.ring.addresses import listen
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import LaunchError, unavailable
 from ringlet.ring.rendezvous.connect import TIMEOUT, loopback
@@ -76,7 +79,7 @@ def _meet(client: Any, coordinator: str, rank: int, size: int) -> Communicator:
     address, patience = f"tcp://{coordinator}", timedelta(seconds=TIMEOUT)
     host, key = urlsplit(address).hostname, f"ringlet/meeting/{next(_meetings)}"
     if rank == 0:  # jax.distributed's service is on this host, at an address that all know
-        store = dist.TCPStore(host, 0, size, True, patience, wait_for_workers=False)
+        store = _serve(dist, host, size, patience)
         client.key_value_set(key, str(store.port))
     else:
         port = int(client.blocking_key_value_get(key, int(TIMEOUT * 1000)))
@@ -90,6 +93,20 @@ def _meet(client: Any, coordinator: str, rank: int, size: int) -> Communicator:
         host=loopback(address, os.environ),
         key=job_key(os.environ),
     )
+
+
+def _serve(dist: Any, host: str | None, size: int, patience: timedelta) -> Any:
+    """Keep the store: on the one address by which all know this host, where they know one.
+
+    By itself torch listens on all of them. A name may stand for another address on other hosts.
+    """
+    address, given = "127.0.0.1" if host == "localhost" else host or "", {}
+    with suppress(OSError, ValueError):
+        ipaddress.ip_address(address)
+        listener = listen(address)  # or this host has it by translation only
+        given = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
+    options = {"world_size": size, "is_master": True, "timeout": patience}
+    return dist.TCPStore(host, **({"port": 0} | given), **options, wait_for_workers=False)
 
 
 def _differs(launched: Launched, rank: int, size: int) -> str:

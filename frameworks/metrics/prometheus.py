@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import socket
+import threading
+from contextlib import suppress
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from ringlet.ring.addresses import family_of
 from ringlet.ring.variables import read_port
 
 Record = dict[str, Any]
+log = logging.getLogger("ringlet")
 
 PHASES = ("compress", "communicate", "decompress")
+MOST = 16  # connections at a time, each with a thread; the oldest makes room
+PATIENCE = 10.0  # seconds that one may say nothing
 
 
 class Prometheus:
@@ -59,16 +69,13 @@ class Prometheus:
     def close(self) -> None:
         """Stop serving."""
         if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join()
+            self._server.stop()
             self._server = None
 
     def listen(self, host: str, port: int) -> int:
         """Serve the registry over HTTP at /metrics; return the port. OSError if it is taken."""
-        self._server = _client().start_http_server(port, host, self.registry)
-        return int(self._server[0].server_port)
+        self._server = Server(host, port, _client().make_wsgi_app(self.registry))
+        return int(self._server.server_port)
 
     def _count(self, record: Record) -> None:
         rank = self._rank
@@ -83,6 +90,67 @@ class Prometheus:
             self._seconds.labels(rank).observe(record["seconds"])
             if "uncompressed_s" in record:
                 self._plain.labels(rank).set(record["uncompressed_s"])
+
+
+class _Visit(WSGIRequestHandler):
+    """One connection; prints nothing."""
+
+    timeout = PATIENCE
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+class Server(ThreadingMixIn, WSGIServer):
+    """Serves ``app`` by HTTP until ``stop``. Everybody may ask who reaches ``host``.
+
+    So strangers get no more than MOST descriptors and threads of this process, which trains.
+    """
+
+    daemon_threads = True
+    request_queue_size = 2 * MOST
+
+    def __init__(self, host: str, port: int, app: Any) -> None:
+        address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0][4][0]
+        self.address_family = family_of(str(address))
+        self._lock = threading.Lock()
+        self._open: list[Any] = []  # connections, the oldest first
+        super().__init__((str(address), port), _Visit)
+        self.set_app(app)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(0.1,), name="ringlet-prometheus", daemon=True
+        )
+        self._thread.start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a thread of its own."""
+        with self._lock:
+            self._open.append(request)
+            oldest = self._open.pop(0) if len(self._open) > MOST else None
+        if oldest is not None:
+            with suppress(OSError):  # it has just ended
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        with self._lock, suppress(ValueError):
+            self._open.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing of those who go too early."""
+        log.debug("metrics were not served to %s", client_address, exc_info=True)
+
+    def stop(self) -> None:
+        """Listen no more, and end all connections."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+        with self._lock:
+            for request in self._open:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
 
 def serve(where: str | int, rank: int, machine_rank: int) -> Prometheus:

@@ -183,15 +183,17 @@ def loads(
             arrays = {name: archive[name] for name in archive.files}
         head = json.loads(arrays.pop("head").tobytes())
         version = head["version"]
+        if version == VERSION:
+            head["states"] = _whole(head, arrays)
     except Exception as error:
-        raise ValueError(f"these bytes hold no compressor state: {error}") from error
+        raise ValueError(f"these bytes hold no compressor state: {error!r}") from error
     if version != VERSION:
         raise ValueError(f"compressor state of version {version} needs another Ringlet")
     if not is_own(head, rank, size):
         if remembered(head["states"]):
             warn_of_loss(head, rank, size, _ADVICE, stacklevel=3)
         return {}, int(head["step"])
-    states = {name: _filled(state, arrays) for name, state in head["states"].items()}
+    states: dict[str, State] = head["states"]
     tensors = {name: (router(name), None) for name in states}
     strange = fit_all(states, head.get("specs", {}), tensors, size, average)
     warn_of_misfits(strange, stacklevel=3)
@@ -202,6 +204,18 @@ def replace(states: dict[str, State], given: Mapping[str, State], step: int) -> 
     """Make ``states`` equal to ``given``; what is not in it starts anew at ``step``."""
     for name in states.keys() | given.keys():
         put(states.setdefault(name, {}), given.get(name, {"step": step}))
+
+
+def _whole(head: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, State]:
+    """Return the states of a record with their arrays; TypeError or KeyError where it is none."""
+    states = {name: _filled(state, arrays) for name, state in head["states"].items()}
+    counts = [head["rank"], head["size"], head["step"]]
+    counts += [state.get("step", 0) for state in states.values()]
+    if not all(type(count) is int for count in counts):
+        raise TypeError("ranks and steps are whole numbers")
+    if not all(type(spec) is str for spec in head.get("specs", {}).values()):
+        raise TypeError("specs are texts")
+    return states
 
 
 def _filled(value: Any, arrays: Mapping[str, Array]) -> Any:

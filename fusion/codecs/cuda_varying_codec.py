@@ -97,7 +97,7 @@ class DescribedCodec(BucketCodec):
     def _deserialise(self, buffer: Array) -> list[Payload]:
         payloads: list[Payload] = []
         end = 0
-        for described in loads(self._expected.pop(0)):
+        for described in _read(self._expected.pop(0), len(self.members)):
             payload: Payload = {}
             for name, dtype, elements in described:
                 kind = storage(dtype)
@@ -108,3 +108,21 @@ class DescribedCodec(BucketCodec):
                 end = start + padded(kind.itemsize * elements)
             payloads.append(payload)
         return payloads
+
+
+def _read(description: bytes, count: int) -> list[list[tuple[str, str, int]]]:
+    """Return what another rank says that its ``count`` payloads consist of.
+
+    It travels beside the payloads, unsealed. Raises PayloadError where it makes no sense.
+    """
+    try:
+        found = [[(name, dtype, n) for name, dtype, n in each] for each in loads(description)]
+        arrays = [array for each in found for array in each]
+        if len(found) == count and all(
+            type(name) is str and type(n) is int and n >= 0 and storage(dtype).kind in "biuf"
+            for name, dtype, n in arrays
+        ):
+            return found
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise PayloadError(f"a rank says of its payloads what makes no sense: {description[:60]!r}")

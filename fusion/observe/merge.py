@@ -25,9 +25,9 @@ def rank_file(path: Path, rank: int) -> Path:
 
 
 def rank_files(path: Path) -> list[Path]:
-    """Return the ranks' parts of the timeline ``path`` that exist, by rank; links are none."""
+    """Return the ranks' parts of the timeline ``path`` that exist, by rank: no links, no pipes."""
     pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)" + re.escape(path.suffix or ".json"))
-    files = [each for each in path.parent.glob("*") if not each.is_symlink()]
+    files = [each for each in path.parent.glob("*") if each.is_file() and not each.is_symlink()]
     found = [(pattern.fullmatch(each.name), each) for each in files]
     return [each for _, each in sorted((int(m[1]), each) for m, each in found if m is not None)]
 

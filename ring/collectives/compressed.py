@@ -308,6 +308,9 @@ class _Inspector:
         origin = self._comm.origin
         witness = int(np.flatnonzero(findings)[0])
         rank, fault = divmod(int(findings[witness]), len(Fault))
+        if not (fault and 0 <= rank < len(origin)):  # damaged itself, or made up
+            text = f"rank {origin[witness]} told of no known fault (exchange {self.sequence})"
+            raise ExchangeFailed(text, witness) from self._error
         text = f"rank {origin[witness]} received from rank {origin[rank]} a payload"
         if fault == Fault.FAILED:
             text = f"rank {origin[witness]} made of the payloads it received a sum"

@@ -12,6 +12,7 @@ from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host, parse_host
 
 _SPECIAL_STEPS = 0xFFFFFFF0  # Slurm numbers the batch, extern and interactive steps from here up
+_MOST = 1 << 16  # hosts of a job
 _SHELL = [sys.executable, "-P", "-m", "ringlet.ring.hosts.batch_shell"]
 
 
@@ -61,9 +62,11 @@ def expand(nodes: str, source: str) -> list[str]:
         names = [""]
         for text, inside in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", piece):
             ends = [text] if text else _numbers(inside)
+            if len(found) + len(names) * len(ends) > _MOST:
+                raise LaunchError(f"{source} names more than {_MOST} hosts: give -H or --hostfile")
             names = [name + end for name in names for end in ends]
         found += names
-    if not found or any(not re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in found):
+    if not found or any(not re.fullmatch(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*", name) for name in found):
         raise LaunchError(f"{source}={nodes!r} is not a Slurm node list: give -H or --hostfile")
     return found
 
@@ -72,9 +75,12 @@ def _numbers(text: str) -> list[str]:
     found: list[str] = []
     for span in text.split(","):
         first, dash, last = span.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not all(
+            re.fullmatch("[0-9]{1,9}", end) for end in ((first, last) if dash else (first,))
+        ):
             return ["["]  # which no name has
-        found += [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
+        numbers = range(int(first), int(last or first) + 1)
+        found += [str(i).zfill(len(first)) for i in numbers[: _MOST + 1]]
     return found
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from ringlet.ring.addresses import addresses_of, family_of
 from ringlet.ring.errors import LaunchError
 
-# user@host, where the host may be an IPv6 address in brackets, maybe with its interface
-_NAME = r"(?:[A-Za-z0-9_.-]+@)?(?:\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9_.-]+)"
+# user@host, where the host may be an IPv6 address in brackets, maybe with its interface. Neither
+# begins with -, which remote shells would take for an option.
+_WORD = r"[A-Za-z0-9_.][A-Za-z0-9_.-]*"
+_NAME = rf"(?:{_WORD}@)?(?:\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]|{_WORD})"
 _ENTRY = re.compile(rf"({_NAME})(?::([0-9]{{1,6}}))?")
 _SLOTS = re.compile(r"([A-Za-z-]+)\s*=\s*(\S+)")
 
@@ -120,7 +122,7 @@ def parse_host(text: str, source: str, slots: int = 1) -> Host:
     Raises LaunchError, which names the ``source``.
     """
     found = _ENTRY.fullmatch(text)
-    if not found or text.startswith("-"):  # a name that begins with - would be an option of ssh
+    if not found:
         hint = " (an IPv6 address needs brackets, as in [::1]:4)" if text.count(":") > 1 else ""
         raise LaunchError(f"{source}: expected host:slots, not {text!r}{hint}")
     slots = int(found[2]) if found[2] is not None else slots

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from ringlet.ring.wire.framing import derive, genuine
 from ringlet.ring.wire.keys import SECRET
 
 PATIENCE = 60.0  # seconds for the proofs, once all ranks are connected
+LONGEST = 2000  # characters of what a step has failed of
 LOOK = 0.05  # seconds between two looks at what the others say
 NONCE = 32
 _WELL, _TAKEN, _LOST = "well", "taken", "lost"  # how a step has ended for the ranks together
@@ -65,12 +66,13 @@ class StoreBarrier:
             self._store.set(f"proof/all {step}", _WELL)
         self._hear(step)
 
-    def fail(self, how: str, why: str) -> None:
+    def fail(self, how: str, why: str) -> NoReturn:
         """Have everybody fail with ``why``, or with what a rank has failed of before."""
         if self._store.add("proof/failures", 1) == 1:
             for step in ("connected", "proved"):
                 self._store.set(f"proof/all {step}", f"{how} {why}")
         self._hear("proved")
+        raise _error(how, why)  # whatever somebody has left in the store: this rank knows better
 
     def failed(self) -> bool:
         """Whether a rank has failed."""
@@ -78,10 +80,10 @@ class StoreBarrier:
 
     def _hear(self, step: str) -> None:
         self._wait(f"proof/all {step}")
-        said = bytes(self._store.get(f"proof/all {step}")).decode(errors="replace")
+        said = _shown(bytes(self._store.get(f"proof/all {step}")))
         how, _, why = said.partition(" ")
         if how != _WELL:
-            raise PeerLost(why) if how == _LOST else ProtocolError(why)
+            raise _error(how, why)
 
     def _wait(self, name: str) -> None:
         try:
@@ -94,6 +96,16 @@ class StoreBarrier:
                 f"rank {self._rank} of {self._size} waited {seconds:g} s for the others to connect"
                 f" over gloo: {str(error).splitlines()[0]}"
             ) from error
+
+
+def _error(how: str, why: str) -> RingError:
+    return PeerLost(why) if how == _LOST else ProtocolError(why)
+
+
+def _shown(said: bytes) -> str:
+    """Return a text as a line for a terminal: anybody may have left it in torch's own store."""
+    text = said[:LONGEST].decode(errors="replace")
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def prove(comm: Communicator, key: bytes, name: bytes) -> list[int]:

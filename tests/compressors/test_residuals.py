@@ -254,3 +254,17 @@ def test_nothing_is_allocated_after_the_first_step(dtype):
         c.encode_into(normal(step), empty_payload(c, N, ctx), ctx)
         held.append([id(array) for _, array in sorted(state.items())])
     assert held[1] == held[0] == held[2]
+
+
+@pytest.mark.parametrize("found", [None, 3, "x", {}, np.float32(1), np.zeros(3, np.int16)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_residual_is_told(dtype, found):
+    spec, (key, *_) = f"topk | ef(dtype='{dtype}')", sorted(KEYS[dtype])
+    compressor, state = parse(spec), {}
+    compressor.compress(normal(1), context(N, state))
+    state[key] = found
+    with pytest.raises(CompressorError, match=f"what is remembered as '{key}' of"):
+        compressor.compress(normal(2), context(N, state))
+    (told,) = fit(state, spec, compressor, N, 2)
+    assert told.endswith("is forgotten")
+    compressor.compress(normal(2), context(N, state))

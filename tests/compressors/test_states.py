@@ -182,6 +182,24 @@ def test_what_does_not_fit_is_told():
     assert state == {"step": 1}
 
 
+@pytest.mark.parametrize("spec", ["chosen_by_a_file:Topk | ef", "chosen_by_a_file\u02d0Topk | ef"])
+def test_a_saved_spec_imports_no_module(tmp_path, monkeypatch, spec):
+    ran = tmp_path / "ran"
+    (tmp_path / "chosen_by_a_file.py").write_text(f"open({str(ran)!r}, 'x')")
+    monkeypatch.syspath_prepend(tmp_path)
+    state = {"step": 1, "past": np.ones(3)}
+    (told,) = fit(state, spec, parse("topk | ef"), N, 2)
+    assert told.endswith("'topk | ef' forgets its ['past']")
+    assert not ran.exists()
+
+
+def test_a_saved_spec_may_name_what_is_imported_already():
+    place = f"{Heavy.__module__}:{Heavy.__qualname__}"
+    state = {"step": 1, "past": np.ones(N, np.float32)}
+    assert fit(state, f"int8(bucket=64) | {place}", parse(f"int8 | {place}"), N, 2) == []
+    assert state.keys() == {"step", "past"}
+
+
 @pytest.mark.parametrize("spec", ["int8 | ef21", "powersgd | ef"])
 def test_nothing_is_left_of_a_tensor_of_another_size(spec):
     compressor, (state, _) = trained(spec)

@@ -1,6 +1,7 @@
 """Metrics files that come from anywhere, and links where files are to be written."""
 
 import json
+import os
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -177,6 +178,8 @@ def test_a_merged_timeline_replaces_a_link_and_follows_none(tmp_path):
         (tmp_path / name).symlink_to(target)
     rank_file(path, 0).write_text('[\n{"name":"x","ts":1.5,"pid":0}\n]\n')
     rank_file(path, 1).symlink_to(secret)
+    os.mkfifo(rank_file(path, 2))  # which nobody would ever write to
+    assert rank_files(path) == [rank_file(path, 0)]
     merge(path, rank_files(path))
     assert target.read_text() == "precious"
     assert [e["name"] for e in json.loads(path.read_text())["traceEvents"]] == ["x"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from datetime import timedelta
 
 import pytest
 
@@ -136,6 +138,19 @@ def test_another_numbering_than_the_launchers_is_refused():
         timeout=200,
     )
     assert done.stdout.count(">: refused\n") == RANKS, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_the_store_listens_only_where_others_look_for_it(host):
+    dist = pytest.importorskip("torch.distributed")
+    from ringlet.jax.distributed import _serve
+
+    patience = timedelta(seconds=60)
+    store = _serve(dist, host, 1, patience)
+    dist.TCPStore(host, store.port, 1, False, patience).set("name", "value")
+    assert store.get("name") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Metrics and timelines as users switch them on, and the report that is drawn from them."""
 
+import contextlib
 import json
 import re
 import socket
@@ -15,7 +16,7 @@ from ringlet.__main__ import main
 from ringlet.compressors import parse
 from ringlet.fusion import Request
 from ringlet.job.observation import start_timeline, stop_timeline, timeline_span
-from ringlet.metrics.prometheus import Prometheus, serve
+from ringlet.metrics.prometheus import MOST, Prometheus, serve
 from ringlet.observe import start_metrics, step_skipped
 from ringlet.report.charts import scale
 from ringlet.report.summary import (
@@ -121,7 +122,7 @@ def test_prometheus_serves_what_was_counted():
         runtime_module.current().engine.extensions.settle()
         while recording._dispatcher._queue:
             pass
-        port = sink._server[0].server_port
+        port = sink._server.server_port
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             text = page.read().decode()
         recording.stop()
@@ -136,6 +137,33 @@ def test_prometheus_serves_what_was_counted():
         assert 3 < float(values[f"ringlet_compression_ratio{{{label}}}"]) < 4
         error = f'ringlet_relative_error{{layer="layer0.weight",{label}}}'
         assert float(values[error]) < 0.1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
+def test_strangers_who_hold_connections_take_no_more_than_some(address):
+    pytest.importorskip("prometheus_client")
+    try:
+        sink = serve(f"{address}:0", 0, 0)
+    except OSError:
+        pytest.skip(f"{address} is no address of this host")
+    server = sink._server
+    with contextlib.ExitStack() as stack:
+        stack.callback(sink.close)
+        silent = []
+        for _ in range(MOST + 3):  # one after the other, or they would wait to be let in
+            silent.append(stack.enter_context(socket.create_connection(server.server_address[:2])))
+            silent[-1].sendall(b"GET /met")
+            while len(server._open) < min(len(silent), MOST):
+                pass
+        for early in silent[:3]:
+            early.settimeout(60)
+            assert early.recv(1) == b""
+        assert len(server._open) == MOST
+        with urllib.request.urlopen(f"http://{address}:{server.server_port}/metrics") as page:
+            assert b"ringlet_steps" in page.read()
+        sink.close()
+        silent[-1].settimeout(60)
+        assert silent[-1].recv(1) == b""
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import warnings
 
 import numpy as np
@@ -35,3 +37,30 @@ def test_another_rank_loses_residuals_but_no_steps():
 def test_bytes_of_something_else_are_refused():
     with pytest.raises(ValueError, match="these bytes hold no compressor state"):
         loads(b"PK\3\4 of another", 0, 2, Router("int8 | ef"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        {"states": 1},
+        {"states": {"w": None}},
+        {"states": {"w": {"step": "5"}}},
+        {"states": {"w": {"residual": {"ringlet.array": "array7"}}}},
+        {"states": {"w": {"residual": {"ringlet.array": []}}}},
+        {"states": {"w": {"ringlet.array": "array0"}}},
+        {"specs": None},
+        {"specs": {"w": ["int8 | ef"]}},
+        {"step": None},
+        {"step": 1e400},
+    ],
+)
+def test_a_record_of_something_else_is_refused(wrong):
+    with np.load(io.BytesIO(stored("int8 | ef", residual=np.ones(6, np.float32)))) as archive:
+        arrays = dict(archive)
+    head = json.loads(arrays.pop("head").tobytes())
+    said = json.dumps(wrong if wrong == [] else head | wrong).encode()
+    stream = io.BytesIO()
+    np.savez(stream, head=np.frombuffer(said, np.uint8), **arrays)
+    with pytest.raises(ValueError, match="these bytes hold no compressor state"):
+        loads(stream.getvalue(), 0, 2, Router("int8 | ef"))

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from standin import Enqueuing, OutOfOrder, on_gpu, on_ranks
 
-from ringlet.compressors import parse
+from ringlet.compressors import PayloadError, parse
 from ringlet.compressors.specs import registry
 from ringlet.fusion import CompressionFailed, EngineClosed, Request
+from ringlet.fusion.codecs.cuda_varying_codec import DescribedCodec
 from ringlet.fusion.devices import cuda as cuda_place
 from ringlet.fusion.devices.cuda import CudaPlace
 from ringlet.fusion.observe.sinks import Callback
@@ -467,3 +468,27 @@ def test_a_lost_rank_ends_what_waits_for_it_on_the_gpu():
         return comm.interrupted
 
     assert all(on_ranks(2, body))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"no JSON",
+        b"[[]]",
+        b"[[],7]",
+        b'[[["a","uint8",-8],["b","uint8",16]],[]]',
+        b'[[["a","uint8",8.0]],[]]',
+        b'[[["a","object",1]],[]]',
+        b'[[["a","U2",1]],[]]',
+        b'[[["a","uint8",9]],[]]',
+        b"[" * 100_000,
+    ],
+)
+def test_a_description_of_payloads_that_makes_no_sense_is_refused(said):
+    codec = object.__new__(DescribedCodec)
+    codec.members, buffer = [None, None], np.arange(8, dtype=np.uint8)
+    codec.expect([said, b'[[["a","float32",2]],[]]'])
+    with pytest.raises(PayloadError):
+        codec._deserialise(buffer)
+    (first, second) = codec._deserialise(buffer)
+    assert (first["a"].nbytes, second) == (8, {})

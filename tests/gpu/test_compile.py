@@ -1,5 +1,6 @@
 """Every CUDA source is compiled for the architectures that are promised: no GPU is needed."""
 
+import os
 import re
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,40 @@ def test_the_way_over_cupy_needs_no_gpu(tmp_path, monkeypatch):
     newer = types.SimpleNamespace(**{n: getattr(cuda.nvrtc, n) for n in dir(cuda.nvrtc)})
     newer.getSupportedArchs = lambda: (75, 80)
     assert b".target sm_80" in binary(program, 90, newer)
+
+
+def open_to_all(path):
+    path.write_bytes(b"planted")
+    path.chmod(0o666)
+
+
+def test_a_binary_that_others_may_have_made_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("RINGLET_KERNEL_CACHE", str(tmp_path))
+    compiler = types.SimpleNamespace(
+        NVRTCError=RuntimeError,
+        getSupportedArchs=lambda: (90,),
+        getVersion=lambda: (12, 9),
+        createProgram=lambda *_: None,
+        compileProgram=lambda *_: None,
+        destroyProgram=lambda *_: None,
+        getCUBIN=lambda *_: b"made",
+    )
+    program = elementwise.PROGRAM
+    assert binary(program, 90, compiler) == b"made"
+    (kept,) = tmp_path.iterdir()
+    planted = tmp_path / "planted"
+    planted.write_bytes(b"planted")
+    for plant in (
+        lambda: kept.symlink_to(planted),
+        lambda: os.mkfifo(kept),
+        lambda: open_to_all(kept),
+    ):
+        kept.unlink()
+        plant()
+        assert binary(program, 90, compiler) == b"made"
+        assert binary(program, 90, compiler) == b"made"
+        kept.write_bytes(b"kept")
+        assert binary(program, 90, compiler) == b"kept"
 
 
 def test_a_compiler_error_is_shown(tmp_path, monkeypatch):

@@ -26,9 +26,19 @@ def test_node_lists(nodes, hosts):
     assert expand(nodes, "X") == hosts
 
 
-@pytest.mark.parametrize("nodes", ["", "n[1", "n[x]", "n[]", "n 1", "[", "n[1-]"])
+@pytest.mark.parametrize(
+    "nodes", ["", "n[1", "n[x]", "n[]", "n 1", "[", "n[1-]", "-n1", f"n[0-{9999 * '9'}]"]
+)
 def test_node_lists_that_are_none(nodes):
     with pytest.raises(LaunchError, match=r"X=.* is not a Slurm node list"):
+        expand(nodes, "X")
+
+
+@pytest.mark.parametrize(
+    "nodes", ["n[0-999999999]", "a,n[0-99]x[0-99]x[0-99]x[0-99]x[0-99]x[0-99]"]
+)
+def test_node_lists_that_would_fill_the_memory(nodes):
+    with pytest.raises(LaunchError, match="X names more than 65536 hosts"):
         expand(nodes, "X")
 
 

@@ -228,6 +228,23 @@ def test_a_wrong_payload_is_the_same_error_on_every_rank_and_no_output_is_touche
     assert what in results[0][0]
 
 
+@pytest.mark.parametrize("told", [len(Fault), 4 * len(Fault) + 1, -1, 2**63 - 1])
+def test_a_finding_that_makes_no_sense_is_the_same_error_on_every_rank(told):
+    def faulty(comm):
+        codec = Int8Codec(gradient(comm.rank, 60, 0), 1)
+        encoded = encode(codec)
+        exchange = AllgatherReduce(comm, codec, encoded, [encoded.nbytes] * comm.size)
+        exchange.start()
+        exchange.reduce()
+        if comm.rank == 2:
+            exchange._inspector._finding = told
+        with pytest.raises(ExchangeFailed) as caught:
+            exchange.agree()
+        return str(caught.value)
+
+    assert set(run_local(faulty, 4)) == {"rank 2 told of no known fault (exchange 1)"}
+
+
 def test_ranks_of_a_subset_are_named_by_their_first_rank():
     def faulty(comm):
         subset = comm.subset([1, 3])

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.ring.errors import LaunchError
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.rendezvous.connect import loopback
+from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
 from ringlet.ring.transports.local import run_local
 from ringlet.ring.wire.framing import derive
 from ringlet.ring.wire.keys import agreed_key, job_key
@@ -99,6 +101,38 @@ def test_a_place_that_somebody_has_taken_is_noticed(jobs: Jobs, tmp_path: Path) 
     assert not evil.exists()
     heard = bytes.fromhex(said(jobs.started[1])[0])
     assert b"the job's secret" not in heard
+
+
+def test_nothing_in_the_store_lets_in_whoever_has_not_proved_the_key() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()  # as torch's TCPStore, to which anybody can connect
+    store.add("proof/failures", 5)
+    store.set("proof/all proved", "well")
+
+    def rank_main(comm: Communicator) -> str:
+        barrier = StoreBarrier(store, comm.rank, comm.size, WAIT)
+        barrier.keyed(True)
+        with pytest.raises(ProtocolError) as caught:
+            admit(comm, barrier, b"%032d" % comm.rank, lambda: None)
+        return str(caught.value)
+
+    for rank, text in enumerate(run_local(rank_main, 2)):
+        assert f"as rank {1 - rank} does not know the job's key" in text
+
+
+def test_what_anybody_has_left_in_the_store_is_shown_and_not_obeyed() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    store.set(
+        "proof/all connected", "taken \x1b]0;title\x07\nringlet run: all is well\u202e" + 9999 * "x"
+    )
+    with pytest.raises(ProtocolError) as caught:
+        StoreBarrier(store, 1, 2, WAIT).pass_together("connected")
+    assert str(caught.value).isprintable()
+    assert str(caught.value).startswith(r"\x1b]0;title\x07\nringlet run: all is well\u202exx")
+    assert len(str(caught.value)) < 3000
 
 
 def test_whoever_is_silent_in_a_place_is_noticed_too(jobs: Jobs, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_hosts_and_slots() -> None:
         ("a:-1", "not 'a:-1'"),
         ("-oProxyCommand=x:2", "expected host:slots"),
         ("-a:2", "expected host:slots"),
+        ("me@-a:2", "expected host:slots"),
         ("a b:2", "not 'a b:2'"),
         ("$(id):2", "expected host:slots"),
         ("a:2,a:3", "host a is named twice"),

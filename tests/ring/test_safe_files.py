@@ -71,6 +71,24 @@ def test_a_pipe_without_a_reader_is_not_waited_for(tmp_path):
         os.close(reader)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files of others")
+@pytest.mark.parametrize("pipe", [False, True])
+def test_what_a_stranger_has_put_where_all_may_write_is_left_alone(tmp_path, pipe):
+    path = tmp_path / "a"
+    os.mkfifo(path, 0o666) if pipe else path.touch(0o666)
+    os.chown(path, 65534, 65534)
+    tmp_path.chmod(0o1777)  # as /tmp is
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(OSError, match="belongs to another user"):
+            create(path)
+        tmp_path.chmod(0o755)  # a folder of one's own, which a container may share
+        write(path)
+        assert os.read(reader, 10) == b"new"
+    finally:
+        os.close(reader)
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     target, path = tmp_path / "target", tmp_path / "a"
     target.write_text("precious")
