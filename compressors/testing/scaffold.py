@@ -10,7 +10,8 @@ from ringlet.compressors.specs.registry import names
 
 EXAMPLES = """\
 ringlet new sign                           # makes ringlet-sign/: plugin, test, entry point
-ringlet check "ringlet_sign:Sign | ef"     # in that folder"""
+ringlet check "ringlet_sign:Sign | ef"     # in that folder
+ringlet new companded --kind modifier      # changes how another compressor works"""
 _PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]
@@ -32,7 +33,7 @@ test = ["pytest"]
 py-modules = ["ringlet_{name}"]
 """
 
-_MODULE = '''\
+_PAYLOAD = '''\
 """The {name} compressor for Ringlet."""
 
 from ringlet.compressors import Compressor, Traits, option, register
@@ -65,6 +66,76 @@ class {cls}(Compressor):
         out[:] = payload["codes"] * payload["step"]
 '''
 
+_ROUNDS = '''\
+"""The {name} compressor for Ringlet, whose ranks agree on something first."""
+
+from ringlet.compressors import Compressor, Round, Traits, option, register
+
+
+@register("{name}")
+class {cls}(Compressor):
+    """Add up whole steps of the largest entry of all ranks. Replace this by what yours does."""
+
+    levels: int = option(127, ge=1, le=127, doc="steps from zero to the largest entry")
+
+    def traits(self):
+        # What is declared here is tested, and lets the engine choose faster ways to reduce.
+        return Traits(combine="rounds")
+
+    def exchange(self, x, out, ctx, local=None):
+        # x: flat float32 array of module ctx.xp, perhaps an empty one; do not change it. Every rank
+        # yields the same rounds, of the same lengths. What is yielded must not change until the
+        # round is over: new arrays do, or ctx.workspace.held(n).
+        xp = ctx.xp
+        largest = xp.abs(x).max(keepdims=True) if x.size else xp.zeros(1, "float32")
+        # A maximum may lose NaN. Inf makes NaN of the result, so that an overflow stays visible.
+        largest = yield Round(xp.where(xp.isnan(largest), xp.float32("inf"), largest), "max")
+        step = largest / xp.float32(self.levels)
+        usable = xp.isfinite(step) & (step > 0)
+        codes = xp.where(usable, xp.rint(x / xp.where(usable, step, 1)), 0)
+        fits = self.levels * ctx.size < 1 << 15
+        codes = codes.astype("int16" if fits else "int32")
+        total = yield Round(codes, "sum")
+        # The mean of all ranks, in every element of out.
+        out[:] = total * (step / xp.float32(ctx.size))
+        if local is not None:  # what of it stands for this rank's own x: "| ef" keeps the rest
+            local[:] = codes * step
+'''
+
+_MODIFIER = '''\
+"""The {name} modifier for Ringlet: it stands behind the compressor that it changes."""
+
+import dataclasses
+
+from ringlet.compressors import Modifier, option, register
+
+
+@register("{name}")
+class {cls}(Modifier):
+    """Compress powers of the entries, so that small ones get finer steps. Replace this by yours."""
+
+    power: float = option(0.5, ge=0.5, le=1, doc="what entries are raised to")
+
+    def traits(self):
+        # Those of the compressor in front, but for what holds no longer: sums of powers are no
+        # powers of sums, and their mean is not right.
+        inner = self.wrapped_compressor.traits()
+        return dataclasses.replace(inner, combine="gather", omega=None, delta=None)
+
+    def compress(self, x, ctx):
+        # x: flat float32 array of module ctx.xp, perhaps an empty one; do not change it.
+        xp = ctx.xp
+        return super().compress(xp.sign(x) * xp.abs(x) ** xp.float32(self.power), ctx)
+
+    def decompress(self, payload, out, ctx):
+        # The compressor overwrites every element of out (flat float32).
+        xp = ctx.xp
+        super().decompress(payload, out, ctx)
+        out[:] = xp.sign(out) * xp.abs(out) ** xp.float32(1 / self.power)
+'''
+
+_MODULES = {"payload": _PAYLOAD, "rounds": _ROUNDS, "modifier": _MODIFIER}
+
 _TEST = '''\
 """Whether {name} is what it claims to be."""
 
@@ -73,7 +144,7 @@ import ringlet_{name}  # noqa: F401, which registers it
 from ringlet.compressors.testing import parametrize_with_checks
 
 
-@parametrize_with_checks(["{name}", "{name} | ef"])
+@parametrize_with_checks(["{before}{name}", "{before}{name} | ef"])
 def test_conformance(compressor, check):
     check(compressor)
 '''
@@ -82,9 +153,10 @@ _README = """\
 # ringlet-{name}
 
 A gradient compressor for Ringlet. Install it with `pip install -e '.[test]'`, test it with
-`pytest`, use it with `compression="{name} | ef"`. Before it is installed, here,
-`ringlet check "ringlet_{name}:{cls} | ef"` says what is wrong and what to do; try the extremes of
-its options as well. What a compressor has to keep to is in Ringlet's docs/own-compressor.md.
+`pytest`, use it with `compression="{before}{name} | ef"`. Before it is installed, here,
+`ringlet check "{before}ringlet_{name}:{cls} | ef"` says what is wrong and what to do; try the
+extremes of its options as well. What a compressor has to keep to is in Ringlet's
+docs/own-compressor.md.
 """
 
 
@@ -92,6 +164,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``ringlet new``."""
     parser.description = "Make a package for a compressor: plugin, test and entry point."
     parser.add_argument("name", help="the compressor's name in specs, such as 'sign'")
+    parser.add_argument(
+        "--kind",
+        choices=tuple(_MODULES),
+        default="payload",
+        help="payload: each rank compresses by itself (default); rounds: ranks agree on something "
+        "first; modifier: it changes how another compressor works",
+    )
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="where to; default: ringlet-NAME, here"
     )
@@ -112,16 +191,17 @@ def main(options: argparse.Namespace) -> int:
         print(f"ringlet new: {problem}", file=sys.stderr)
         return 2
     cls = "".join(word.title() for word in name.split("_"))
+    before = "int8 | " if options.kind == "modifier" else ""
     files = {
         "pyproject.toml": _PYPROJECT,
-        f"ringlet_{name}.py": _MODULE,
+        f"ringlet_{name}.py": _MODULES[options.kind],
         f"tests/test_{name}.py": _TEST,
         "README.md": _README,
     }
     for path, template in files.items():
         target = directory / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(template.format(name=name, cls=cls))
+        target.write_text(template.format(name=name, cls=cls, before=before))
         print(f"wrote {target}")
     print(f"\nNext: cd {directory} && pip install -e '.[test]' && pytest")
     return 0

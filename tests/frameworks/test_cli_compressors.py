@@ -1,11 +1,14 @@
 """``ringlet check`` and ``ringlet new``, as their users type them."""
 
+import importlib
 import re
 import shlex
 import subprocess
 import sys
 
 import pytest
+
+from ringlet.compressors.testing import check_compressor
 
 
 def ringlet(*args, cwd=None):
@@ -94,6 +97,31 @@ def test_new_makes_a_package_that_conforms(tmp_path):
     )
     assert tested.returncode == 0, tested.stdout + tested.stderr
     assert 'levels = "ringlet_levels:Levels"' in (made / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "specs"),
+    [
+        ("rounds", ["{}", "{}(levels=1)", "powersgd | {} | ef"]),
+        ("modifier", ["int8 | {}", "natural | {}(power=1)"]),
+    ],
+)
+def test_packages_of_other_kinds_conform(tmp_path, monkeypatch, kind, specs):
+    name = f"new_{kind}"
+    ran = ringlet("new", name, "--kind", kind, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    made = tmp_path / f"ringlet-{name}"
+    monkeypatch.syspath_prepend(str(made))
+    written = re.search(
+        r"(?m)^@parametrize_with_checks\(\[(.*)\]\)$",
+        (made / "tests" / f"test_{name}.py").read_text(),
+    )
+    listed = re.findall('"([^"]*)"', written[1])
+    said = re.search(r'`ringlet check "(.*?)"`', (made / "README.md").read_text())
+    assert len(listed) == 2
+    importlib.import_module(f"ringlet_{name}")
+    for spec in [*listed, said[1], *(spec.format(name) for spec in specs)]:
+        check_compressor(spec)
 
 
 def test_what_the_new_package_says_can_be_typed(tmp_path):
