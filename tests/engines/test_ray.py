@@ -143,7 +143,7 @@ def test_too_few_resources_are_said():
         ({"num_workers": 2, "num_hosts": 1}, ValueError, "give num_workers, or num_hosts"),
         ({"num_workers": 0}, ValueError, "num_workers=0: there has to be at least one"),
         ({"num_workers": 2, "gpus_per_worker": 1}, ValueError, "use_gpu is false"),
-        ({"num_workers": 2, "min_workers": 1}, LaunchError, "RingletConfig and ScalingConfig"),
+        ({"num_workers": 2, "reset_limit": 1}, LaunchError, "give min_workers as well"),
     ],
 )
 def test_arguments_that_contradict_are_said(given, error, said):
