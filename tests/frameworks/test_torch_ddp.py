@@ -312,6 +312,18 @@ def case_what_was_held_back_for_parameters_that_nobody_uses_is_not_lost():
             ), (name, view, to_none)
 
 
+def case_what_is_frozen_in_mid_training_stays_as_it_is():
+    started()
+    own = Branches()
+    wrapped = DistributedDataParallel(own, find_unused_parameters=True)
+    wrapped.register_comm_hook(*hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters()))
+    for which in (0, 1):
+        own.zero_grad()
+        wrapped(numbers(which), which).square().mean().backward()
+        own.branches[0].requires_grad_(False)
+    assert own.branches[0].weight.grad is None
+
+
 class TwoDtypes(torch.nn.Module):
     """Layers of two dtypes, which DDP puts in two buckets."""
 

@@ -57,7 +57,7 @@ class _Untouched(NamedTuple):
         p, grad = self.p, self.p.grad
         if grad is not self.grad or (grad is not None and grad._version != self.version):
             return
-        if not bool(self.mean.any()):
+        if not p.requires_grad or not bool(self.mean.any()):  # what is frozen stays as it is
             return
         mean = torch.view_as_complex(self.mean) if p.is_complex() else self.mean
         if grad is None:
