@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -60,11 +61,28 @@ def init(
                 "hvd.ProcessSet([0, 1]), and keep it to pass to operations"
             )
     runtime = start(transport, _communicator(comm, transport), autotune, join_divisor)
+    if comm is None and runtime.size == 1:
+        _warn_of_torch()
     if comm is not None and hasattr(comm, "Get_group"):
         global_process_set.mpi_comm = comm
     if process_sets is not None and not isinstance(process_sets, str):
         _establish(process_sets)
     return runtime
+
+
+def _warn_of_torch() -> None:
+    """Warn where torch connects several processes that are a job of one rank each."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not (dist.is_available() and dist.is_initialized()):
+        return
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        warnings.warn(
+            f"torch.distributed connects {ranks} ranks, and this is a job of one, for no launcher "
+            "has said otherwise (torch.multiprocessing.spawn sets no variables): call "
+            "hvd.init(torch.distributed.group.WORLD), or start the program with ringlet run",
+            stacklevel=3,
+        )
 
 
 def _establish(process_sets: Sequence[ProcessSet]) -> None:

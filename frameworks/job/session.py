@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -63,8 +64,9 @@ class Runtime:
         hosts = [name if node is None else f"{name}/{node}" for name, node in places]
         self.topology = Topology.from_hosts(self.rank, hosts, names)
         # Everybody uses rank 0's limits: plans have to be the same on all ranks.
-        told = comm.broadcast_bytes(json.dumps([asdict(limits), sorted(wishes)]).encode())
-        agreed, wishes = json.loads(told)
+        mine = [asdict(limits), sorted(wishes), secrets.token_hex(8)]
+        told = comm.broadcast_bytes(json.dumps(mine).encode())
+        agreed, wishes, self.identity = json.loads(told)  # the last is the same on its ranks alone
         limits = Limits(**agreed)
         if "measure" in wishes:
             link = measured_link(comm, hosts)

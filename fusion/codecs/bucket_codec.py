@@ -40,6 +40,7 @@ class BucketCodec:
         self._variable: list[Payload] = []
         self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
         self._views: dict[tuple[int, int], list[Payload]] = {}
+        self._freed = 0  # by the pool, when views were last known to be of its buffers
 
     def capacity(self, part: int) -> int:
         """Return the bytes of ``part``; for variable payloads, those of the step at hand."""
@@ -155,7 +156,11 @@ class BucketCodec:
         """Return the members' payloads as views of ``buffer``."""
         if not self.fixed:
             return self._deserialise(buffer)
-        # Pooled buffers come back at the same addresses, so the views can be kept.
+        # Pooled buffers come back at the same addresses, so the views can be kept. They hold the
+        # memory: those of a buffer that the pool has given up would keep it for good.
+        if self._freed != self._place.pool.freed:
+            self._freed = self._place.pool.freed
+            self._views.clear()
         key = (part, self._place.address(buffer))
         views = self._views.get(key)
         if views is None or buffer.size < self._slots[part][-1]:

@@ -14,15 +14,17 @@ class BufferPool:
     """Reuses byte buffers, so that a steady training step allocates none.
 
     Used by the engine's thread alone. A buffer may be up to four times larger than asked for. What
-    lies unused is bounded by what was in use at once, at most. A reserve of ``reserved`` bytes is
-    for one exchange that has to be made when there is no memory left. ``source`` allocates bytes;
-    host memory by default.
+    lies unused is bounded by twice what was in use at once, at most: small buffers beside large
+    ones, in another exchange, must not cost a large one in every step. A reserve of ``reserved``
+    bytes is for one exchange that has to be made when there is no memory left. ``source`` allocates
+    bytes; host memory by default.
     """
 
     def __init__(self, reserved: int = 0, source: Callable[[int], Array] | None = None) -> None:
         self._source = _on_host if source is None else source
         self._free: list[Array] = []  # the one given back last is at the end
         self._in_use = self._most = self._idle = 0  # bytes
+        self.freed = 0  # how often buffers were given up: whoever keeps views drops them then
         self._reserve = np.empty(0, np.uint8)
         self.reserve(reserved)
 
@@ -61,6 +63,7 @@ class BufferPool:
         except MemoryError:
             self._free.clear()
             self._idle = 0
+            self.freed += 1
             return self._source(nbytes)
 
     def give_back(self, buffer: Array) -> None:
@@ -68,8 +71,9 @@ class BufferPool:
         self._in_use -= buffer.size
         self._idle += buffer.size
         self._free.append(buffer)
-        while self._idle > self._most:
+        while self._idle > 2 * self._most:
             self._idle -= self._free.pop(0).size
+            self.freed += 1
 
 
 def _on_host(nbytes: int) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import pickle
 import tempfile
 import warnings
 from pathlib import Path
@@ -259,6 +260,138 @@ def case_two_who_reduce_the_same_gradients_are_refused():
     inner = torch.optim.SGD(sharded.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"DTensor.*hvd\.compress_fsdp"):
         hvd.DistributedOptimizer(inner, sharded.named_parameters())
+
+
+class Branches(torch.nn.Module):
+    """Two layers of which a step uses one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(8, 200) for _ in range(2))
+
+    def forward(self, x, which):
+        return self.branches[which](x)
+
+
+def mean_over_ranks(values):
+    return hvd.allreduce(values, op=hvd.Average)
+
+
+def case_what_was_held_back_for_parameters_that_nobody_uses_is_not_lost():
+    started()
+    for view, to_none in ((False, True), (False, False), (True, True), (True, False)):
+        own, alone = Branches(), Branches()
+        wrapped = DistributedDataParallel(
+            own, find_unused_parameters=True, gradient_as_bucket_view=view
+        )
+        state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters())
+        wrapped.register_comm_hook(state, hook)
+        delivered, wanted = (
+            {n: torch.zeros_like(p) for n, p in own.named_parameters()} for _ in range(2)
+        )
+        for step in range(6):
+            own.zero_grad(set_to_none=to_none)
+            alone.zero_grad()
+            for model in (wrapped, alone):
+                model(numbers(step), step // 2 % 2).square().mean().backward()
+            for name, p in own.named_parameters():
+                if p.grad is not None:
+                    delivered[name] += p.grad
+            for name, p in alone.named_parameters():
+                if p.grad is not None:
+                    wanted[name] += p.grad
+            grads = {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
+            assert hvd.replicas_equal(grads)
+        kept = state.state_dict()["states"]
+        for name, given in delivered.items():
+            held = kept.get(name, {}).get("residual")
+            owed = torch.zeros_like(given) if held is None else held.view(given.shape)
+            assert torch.allclose(
+                given + mean_over_ranks(owed), mean_over_ranks(wanted[name]), atol=1e-5
+            ), (name, view, to_none)
+
+
+def case_what_is_frozen_in_mid_training_stays_as_it_is():
+    started()
+    own = Branches()
+    wrapped = DistributedDataParallel(own, find_unused_parameters=True)
+    wrapped.register_comm_hook(*hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters()))
+    for which in (0, 1):
+        own.zero_grad()
+        wrapped(numbers(which), which).square().mean().backward()
+        own.branches[0].requires_grad_(False)
+    assert own.branches[0].weight.grad is None
+
+
+class TwoDtypes(torch.nn.Module):
+    """Layers of two dtypes, which DDP puts in two buckets."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow, self.wide = torch.nn.Linear(8, 40), torch.nn.Linear(40, 40).double()
+
+    def forward(self, x):
+        return self.wide(self.narrow(x).double())
+
+
+def case_a_static_graph_needs_no_names():
+    """In its first step all buckets have one number."""
+    started()
+    own = TwoDtypes()
+    wrapped = DistributedDataParallel(own, static_graph=True)
+    state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef")
+    wrapped.register_comm_hook(state, hook)
+    for step in range(2):
+        wrapped(numbers(step)).square().mean().backward()
+    assert len(set(state._names.values())) == 4
+
+
+def case_a_model_with_a_hook_can_be_copied():
+    started()
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    state, hook = hvd.ddp_hook("int8 | ef", own.named_parameters())
+    wrapped.register_comm_hook(state, hook)
+    average = torch.optim.swa_utils.AveragedModel(wrapped)
+    wrapped(numbers(0)).square().mean().backward()
+    average.update_parameters(wrapped)
+    for what in (state, wrapped):
+        with pytest.raises(TypeError, match=r"Save model\.module, and state_dict\(\)"):
+            pickle.dumps(what)
+
+
+def case_another_process_group_than_the_jobs():
+    started()
+    alone = [dist.new_group([rank]) for rank in range(hvd.size())][hvd.rank()]
+    everybody = dist.new_group()
+    for model, inputs in ((layers, numbers), (Words, words)):
+        for group in (alone, everybody):
+            grads = []
+            for compressed in (False, True):
+                own = model()
+                wrapped = DistributedDataParallel(own, process_group=group)
+                if compressed:
+                    hook = hvd.ddp_hook("none", own.named_parameters(), process_group=group)
+                    wrapped.register_comm_hook(*hook)
+                wrapped(inputs(0)).square().mean().backward()
+                grads.append(torch.cat([p.grad.to_dense().flatten() for p in own.parameters()]))
+            assert torch.allclose(*grads, atol=1e-6)
+
+
+def case_a_model_that_is_gone_leaves_no_residuals():
+    started()
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters())
+    wrapped.register_comm_hook(state, hook)
+    wrapped(numbers(0)).square().mean().backward()
+    states = list(state._states().values())
+    assert any("residual" in each for each in states)
+    del own, wrapped, state, hook
+    gc.collect()
+    assert not any(states)
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

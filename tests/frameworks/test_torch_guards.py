@@ -158,6 +158,14 @@ def test_a_broadcast_behind_diloco_counts():
     assert told_by(work) == []
 
 
+def test_one_rank_alone_among_several_that_torch_connects_is_warned_of(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    with pytest.warns(UserWarning, match=r"connects 2 ranks.*hvd\.init\(.*group\.WORLD\)"):
+        hvd.init()
+    hvd.shutdown()
+
+
 def test_optimizers_of_different_classes_are_refused():
     def work():
         model = network()

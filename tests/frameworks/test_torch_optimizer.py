@@ -199,6 +199,34 @@ def case_parameter_groups_and_frozen_layers():
         optimizer.step()
 
 
+def case_a_layer_that_is_frozen_in_mid_training_stays_as_it_is():
+    """Neither momenta, weight decay, nor what error feedback held back may move it."""
+
+    def freeze(model, optimizer):
+        optimizer.zero_grad()
+        for p in model[2].parameters():
+            p.requires_grad_(False)
+        return [p.detach().clone() for p in model[2].parameters()]
+
+    single, model = network(), network()
+    alone, together = sgd(single.parameters()), wrapped(model, sgd)
+    oracle(single, alone)
+    train(model, together)
+    freeze(single, alone)
+    freeze(model, together)
+    wanted = oracle(single, alone)
+    train(model, together)
+    close(model, wanted)
+    for precision, spec in ((None, "topk(ratio=0.05) | ef"), ("bf16", "int8 | ef")):
+        model = hvd.apply_precision(network(dtype=torch.float32), precision or "fp32")
+        together = wrapped(model, sgd, compression=spec, precision=precision)
+        train(model, together, dtype=torch.float32)
+        before = freeze(model, together)
+        train(model, together, dtype=torch.float32)
+        assert all(map(torch.equal, before, model[2].parameters())), spec
+        assert hvd.replicas_equal(model.state_dict())
+
+
 def case_nothing_to_train():
     model = network()
     for p in model.parameters():

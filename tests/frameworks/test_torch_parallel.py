@@ -346,6 +346,53 @@ def second(own):
     return dict(own.named_parameters())
 
 
+class Experts(torch.nn.Module):
+    """Two layers of one size, of which a step uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x, which):
+        return self.experts[which](x)
+
+
+def keep_residuals_apart(own, made):
+    """Fail if a layer gets what was held back for the other, or not what was for it."""
+    norms = []
+    for which, scale in ((0, 1.0), (1, 0.0), (0, 0.0)):
+        own.zero_grad()
+        own(torch.ones(4, 64), which).square().sum().mul(scale).backward()
+        assert own.experts[1 - which].weight.grad is None
+        norms.append(own.experts[which].weight.grad.full_tensor().norm().item())
+        if scale:
+            kept = made.state_dict()
+            assert made.residual_norm() > 0
+            made.load_state_dict(kept)
+    assert norms[0] > 0
+    assert norms[1] == 0
+    assert norms[2] > 0
+
+
+def case_residuals_of_layers_that_take_turns_stay_apart():
+    started()
+    torch.manual_seed(0)
+    own = Experts()
+    fully_shard(own)
+    keep_residuals_apart(own, hvd.compress_fsdp(own, "topk(ratio=0.05) | ef"))
+
+
+def case_residuals_of_replicas_layers_that_take_turns_stay_apart():
+    started()
+    torch.manual_seed(0)
+    shape = (2, hvd.size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    own = Experts()
+    fully_shard(own, mesh=mesh["shard"])
+    group = mesh["replicate"].get_group()
+    keep_residuals_apart(own, hvd.compress_hsdp(own, "topk(ratio=0.05) | ef", group))
+
+
 def case_fsdp2_bad_input():
     started()
     with pytest.raises(ValueError, match="fully_shard"):

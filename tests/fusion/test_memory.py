@@ -1,5 +1,6 @@
 """Fusion buffers that cannot be allocated."""
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,46 @@ def test_the_pool_gives_up_what_lies_unused_first(monkeypatch):
     assert pool.take(1 << 20).size >= 1 << 20
     assert pool._free == []
     assert pool._idle == 0
+
+
+def test_small_buffers_beside_large_ones_cost_no_memory_in_every_step():
+    pool = BufferPool()
+    for step in range(4):
+        for nbytes, count in ((3 << 20, 2), (5000, 1)):
+            for buffer in [pool.take(nbytes) for _ in range(count)]:
+                pool.give_back(buffer)
+        if step == 0:
+            first = {id(buffer) for buffer in pool._free}
+    assert {id(buffer) for buffer in pool._free} == first
+    assert pool.freed == 0
+
+
+def test_nothing_keeps_a_buffer_that_the_pool_has_given_up():
+    def rank_main(comm):
+        engine = Engine(comm, open_control)
+        try:
+            pool = engine._worker.places["host"].pool
+            group = engine.declare(
+                "g", [Request("t", shape=(5000,), spec="int8")], [parse("int8")], [{}]
+            )
+
+            def step():
+                group.submit("t", np.ones(5000, np.float32))
+                group.wait(60)
+
+            step()
+            lost = [weakref.ref(buffer) for buffer in pool._free]
+            other = pool.take(1 << 20)
+            pool._most = 0  # so that nothing may lie unused
+            pool.give_back(other)
+            step()
+            return len(lost), [ref() is not None for ref in lost]
+        finally:
+            engine.shutdown()
+
+    for count, alive in run_local(rank_main, 2):
+        assert count > 0
+        assert not any(alive)
 
 
 @pytest.mark.parametrize("spec", ["none", "fp16"])

@@ -38,6 +38,8 @@ class Handed:
         grad = p.grad
         if grad is None:
             grad = p.grad = torch.zeros_like(p)
+            if not p.requires_grad:  # frozen since: momenta and weight decay must not move it
+                self._after.append(lambda: setattr(p, "grad", None))
         view = self._view(name, p, grad)
         self.note(name, grad)
         self._taken.add(name)

@@ -10,24 +10,25 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.routes import Router, Routes, Spec
-from ringlet.fusion import Request
+from ringlet.fusion import Engine, Request
 from ringlet.job.elastic import refuse
-from ringlet.job.session import Runtime, current, init, is_initialized
+from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_router
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.naming import named_pairs, routed, warn_of_unmatched, wrapped_in
+from ringlet.torch.parallel.group_runtimes import runtime_of
 from ringlet.torch.precision.policy_checks import acts
 from ringlet.torch.tensors.placement import HOST, behind, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
@@ -37,6 +38,32 @@ _ADVICE = (
     "and load each rank's own, or pass all ranks' to its load_sharded()"
 )
 _NO_BACKWARD = -1  # torch's number of the backward pass where there is none
+
+
+class _Untouched(NamedTuple):
+    """A gradient to which DDP is to write ``mean``, and how it was before."""
+
+    p: torch.Tensor
+    mean: torch.Tensor
+    grad: torch.Tensor | None
+    version: int
+
+    def deliver(self) -> None:
+        """Add the mean, if it holds anything, where DDP has not written it.
+
+        So it does with parameters that no rank has used: what earlier steps held back, and this one
+        has sent, would be lost.
+        """
+        p, grad = self.p, self.p.grad
+        if grad is not self.grad or (grad is not None and grad._version != self.version):
+            return
+        if not p.requires_grad or not bool(self.mean.any()):  # what is frozen stays as it is
+            return
+        mean = torch.view_as_complex(self.mean) if p.is_complex() else self.mean
+        if grad is None:
+            p.grad = torch.empty_like(p).copy_(mean)
+        else:
+            grad.add_(mean)
 
 
 class DdpState:
@@ -53,12 +80,15 @@ class DdpState:
         named_parameters: Mapping[str, torch.Tensor] | None,
         runtime: Runtime,
         reduction: str = "wire",
+        group: Any = None,
     ) -> None:
+        self.group = group
         self._reduction = reduction
         self._router: Router = as_router(compression)
         self._runtime = runtime
         self._label = runtime.unnamed("ddp").replace(".noname.", ".")
         self._names: dict[int, str] = {}
+        self._taken: dict[str, bool] = {}  # all names, and whether they remember something
         self._requests: dict[str, tuple[Request, Compressor]] = {}
         self._seen: list[weakref.ref[torch.Tensor]] = []  # an id is a parameter's while it lives
         self._given = tuple(named_parameters or ())
@@ -72,8 +102,37 @@ class DdpState:
                 "a mapping from names of parameters needs named_parameters="
                 "model.named_parameters(): DDP tells a hook no names"
             )
+        states = runtime.engine.states
+        finalizer = weakref.finalize(self, _forget, states, self._label, self._taken)
+        finalizer.atexit = False
+        self._untouched: list[_Untouched] = []
         self._failure: Exception | None = None
         self._watched = _NO_BACKWARD  # the backward pass whose end is waited for
+
+    def __deepcopy__(self, memo: Any) -> DdpState:
+        """Return this: a copy of a DDP model, such as an average's, has no hook of its own."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "the state of ddp_hook cannot be pickled, nor a DistributedDataParallel that has it: "
+            "it is tied to this process's peers. Save model.module, and state_dict() of the state"
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """What reduces the gradients, over the ranks of DDP's process group."""
+        return self._runtime.engine
+
+    @property
+    def of_job(self) -> bool:
+        """Whether the ranks are the job's, and not others beside it."""
+        return is_initialized() and current() is self._runtime
+
+    def label(self, p: torch.Tensor | None, otherwise: str) -> str:
+        """Return the name under which a parameter without compression travels."""
+        known = None if p is None else self._names.get(id(p))
+        return f"{self._label}.{known or otherwise}"
 
     def request(
         self, p: torch.Tensor, grad: torch.Tensor, otherwise: str
@@ -83,7 +142,7 @@ class DdpState:
         A parameter that has no name yet gets the one given.
         """
         name = self._names.get(id(p)) or self._name(p, otherwise)
-        dtype, shape, place = dtype_of(grad), tuple(grad.shape), place_of(grad)
+        dtype, shape, place = dtype_of(grad), tuple(grad.shape), place_of(grad, engine=self.engine)
         known = self._requests.get(name)
         asked = None if known is None else (known[0].dtype, known[0].shape, known[0].place)
         if known is None or asked != (dtype, shape, place):
@@ -93,12 +152,17 @@ class DdpState:
             full, op, spec = f"{self._label}.{name}", ReduceOp.AVERAGE, str(compressor)
             request = Request(full, "allreduce", dtype, shape, op, spec, collective, place=place)
             known = self._requests[name] = (request, compressor)
+            self._taken[name] = compressor.traits().stateful
         return known
 
-    def label(self, p: torch.Tensor | None, otherwise: str) -> str:
-        """Return the name under which a parameter without compression travels."""
-        known = None if p is None else self._names.get(id(p))
-        return f"{self._label}.{known or otherwise}"
+    def expect(self, p: torch.Tensor, mean: torch.Tensor) -> None:
+        """Note how the gradient of ``p`` is before DDP writes ``mean`` to it, if that matters."""
+        grad = p.grad
+        if not self._taken[self._names[id(p)]] or (
+            grad is not None and grad.data_ptr() == mean.data_ptr()
+        ):
+            return
+        self._untouched.append(_Untouched(p, mean, grad, 0 if grad is None else grad._version))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
@@ -136,26 +200,31 @@ class DdpState:
         """Let this backward pass end with what ``failed``; False where none is under way.
 
         Of a future's error DDP makes a text without its class, and can not go on afterwards. So it
-        gets its buckets, and the error is raised behind whatever DDP does in the end.
+        gets its buckets, and the error is raised behind whatever DDP does in the end. So is
+        delivered what it has left out.
         """
         task = torch._C._current_graph_task_id()
         if task == _NO_BACKWARD:
             return False
         if task != self._watched:
-            self._watched = task
+            self._watched, self._untouched = task, []
             autograd: Any = torch.autograd.Variable._execution_engine
-            autograd.queue_callback(lambda: autograd.queue_callback(self.raise_failure))
+            autograd.queue_callback(lambda: autograd.queue_callback(self.end))
         return True
 
     def failed(self, error: Exception) -> None:
         """Note what the backward pass at hand is to raise."""
         self._failure = self._failure or error
 
-    def raise_failure(self) -> None:
-        """Raise what was noted, if anything was."""
+    def end(self) -> None:
+        """Raise what was noted, if anything was; else deliver what DDP has not."""
         failure, self._failure = self._failure, None
+        untouched, self._untouched = self._untouched, []
         if failure is not None:
             raise failure
+        with torch.no_grad():
+            for each in untouched:
+                each.deliver()
 
     def _renamed(self, states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return states under this job's names, where the parameters' names were given."""
@@ -186,6 +255,9 @@ class DdpState:
         return {k.removeprefix(start): v for k, v in found if str(k).startswith(start)}  # type: ignore[attr-defined]
 
     def _name(self, p: torch.Tensor, name: str) -> str:
+        if name in self._taken:  # with static_graph all of the first step's buckets have one number
+            name = f"{name}.{len(self._taken)}"
+        self._taken[name] = False
         self._seen.append(weakref.ref(p))
         self._names[id(p)] = name
         return name
@@ -200,8 +272,9 @@ def ddp_hook(
     """Return (state, hook) for ``DistributedDataParallel.register_comm_hook``. Collective.
 
     ``compression`` is a spec, a compressor, or a mapping of name patterns to specs, which needs
-    ``named_parameters`` (``model.named_parameters()``). Where ``ringlet.init`` was not called, the
-    ranks are those of ``process_group`` (default: torch's), which then carries the payloads.
+    ``named_parameters`` (``model.named_parameters()``). The ranks are those of ``process_group``
+    (default: torch's), which has to be DDP's. Where ``ringlet.init`` was not called it carries the
+    payloads; where the job has other ranks, the group gets connections of its own.
 
     ``precision`` is a policy such as ``"amp_bf16"``, of which a hook takes in what sums accumulate,
     and the wire if ``compression`` is None. Raises ValueError for one with masters or a loss scale:
@@ -226,10 +299,14 @@ def ddp_hook(
         )
     compression = policy.compression if compression is None else compression
     # Connections of our own: DDP's collectives and the engine's thread must not interleave.
-    runtime = current() if is_initialized() else init(comm=connect_group(process_group))
-    state = DdpState(compression, named or None, runtime, policy.reduction)
-    # A lambda, because DDP compares a hook's annotations with types, and ours are strings.
-    return state, lambda state, bucket: _reduce(state, bucket)
+    runtime = runtime_of(process_group)
+    state = DdpState(compression, named or None, runtime, policy.reduction, process_group)
+    return state, _hook
+
+
+def _hook(state, bucket):  # type: ignore[no-untyped-def]
+    # Without annotations, which DDP compares with types: ours are strings.
+    return _reduce(state, bucket)
 
 
 def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -246,8 +323,10 @@ def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         request, compressor = state.request(p, grad, f"bucket{bucket.index()}.{i}")
         # The views are parts of the bucket's buffer, so that the result lies where DDP wants it.
         staged.append((packed(grad, request.place), grad))
+        if watched:
+            state.expect(p, grad)
         items.append((request, flat_at(staged[-1][0], request.place), None, compressor))
-    engine = current().engine
+    engine = state.engine
     handles = engine.submit_all(items)
     place = engine.place(items[0][0].place if items else HOST)
     left, lock = list(handles), threading.Lock()
@@ -274,7 +353,7 @@ def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         handle.then(finished)
     if not watched:  # of a rank that has no more data, for which DDP calls the hook by itself
         future.wait()
-        state.raise_failure()
+        state.end()
     return future
 
 
@@ -305,5 +384,18 @@ def _sparse_mean(state: DdpState, bucket: Any) -> torch.Tensor:
 
     DDP without a hook does the same. Waits for it, in the order in which DDP has its buckets.
     """
+    rows = bucket.buffer()
+    if not state.of_job:
+        total: torch.Tensor = rows.coalesce()
+        dist.all_reduce(total, group=state.group)
+        return total.div_(dist.get_world_size(state.group))
     name = state.label(next(iter(bucket.parameters()), None), f"bucket{bucket.index()}")
-    return sparse_allreduce_async(bucket.buffer(), name).wait().coalesce()
+    return sparse_allreduce_async(rows, name).wait().coalesce()
+
+
+def _forget(states: dict[Any, State], label: str, names: Iterable[str]) -> None:
+    """Let go of what compressors remember for a model that is gone."""
+    for name in names:
+        state = states.get(f"{label}.{name}")
+        if state is not None:
+            state.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from ringlet.fusion.planning.strategy import effective
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
+from ringlet.torch.parallel.fsdp_params import Reduced, reduced
 from ringlet.torch.parallel.fsdp_transport import Ways
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 
@@ -29,6 +31,7 @@ class _Piece(NamedTuple):
 
     start: int
     stop: int
+    key: str  # of what is remembered: the same whichever parameters are left out
     compressor: Compressor
     place: int  # in bytes
     layout: list[tuple[str, Any, int]]
@@ -66,7 +69,7 @@ class CompressedReduceScatter(ReduceScatter):
         self.ways = ways
         self.loaded = False  # what is remembered, so that it lies in host memory
         self._module = module
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._pieces: dict[tuple[Reduced | None, int], list[_Piece]] = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for FSDP's inputs and outputs."""
@@ -94,21 +97,32 @@ class CompressedReduceScatter(ReduceScatter):
         for state in self.states.values() if self.loaded else ():
             place.bring(state)
         self.loaded = False
+        pieces = self._pieces_of(reduced(self._module, total.size, sys._getframe(1)), total.size)
         ready = place.ready()
         with place.at_work():
             place.after([ready])
-            self._reduce(comm, place, values, total)
+            self._reduce(comm, place, values, total, pieces)
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
         output_tensor.copy_(result / comm.size if average else result)
         self.step += 1
 
-    def _reduce(self, comm: Communicator, place: Place, values: Array, total: Array) -> None:
-        n, workspace = total.size, place.workspace
-        pieces = self._pieces.get(n)
+    def _pieces_of(self, params: Reduced | None, n: int) -> list[_Piece]:
+        pieces = self._pieces.get((params, n))
         if pieces is None:
-            pieces = self._pieces[n] = list(self._divide(n))
+            pieces = self._pieces[params, n] = list(self._divide(params, n))
+        return pieces
+
+    def _reduce(
+        self,
+        comm: Communicator,
+        place: Place,
+        values: Array,
+        total: Array,
+        pieces: list[_Piece],
+    ) -> None:
+        n, workspace = total.size, place.workspace
         nbytes = pieces[-1].end
         send = workspace.array("send", nbytes * comm.size, np.uint8)
         receive = workspace.array("receive", nbytes * comm.size, np.uint8)
@@ -125,31 +139,33 @@ class CompressedReduceScatter(ReduceScatter):
             payloads = [piece.payload(part) for part in arrived]
             piece.compressor.sum_into(payloads, total[piece.start : piece.stop], context)
 
-    def _divide(self, n: int) -> Iterator[_Piece]:
+    def _divide(self, params: Reduced | None, n: int) -> Iterator[_Piece]:
         """Divide ``n`` elements where parameters begin; small ones that follow each other stay one.
 
-        Parameters that got no gradient are left out by FSDP, which does not say which: then the
-        boundaries are unknown, and all is one piece.
+        Where it is not known which parameters they are of, all is one piece.
         """
-        sizes = next((s for s in _shards(self._module) if sum(s) == n), [n])
-        used = [effective(self.compressor, "float32", size) for size in sizes]
-        start = stop = place = 0
-        for i, size in enumerate(sizes):
-            stop += size
+        group, spans, _ = params or Reduced(0, ((0, n),), False)
+        used = [effective(self.compressor, "float32", stop - start) for start, stop in spans]
+        start = stop = place = first = 0
+        for i, (begin, end) in enumerate(spans):
+            if start == stop:
+                first = begin
+            stop += end - begin
             small = isinstance(used[i], NoCompression)
-            if small and i + 1 < len(sizes) and isinstance(used[i + 1], NoCompression):
+            if small and i + 1 < len(spans) and isinstance(used[i + 1], NoCompression):
                 continue
             parts = used[i].layout(stop - start)
             layout = [(p.name, storage(p.dtype), p.elements) for p in parts]
-            piece = _Piece(start, stop, used[i], place, layout)
+            key = f"{first}:{end}" if group == 0 else f"{group}.{first}:{end}"
+            key = key if params is not None else f"?{n}"
+            piece = _Piece(start, stop, key, used[i], place, layout)
             yield piece
             start, place = stop, piece.end
 
     def _context(
         self, destination: int, piece: _Piece, comm: Communicator, place: Place
     ) -> Context:
-        # Where boundaries are unknown the piece is another tensor, with residuals of its own.
-        key = f"{destination}.{piece.start}:{piece.stop}"
+        key = f"{destination}.{piece.key}"
         size = piece.stop - piece.start
         return Context(
             name=f"{self.name}.{key}",
@@ -162,13 +178,3 @@ class CompressedReduceScatter(ReduceScatter):
             xp=place.xp,
             workspace=place.workspace,
         )
-
-
-def _shards(module: FSDPModule) -> Iterator[Sequence[int]]:
-    """Return the elements of a rank's padded shard of each parameter, by FSDP's groups of them."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.11 has one
-        groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) else []
-    for group in groups:
-        yield [param.padded_sharded_param_size.numel() for param in group.fsdp_params]

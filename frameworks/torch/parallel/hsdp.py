@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from ringlet.ring.control.opening import open_control
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.parallel.fsdp_params import Reduced, reduced
 from ringlet.torch.parallel.fsdp_transport import sharded_modules
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
@@ -39,21 +41,30 @@ _ADVICE = "Save state_dict() of what compress_hsdp returns on every rank, and lo
 class ReplicaAverage:
     """Averages one FSDP module's shard of the gradient over the replicas, in place."""
 
-    def __init__(self, engine: Engine, compressor: Compressor, name: str) -> None:
-        self.name, self.place = name, HOST
+    def __init__(self, engine: Engine, compressor: Compressor, name: str, module: Any) -> None:
+        self.name = name
+        self.places: dict[str, str] = {}  # of shards, by the names under which they travel
         self.compressor = compressor
-        self._engine = engine
+        self._engine, self._module = engine, weakref.ref(module)  # which holds this
 
     def __call__(self, shard: torch.Tensor) -> None:
         """Take the output of a reduce-scatter. What fails on one rank raises on all of them."""
         check(shard, self.name)
         dtype, spec = dtype_of(shard), str(self.compressor)
         op, place = ReduceOp.AVERAGE, place_of(shard, engine=self._engine)
-        shape, self.place = tuple(shard.shape), place
-        request = Request(self.name, "allreduce", dtype, shape, op, spec, place=place)
+        name = self._named(reduced(self._module(), shard.numel(), sys._getframe(1)))
+        shape, self.places[name] = tuple(shard.shape), place
+        request = Request(name, "allreduce", dtype, shape, op, spec, place=place)
         staged = packed(shard, place)
         self._engine.submit(request, flat_at(staged, place), None, self.compressor).wait()
         unstage(staged, shard)
+
+    def _named(self, params: Reduced | None) -> str:
+        """Return a name of its own for what is of some of the parameters alone."""
+        if params is None or (params.complete and params.group == 0):
+            return self.name
+        spans = ",".join(f"{start}:{stop}" for start, stop in params.spans)
+        return f"{self.name}[{params.group}.{spans}]"
 
 
 class HsdpState:
@@ -83,15 +94,18 @@ class HsdpState:
         So it does when the number of ranks has changed: shards are others then.
         """
         for each in self._made:
-            if each.name in state["states"]:
-                self._engine.states.setdefault(each.name, {})
+            for name in state["states"]:
+                if name.partition("[")[0] == each.name:
+                    each.places.setdefault(name, HOST)
+                    self._engine.states.setdefault(name, {})
         states = self._states()
         tensors = {name: (c, None) for name, c in self._compressors().items()}
         where = dist.get_rank(), dist.get_world_size()
         checkpoint.restore(states, state, *where, tensors, advice=_ADVICE)
         for each in self._made:
-            if each.name in states:
-                self._engine.bring(states[each.name], each.place)
+            for name, place in each.places.items():
+                if name in states:
+                    self._engine.bring(states[name], place)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
@@ -99,11 +113,11 @@ class HsdpState:
             return checkpoint.norm(self._states())
 
     def _compressors(self) -> dict[str, Compressor]:
-        return {each.name: each.compressor for each in self._made}
+        return {name: each.compressor for each in self._made for name in each.places}
 
     def _states(self) -> dict[str, State]:
         known = self._engine.states
-        return {each.name: known[each.name] for each in self._made if each.name in known}
+        return {name: known[name] for each in self._made for name in each.places if name in known}
 
 
 class Departure:
@@ -157,6 +171,6 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     atexit.register(leave)
     made = []
     for name, each in modules:
-        made.append(ReplicaAverage(engine, compressor, name or "root"))
+        made.append(ReplicaAverage(engine, compressor, name or "root", each))
         each.set_all_reduce_hook(made[-1])
     return HsdpState(made, engine)

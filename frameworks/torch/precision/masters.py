@@ -117,7 +117,8 @@ class Masters:
         self._shown.refuse_mixtures()
         self._follow()
         for name, (p, master) in self.pairs.items():
-            master.grad = reducer.delivered(name)
+            frozen = p.grad is None and not p.requires_grad
+            master.grad = None if frozen else reducer.delivered(name)
             if master.grad is None and p.grad is not None:
                 master.grad = p.grad.detach().float()
         if self.scale.watches:

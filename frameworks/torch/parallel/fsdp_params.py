@@ -1,0 +1,49 @@
+"""Which parameters one of FSDP2's reductions is of: those that got a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+
+class Reduced(NamedTuple):
+    """The parameters of a reduction, of all that an FSDP module's group has.
+
+    ``spans`` are where a rank's padded shards of them begin and end among the shards of all,
+    ``group`` the number of the group in its module.
+    """
+
+    group: int
+    spans: tuple[tuple[int, int], ...]
+    complete: bool
+
+
+def reduced(module: Any, n: int, frame: FrameType) -> Reduced | None:
+    """Return what the reduction of ``n`` elements a rank is of; None if that is not known.
+
+    FSDP hands over one flat tensor, and leaves out parameters without a gradient. Which these are
+    is known to its function alone, whose ``frame`` is given.
+    """
+    present = frame.f_locals.get("fsdp_params")
+    ids = {id(param) for param in present} if isinstance(present, list) else set()
+    for number, group in enumerate(_groups(module)):
+        every, found, start = [], [], 0
+        for param in group.fsdp_params:
+            span = start, start + param.padded_sharded_param_size.numel()
+            start = span[1]
+            every.append(span)
+            if id(param) in ids:
+                found.append(span)
+        for spans in (found, [] if ids else every):
+            if spans and sum(stop - start for start, stop in spans) == n:
+                return Reduced(number, tuple(spans), len(spans) == len(every))
+    return None
+
+
+def _groups(module: Any) -> Iterator[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.11 has one
+        groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) else []
+    yield from groups

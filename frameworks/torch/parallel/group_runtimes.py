@@ -1,0 +1,46 @@
+"""What carries gradients among the ranks of a process group: the job, or an engine beside it.
+
+A program may have several groups, such as one for experts beside one for what all ranks share.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from ringlet.job.session import Runtime, current, init, is_initialized
+from ringlet.job.settings import limits_from, wishes_from
+from ringlet.ring.rendezvous.torch_jobs import connect_group
+
+_own: dict[Any, Runtime] = {}  # of groups whose ranks are not the job's
+
+
+def runtime_of(group: Any = None) -> Runtime:
+    """Return the runtime of the ranks of ``group`` (default: torch's). Collective among them.
+
+    It is the job's where that has the same ranks. Where none of them is in a job yet, these ranks
+    become one. Otherwise they get a runtime beside it, which lives as long as the process.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return current() if is_initialized() else init(comm=connect_group(group))
+    known = current() if is_initialized() else None
+    mine = None if known is None else (known.identity, known.size)
+    told: list[Any] = [None] * max(dist.get_world_size(group), 1)
+    if len(told) > 1:
+        dist.all_gather_object(told, mine, group)
+    else:
+        told = [mine]
+    if all(each is None for each in told):
+        return init(comm=connect_group(group))
+    if known is not None and all(each == (known.identity, len(told)) for each in told):
+        return known
+    group = dist.group.WORLD if group is None else group
+    found = _own.get(group)
+    if found is None:
+        env = os.environ
+        found = _own[group] = Runtime(connect_group(group), limits_from(env), wishes_from(env))
+        atexit.register(found.close)
+    return found
