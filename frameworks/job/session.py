@@ -55,6 +55,7 @@ class Runtime:
         self, comm: Communicator, limits: Limits, wishes: Collection[str] = frozenset()
     ) -> None:
         self.rank, self.size, self.transport = comm.rank, comm.size, comm.base.name
+        self.origin = comm.origin  # of a job among a group's ranks, what these are called outside
         own = [socket.gethostname(), os.environ.get("RINGLET_NODE"), WIRE_VERSION]
         told_by_all = map(json.loads, comm.allgather_bytes(json.dumps(own).encode()))
         names, nodes, versions = zip(*told_by_all, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import tempfile
 import warnings
 from pathlib import Path
@@ -232,6 +233,40 @@ def case_ranks_count_alike_after_loading_rank_0s_file():
         state.load_state_dict(kept)
     steps = [each["step"] for name, each in state._states().items() if "weight" in name]
     assert steps == [3, 3]
+
+
+def case_a_model_with_a_hook_is_copied_and_pickled():
+    started()
+    wrapped = DistributedDataParallel(layers())
+    state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef")
+    wrapped.register_comm_hook(state, hook)
+    wrapped(numbers(0)).square().mean().backward()
+    mean = torch.optim.swa_utils.AveragedModel(wrapped)
+    mean.update_parameters(wrapped)
+    assert torch.equal(mean(numbers(1)), wrapped(numbers(1)))
+    file = io.BytesIO()
+    torch.save([wrapped, state, hook], file)
+    file.seek(0)
+    again, kept, same = torch.load(file, weights_only=False)
+    assert torch.equal(again(numbers(1)), wrapped(numbers(1)))
+    norm = state.residual_norm()
+    wrapped(numbers(1)).square().mean().backward()
+    assert state.residual_norm() != norm
+    state.load_state_dict(kept.state_dict())
+    assert state.residual_norm() == norm > 0
+    stale = DistributedDataParallel(layers())
+    stale.register_comm_hook(kept, same)
+    with pytest.raises(RuntimeError, match=r"loaded from a pickle.*load_state_dict"):
+        stale(numbers(0)).sum().backward()
+
+
+def case_a_group_of_other_ranks_is_refused():
+    started()
+    alone = [dist.new_group([rank]) for rank in range(hvd.size())][hvd.rank()]
+    with pytest.raises(ValueError, match=rf"has the ranks \[{hvd.rank()}\].*has \[0, 1\]"):
+        hvd.ddp_hook("none", process_group=alone)
+    hvd.ddp_hook("none", process_group=dist.group.WORLD)
+    hvd.ddp_hook("none", process_group=dist.new_group([1, 0]))
 
 
 def case_two_who_reduce_the_same_gradients_are_refused():

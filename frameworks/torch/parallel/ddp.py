@@ -19,6 +19,7 @@ from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.routes import Router, Routes, Spec
 from ringlet.fusion import Request
 from ringlet.job.elastic import refuse
+from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import Runtime, current, init, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
@@ -132,6 +133,14 @@ class DdpState:
         with self._runtime.engine.at_work():
             return checkpoint.norm(self._states())
 
+    def __deepcopy__(self, memo: Any) -> DdpState:
+        """Return itself: of a model that is copied DDP keeps this, and asks no hook any more."""
+        return self
+
+    def __reduce__(self) -> tuple[type[KeptState], tuple[dict[str, Any]]]:
+        """Be pickled, by itself or with a model, as what ``state_dict`` returns."""
+        return KeptState, (self.state_dict(),)
+
     def watch(self) -> bool:
         """Let this backward pass end with what ``failed``; False where none is under way.
 
@@ -191,6 +200,24 @@ class DdpState:
         return name
 
 
+class KeptState:
+    """What a pickle of a hook's state is loaded as: a new hook's state can take over from it."""
+
+    def __init__(self, kept: dict[str, Any]) -> None:
+        self._kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the pickled state's ``state_dict()`` returned."""
+        return self._kept
+
+    def watch(self) -> bool:
+        """Raise RuntimeError: there is no job behind this."""
+        raise RuntimeError(
+            "this hook's state was loaded from a pickle, which has no connections: register "
+            "ddp_hook(...) anew, and pass state_dict() of this one to its state's load_state_dict()"
+        )
+
+
 def ddp_hook(
     compression: Spec | Routes = None,
     named_parameters: Any = None,
@@ -208,7 +235,8 @@ def ddp_hook(
     these are an optimizer's.
 
     Gradients accumulate under ``no_sync`` as ever; what fails on one rank raises on all of them.
-    Raises InvalidArgument, a ValueError, in an elastic job.
+    Raises InvalidArgument, a ValueError, in an elastic job, and where the job has other ranks than
+    ``process_group``.
     """
     refuse(
         "ddp_hook",
@@ -226,13 +254,30 @@ def ddp_hook(
         )
     compression = policy.compression if compression is None else compression
     # Connections of our own: DDP's collectives and the engine's thread must not interleave.
-    runtime = current() if is_initialized() else init(comm=connect_group(process_group))
+    if is_initialized():
+        runtime = current()
+        _require_all(runtime, process_group)
+    else:
+        runtime = init(comm=connect_group(process_group))
     state = DdpState(compression, named or None, runtime, policy.reduction)
-    # A lambda, because DDP compares a hook's annotations with types, and ours are strings.
-    return state, lambda state, bucket: _reduce(state, bucket)
+    return state, reduce_bucket
 
 
-def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _require_all(runtime: Runtime, process_group: Any) -> None:
+    """Raise InvalidArgument where a group was given that is not all ranks of the job."""
+    if process_group is None:
+        return
+    members = sorted(torch.distributed.get_process_group_ranks(process_group))
+    ranks = sorted(runtime.origin)
+    if members != ranks:
+        raise InvalidArgument(
+            f"ddp_hook: process_group has the ranks {members}, but this job, which hvd.init or an "
+            f"earlier ddp_hook began, has {ranks}, over which every hook of it reduces"
+        )
+
+
+def reduce_bucket(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of DDP's over the ranks: the hook itself."""
     buffer = bucket.buffer()
     devices = [buffer.device] if buffer.is_cuda else None
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -276,6 +321,9 @@ def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         future.wait()
         state.raise_failure()
     return future
+
+
+reduce_bucket.__annotations__ = {}  # DDP compares them with types, and ours are strings
 
 
 def _slices(bucket: Any, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
