@@ -341,10 +341,8 @@ class Driver:
             if rank.code is not None or rank.done:
                 self._start_by.pop(number, None)
                 self._kill_at.pop(number, None)
-                how = processes.describe(rank.code or 0)
-                if rank.lost:
-                    how = "was killed together with its wrapper, or its host cannot be reached"
                 member = self._membership.members[number]
+                how = how_ended(rank, member.killed)
                 if rank.code and not member.ended:
                     self._held_back.failed(number, member.rank, self._membership.epoch)
                 self._membership.ended(number, processes.shell_code(rank.code or 0), how, now)
@@ -577,6 +575,15 @@ class Driver:
 
 def _cause_first(rank: Rank) -> tuple[bool, int]:
     return rank.code == LOST_PEER, rank.when
+
+
+def how_ended(rank: Rank, killed: bool) -> str:
+    """Say how a member ended; ``killed`` tells whether the launcher had that done."""
+    if rank.lost:
+        return "was killed together with its wrapper, or its host cannot be reached"
+    if killed and rank.code == -signal.SIGKILL:
+        return "was lost by the others, did not come forward, and was killed"
+    return processes.describe(rank.code or 0)
 
 
 def _ended_by(number: int) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ringlet.ring.elastic.driver import how_ended
 from ringlet.ring.elastic.membership import FENCE, LATECOMERS, LEAVE, Membership
 from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.launch.rank_table import Rank
 
 TWO = [Host("a", 2), Host("b", 2)]
 
@@ -169,6 +173,14 @@ def test_who_was_lost_and_does_not_come_is_killed():
     members.ended(0, 137, "was killed", 4.0)
     assert members.called() == []
     assert ranks(members.decide(4.0)) == {1: 0, 2: 1}
+
+
+def test_whom_the_launcher_kills_is_not_said_to_have_been_killed_by_a_stranger():
+    killed = Rank(0, code=-signal.SIGKILL)
+    assert how_ended(killed, killed=True).startswith("was lost by the others")
+    assert how_ended(killed, killed=False) == "was ended by signal 9 (SIGKILL)"
+    assert how_ended(Rank(0, code=3), killed=True) == "exited with code 3"
+    assert "host cannot be reached" in how_ended(Rank(0, code=-9, lost=True), killed=True)
 
 
 def test_who_was_lost_by_others_and_comes_stays():

@@ -10,7 +10,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,16 +109,6 @@ class DdpState:
         self._failure: Exception | None = None
         self._watched = _NO_BACKWARD  # the backward pass whose end is waited for
 
-    def __deepcopy__(self, memo: Any) -> DdpState:
-        """Return this: a copy of a DDP model, such as an average's, has no hook of its own."""
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "the state of ddp_hook cannot be pickled, nor a DistributedDataParallel that has it: "
-            "it is tied to this process's peers. Save model.module, and state_dict() of the state"
-        )
-
     @property
     def engine(self) -> Engine:
         """What reduces the gradients, over the ranks of DDP's process group."""
@@ -196,6 +186,14 @@ class DdpState:
         with self._runtime.engine.at_work():
             return checkpoint.norm(self._states())
 
+    def __deepcopy__(self, memo: Any) -> DdpState:
+        """Return itself: of a model that is copied DDP keeps this, and asks no hook any more."""
+        return self
+
+    def __reduce__(self) -> tuple[type[KeptState], tuple[dict[str, Any]]]:
+        """Be pickled, by itself or with a model, as what ``state_dict`` returns."""
+        return KeptState, (self.state_dict(),)
+
     def watch(self) -> bool:
         """Let this backward pass end with what ``failed``; False where none is under way.
 
@@ -263,6 +261,24 @@ class DdpState:
         return name
 
 
+class KeptState:
+    """What a pickle of a hook's state is loaded as: a new hook's state can take over from it."""
+
+    def __init__(self, kept: dict[str, Any]) -> None:
+        self._kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the pickled state's ``state_dict()`` returned."""
+        return self._kept
+
+    def watch(self) -> bool:
+        """Raise RuntimeError: there is no job behind this."""
+        raise RuntimeError(
+            "this hook's state was loaded from a pickle, which has no connections: register "
+            "ddp_hook(...) anew, and pass state_dict() of this one to its state's load_state_dict()"
+        )
+
+
 def ddp_hook(
     compression: Spec | Routes = None,
     named_parameters: Any = None,
@@ -301,15 +317,11 @@ def ddp_hook(
     # Connections of our own: DDP's collectives and the engine's thread must not interleave.
     runtime = runtime_of(process_group)
     state = DdpState(compression, named or None, runtime, policy.reduction, process_group)
-    return state, _hook
+    return state, reduce_bucket
 
 
-def _hook(state, bucket):  # type: ignore[no-untyped-def]
-    # Without annotations, which DDP compares with types: ours are strings.
-    return _reduce(state, bucket)
-
-
-def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def reduce_bucket(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of DDP's over the ranks: the hook itself."""
     buffer = bucket.buffer()
     devices = [buffer.device] if buffer.is_cuda else None
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -355,6 +367,9 @@ def _reduce(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         future.wait()
         state.end()
     return future
+
+
+reduce_bucket.__annotations__ = {}  # DDP compares them with types, and ours are strings
 
 
 def _slices(bucket: Any, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
