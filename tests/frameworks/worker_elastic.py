@@ -98,8 +98,8 @@ if framework == "torch":
 
         setattr(Copies, method, die)
 
-    def owed():
-        """Return what this rank owes to the mean, along two directions, and how much at most."""
+    def residuals(of_sums=1.0):
+        """Return all residuals, with what is held back of sums of shards so many times."""
         found = []
         for name, parameter in named.items():
             state = reducer.states[name]
@@ -107,15 +107,18 @@ if framework == "torch":
             for key in [key for key in state if key.startswith("stage2.")]:
                 start = int(key.removeprefix("stage2."))
                 held = state[key].get("residual", np.zeros(0))
-                found[-1][start : start + held.size] += held
-        whole = np.concatenate(found) / hvd.size()
+                found[-1][start : start + held.size] += held * of_sums
+        return np.concatenate(found)
+
+    def owed():
+        """Return what this rank owes to the mean, along two directions, and how much at most."""
+        whole = residuals() / hvd.size()
         draws = np.random.default_rng(0).standard_normal((2, whole.size))
         return [*(draws @ whole), float(np.linalg.norm(whole))]
 
     def held_back():
-        """Return the norm of what was held back of gradients, without that of shards of sums."""
-        found = [state["residual"] for state in reducer.states.values() if "residual" in state]
-        return sum(float(np.square(array, dtype=np.float64).sum()) for array in found) ** 0.5
+        """Return the norm of what this rank holds back once there is one rank less."""
+        return float(np.linalg.norm(residuals((hvd.size() - 1) / hvd.size())))
 
     @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=plan.get("redundancy", 0))
     def train(state):
