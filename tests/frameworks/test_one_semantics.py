@@ -191,10 +191,9 @@ def watch_payloads():
     Member.call = call
     reduce = CompressedReduceScatter._reduce
 
-    def reduced(self, comm, place, values, total):
+    def reduced(self, comm, place, values, total, pieces):
         step = self.step
-        reduce(self, comm, place, values, total)
-        (pieces,) = self._pieces.values()
+        reduce(self, comm, place, values, total, pieces)
         sent = place.workspace.array("send", pieces[-1].end * comm.size, "uint8")
         for name, piece in zip(SHAPES, pieces, strict=True):
             plain = isinstance(piece.compressor, NoCompression)
