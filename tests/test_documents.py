@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -75,6 +76,15 @@ def test_every_page_is_in_the_navigation():
     assert pages - listed == set(), "name them under nav in mkdocs.yml"
     made = {"reference/command-line.md", "reference/compressors.md"}
     assert listed - pages == made
+
+
+def test_lists_begin_behind_an_empty_line():
+    """GitHub takes them for lists anywhere, the site does not."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+        for before, line in pairwise(text.splitlines()):
+            within = re.match(r"(- |\d+\. |  |$)", before)
+            assert within or not re.match(r"(- |\d+\. )", line), (page.name, line)
 
 
 def test_links_in_documents_lead_somewhere():
