@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 import ringlet.torch as hvd
 from ringlet.job.session import current
-from ringlet.torch.parallel.ddp import DdpState, _reduce
+from ringlet.torch.parallel.ddp import DdpState, reduce_bucket
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -131,7 +131,9 @@ class Bucket:
 
 
 def case_ddp_buckets():
-    near, far = (_reduce(DdpState("int8", None, current()), Bucket(w)) for w in (lambda t: t, Far))
+    near, far = (
+        reduce_bucket(DdpState("int8", None, current()), Bucket(w)) for w in (lambda t: t, Far)
+    )
     alike(far.wait(), near.wait())
 
 

@@ -29,7 +29,7 @@ from ringlet.ring.transports import torch_nccl
 from ringlet.ring.transports.local import LocalWorld, run_local, this_thread
 from ringlet.ring.transports.torch_nccl import TorchNcclCommunicator
 from ringlet.torch.parallel import fsdp_transport
-from ringlet.torch.parallel.ddp import DdpState, _reduce
+from ringlet.torch.parallel.ddp import DdpState, reduce_bucket
 from ringlet.torch.parallel.fsdp import FsdpState
 from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
 from ringlet.torch.parallel.fsdp_transport import Ways
@@ -373,9 +373,11 @@ def test_buckets_of_ddp(on_both):
     def body():
         state, rank = DdpState("int8 | ef", None, session.current()), hvd.rank()
         parameters = [torch.zeros(40, 50), torch.zeros(1000)]
-        outs = [waited(_reduce(state, Bucket(2 * step + rank, parameters))) for step in range(2)]
+        outs = [
+            waited(reduce_bucket(state, Bucket(2 * step + rank, parameters))) for step in range(2)
+        ]
         state.load_state_dict(state.state_dict())
-        outs.append(waited(_reduce(state, Bucket(rank, parameters))))
+        outs.append(waited(reduce_bucket(state, Bucket(rank, parameters))))
         return [*outs, torch.tensor(state.residual_norm())]
 
     same(on_both(body))
