@@ -150,7 +150,7 @@ def add_tunables(parser: argparse.ArgumentParser) -> None:
         "--config-file",
         action=_Configure,
         metavar="FILE",
-        help="flags in a file, as horovodrun takes it (YAML); flags behind this one win",
+        help="flags in a file, as horovodrun takes it (YAML); those of the command line win",
     )
 
 
@@ -167,7 +167,7 @@ def meaning_of(parser: argparse.ArgumentParser, flag: str) -> str:
 
 
 class _Configure(argparse.Action):
-    """Reads flags from a file, as if they stood here."""
+    """Reads flags from a file, for what the command line leaves open: as horovodrun does it."""
 
     def __call__(
         self,
@@ -176,7 +176,11 @@ class _Configure(argparse.Action):
         value: object,
         flag: str | None = None,
     ) -> None:
-        parser.parse_args(flags_of(str(value)), options)
+        found = parser.parse_args(flags_of(str(value)))
+        options.tunables = {**found.tunables, **options.tunables}
+        for name, said in vars(found).items():
+            if getattr(options, name, None) == parser.get_default(name):
+                setattr(options, name, said)
 
 
 class _Refuse(argparse.Action):

@@ -94,14 +94,22 @@ def test_onebit_adam_learns_and_agrees(spec):
     assert outcome(train) < 0.05
 
 
-def test_onebit_adam_warms_up_as_adam():
+@pytest.mark.parametrize(
+    ("decay", "adam"),
+    [
+        ({}, torch.optim.Adam),
+        ({"weight_decay": 0.3}, torch.optim.Adam),
+        ({"weight_decay": 0.3, "decoupled_weight_decay": True}, torch.optim.AdamW),
+    ],
+)
+def test_onebit_adam_warms_up_as_adam(decay, adam):
     def train():
         hvd.init()
         model, loss = problem()
         twin = torch.nn.Linear(40, 40, bias=False)
         twin.load_state_dict(model.state_dict())
-        optimizer = hvd.OneBitAdam(model.named_parameters(), lr=0.01, warmup=100)
-        plain = torch.optim.Adam(twin.parameters(), lr=0.01)
+        optimizer = hvd.OneBitAdam(model.named_parameters(), lr=0.01, warmup=100, **decay)
+        plain = adam(twin.parameters(), lr=0.01, weight_decay=decay.get("weight_decay", 0.0))
         for step in range(10):
             optimizer.zero_grad()
             loss().backward()
@@ -291,7 +299,9 @@ def test_diloco_refuses_settings_out_of_range(options):
         hvd.DiLoCo(inner, model.named_parameters(), **options)
 
 
-@pytest.mark.parametrize("options", [{"lr": 0}, {"betas": (1.0, 0.9)}, {"warmup": 0}])
+@pytest.mark.parametrize(
+    "options", [{"lr": 0}, {"betas": (1.0, 0.9)}, {"warmup": 0}, {"weight_decay": -1}]
+)
 def test_onebit_adam_refuses_settings_out_of_range(options):
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -310,6 +320,23 @@ def test_neither_can_be_copied_or_saved_whole(kind):
             made = hvd.OneBitAdam(named)
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             copy.deepcopy(made)
+
+    ringlet.run(train, np=1, transport="local")
+
+
+def test_a_checkpoint_of_onebit_adam_without_weight_decay_is_loaded():
+    def train():
+        hvd.init()
+        model, loss = problem()
+        made = hvd.OneBitAdam(model.named_parameters())
+        loss().backward()
+        made.step()
+        old = made.state_dict()
+        for name in ("weight_decay", "decoupled_weight_decay"):
+            del old["param_groups"][0][name]
+        made.load_state_dict(old)
+        made.step()
+        assert made.param_groups[0]["weight_decay"] == 0
 
     ringlet.run(train, np=1, transport="local")
 

@@ -67,11 +67,11 @@ controller: gloo
 
 def test_a_configuration_file_is_a_command_line(tmp_path):
     (tmp_path / "c.yaml").write_text(FILE)
-    words = ["--cycle-time-ms", "1", "--config-file", str(tmp_path / "c.yaml")]
-    options = parser().parse_args([*words, "--fusion-threshold-mb", "8", "-np", "2", "x", "-v"])
+    words = ["-np", "2", "--cycle-time-ms", "1", "--config-file", str(tmp_path / "c.yaml")]
+    options = parser().parse_args([*words, "--fusion-threshold-mb", "8", "x", "-v"])
     assert options.tunables == {
-        "RINGLET_CYCLE_TIME": "10",  # flags before the file lose
-        "RINGLET_FUSION_THRESHOLD": str(8 << 20),  # those behind it win
+        "RINGLET_CYCLE_TIME": "1",  # flags win, before the file
+        "RINGLET_FUSION_THRESHOLD": str(8 << 20),  # and behind it
         "RINGLET_HIERARCHICAL_ALLREDUCE": "1",
         "RINGLET_AUTOTUNE": "0",
         "RINGLET_AUTOTUNE_LOG": "auto # tune.csv",

@@ -30,6 +30,9 @@ class OneBitAdam(torch.optim.Optimizer):
     of the end of the warm-up. The paper warms up for 15 to 25 % of all steps, until the second
     moment hardly changes. Reduces by itself: do not wrap it in DistributedOptimizer.
 
+    ``weight_decay`` is added to gradients, as ``torch.optim.Adam``'s; with
+    ``decoupled_weight_decay`` it shrinks parameters instead, as ``AdamW``'s and DeepSpeed's.
+
     Raises ValueError for settings out of range; what DistributedOptimizer raises otherwise.
     """
 
@@ -41,13 +44,18 @@ class OneBitAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         warmup: int = 100,
         compression: Spec | Routes = "onebit | ef",
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
     ) -> None:
         if not (lr > 0 and eps > 0 and 0 <= betas[0] < 1 and 0 <= betas[1] < 1):
             raise ValueError(f"lr and eps must be > 0, betas in [0, 1); got {lr}, {eps}, {betas}")
         if warmup < 1:
             raise ValueError(f"warmup must be at least 1 step, got {warmup}")
+        if not weight_decay >= 0:
+            raise ValueError(f"weight_decay must be at least 0, got {weight_decay}")
         named = {name: p for name, p in named_parameters if p.requires_grad}
-        super().__init__(list(named.values()), {"lr": lr, "betas": betas, "eps": eps})
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(list(named.values()), {"lr": lr, "betas": betas, "eps": eps, **decay})
         self.warmup, self.steps = warmup, 0
         self._names = {p: name for name, p in named.items()}
         self._compression: Spec | Routes = compression
@@ -72,6 +80,8 @@ class OneBitAdam(torch.optim.Optimizer):
         with torch.no_grad():
             for group, p in self._each():
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                if group["weight_decay"] and not group["decoupled_weight_decay"]:
+                    gradient = gradient.add(p, alpha=group["weight_decay"])
                 if frozen:
                     momentum = self.state[p]["exp_avg"]
                     gradient = momentum.lerp(gradient, 1 - group["betas"][0])
@@ -80,6 +90,13 @@ class OneBitAdam(torch.optim.Optimizer):
             for group, p in self._each():
                 self._update(group, p, self._carriers[self._names[p]].grad, frozen)
         return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a loaded state, which may be of before there was weight decay."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("weight_decay", 0.0)
+            group.setdefault("decoupled_weight_decay", False)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -171,5 +188,7 @@ class OneBitAdam(torch.optim.Optimizer):
         # The corrections of Adam for its start; the second one stops where the moment is frozen.
         first = 1 - beta1**self.steps
         second = 1 - beta2 ** min(self.steps, self.warmup)
+        if group["decoupled_weight_decay"]:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
         divisor = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
         p.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / first)
