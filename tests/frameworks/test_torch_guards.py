@@ -12,6 +12,7 @@ from torch import nn
 import ringlet
 import ringlet.torch as hvd
 from ringlet.ring.errors import Mismatch, PeerLost
+from ringlet.torch.ops import replica_check
 from ringlet.torch.ops.replica_check import Comparison
 from ringlet.torch.ops.replica_check import _sum_of_bits as sum_of_bits
 
@@ -410,3 +411,15 @@ def test_a_comparison_that_a_rank_left_before_fails_no_step_of_those_who_stay():
             hvd.allreduce(torch.ones(3))
 
     ranks(work)
+
+
+def test_nor_does_one_that_cannot_begin_because_a_rank_has_ended(monkeypatch):
+    """A script may end with its first step, on one rank before the other."""
+
+    def closed(*_, **__):
+        raise PeerLost("rank 0, the coordinator, closed the control plane", [0])
+
+    monkeypatch.setattr(replica_check, "allreduce_async", closed)
+    comparison = Comparison({"w": torch.ones(3)}, "late", hvd.global_process_set)
+    assert comparison.done()
+    assert comparison.difference() is None

@@ -13,6 +13,7 @@ from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import PeerLost
 from ringlet.shared.digest import equal_on_all_ranks
+from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.reductions import allreduce_async
 from ringlet.torch.tensors.views import flat
 
@@ -36,11 +37,17 @@ class Comparison:
             places = [i for i, each in enumerate(sums) if each.device == device]
             own[places] = torch.stack([sums[i] for i in places]).cpu()
         both = torch.cat([own, ~own])  # whose maximum is that of all, and of all the least
-        self._handle = allreduce_async(both, name=name, op=ReduceOp.MAX, process_set=process_set)
+        self._handle: TorchHandle | None = None
+        try:
+            self._handle = allreduce_async(
+                both, name=name, op=ReduceOp.MAX, process_set=process_set
+            )
+        except (PeerLost, EngineClosed):  # such as one that had no more to do than this step
+            log.debug("replicas cannot be compared", exc_info=True)
 
     def done(self) -> bool:
-        """Whether all ranks have taken part."""
-        return self._handle.done()
+        """Whether all ranks have taken part, or one has left the job."""
+        return self._handle is None or self._handle.done()
 
     def difference(self) -> str | None:
         """Return a parameter that differs, by name, if there is one: the same on every rank.
@@ -48,6 +55,8 @@ class Comparison:
         None, too, where a rank has left the job meanwhile. That does not fail the caller's step:
         the next operation that needs the rank says so.
         """
+        if self._handle is None:
+            return None
         try:
             most, least = self._handle.wait().chunk(2)
         except (PeerLost, EngineClosed):
