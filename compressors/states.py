@@ -5,6 +5,7 @@ Arrays may be of any array module; ``Traits.gradient_units`` names those in unit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from ringlet.compressors.modifiers.residuals import broken, forget, plain, widen
 from ringlet.compressors.modifiers.residuals import rescale as rescale_narrow
 from ringlet.compressors.specs.parser import parse
 
+_OF_SUM = re.compile(re.escape(SECOND_STAGE) + "(0|[1-9][0-9]{0,17})")
 _MANY = 1 << 20  # elements of a tensor that nobody has
 
 
@@ -46,8 +48,9 @@ def carry_over(
     if _feeds_back(before) and _feeds_back(after):
         kept |= {"rows"}  # the residual of a table whose gradient is sparse
         units |= {"residual"}
-        state.update(_with_sums(state, before))
-        for start in _sums(state, before):
+        if sums := _sums(state, before):
+            state["residual"] = _added(state["residual"], sums, 1.0)
+        for start in sums:
             part = state[f"{SECOND_STAGE}{start}"]
             forget(part)
             if not part.keys() - {"step"}:
@@ -248,16 +251,15 @@ def _sums(state: State, compressor: Compressor) -> dict[int, Any]:
     residual = plain(state).get("residual")
     if residual is None or not _feeds_back(compressor):
         return {}
-    found = {
-        int(key.removeprefix(SECOND_STAGE)): plain(part).get("residual")
-        for key, part in state.items()
-        if key.startswith(SECOND_STAGE)
-    }
-    return {
-        start: held
-        for start, held in found.items()
-        if held is not None and start + held.size <= residual.size
-    }
+    found = {}
+    for key, part in state.items():  # which a file may have told: anything
+        place = _OF_SUM.fullmatch(key)
+        if place is not None and isinstance(part, dict):
+            held: Any = plain(part).get("residual")
+            start, fits = int(place[1]), len(getattr(held, "shape", ())) == 1
+            if fits and start + held.size <= residual.size:
+                found[start] = held
+    return found
 
 
 def _added(residual: Any, sums: Mapping[int, Any], unit: float) -> Any:

@@ -254,6 +254,23 @@ def test_so_is_what_is_held_back_of_sums_of_shards(spec, size):
     assert told == []
 
 
+@pytest.mark.parametrize(
+    ("key", "held"),
+    [
+        ("x", np.ones(3, np.float32)), ("-3", np.ones(3, np.float32)), ("1.2", np.ones(3)),
+        ("1999", np.ones(3)), ("0", np.ones((2, 3))), ("0", 1.0), ("0", None), ("", np.ones(3)),
+        ("03", np.ones(3)), ("9" * 5000, np.ones(3)),
+    ],
+)  # fmt: skip
+def test_what_a_file_tells_of_sums_may_be_anything(key, held):
+    compressor, (state, _) = trained("int4 | ef")
+    before = state["residual"].copy()
+    for part in ({"residual": held}, held):
+        told = state | {f"stage2.{key}": part}
+        resize(told, compressor, 2, 2, average=True)
+        np.testing.assert_array_equal(told["residual"], before)
+
+
 @pytest.mark.parametrize(("after", "factor"), [("int8 | ef", 1.0), ("fp16 | ef", 0.25)])
 def test_another_spec_goes_on_with_what_is_held_back_of_sums(after, factor):
     _, (state, _) = trained("int4 | ef")

@@ -194,13 +194,19 @@ def case_shards_of_all_ranks_continue_bit_for_bit():
     assert "optimizer" not in str(told[0].message)
 
 
-def case_residuals_are_found_though_wrappers_have_come_or_gone():
-    started()
+def backward_with_feedback():
+    """Return the hook's state, and its model, after a backward pass that held something back."""
     own = layers()
     wrapped = DistributedDataParallel(own)
     state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters())
     wrapped.register_comm_hook(state, hook)
     wrapped(numbers(0)).square().mean().backward()
+    return state, wrapped
+
+
+def case_residuals_are_found_though_wrappers_have_come_or_gone():
+    started()
+    state, _ = backward_with_feedback()
     kept, norm = state.state_dict(), state.residual_norm()
     everybodys = hvd.allgather_object(kept)
     for way in ("own", "sharded"):
@@ -394,14 +400,10 @@ def case_another_process_group_than_the_jobs():
 
 def case_a_model_that_is_gone_leaves_no_residuals():
     started()
-    own = layers()
-    wrapped = DistributedDataParallel(own)
-    state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters())
-    wrapped.register_comm_hook(state, hook)
-    wrapped(numbers(0)).square().mean().backward()
+    state, wrapped = backward_with_feedback()
     states = list(state._states().values())
     assert any("residual" in each for each in states)
-    del own, wrapped, state, hook
+    del wrapped, state
     limit = time.monotonic() + 30  # the engine's thread may not have returned from the last bucket
     while any(states) and time.monotonic() < limit:
         gc.collect()
