@@ -324,13 +324,19 @@ def test_neither_can_be_copied_or_saved_whole(kind):
     ringlet.run(train, np=1, transport="local")
 
 
+def after_a_step():
+    """Return a model and the OneBitAdam that has taken its first step."""
+    model, loss = problem()
+    made = hvd.OneBitAdam(model.named_parameters())
+    loss().backward()
+    made.step()
+    return model, made
+
+
 def test_a_checkpoint_of_onebit_adam_without_weight_decay_is_loaded():
     def train():
         hvd.init()
-        model, loss = problem()
-        made = hvd.OneBitAdam(model.named_parameters())
-        loss().backward()
-        made.step()
+        _, made = after_a_step()
         old = made.state_dict()
         for name in ("weight_decay", "decoupled_weight_decay"):
             del old["param_groups"][0][name]
@@ -344,10 +350,7 @@ def test_a_checkpoint_of_onebit_adam_without_weight_decay_is_loaded():
 def test_a_checkpoint_of_onebit_adam_without_steps_is_refused_whole():
     def train():
         hvd.init()
-        model, loss = problem()
-        made = hvd.OneBitAdam(model.named_parameters())
-        loss().backward()
-        made.step()
+        model, made = after_a_step()
         old = copy.deepcopy(made.state_dict())
         before = made.steps, made.state[model.weight]["exp_avg"].clone()
         for state in old["state"].values():
