@@ -8,9 +8,9 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
-# Files at a time, each with processes of its own. More than cores pays, until tests run out of time.
+# Files at a time, each with processes of its own. One more than 2 cores pays: tests wait for each other too.
 # A process that crashes ends the run: with another in its place pytest-xdist waits for ever.
-JOBS ?= 2
+JOBS ?= 3
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
