@@ -5,9 +5,9 @@
 
 Every host is a network namespace of its own with one interface, ``v0``; the bridge has one too, so
 nothing here touches the machine's network. ``tc tbf`` shapes what a host sends and what it
-receives. A link that loses packets is two TAP devices and a process that copies between them, all
-but those that it drops: the kernel's own ``netem`` is rarely there. Needs root and iproute2;
-``unavailable`` says what is missing.
+receives. A link that loses packets or delays them is two TAP devices and a process that copies
+between them: the kernel's own ``netem`` is rarely there. Needs root and iproute2; ``unavailable``
+says what is missing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,17 +40,21 @@ TUN = "/dev/net/tun"
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 CLONE_NEWNET = 0x40000000
 BURST_KB = 256  # kilobytes; a quarter of it halves the throughput
+LONG_FRAMES = 9000  # bytes; copying takes a sixth of the processor time then
 
 
-def unavailable(loss: bool = False) -> str | None:
-    """Say why there can be no namespaces here, with links that lose packets; None if there can."""
+def unavailable(copied: bool = False) -> str | None:
+    """Say why there can be no namespaces here, None if there can.
+
+    ``copied`` asks for links that lose packets or delay them too.
+    """
     if os.geteuid() != 0:
         return "needs root to make network namespaces"
     for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
             return f"needs {program} (iproute2, util-linux)"
-    if loss and not os.access(TUN, os.R_OK | os.W_OK):
-        return f"needs {TUN} to lose packets"
+    if copied and not os.access(TUN, os.R_OK | os.W_OK):
+        return f"needs {TUN} to lose packets, or to delay them"
     probe = f"{PREFIX}-{os.getpid()}-probe"
     if _ip("netns", "add", probe, check=False):
         return "may not make network namespaces here"
@@ -62,17 +67,22 @@ class Hosts:
 
     A context manager; afterwards nothing is left, and processes still in the namespaces are
     killed. Rates are megabits a second, for each direction by itself. So is ``loss``: the
-    probability that a link loses a packet.
+    probability that a link loses a packet. A packet from host to host takes ``delay`` seconds, half
+    of it on either link.
     """
 
-    def __init__(self, count: int, mbit: float | None = None, loss: float = 0.0) -> None:
+    def __init__(
+        self, count: int, mbit: float | None = None, loss: float = 0.0, delay: float = 0.0
+    ) -> None:
         if not 0 < count < 250:
             raise ValueError(f"a rig has 1 to 249 hosts, not {count}")
         if mbit is not None and mbit <= 0:
             raise ValueError(f"a link carries more than 0 Mbit/s, not {mbit}")
         if not 0 <= loss < 1:
             raise ValueError(f"a link loses a part of all packets from 0 to below 1, not {loss}")
-        self.mbit, self._loss = mbit, loss
+        if delay < 0:
+            raise ValueError(f"packets take no less than 0 s, not {delay}")
+        self.mbit, self._loss, self._delay = mbit, loss, delay
         self._copier: subprocess.Popen[bytes] | None = None
         self.names = [f"node{i}" for i in range(count)]
         self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
@@ -143,7 +153,7 @@ class Hosts:
             port = f"p{i}"
             _ip("netns", "add", namespace)
             _ip("-n", namespace, "link", "set", "lo", "up")
-            if self._loss:
+            if self._loss or self._delay:
                 _ip("-n", self._bridge, "tuntap", "add", "dev", port, "mode", "tap")
                 _ip("-n", namespace, "tuntap", "add", "dev", INTERFACE, "mode", "tap")
             else:
@@ -151,15 +161,19 @@ class Hosts:
                 _ip("-n", self._bridge, "link", "add", port, "type", "veth", *peer)
             _ip("-n", self._bridge, "link", "set", port, "master", "br0", "up")
             _ip("-n", namespace, "addr", "add", f"{self.addresses[i]}/24", "dev", INTERFACE)
+            if self._delay:
+                for where, device in ((namespace, INTERFACE), (self._bridge, port)):
+                    _ip("-n", where, "link", "set", device, "mtu", str(LONG_FRAMES))
             _ip("-n", namespace, "link", "set", INTERFACE, "up")
             control = "/proc/sys/net/ipv4/tcp_congestion_control"
             _ip("netns", "exec", namespace, "sh", "-c", f"echo {CONGESTION_CONTROL} > {control}")
             if self.mbit is not None:
                 for where, device in ((namespace, INTERFACE), (self._bridge, port)):
                     _shape(where, device, self.mbit)
-        if self._loss:
+        if self._loss or self._delay:
+            how = [str(self._loss), str(self._delay / 2)]
             where = [self._bridge, *self._namespaces]
-            command = [sys.executable, "-I", "-S", __file__, str(self._loss), *where]
+            command = [sys.executable, "-I", "-S", __file__, *how, *where]
             self._copier = subprocess.Popen(command, stdout=subprocess.PIPE)
             assert self._copier.stdout is not None
             if self._copier.stdout.readline() != b"ready\n":
@@ -227,23 +241,30 @@ def _sweep() -> None:
                 _remove(path.name)
 
 
-def _copy(loss: float, bridge: str, namespaces: Sequence[str]) -> None:
-    """Copy packets between the ends of each host's link, but for some; never returns."""
+def _copy(loss: float, delay: float, bridge: str, namespaces: Sequence[str]) -> None:
+    """Copy packets between the ends of each host's link, late, but for some; never returns."""
     other: dict[int, int] = {}
     ready = select.epoll()
     for i, namespace in enumerate(namespaces):
         ends = _tap(namespace, INTERFACE), _tap(bridge, f"p{i}")
         other |= {ends[0]: ends[1], ends[1]: ends[0]}
         for end in ends:
+            os.set_blocking(end, False)
             ready.register(end, select.EPOLLIN)
     print("ready", flush=True)
     draw = random.Random(0).random
+    held: deque[tuple[float, int, bytes]] = deque()  # when a packet is due, where, and itself
     while True:
-        for end, _ in ready.poll():
+        now = time.monotonic()
+        while held and held[0][0] <= now:
+            _, end, packet = held.popleft()
             with contextlib.suppress(OSError):  # a device that is down
+                os.write(end, packet)
+        for end, _ in ready.poll(max(0.0, held[0][0] - now) if held else None):
+            with contextlib.suppress(OSError):
                 packet = os.read(end, 1 << 16)
                 if draw() >= loss:
-                    os.write(other[end], packet)
+                    held.append((time.monotonic() + delay, other[end], packet))
 
 
 def _tap(namespace: str, device: str) -> int:
@@ -258,4 +279,4 @@ def _tap(namespace: str, device: str) -> int:
 
 
 if __name__ == "__main__":
-    _copy(float(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    _copy(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:])

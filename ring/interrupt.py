@@ -24,6 +24,7 @@ from ringlet.ring.communicator import Communicator
 
 _ESTABLISHED = 1  # state of a TCP connection, in Linux's numbers
 _SO_ATTACH_FILTER, _RETURN = 26, 6  # of Linux: a socket's packet filter, and its instruction
+_MIN_RTT, _UNKNOWN = 148, 0xFFFFFFFF  # where tcp_info holds microseconds, and what if it does not
 
 
 class Interruptible(Protocol):
@@ -94,6 +95,18 @@ class Connections:
     def to(self, rank: int) -> list[int]:
         """Return the descriptors of the connections to ``rank``."""
         return [descriptor for descriptor, other in self._ranks.items() if other == rank]
+
+    def round_trip(self) -> float:
+        """Return the seconds to the farthest end and back: of each the least that was seen.
+
+        0 where the system does not tell.
+        """
+        least = [0]
+        for descriptor in filter(self._is_open, self._known):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+                told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
+                least += struct.unpack_from("I", told.ljust(_MIN_RTT + 4, b"\0"), _MIN_RTT)
+        return max(each for each in least if each != _UNKNOWN) / 1e6
 
     def severed(self) -> list[int]:
         """Return the ranks at the other ends of connections that have ended, ascending."""

@@ -24,6 +24,7 @@ from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
 from ringlet.ring.transports.process_group import TAG, ProcessGroupCommunicator
 
 DESCRIPTORS = 1 << 16  # that a rank may have open, if the system lets it
+LONGEST = 0.5  # seconds that a message takes, whatever a rank may say
 
 
 class GlooCommunicator(ProcessGroupCommunicator):
@@ -63,10 +64,13 @@ class GlooCommunicator(ProcessGroupCommunicator):
         _alive.add(self)
         if size > 1:
             self._connect()
-            here = json.dumps([socket.gethostname(), self._connections.ends()])
-            hosts, ends = zip(*map(json.loads, self.allgather_bytes(here.encode())), strict=True)
-            self._connections.introduce(ends)
+            connections = self._connections
+            here = json.dumps([socket.gethostname(), connections.ends(), connections.round_trip()])
+            told = map(json.loads, self.allgather_bytes(here.encode()))
+            hosts, ends, trips = zip(*told, strict=True)
+            connections.introduce(ends)
             self._spread = len(set(hosts)) == size
+            self._delay = min(LONGEST, max(trips) / 2)
 
     def _subset(self, ranks: list[int]) -> GlooCommunicator | None:
         self._asked += 1

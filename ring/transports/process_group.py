@@ -6,6 +6,10 @@ all-to-all let all ranks send to one at once, which takes 1.4 times the wire's t
 So large sums go to gloo's ring; the rest is made of sends and receives, and what gloo cannot
 reduce, or is small, is combined here in rank order.
 
+A message of gloo's takes two journeys, as the receiver says first that it is ready, and its ring of
+n ranks takes 2 (n - 1) messages one after the other. Between sites that is most of a step: where
+messages take long, sums of up to 1 MiB are made here, by ranks that send to each other directly.
+
 gloo ends the process when ranks disagree about a length: agree before you call. It does not tell
 who waits for a message that had begun to arrive when its connection ended: that ends here.
 """
@@ -17,7 +21,7 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, islice, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -33,6 +37,10 @@ SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats 
 WINDOW = 1 << 20  # bytes under way at once
 LOOK = timedelta(seconds=0.5)  # between two looks whether the connections still stand
 TURN = 1 << 18  # bytes that one collective sends before another one's turn, between hosts
+FAR = 2e-3  # seconds to the farthest rank from which the number of messages matters most,
+FAR_SMALL = 1 << 20  # bytes up to which it does: not by how much, or runs would differ in rounding
+FAR_BYTES = 12_500_000  # a second, as lines between sites carry them
+FAR_TURN = 2 * 125_000_000  # bytes of a turn for each second that a message takes
 BOTH = (ReduceOp.SUM, ReduceOp.PRODUCT)  # do not depend on the sign an integer is read with
 ALL = (*BOTH, ReduceOp.MIN, ReduceOp.MAX)
 # What gloo reduces, as which type, and for which operations. Its minima of floats lose NaNs.
@@ -62,6 +70,7 @@ class ProcessGroupCommunicator(Communicator):
         self._scratch = Scratch()
         self._tag = TAG
         self._spread = False  # whether every rank is known to be on a host of its own
+        self._delay = 0.0  # seconds to the farthest rank, if known; the same on all ranks
 
     @abstractmethod
     def _release(self) -> None:
@@ -75,12 +84,15 @@ class ProcessGroupCommunicator(Communicator):
         # Small buffers are combined by all ranks at once, large ones around gloo's ring.
         if buffer.size == 0:
             return
-        if op in BOTH and buffer.nbytes * self.size <= SMALL:
+        direct = self._far and buffer.nbytes <= FAR_SMALL
+        # Far away a second stage takes as long as it saves where all that one gathers is this much.
+        most = max(SMALL, int(2 * self._delay * FAR_BYTES)) if direct else SMALL
+        if op in BOTH and buffer.nbytes * self.size <= most:
             pieces = self._scratch.take(buffer.size * self.size, buffer.dtype)
             self._allgather(buffer, pieces, [buffer.size] * self.size)
             combine(np.split(pieces, self.size), [buffer], op, name)
             return
-        if not self.reduces(op, name):
+        if direct or not self.reduces(op, name):
             combine_everywhere(self, buffer, op, name, self._scratch)
             return
         options = self._dist.AllreduceOptions()
@@ -98,6 +110,10 @@ class ProcessGroupCommunicator(Communicator):
             return False
         return op in NATIVE.get(dtype, ("", ()))[1]
 
+    @property
+    def _far(self) -> bool:
+        return self._delay >= FAR
+
     def sums_in_float32(self, dtype: str) -> bool:
         """Whether this has to sum ``dtype`` itself."""
         return not self.reduces(ReduceOp.SUM, dtype)
@@ -112,7 +128,7 @@ class ProcessGroupCommunicator(Communicator):
         outgoing, incoming = self._bytes(send), self._bytes(receive)
         pieces = [incoming[place] for place in places]
         receive.view(np.uint8)[places[self.rank]] = send.view(np.uint8)
-        if receive.nbytes <= WINDOW:
+        if receive.nbytes <= WINDOW or self._far:
             self._wait(
                 "allgather", lambda group: self._trade(group, [outgoing] * self.size, pieces)
             )
@@ -128,7 +144,8 @@ class ProcessGroupCommunicator(Communicator):
                 for start in range(0, longest, most):
                     part = slice(start, start + most)
                     send, receive = pieces[gone][part], pieces[coming][part]
-                    _complete(self._begin(group, right, send, left, receive))
+                    works = self._receive(group, left, receive)
+                    _complete(works + self._send(group, right, send))
 
         self._wait("allgather", pass_on)
 
@@ -151,29 +168,34 @@ class ProcessGroupCommunicator(Communicator):
         Ranks meet in shifts, each with one partner in either direction: many senders to one
         receiver at once lose packets. Shifts that are small together are not waited for.
         """
-        works: list[Any] = []
         longest = max(map(len, (*sends, *receives)))
-        most, window = (TURN, TURN) if self._spread else (max(1, longest), WINDOW)
-        waiting = 0
+        turn = max(TURN, int(self._delay * FAR_TURN))
+        most, window = (turn, turn) if self._spread else (max(1, longest), WINDOW)
+        shifts = []  # to whom, what, from whom, into what
         for start, shift in product(range(0, longest, most), range(1, self.size)):
             to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
             part = slice(start, start + most)
-            send, receive = sends[to][part], receives[source][part]
-            works += self._begin(group, to, send, source, receive)
+            shifts.append((to, sends[to][part], source, receives[source][part]))
+        # Begun one by one below: who is far away hears a shift in advance that this rank is ready.
+        receiving = (self._receive(group, source, piece) for _, _, source, piece in shifts)
+        begun = list(islice(receiving, int(self._far)))
+        works: list[Any] = []
+        waiting = 0
+        for to, send, _, receive in shifts:
+            begun += islice(receiving, 1)
+            works += begun.pop(0) + self._send(group, to, send)
             waiting += len(send) + len(receive)
             if waiting > window:
                 _complete(works)
                 waiting = 0
         _complete(works)
 
-    def _begin(self, group: Any, to: int, send: Any, source: int, receive: Any) -> list[Any]:
-        """Start to send and to receive what is not empty; both ends know which pieces are."""
-        works = []
-        if len(receive):
-            works.append(group.recv([receive], source, self._tag))
-        if len(send):
-            works.append(group.send([send], to, self._tag))
-        return works
+    def _receive(self, group: Any, source: int, piece: Any) -> list[Any]:
+        """Start to receive what is not empty; both ends know which pieces are."""
+        return [group.recv([piece], source, self._tag)] if len(piece) else []
+
+    def _send(self, group: Any, to: int, piece: Any) -> list[Any]:
+        return [group.send([piece], to, self._tag)] if len(piece) else []
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         if buffer.size == 0:

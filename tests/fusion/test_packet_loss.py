@@ -12,7 +12,7 @@ import netns
 import pytest
 
 pytest.importorskip("torch")
-missing = netns.unavailable(loss=True)
+missing = netns.unavailable(copied=True)
 pytestmark = [
     pytest.mark.preloaded("torch"),
     pytest.mark.skipif(missing is not None, reason=str(missing)),

@@ -44,10 +44,10 @@ def processes(commands):
             process.communicate()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_table_of_cases(size, tmp_path):
-    out = tmp_path / "digests.json"
-    commands = [(WORKER, "gloo", out, tmp_path / "store", rank, size) for rank in range(size)]
+@pytest.mark.parametrize(("size", "delay"), [(2, 0), (4, 0), (4, 0.01)])
+def test_the_table_of_cases(size, delay, tmp_path):
+    out, store = tmp_path / "digests.json", tmp_path / "store"
+    commands = [(WORKER, "gloo", out, store, rank, size, delay) for rank in range(size)]
     with processes(commands) as ranks:
         outputs = [process.communicate(timeout=240)[0] for process in ranks]
         assert [process.returncode for process in ranks] == [0] * size, "\n".join(outputs)
@@ -56,6 +56,10 @@ def test_the_table_of_cases(size, tmp_path):
     exact = [case for case in local if any(f"dtype='{name}'" in case for name in INTEGERS)]
     assert len(exact) > 150
     assert {case: digests[case] for case in exact} == {case: local[case] for case in exact}
+    if delay:  # sums of up to 1 MiB are made in rank order then
+        small = [case for case in local if case.startswith("Case") and "n=1200011" not in case]
+        assert len(small) > 250
+        assert {case: digests[case] for case in small} == {case: local[case] for case in small}
 
 
 def test_survivors_of_a_killed_rank_raise_peer_lost(tmp_path):

@@ -35,6 +35,18 @@ def pair() -> Iterator[tuple[Connections, socket.socket, Connections, socket.soc
 Pair = tuple[Connections, socket.socket, Connections, socket.socket]
 
 
+def test_how_far_the_other_end_is(pair: Pair) -> None:
+    near, one, far, other = pair
+    one.sendall(b"x")
+    other.sendall(other.recv(1))
+    one.recv(1)
+    for end in (near, far):
+        assert 0 <= end.round_trip() < 0.1
+    one.close()
+    other.close()
+    assert near.round_trip() == Connections().round_trip() == 0
+
+
 def test_ranks_learn_who_is_at_the_other_end(pair: Pair) -> None:
     near, one, far, other = pair
     ends = [near.ends(), [], far.ends()]

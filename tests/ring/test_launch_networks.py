@@ -68,6 +68,40 @@ def test_hosts_with_networks_of_their_own(transport: str, by: str, mark: str) ->
         until(lambda: not marked(mark))
 
 
+FAR = """
+import numpy
+from ringlet.job import session
+session.init()
+comm = session.current()._comm
+sums = [numpy.full(n, comm.rank + 1, numpy.float32) for n in (7, 100_000, 1 << 20)]
+for x in sums:
+    comm.allreduce(x)
+    assert (x == 6).all()
+gathered = numpy.empty(3 * 300_000, numpy.float32)
+comm.allgather(sums[0].repeat(300_000)[:300_000] + comm.rank, gathered)
+assert (gathered.reshape(3, -1) == numpy.arange(6, 9)[:, None]).all()
+print(comm._delay, comm._far)
+session.shutdown()
+"""
+
+
+@pytest.mark.skipif(netns.unavailable(copied=True) is not None, reason=f"needs {netns.TUN}")
+@needs_torch
+def test_ranks_know_that_others_are_far_away() -> None:
+    with netns.Hosts(3, delay=0.02) as hosts:
+        options = ["-H", hosts.slots(1), "--rsh", hosts.rsh, "--transport", "gloo", "--no-prefix"]
+        network = ["--network-interface", "v0"]
+        command = [*RINGLET, *options, *network, sys.executable, "-c", FAR]
+        done = subprocess.run(
+            hosts.command(0, command), capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    (told,) = set(done.stdout.splitlines())  # the same on all ranks
+    delay, far = told.split()
+    assert far == "True"
+    assert 0.02 <= float(delay) < 0.2
+
+
 @needs_hosts
 @needs_torch
 def test_a_host_without_the_interface_says_so() -> None:

@@ -88,7 +88,7 @@ COUNTED = (
 )
 
 
-@pytest.mark.skipif(netns.unavailable(loss=True) is not None, reason=f"needs {netns.TUN}")
+@pytest.mark.skipif(netns.unavailable(copied=True) is not None, reason=f"needs {netns.TUN}")
 def test_links_lose_the_share_of_packets_asked_for() -> None:
     with netns.Hosts(2, loss=0.1) as hosts:
         python = [sys.executable, "-I", "-S", "-c"]

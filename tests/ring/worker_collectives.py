@@ -265,6 +265,8 @@ def main():
         rank, size = int(sys.argv[4]), int(sys.argv[5])
         store = FileStore(sys.argv[3], size)
         comm = GlooCommunicator(store, rank, size, timeout=60.0, host="127.0.0.1")
+        if float(sys.argv[6]):  # as between hosts that are far apart
+            comm._delay, comm._spread = float(sys.argv[6]), True
     digests = play_all(comm)
     if comm.rank == 0:
         with open(out, "w") as file:
