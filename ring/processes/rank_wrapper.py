@@ -169,6 +169,7 @@ class Wrapper:
         if self._hear():  # what came together with the job
             return 0
         while True:
+            over = self.code is not None and self.alone  # the wait sees all that was written
             ready = self._wait()
             for descriptor in [d for d in ready if d in self.streams]:
                 self._relay(descriptor)
@@ -188,7 +189,7 @@ class Wrapper:
             if self._questioned and (self.alone or not processes.is_stopped(self.group)):
                 self._questioned = False
                 self.channel.send(Kind.ALIVE)
-            if self.code is not None and self.alone and not self.done:
+            if over and not self.done:
                 if self.channel.pending < HIGH and not any(d in ready for d in self.streams):
                     self.streams.clear()  # nobody is left who could write
                 if not self.streams:

@@ -63,20 +63,27 @@ def test_a_full_disk_does_not_end_the_job(stream: int, tmp_path: Path) -> None:
     code = (
         "import os\nfor _ in range(50): os.write(%d, b'x' * 99 + b'\\n')\nos.write(%d, b'here\\n')"
     )
-    command = [*RUN, "-np", "2", "--no-prefix", *PYTHON, code % (stream, 3 - stream)]
-    with open("/dev/full", "w") as full:
+    with open(tmp_path / "full", "wb") as full:  # as a disk is that has room for 1000 bytes
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         pipes["stdout" if stream == 1 else "stderr"] = full.fileno()
-        done = subprocess.run(command, text=True, timeout=DEADLINE, check=False, **pipes)
+        done = subprocess.run(
+            [*RUN, "-np", "2", "--no-prefix", *PYTHON, code % (stream, 3 - stream)],
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+            **pipes,
+        )
     assert done.returncode == 0
+    assert (tmp_path / "full").read_bytes() == b"".join([b"x" * 99 + b"\n"] * 10)
     heard = (done.stderr if stream == 1 else done.stdout).splitlines()
     assert heard.count("here") == 2
     if stream == 1:
         notes = [line for line in heard if line.startswith("ringlet run: ")]
         assert notes == [
-            "ringlet run: the standard output: No space left on device; what cannot be written"
-            " there is dropped",
-            "ringlet run: output was dropped: 10000 bytes for the standard output",
+            "ringlet run: the standard output: File too large; what cannot be written there"
+            " is dropped",
+            "ringlet run: output was dropped: 9000 bytes for the standard output",
         ]
 
 
@@ -143,3 +150,48 @@ def test_files_of_an_earlier_run_are_replaced(tmp_path: Path) -> None:
         printer.close()
         assert (tmp_path / "real/rank.1/stdout").read_bytes() == text
     assert (tmp_path / "real/rank.0/stderr").read_bytes() == b"!"
+
+
+LATE = """
+import os, sys
+from ringlet.ring.processes import rank_wrapper
+from ringlet.ring.wire.launch_link import Kind
+
+class Link:  # to a launcher that lets go once the rank is done
+    pending, closed, own_address = 0, False, ""
+    def __init__(self):
+        self.heard, (self.end, self.other) = [], os.pipe()
+    def fileno(self):
+        return self.end
+    def flush(self):
+        pass
+    def receive(self):
+        yield Kind.RELEASE, b""
+    def send(self, kind, body=b""):
+        self.heard.append((kind, body))
+        if kind is Kind.DONE:
+            os.write(self.other, b"!")
+
+class Unlucky(rank_wrapper.Wrapper):  # the program writes and ends after each look at its pipes
+    def _wait(self):
+        ready = super()._wait() if self.code is not None else set()
+        if self.code is None:
+            os.waitid(os.P_PID, self.group, os.WEXITED | os.WNOWAIT)
+        return ready
+    def _hear(self):
+        return self.done and super()._hear()
+
+link = Link()
+command = [sys.executable, "-I", "-S", "-c", "print('late')"]
+job = {"command": command, "local_size": 1, "pmi": False}
+wrapper = Unlucky(link, job, {}, os.getppid())
+wrapper.start({})
+assert wrapper.run() == 0
+print(b"".join(body for kind, body in link.heard if kind is Kind.STDOUT).decode(), end="")
+"""
+
+
+def test_what_a_program_prints_while_it_ends_is_not_lost() -> None:
+    command = [sys.executable, "-c", LATE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert (done.returncode, done.stdout) == (0, "late\n"), done.stderr
