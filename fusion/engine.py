@@ -28,6 +28,7 @@ from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.negotiation.coordinator import Coordinator
 from ringlet.fusion.negotiation.stall_inspector import StallInspector
 from ringlet.fusion.observe.metrics_control import MetricsControl
+from ringlet.fusion.observe.probe import Network
 from ringlet.fusion.observe.timeline_control import Timelines
 from ringlet.fusion.process_set import levels_of
 from ringlet.fusion.queue.requester import Requester
@@ -48,6 +49,7 @@ class Engine:
     """Owns the communicator from now on. Made, and shut down, by all ranks together.
 
     Tensors lie in host memory, or at one of ``places``, whose memory the communicator moves.
+    ``network`` is what is known of it, for metrics: the same on every rank.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         open_control: OpenControl,
         limits: Limits | None = None,
         places: Sequence[Place] = (),
+        network: Network | None = None,
     ) -> None:
         self.comm = comm
         self.limits = limits = settled(limits or Limits(), comm)
@@ -73,7 +76,8 @@ class Engine:
         self._worker = Worker(comm, self._control, limits, self._tensor_queue, self._signal, places)
         life = self._life
         self.extensions = Extensions(comm, self._control, self._worker, self._expected, life.note)
-        self.timelines, self.metrics = Timelines(self.extensions), MetricsControl(self.extensions)
+        self.timelines = Timelines(self.extensions)
+        self.metrics = MetricsControl(self.extensions, network)
         self.tuning = LimitsControl(self.extensions, self._worker, self._use)
         if leads and limits.autotune:
             self.tuning.start(limits)

@@ -20,6 +20,7 @@ from typing import Any
 from ringlet.compressors.core.payload import WIRE_VERSION
 from ringlet.fusion import Engine, Limits
 from ringlet.fusion.devices.host import Place
+from ringlet.fusion.observe.probe import measure
 from ringlet.fusion.requests.series import Series
 from ringlet.job.link_settings import hierarchical, measured_link
 from ringlet.job.settings import limits_from, wishes_from
@@ -49,7 +50,7 @@ class Runtime:
 
     ``limits`` and ``wishes`` are rank 0's on every rank: "measure" asks for a measurement of the
     link between hosts, "hierarchical" for allreduces over two levels, "staged" for tensors on a GPU
-    to go through host memory even over NCCL.
+    to go through host memory even over NCCL, "network" for a look at the network, for metrics.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Runtime:
             comm = hierarchical(comm, self.topology)
         self.secret = agreed_key(comm, "objects", os.environ)  # signs what is pickled
         devices = [] if "staged" in wishes else places_of(comm.base)
-        self.engine = Engine(comm, open_control, limits, devices)
+        # Before any rank goes on: what its program does would be taken for the network.
+        network = measure(comm) if "network" in wishes else None
+        self.engine = Engine(comm, open_control, limits, devices, network)
         self.pid = os.getpid()
         self._comm = comm
         self._series: dict[tuple[str, int], Series] = {}

@@ -10,6 +10,7 @@ from ringlet.fusion import Limits
 from ringlet.fusion.autotune.choice import ALL, names
 from ringlet.fusion.limits import DIVISORS, UNKNOWN
 from ringlet.job.link_settings import MEASURE, parse_link
+from ringlet.metrics.switches import metrics_wanted
 from ringlet.ring.variables import (
     OFF,
     ON,
@@ -89,11 +90,15 @@ def _tuned(env: Mapping[str, str]) -> str:
 
 
 def wishes_from(env: Mapping[str, str]) -> set[str]:
-    """Read what a ``Runtime`` shall do besides: "measure" the link, be "hierarchical", "staged"."""
+    """Read what a ``Runtime`` shall do besides.
+
+    "measure" the link, be "hierarchical" or "staged", look at the "network" for metrics.
+    """
     asked = {
         "measure": env.get("RINGLET_LINK") == MEASURE,
         "hierarchical": _read(env, "HIERARCHICAL_ALLREDUCE", read_flag, False),
         "staged": read_flag("RINGLET_STAGED", env.get("RINGLET_STAGED", "")),
+        "network": metrics_wanted(env),
     }
     return {wish for wish, is_asked in asked.items() if is_asked}
 

@@ -11,6 +11,11 @@ from ringlet.ring.communicator import Topology
 from ringlet.ring.variables import given, read_flag, read_whole
 
 
+def metrics_wanted(env: Mapping[str, str]) -> bool:
+    """Whether ``env`` asks for metrics on its rank, rank 0's at least."""
+    return any(env.get(f"RINGLET_{name}") for name in ("METRICS", "PROMETHEUS", "TENSORBOARD"))
+
+
 def switch_on(engine: Engine, topology: Topology, env: Mapping[str, str]) -> None:
     """Start the timeline and the metrics that ``env`` asks for; rank 0 alone, where not said.
 

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 class MetricsControl:
-    """One rank's end; metrics may be on for any ranks. Each ``start`` makes a recording."""
+    """One rank's end; metrics may be on for any ranks. Each ``start`` makes a recording.
 
-    def __init__(self, extensions: Extensions) -> None:
-        self._extensions = extensions
-        self._network: Network | None = None
+    ``network`` is None until somebody has measured it.
+    """
+
+    def __init__(self, extensions: Extensions, network: Network | None = None) -> None:
+        self._extensions, self._network = extensions, network
         self._recordings: list[Recording] = []
         extensions.on_announced("network.measure", self._measure)
         extensions.before_shutdown(self._stop_all)

@@ -104,6 +104,7 @@ def test_without_a_word_nothing_is_known_and_nothing_done():
     assert wishes_from({"RINGLET_LINK": "measure"}) == {"measure"}
     assert wishes_from({"RINGLET_STAGED": "1", "RINGLET_LINK": "1ms,1Gbit/s"}) == {"staged"}
     assert wishes_from({"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}) == {"hierarchical"}
+    assert wishes_from({"RINGLET_METRICS": "run.jsonl"}) == {"network"}
 
 
 def test_a_measured_link_is_the_same_power_of_two_on_every_rank(hosts, monkeypatch):

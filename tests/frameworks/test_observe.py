@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import socket
+import threading
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
@@ -15,6 +16,8 @@ import ringlet.job.session as runtime_module
 from ringlet.__main__ import main
 from ringlet.compressors import parse
 from ringlet.fusion import Request
+from ringlet.fusion.extensions import ENGINE_THREAD
+from ringlet.fusion.observe import probe
 from ringlet.job.observation import start_timeline, stop_timeline, timeline_span
 from ringlet.metrics.prometheus import MOST, Prometheus, serve
 from ringlet.observe import start_metrics, step_skipped
@@ -68,6 +71,24 @@ def test_the_environment_switches_everything_on(tmp_path, monkeypatch):
         assert (run.facts["rank"], run.facts["size"], len(run.steps)) == (rank, 2, 4)
         assert len(run.layers) == 2
         assert list((tmp_path / "board" / f"rank{rank}").glob("events*"))
+
+
+def test_no_rank_goes_on_while_init_measures_the_network(tmp_path, monkeypatch):
+    """A program that computes meanwhile made the network look ten times as slow as it is."""
+    monkeypatch.setenv("RINGLET_METRICS", str(tmp_path / "run.jsonl"))
+    by = []
+
+    def noted(call, timed=probe._timed):
+        by.append(threading.current_thread().name)
+        return timed(call)
+
+    monkeypatch.setattr(probe, "_timed", noted)
+    ranks(2, lambda rank: train())
+    assert by
+    assert not [name for name in by if name.startswith(ENGINE_THREAD)]
+    run = read(tmp_path / "run.jsonl")
+    assert run.facts["network"]["latency_s"] >= 0
+    assert run.without > 0
 
 
 @pytest.mark.parametrize(
