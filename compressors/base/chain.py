@@ -39,9 +39,12 @@ class Chain(Compressor, joins=True):
 
     def validate(self) -> None:
         """Refuse what cannot be chained."""
-        for side in (self.first, self.second):
+        for side, other in ((self.first, self.second), (self.second, self.first)):
             if not side.is_bound():
-                raise CompressorError(f"{side.label()!r} modifies what stands to its left: {self}")
+                turned = f"; write '{other} | {side}'" if other.is_bound() else ""
+                raise CompressorError(
+                    f"{side.label()!r} modifies what stands to its left: {self}{turned}"
+                )
         rounds = [side.traits().combine == "rounds" for side in (self.first, self.second)]
         if all(rounds):
             self._validate_rounds()

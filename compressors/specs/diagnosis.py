@@ -12,6 +12,7 @@ _TOKEN = re.compile(
 _FILE = re.compile(
     r"""'[^']*'|"[^"]*"|(?P<path>([A-Za-z]:)?[^\s|()'":]*[/\\][^\s|()'":]*):(?P<name>\w+)"""
 )
+BRACKETS = "options stand in brackets, as in 'topk(ratio=0.01)'"
 HELP = "expected a compressor such as 'int8' or 'topk(ratio=0.01)', joined by '|'"
 
 
@@ -38,7 +39,10 @@ def diagnose(text: str, offset: int) -> tuple[int, str]:
     for match in _TOKEN.finditer(text):
         token, column = match["word"] or match["sign"], match.start(match.lastgroup or 0)
         inside = bool(opened) and opened[-1][1]
-        found = _quote(token) or _pair(before, token, inside, match["word"] is not None)
+        word = match["word"] is not None
+        if word and not inside and text[match.end() :].lstrip().startswith("="):
+            return column, BRACKETS
+        found = _quote(token) or _pair(before, token, inside, word)
         if found is not None:
             reason, here = found
             return (column if here else at), reason
@@ -73,6 +77,11 @@ def _pair(before: str, token: str, inside: bool, word: bool) -> tuple[str, bool]
         return "a compressor is missing behind this '|'; write one there, or leave '|' away", False
     if token == ")" and before == "(" and not inside:
         return "nothing stands between these '(' and ')'; write a compressor", False
+    if token == "%" and inside and before.replace(".", "", 1).isdecimal():
+        share = float(before) / 100
+        return f"an option's value is a number, not a percentage; write {share:g}", True
+    if word and before == ":":
+        return ("an option is written as in 'ratio=0.01'" if inside else BRACKETS), False
     if token in (",", ")") and before == "=":
         return "an option has no value; write for example 'ratio=0.01'", False
     if word and (_is_word(before) or before == ")"):

@@ -104,8 +104,12 @@ def _build(node: ast.expr, text: str, imports: bool) -> Compressor:
                 raise _at(text, _column(keyword, text), f"{keyword.arg!r} is given twice")
             options[keyword.arg] = _literal(keyword.value, text)
         return _make(node.func, arguments, options, text, imports)
-    if isinstance(node, (ast.BinOp, ast.Tuple)):
-        first = node.left if isinstance(node, ast.BinOp) else node.elts[0]
+    if isinstance(node, ast.Constant) and node.value is None:
+        raise _at(text, _column(node, text), "write 'none' for no compression")
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        raise _at(text, _column(node, text), f"leave the quotes away: {node.value}")
+    if isinstance(node, (ast.BinOp, ast.Compare)) or (isinstance(node, ast.Tuple) and node.elts):
+        first = node.elts[0] if isinstance(node, ast.Tuple) else node.left
         end = len(text.encode()[: first.end_col_offset].decode()) if first.end_col_offset else 0
         end += len(text[end:]) - len(text[end:].lstrip(" )"))
         raise _at(text, end, f"compressors are joined by '|', not by {text[end : end + 1]!r}")

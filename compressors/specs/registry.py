@@ -21,6 +21,17 @@ C = TypeVar("C", bound=Compressor)
 
 _registered: dict[str, type[Compressor]] = {}
 _revision = 0
+# What others call what is here; by its letters alone float32 would be taken for float16.
+_ALSO_CALLED = {
+    "float": "none",
+    "float32": "none",
+    "fp32": "none",
+    "half": "fp16",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "error_feedback": "ef",
+    "dgc": "topk(ratio=0.001) | momentum_correction",
+}
 
 
 def register(name: str) -> Callable[[type[C]], type[C]]:
@@ -70,7 +81,8 @@ def lookup(name: str, imports: bool = True) -> type[Compressor]:
     if found:
         return _load(found[0])
     known = names()
-    hint = did_you_mean(name, known) or "."
+    meant = _ALSO_CALLED.get(name.lower())
+    hint = f"; did you mean {meant!r}?" if meant else did_you_mean(name, known) or "."
     raise UnknownCompressor(
         f"unknown compressor {name!r}{hint} Known: {', '.join(known)}. A plugin's name is known "
         "once its module is imported; MODULE:NAME imports it"

@@ -106,6 +106,22 @@ def test_a_compressor_is_frozen():
         ("topk(**{})", SpecError, "** is not possible here"),
         ("fp16 | int8", SpecError, "summed on the wire"),
         ("", SpecError, "write 'none'"),
+        ("None", SpecError, "write 'none' for no compression"),
+        ("'topk'", SpecError, "leave the quotes away: topk"),
+        ("()", SpecError, "expected a compressor"),
+        (
+            "topk(ratio=10%)",
+            SpecError,
+            "not a percentage; write 0.1\n    topk(ratio=10%)\n    " + 13 * " " + "^",
+        ),
+        ("topk:0.01", SpecError, "options stand in brackets, as in 'topk(ratio=0.01)'"),
+        ("topk ratio=0.01", SpecError, "options stand in brackets, as in 'topk(ratio=0.01)'"),
+        ("topk(ratio: 0.01)", SpecError, "an option is written as in 'ratio=0.01'"),
+        ("topk > ef", SpecError, "joined by '|', not by '>'"),
+        ("ef | topk", SpecError, "modifies what stands to its left: ef | topk; write 'topk | ef'"),
+        ("fp32", UnknownCompressor, "did you mean 'none'?"),
+        ("Half", UnknownCompressor, "did you mean 'fp16'?"),
+        ("error_feedback", UnknownCompressor, "did you mean 'ef'?"),
     ],
 )
 def test_a_bad_spec_says_what_and_where(spec, kind, says):
