@@ -68,6 +68,10 @@ def broadcast_optimizer_state(
     parameters of an optimizer that has no state yet have gradients afterwards: zeros. ``model`` is
     accepted for Horovod's sake, and not needed.
     """
+    given: object = optimizer
+    if not isinstance(given, torch.optim.Optimizer):
+        kind = "its state_dict()" if isinstance(given, Mapping) else type(given).__name__
+        raise TypeError(f"pass the optimizer, not {kind}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS cannot be broadcast: it depends on a closure")
     runtime = current()

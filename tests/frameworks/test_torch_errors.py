@@ -63,6 +63,9 @@ def case_names():
         (named[:-1], "position 3, shape [3]"),
         ([*named, ("alias", named[0][1])], "one parameter several times: 0.weight, alias"),
         ([p for _, p in named], "tuples"),
+        ((pair for pair in ()), "empty: a generator serves once; call model.named_parameters()"),
+        (list(model().named_parameters()), "of another model than the optimizer's parameters"),
+        ("int8 | ef", "a spec goes behind it: compression='int8 | ef'"),
     ):
         with pytest.raises(ValueError, match="named_parameters") as told:
             wrap(m, names)
@@ -96,6 +99,29 @@ def case_arguments_of_the_wrong_kind():
         UserWarning, match="'bais', 'wieght' match no parameter, and compress nothing"
     ):
         hvd.DistributedOptimizer(sgd, own.named_parameters(), {"bais": "none", "wieght": "int8"})
+
+
+def case_states_that_are_none():
+    m = model()
+    optimizer = wrap(m)
+    for state in ({}, m.state_dict()):
+        with pytest.raises(ValueError, match=r"not what an optimizer.s state_dict\(\) gave"):
+            optimizer.load_state_dict(state)
+    with pytest.raises(TypeError, match=r"pass the optimizer, not its state_dict\(\)"):
+        hvd.broadcast_optimizer_state(optimizer.state_dict(), 0)
+    with pytest.raises(TypeError, match="pass the optimizer, not Sequential"):
+        hvd.broadcast_optimizer_state(m, 0)
+
+
+def case_a_model_that_is_converted_too_late():
+    m = model()
+    optimizer = wrap(m)
+    m.double()
+    with pytest.raises(TypeError, match="before DistributedOptimizer is made for it"):
+        m(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    hvd.barrier()  # a step that is given up elsewhere is another error
+    optimizer.abandon_step()
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
 
 
 def case_bad_compression():

@@ -38,6 +38,10 @@ def name_parameters(
             if p.requires_grad
         }
     named = named_pairs(named_parameters)
+    if trainable and not named:
+        raise ValueError(
+            "named_parameters is empty: a generator serves once; call model.named_parameters() anew"
+        )
     _refuse("named_parameters repeats names", _repeated(name for name, _ in named))
     twice = _repeated(id(p) for _, p in named)
     _refuse(
@@ -58,6 +62,11 @@ def name_parameters(
         for j, p in enumerate(params)
         if p.requires_grad and id(p) not in known
     ]
+    if unnamed and not held.intersection(known):
+        raise ValueError(
+            "named_parameters are of another model than the optimizer's parameters: make the "
+            "optimizer with the model that is trained, after whatever replaces its parameters"
+        )
     _refuse("the optimizer holds parameters that named_parameters does not name", unnamed)
     wanted = {id(p) for p in trainable}
     return {name: p for name, p in named if id(p) in wanted}
@@ -67,12 +76,15 @@ def named_pairs(named_parameters: Any) -> list[tuple[str, Any]]:
     """Return names with parameters. Raises ValueError for what is no ``named_parameters()``."""
     if isinstance(named_parameters, torch.nn.Module):
         raise ValueError("named_parameters must be model.named_parameters(), not the model")
+    if isinstance(named_parameters, str):
+        raise ValueError(
+            f"named_parameters must be model.named_parameters(), not {named_parameters!r}; "
+            f"a spec goes behind it: compression={named_parameters!r}"
+        )
     if isinstance(named_parameters, Mapping):
         named_parameters = named_parameters.items()
-    listed = isinstance(named_parameters, Iterable) and not isinstance(
-        named_parameters, str | torch.Tensor
-    )
-    named = list(named_parameters) if listed else [named_parameters]
+    one = isinstance(named_parameters, torch.Tensor) or not isinstance(named_parameters, Iterable)
+    named = [named_parameters] if one else list(named_parameters)
     if any(not (isinstance(pair, tuple) and len(pair) == 2) for pair in named):
         raise ValueError(
             "named_parameters must be (name, parameter) tuples, as model.named_parameters() gives"

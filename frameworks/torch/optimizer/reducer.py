@@ -646,7 +646,13 @@ class Reducer:
             self._rows.saw(name)
         values, result = self._handed.take(name, p)
         self._begin()
-        self._group.submit(name, values, result)
+        try:
+            self._group.submit(name, values, result)
+        except TypeError as error:
+            raise TypeError(
+                f"{error}. A model is converted, as by .double(), before DistributedOptimizer is "
+                "made for it"
+            ) from None
 
     def _reset(self) -> list[SparseHandle]:
         """Begin a new step; return what was being gathered."""

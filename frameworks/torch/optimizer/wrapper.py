@@ -239,6 +239,8 @@ class _Distributed:
         because a parameter, or its compressor, is another than when it was saved. Ranks that load
         on their own need ``broadcast_optimizer_state`` afterwards, as with any optimizer.
         """
+        if "param_groups" not in state_dict:
+            raise ValueError("no 'param_groups': this is not what an optimizer's state_dict() gave")
         given = dict(state_dict)
         kept: Mapping[str, Any] | None = given.pop(STATE_KEY, None)
         before = scale_in(given)
