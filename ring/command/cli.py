@@ -312,7 +312,10 @@ def _ranks(text: str, hosts: bool) -> int:
     if np < 1:
         raise UsageError(f"-np {np}: a job needs at least one rank")
     if np > most_ranks() and not hosts:
-        raise UsageError(f"-np {np}: more than {most_ranks()} ranks on this machine are refused")
+        raise UsageError(
+            f"-np {np}: more than {most_ranks()} ranks on this machine are refused; name hosts, as "
+            f"in -H localhost:{np}, if that is meant"
+        )
     return np
 
 
@@ -345,7 +348,10 @@ def check_command(command: Sequence[str], path: str | None) -> None:
     if os.path.isdir(name):
         raise UsageError(f"{name} is a directory, not a command", 126)
     if not os.path.isfile(name):
-        raise UsageError(f"command not found: {name}", 127)
+        first, *more = name.split(maxsplit=1) or [""]
+        quoted = bool(more) and shutil.which(first, path=path) is not None
+        hint = f"; without the quotes: {name}" if quoted else ""
+        raise UsageError(f"command not found: {name}{hint}", 127)
     # A file here: the usual slip is to leave out the interpreter.
     python = f"python {name}" if name.endswith(".py") else None
     direct = None if os.sep in name else f".{os.sep}{name}"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import signal
 import sys
 import time
@@ -146,7 +147,7 @@ class Driver:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         if verbose:
-            what, least = " ".join(self._command), self._rules.min_np
+            what, least = shlex.join(self._command), self._rules.min_np
             first = "1 rank" if self._rules.np == 1 else f"{self._rules.np} ranks"
             printer.note(f"{first} at first, at least {least}, over {self._transport}: {what}")
         with contextlib.ExitStack() as stack:

@@ -82,7 +82,10 @@ def seat(hosts: Sequence[Host], np: int) -> list[Seat]:
     slots = sum(host.slots for host in hosts)
     if np > slots:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise LaunchError(f"-np {np} needs {np} slots, but the hosts have {slots}: {listed}")
+        raise LaunchError(
+            f"-np {np} needs {np} slots, but the hosts have {slots}: {listed}; HOST:SLOTS says how "
+            "many ranks a host takes"
+        )
     seats: list[Seat] = []
     for host in hosts:
         taken = min(host.slots, np - len(seats))

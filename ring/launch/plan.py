@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,6 @@ class Plan:
     def __str__(self) -> str:
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         where = f" on {self.site.listed()}" if self.site.several else ""
-        command = " ".join(" ".join(self.command).split())  # one line, whatever is in it
+        command = " ".join(shlex.join(self.command).split())  # one line, whatever is in it
         shown = command if len(command) <= SHOWN else f"{command[:SHOWN]} ..."
         return f"{ranks}{where} over {self.transport}: {shown}"

@@ -77,4 +77,5 @@ def complaint(
     if site.several:
         where = f" on {', '.join(dict.fromkeys(ranks[rank].host for rank in missing))}"
     heard = f"; it said:\n{said}" if said else ""
-    return f"rank {', '.join(map(str, missing))}{where} did not start: {why}{heard}"
+    number = "rank" if len(missing) == 1 else "ranks"
+    return f"{number} {', '.join(map(str, missing))}{where} did not start: {why}{heard}"

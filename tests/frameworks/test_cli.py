@@ -48,7 +48,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["run", "-np", "0", "true"], "-np 0: a job needs at least one rank"),
         (["run", "--np", "-3", "true"], "-np -3: a job needs at least one rank"),
         (["run", "--num-proc", "x", "true"], "-np takes a number of ranks, not 'x'"),
-        (["run", "-np", "100000", "true"], "ranks on this machine are refused"),
+        (["run", "-np", "100000", "true"], "are refused; name hosts, as in -H localhost:100000"),
         (["run", "-np", "2", "--transport", "glo", "true"], "Did you mean 'gloo'?"),
         (["run", "-np", "2", "--transport", "local", "true"], "joins threads of one process"),
         (["run", "-np", "2", "--env", "A", "true"], "--env takes KEY=VALUE, not 'A'"),
@@ -80,6 +80,8 @@ def test_commands_that_cannot_be_started(
     assert said(capsys, *run, "no-such-command", code=127).endswith(
         "command not found: no-such-command\n"
     )
+    assert "; without the quotes: sh train.py" in said(capsys, *run, "sh train.py", code=127)
+    assert said(capsys, *run, " ", code=127).endswith("command not found:  \n")
     Path("train.py").write_text("print(1)")
     hint = "train.py is not executable; did you mean: python train.py"
     assert hint in said(capsys, *run, "train.py", code=126)
@@ -239,6 +241,12 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
             assert "\n" not in text
         else:
             assert re.fullmatch(r"1/2 first \(0\.0 s\)\n2/2 second \(0\.0 s\)\n", text)
+
+
+def test_what_is_started_is_told_as_a_shell_takes_it() -> None:
+    run = [SCRIPT, "run", "--gloo", "-np", "1", "true", "int4 | ef"]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.stderr == "ringlet run: 1 rank over gloo: true 'int4 | ef'\n"
 
 
 def test_the_rank_that_failed_first_has_the_last_word() -> None:

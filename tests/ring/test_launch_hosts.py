@@ -94,7 +94,7 @@ def test_seats_fill_host_after_host() -> None:
     seats = [Seat("a", 0, 2), Seat("a", 1, 2), Seat("b", 0, 2), Seat("b", 1, 2)]
     assert seat(hosts, 4) == seats
     assert seat(hosts, 1) == [Seat("a", 0, 1)]
-    with pytest.raises(LaunchError, match="-np 6 needs 6 slots, but the hosts have 5: a:2, b:3"):
+    with pytest.raises(LaunchError, match="-np 6 needs 6 slots, but the hosts have 5: a:2, b:3; HOST:SLOTS"):
         seat(hosts, 6)
 
 
@@ -238,7 +238,7 @@ def test_a_host_that_cannot_be_reached(ringlet: Begin, mark: str, transport: str
     job = ringlet("pass", transport, rsh="sh -c 'echo no route >&2; exit 255'")
     _, err = job.communicate(timeout=DEADLINE)
     assert job.returncode == 2
-    assert b"ringlet run: rank 2, 3 on 127.0.0.2 did not start: `sh -c" in err
+    assert b"ringlet run: ranks 2, 3 on 127.0.0.2 did not start: `sh -c" in err
     assert b"127.0.0.2 ...` ended with code 255; it said:\nno route" in err
     until(lambda: not marked(mark))
 
