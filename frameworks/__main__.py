@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
+import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,6 +16,8 @@ from typing import NoReturn
 from ringlet import __version__
 from ringlet.cli.commands import COMMANDS, grouped
 from ringlet.ring.errors import RingError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,13 +68,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f" Did you mean {near[0]!r}?" if near else f" Commands: {', '.join(COMMANDS)}"
         parser.error(f"unknown command {name!r}.{hint}")
+    try:
+        code = _run(name, given[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read the output, such as head, has enough of it
+        _write_no_more()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        _write_no_more()
+        print(f"ringlet {name}: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _run(name: str, arguments: list[str]) -> int:
     command = command_parser(name)
     try:
-        options = command.parse_args(given[1:])
+        options = command.parse_args(arguments)
     except RingError as error:
         command.error(str(error))
     code: int = import_module(COMMANDS[name][0]).main(options)
     return code
+
+
+def _write_no_more() -> None:
+    """Let what is still in the standard output's buffer go nowhere, or Python complains of it."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _whole() -> Parser:

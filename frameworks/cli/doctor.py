@@ -103,6 +103,7 @@ def main(options: argparse.Namespace) -> int:
             findings = _examined()
             print(json.dumps({"machine": _as_objects(findings)}, indent=1))
             return 0 if all(finding.good for finding in findings) else 1
+        size = size_of(options, hosts) if ranks else 0  # refused before anything is printed
         # Of several ranks the first prints the object, with what it finds on its own machine.
         good = options.json or _report(_examined())
         if not ranks:
@@ -116,7 +117,7 @@ def main(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         code = launch(
             command,
-            size_of(options, hosts),
+            size,
             options.transport,
             hosts=hosts,
             reach=reach_of(options),

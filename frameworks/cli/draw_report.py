@@ -38,9 +38,9 @@ def main(options: argparse.Namespace) -> int:
     """Write the report; return the exit code."""
     paths: list[Path] = options.metrics
     stem = "-".join(path.stem for path in paths)
-    output = options.output or paths[-1].with_name(f"{stem}.html")
     try:
         runs = [read(path) for path in paths]
+        output = options.output or paths[-1].with_name(f"{stem}.html")
         if len(runs) == 1:
             kind, sentence = verdict(runs[0])
             text = single_run.render(runs[0], paths[0].name)
@@ -55,6 +55,9 @@ def main(options: argparse.Namespace) -> int:
     except FileNotFoundError as error:
         remedy = "RINGLET_METRICS=run.jsonl makes a run write one"
         print(f"ringlet report: there is no file {error.filename}; {remedy}", file=sys.stderr)
+        return 2
+    except IsADirectoryError as error:
+        print(f"ringlet report: {error.filename} is a folder, not a file", file=sys.stderr)
         return 2
     except (OSError, NotARun) as error:
         print(f"ringlet report: {error}", file=sys.stderr)

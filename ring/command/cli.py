@@ -336,10 +336,12 @@ def _passed_on(text: str) -> tuple[str, str]:
     return key, value if equals else os.environ[key]
 
 
-def check_command(command: Sequence[str], path: str | None) -> None:
+def check_command(
+    command: Sequence[str], path: str | None, example: str = "ringlet run -np 2 python train.py"
+) -> None:
     """Raise UsageError unless ``command`` can be started with ``path`` as the search path."""
     if not command:
-        raise UsageError("a command is missing: ringlet run -np 2 python train.py")
+        raise UsageError(f"a command is missing: {example}")
     name = command[0]
     if not name:
         raise UsageError("the command is an empty string")

@@ -92,7 +92,8 @@ def main(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     command = command_of(options)
     env = {**options.tunables, **dict(map(assignment, options.env))}
-    check_command(command, {**os.environ, **env}.get("PATH"))
+    example = "ringlet node --slots 2 python train.py"
+    check_command(command, {**os.environ, **env}.get("PATH"), example)
     transport = check_transport(options.transport or "gloo", "--transport")
     reach = reach_of(options)
     here = found(options)

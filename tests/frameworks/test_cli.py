@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -241,6 +242,48 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
             assert "\n" not in text
         else:
             assert re.fullmatch(r"1/2 first \(0\.0 s\)\n2/2 second \(0\.0 s\)\n", text)
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out:
+        ended = subprocess.run(
+            [SCRIPT, "env"], stdout=out, stderr=subprocess.PIPE, check=False, timeout=60
+        )
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    full = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+    code = full + "from ringlet.__main__ import main; sys.exit(main(['env']))"
+    with (tmp_path / "out").open("wb") as out:
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=60,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == b"ringlet env: the output cannot be written: File too large\n"
+
+
+def test_an_interrupted_command_prints_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ringlet.cli.bug_report.main", interrupted)
+    assert main(["env"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_doctor_refuses_before_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "-np", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "ringlet doctor: -np 0: a job needs at least one rank\n")
 
 
 def test_what_is_started_is_told_as_a_shell_takes_it() -> None:

@@ -91,6 +91,13 @@ def test_no_rank_goes_on_while_init_measures_the_network(tmp_path, monkeypatch):
     assert run.without > 0
 
 
+def test_a_folder_is_no_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (".", str(tmp_path)):
+        assert main(["report", name]) == 2
+        assert capsys.readouterr().err == f"ringlet report: {name} is a folder, not a file\n"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

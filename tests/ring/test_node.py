@@ -167,7 +167,7 @@ def test_a_first_node_that_does_not_come_is_said():
         (["--nodes", "two", "true"], "--nodes takes a number of at least 1, not 'two'"),
         (["--port", "70000", "true"], "--port takes a number"),
         (["--nodes", "2", "--node", "0", "--first", "x", "true"], "RINGLET_SECRET is not set"),
-        (["--nodes", "1"], "a command is missing"),
+        (["--nodes", "1"], "a command is missing: ringlet node --slots 2 python train.py"),
         (["--nodes", "1", "--transport", "goo", "true"], "Did you mean 'gloo'"),
     ],
 )
