@@ -100,6 +100,8 @@ class LearningRateScheduleCallback(KerasCallback):
         super().__init__()
         if initial_lr is None or initial_lr <= 0:
             raise ValueError(f"initial_lr must be above 0, got {initial_lr}")
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch must be at least 1, or None, got {steps_per_epoch}")
         self.initial_lr = initial_lr
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase if callable(multiplier) else True
@@ -137,7 +139,8 @@ class LearningRateScheduleCallback(KerasCallback):
             logs["lr"] = learning_rate(self.model.optimizer)
 
     def _applies(self) -> bool:
-        return self.start_epoch <= self._epoch < (self.end_epoch or float("inf"))
+        end = float("inf") if self.end_epoch is None else self.end_epoch
+        return self.start_epoch <= self._epoch < end
 
     def _set(self, factor: float) -> None:
         optimizer = self.model.optimizer
@@ -152,8 +155,9 @@ class LearningRateScheduleCallback(KerasCallback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raise the learning rate from ``initial_lr / size`` to ``initial_lr`` over some epochs.
 
-    ``initial_lr`` is the rate for all ranks together (one rank's times their number). See Goyal et
-    al., "Accurate, Large Minibatch SGD", 2017.
+    ``initial_lr`` is the rate for all ranks together (one rank's times their number); with 0
+    ``warmup_epochs`` it is the rate from the first batch on. See Goyal et al., "Accurate, Large
+    Minibatch SGD", 2017.
     """
 
     def __init__(
@@ -164,6 +168,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
+        if warmup_epochs < 0:
+            raise ValueError(f"warmup_epochs must be at least 0, got {warmup_epochs}")
+
         def warmup(epoch: float) -> float:
             assert self.steps_per_epoch
             # One batch on, so that the last one reaches the full rate.
@@ -171,9 +178,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             size = current().size
             return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
 
-        super().__init__(
-            initial_lr, warmup, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
-        )
+        factor: Any = warmup if warmup_epochs else 1.0
+        last = warmup_epochs or 1
+        super().__init__(initial_lr, factor, 0, last, False, momentum_correction, steps_per_epoch)
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

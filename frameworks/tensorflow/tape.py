@@ -21,7 +21,7 @@ from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
 from ringlet.shared.wrapping import wrapped
 from ringlet.tensorflow.ops.bridge import as_written
-from ringlet.tensorflow.ops.gradient_node import reduced
+from ringlet.tensorflow.ops.gradient_node import reduced_differentiably
 
 
 class _Distributed:
@@ -79,7 +79,7 @@ class _Distributed:
         reducer = _reducer(self._ringlet_settings, variables, names)
         chosen = cohorts(variables, self._ringlet_groups)
         given = [flat_gradients[i] for i in shared]
-        _, done = reduced(reducer, variables, names, given, chosen)
+        done = reduced_differentiably(reducer, variables, names, given, chosen)
         for i, gradient in zip(shared, done, strict=True):
             results[i] = gradient
         return tf.nest.pack_sequence_as(sources, results)

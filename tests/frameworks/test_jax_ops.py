@@ -142,6 +142,45 @@ def case_gradients():
         jax.grad(lambda x: hvd.allreduce(x, op=hvd.Max).sum())(jnp.ones(3))
 
 
+def case_second_derivatives():
+    """Gradients of collectives have gradients, in programs and outside."""
+    size, rank = hvd.size(), hvd.rank()
+    every = np.array([np.arange(1.0, size + 1) + r for r in range(size)], np.float32)
+    x = jnp.array(every[rank])
+
+    def second(operation):
+        def penalty(x):
+            return (jax.grad(lambda x: (operation(x * x) ** 2).sum())(x) ** 2).sum()
+
+        eager, traced = (call(x) for call in both(jax.grad(penalty)))
+        assert np.allclose(eager, traced)
+        return eager
+
+    # Of size * sum(s ** 2), where s is the sum of squares: 4 size s x, squared and summed.
+    s = (every**2).sum(0)
+    expected = 16 * size**2 * (3 * s**2 * 2 * every[rank])
+    assert np.allclose(second(lambda x: hvd.allreduce(x, op=hvd.Sum)), expected)
+    named = second(lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, name="twice")[0])
+    assert np.allclose(named, expected)
+    own = 96 * every[rank] ** 5
+    assert np.allclose(second(hvd.alltoall), own)  # x ** 4 on another rank: 4 x ** 3
+    own *= (1 + 2 / size) / 3  # Horovod averages these gradients where they are sums
+    assert np.allclose(second(hvd.allgather), own)
+    assert np.allclose(second(lambda x: hvd.broadcast(x, 0)), own if rank == 0 else 0.0)
+
+
+def case_what_has_no_derivative():
+    transformation = hvd.reduce_gradients()
+    state = transformation.init(jnp.ones(3))
+    update = lambda x: transformation.update(x, state)[0].sum()  # noqa: E731
+    for call in both(jax.grad(update)):
+        with pytest.raises(NotImplementedError, match=r"reduce them by hvd\.grouped_allreduce"):
+            call(jnp.ones(3))
+    for call in both(jax.vmap(hvd.allreduce)):
+        with pytest.raises(NotImplementedError, match=r"call it once for the mapped arrays"):
+            call(jnp.ones(3))
+
+
 def case_movements():
     size, rank = hvd.size(), hvd.rank()
     every = [[r, r] for r in range(size)]

@@ -143,6 +143,23 @@ def case_learning_rates():
         hvd.callbacks.LearningRateScheduleCallback(0, 1.0)
 
 
+def case_learning_rates_without_a_warmup():
+    callbacks = hvd.callbacks
+
+    def rates(callback):
+        model = made()
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        return fit(model, [callback], epochs=2)["lr"]
+
+    assert rates(callbacks.LearningRateWarmupCallback(0.2, 0)) == pytest.approx([0.2] * 2)
+    never = callbacks.LearningRateScheduleCallback(0.2, 0.5, end_epoch=0)
+    assert rates(never) == pytest.approx([0.1] * 2)
+    with pytest.raises(ValueError, match="warmup_epochs must be at least 0, got -1"):
+        callbacks.LearningRateWarmupCallback(0.2, -1)
+    with pytest.raises(ValueError, match="steps_per_epoch must be at least 1, or None, got 0"):
+        callbacks.LearningRateWarmupCallback(0.2, steps_per_epoch=0)
+
+
 def case_metrics_that_differ():
     callback = hvd.callbacks.MetricAverageCallback()
     logs = {"loss": float(hvd.rank()), "acc": 1.0}

@@ -313,6 +313,43 @@ def case_gradients():
         gradient(lambda x: hvd.allreduce(x, op=hvd.Max), tf.ones([2]))
 
 
+def case_second_derivatives():
+    """Gradients of collectives are collectives that outer tapes go through, on all ranks."""
+    rank, size = hvd.rank(), hvd.size()
+    x = tf.constant([1.0 + rank, 2.0 + rank])
+    every = np.array([[1.0 + r, 2.0 + r] for r in range(size)])
+
+    def second(operation):
+        def penalty(x):
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = tf.reduce_sum(operation(x * x) ** 2)
+                g = inner.gradient(y, x)
+                total = tf.reduce_sum(g * g)
+            return outer.gradient(total, x)
+
+        eager, traced = penalty(x).numpy(), both(penalty)[1](x).numpy()
+        assert np.array_equal(eager, traced)
+        return eager
+
+    # Of size * sum(s ** 2), where s is the sum of squares: 4 size s x, squared and summed.
+    s = (every**2).sum(0)
+    expected = 16 * size**2 * (3 * s**2 * 2 * every[rank])
+    assert np.allclose(second(lambda x: hvd.allreduce(x, op=hvd.Sum)), expected)
+    named = second(lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, name="twice")[0])
+    assert np.allclose(named, expected)
+    # What only moves: x ** 4 somewhere, whose gradient is 4 x ** 3.
+    own = 96 * every[rank] ** 5
+    assert np.allclose(second(hvd.alltoall), own)
+    assert np.allclose(second(lambda x: hvd.alltoall(x, [1] * size)[0]), own)
+    # Horovod averages these gradients where they are sums: so is a part of the second.
+    own *= (1 + 2 / size) / 3
+    assert np.allclose(second(hvd.allgather), own)
+    assert np.allclose(second(lambda x: hvd.broadcast(x, 0)), own if rank == 0 else 0.0)
+
+
 def case_indexed_slices():
     size, rank = hvd.size(), hvd.rank()
     for call in both(lambda s, op=hvd.Average: hvd.allreduce(s, op=op)):

@@ -120,6 +120,61 @@ def case_tape_structures():
         hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0)
 
 
+def case_outer_tape():
+    """Penalties on reduced gradients have gradients, those of the mean over the ranks."""
+    rank, size = hvd.rank(), hvd.size()
+    table = tf.Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    w, unused = tf.Variable([1.0, 2.0]), tf.Variable(1.0)
+    sources, rows = [w, unused, table], [0, 2, 2] if rank else [1, 1]
+
+    def penalty(**options):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(w**3) * (rank + 1.0)
+                loss += tf.reduce_sum(tf.gather(table, rows) ** 3)
+            inner = hvd.DistributedGradientTape(inner, **options)
+            of_w, none, of_table = inner.gradient(loss, sources)
+            assert none is None
+            # The last one is no part of it.
+            total = tf.reduce_sum(of_w**2) + tf.reduce_sum(tf.convert_to_tensor(of_table) ** 2)
+        return outer.gradient(total, [w, table])
+
+    mean = (size + 1) / 2
+    # Of the sum over ranks of penalties, each of which is of the same means.
+    expected = [2 * 3 * mean * np.array([1.0, 4.0]) * 6 * np.array([1.0, 2.0]) * (rank + 1), None]
+    counts = [np.bincount(r, minlength=3)[:, None] for r in ([1, 1], [0, 2, 2])]
+    x = table.numpy()
+    of_table = 3 * x**2 * (counts[0] + counts[1]) / size
+    expected[1] = 2 * of_table * 6 * x * counts[rank]
+    for run in (penalty, function(penalty)):
+        found = run()
+        assert np.allclose(found[0], expected[0])
+        assert np.allclose(tf.convert_to_tensor(found[1]), expected[1])
+    assert np.isfinite(penalty(compression="topk(ratio=0.5) | ef")[0]).all()
+    with pytest.raises(LookupError, match=r"op=Adasum has no gradient"):
+        penalty(op=hvd.Adasum)
+
+
+def case_outer_tape_of_rows():
+    """Tables whose gradients travel as rows say how to differentiate them all the same."""
+    table = tf.Variable(tf.ones([40000, 2]))
+
+    def penalty(**options):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(tf.gather(table, [1, 3]) ** 3)
+            gradient = hvd.DistributedGradientTape(inner, **options).gradient(loss, table)
+            total = tf.reduce_sum(tf.convert_to_tensor(gradient) ** 2)
+        return outer.gradient(total, table)
+
+    for run in (penalty, function(penalty)):
+        with pytest.raises(LookupError, match=r"pass sparse_as_dense=True"):
+            run()
+    found = tf.convert_to_tensor(penalty(sparse_as_dense=True)).numpy()
+    assert np.allclose(found[[1, 3]], 36.0)
+    assert np.count_nonzero(found) == 4
+
+
 def case_models_with_equal_names():
     """Residuals belong to variables: those of one model are not those of another."""
     rank = hvd.rank()

@@ -66,7 +66,8 @@ def broadcast(
     def backward(grads: list[Any]) -> list[Any]:
         again = None if name is None else f"{name}.grad"
         (total,) = _averaged(grads, again, process_set)
-        return [total if current().rank == root_rank else jnp.zeros_like(total)]
+        # Selected on all ranks, which its own gradient then needs as well.
+        return [jnp.where(current().rank == root_rank, total, jnp.zeros_like(total))]
 
     return differentiable([operand(tensor)], forward, backward)[0]
 
@@ -116,13 +117,7 @@ def alltoall(
         moved, received = alltoall_array(named(), to_array(given), shares, process_set)
         return to_jax(moved), to_jax(received)
 
-    def forward(inputs: list[Any]) -> list[Any]:
-        return [_turned(inputs[0], name, process_set)]
-
-    def backward(grads: list[Any]) -> list[Any]:
-        return [_turned(grads[0], None if name is None else f"{name}.grad", process_set)]
-
-    return differentiable([given], forward, backward)[0]
+    return _turned(given, name, process_set)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -196,6 +191,16 @@ def _gathered_alike(
 
 
 def _turned(tensor: Any, name: str | None, process_set: ProcessSet) -> Any:
+    def forward(inputs: list[Any]) -> list[Any]:
+        return [_moved(inputs[0], name, process_set)]
+
+    def backward(grads: list[Any]) -> list[Any]:
+        return [_turned(grads[0], None if name is None else f"{name}.grad", process_set)]
+
+    return differentiable([tensor], forward, backward)[0]
+
+
+def _moved(tensor: Any, name: str | None, process_set: ProcessSet) -> Any:
     named = name_when_run("alltoall", name, process_set.number())
     rows_to_send(None, tensor.shape, process_set.size())  # an error where the program is traced
 

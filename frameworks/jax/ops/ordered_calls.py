@@ -30,6 +30,17 @@ Aliases = tuple[tuple[int, int], ...]  # of which input's memory an output may b
 
 _SHARED = 1 << 16  # bytes from which an array becomes one of JAX's without a copy
 
+_NO_DERIVATIVE = (
+    "jax.grad goes through the collectives of ringlet.jax (allreduce, allgather, ...), but not "
+    "through an update of reduce_gradients or a DistributedOptimizer: to differentiate reduced "
+    "gradients, reduce them by hvd.grouped_allreduce(jax.tree.leaves(grads)), or else put "
+    "jax.lax.stop_gradient around what is given"
+)
+_NO_BATCH = (
+    "a collective cannot be mapped by jax.vmap, where each rank would make one call for a batch: "
+    "map what comes before and behind it, and call it once for the mapped arrays"
+)
+
 
 def call(
     function: Function, arrays: Sequence[Any], outputs: Sequence[Output], aliases: Aliases = ()
@@ -100,7 +111,7 @@ def _primitive() -> Any:
     """Return the primitive of ordered calls; None where this JAX has not what it is made of."""
     try:
         from jax._src import core, effects, ffi
-        from jax._src.interpreters import mlir
+        from jax._src.interpreters import ad, batching, mlir
         from jax.experimental import buffer_callback
     except ImportError:
         return None
@@ -154,6 +165,14 @@ def _primitive() -> Any:
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({order: token})))
         return results
 
+    def no_derivative(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    def no_batch(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(_NO_BATCH)
+
+    ad.primitive_jvps[made] = no_derivative
+    batching.primitive_batchers[made] = no_batch
     del buffer_callback  # importing it makes the target known to XLA
     made.def_impl(evaluated)  # where a gradient is taken outside of programs
     made.def_effectful_abstract_eval(abstract)

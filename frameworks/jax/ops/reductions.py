@@ -71,7 +71,7 @@ def _reduced(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
         return _run(inputs, asked)
 
     def backward(grads: list[Any]) -> list[Any]:
-        return _run(grads, asked.backward(STOP))
+        return _reduced(grads, asked.backward(STOP))
 
     return differentiable(tensors, forward, backward)
 

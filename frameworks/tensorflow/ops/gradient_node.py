@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,10 @@ from ringlet.ring.dtypes import Array
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.gradients import GradientReducer, Slot
+from ringlet.shared.reduction_arguments import Reduction
+from ringlet.tensorflow.ops.autodiff import STOP, differentiable
 from ringlet.tensorflow.ops.bridge import Output, in_plain_graph, run
+from ringlet.tensorflow.ops.reductions import grouped_allreduce
 from ringlet.tensorflow.ops.tensors import dense, dtype_of
 
 
@@ -77,6 +80,67 @@ def reduced(
         else:
             results.append(next(arriving))
     return ends if accumulates else tf.constant(True), results
+
+
+def reduced_differentiably(
+    reducer: GradientReducer,
+    variables: Sequence[Any],
+    names: Sequence[str],
+    gradients: Sequence[Any],
+    cohorts: Sequence[str],
+) -> list[Any]:
+    """Return the reduced gradients, which an outer tape can differentiate in its turn.
+
+    What compression leaves out counts as if it had travelled, as with ``allreduce``.
+    """
+    settings, present = reducer.settings, [i for i, g in enumerate(gradients) if g is not None]
+    sparse = {i for i in present if isinstance(gradients[i], tf.IndexedSlices)}
+    shapes: dict[int, Any] = {}  # of tables whose gradients stay rows
+
+    def split(each: Sequence[Any]) -> list[Any]:
+        parts: list[Any] = []
+        for i in present:
+            rows = isinstance(each[i], tf.IndexedSlices)
+            parts += [each[i].values, each[i].indices] if rows else [each[i]]
+        return [tf.convert_to_tensor(part) for part in parts]
+
+    def joined(parts: Sequence[Any], kept: Collection[int], shape_of: Callable[[int], Any]) -> Any:
+        arriving, each = iter(parts), list(gradients)
+        for i in present:
+            first = next(arriving)
+            each[i] = tf.IndexedSlices(first, next(arriving), shape_of(i)) if i in kept else first
+        return each
+
+    def forward(given: list[Any]) -> tuple[list[Any], Any]:
+        again = joined(given, sparse, lambda i: gradients[i].dense_shape)
+        _, results = reduced(reducer, variables, names, again, cohorts)
+        rows = [i for i in present if isinstance(results[i], tf.IndexedSlices)]
+        shapes.update({i: results[i].dense_shape for i in rows})
+        return split(results), again
+
+    def backward(upstream: list[Any], again: Any) -> list[Any]:
+        if shapes:
+            raise LookupError(
+                f"the gradient of {names[min(shapes)]!r} travels as rows, which an outer tape "
+                "cannot differentiate; pass sparse_as_dense=True to DistributedGradientTape"
+            )
+        if settings.process_set.included():
+            Reduction(settings.op, (1.0, 1.0), None, settings.process_set).backward(STOP)
+            upstream = grouped_allreduce(upstream, op=settings.op, process_set=settings.process_set)
+        results: list[Any] = []
+        for i, grad in zip(present, upstream, strict=True):
+            if i in sparse:
+                values, indices = again[i].values, again[i].indices
+                taken = tf.gather(grad, tf.reshape(indices, [-1]))
+                results += [tf.reshape(taken, tf.shape(values)), None]
+            else:
+                results.append(grad)
+        return results
+
+    if not present:
+        return reduced(reducer, variables, names, gradients, cohorts)[1]
+    parts = differentiable(split(gradients), forward, backward)
+    return joined(parts, shapes, shapes.__getitem__)  # type: ignore[no-any-return]
 
 
 def _slot(

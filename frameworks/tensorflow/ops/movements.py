@@ -75,8 +75,8 @@ def broadcast(
     def backward(grads: list[Any], _: Any) -> list[Any]:
         again = None if name is None else f"{name}.grad"
         total = _averaged(grads, again, process_set)[0]
-        with tf.control_dependencies([total]):  # other ranks wait for it
-            return [total if current().rank == root_rank else tf.zeros_like(total)]
+        # Selected on all ranks: others wait for this node, and for that of its own gradient.
+        return [tf.where(current().rank == root_rank, total, tf.zeros_like(total))]
 
     return differentiable([dense(tensor, moves=True)], forward, backward)[0]
 
@@ -163,15 +163,7 @@ def alltoall(
     check_splits(rows.dtype.name, rows.shape, fits)
     rows = tf.stop_gradient(tf.cast(rows, tf.int64))
 
-    def forward(given: list[Any]) -> tuple[list[Any], Any]:
-        results = _alltoall(given[0], rows, equal, name, process_set)
-        return results, results[1]
-
-    def backward(grads: list[Any], received: Any) -> list[Any]:
-        again = None if name is None else f"{name}.grad"
-        return [_alltoall(grads[0], tf.cast(received, tf.int64), False, again, process_set)[0]]
-
-    moved, received = differentiable([dense(tensor, moves=True)], forward, backward)
+    moved, received = _turned(dense(tensor, moves=True), rows, equal, name, process_set)
     return moved if equal else (moved, received)
 
 
@@ -245,6 +237,20 @@ def _gather(
     ]
     *moved, sizes = run(move, given, [*outputs, ("int64", (count, process_set.size()))])
     return [*[unsigned(each, like) for each, like in zip(moved, tensors, strict=True)], sizes]
+
+
+def _turned(
+    tensor: Any, rows: Any, equal: bool, name: str | None, process_set: ProcessSet
+) -> list[Any]:
+    def forward(given: list[Any]) -> tuple[list[Any], Any]:
+        results = _alltoall(given[0], rows, equal, name, process_set)
+        return results, results[1]
+
+    def backward(grads: list[Any], received: Any) -> list[Any]:
+        again = None if name is None else f"{name}.grad"
+        return _turned(grads[0], tf.cast(received, tf.int64), False, again, process_set)[:1]
+
+    return differentiable([tensor], forward, backward)
 
 
 def _alltoall(

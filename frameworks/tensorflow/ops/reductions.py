@@ -112,7 +112,7 @@ def _reduced(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
         return _run(inputs, asked), None
 
     def backward(grads: list[Any], _: Any) -> list[Any]:
-        return _run(grads, asked.backward(STOP))
+        return _reduced(grads, asked.backward(STOP))
 
     return differentiable(tensors, forward, backward)
 
