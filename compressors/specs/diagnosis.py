@@ -12,6 +12,7 @@ _TOKEN = re.compile(
 _FILE = re.compile(
     r"""'[^']*'|"[^"]*"|(?P<path>([A-Za-z]:)?[^\s|()'":]*[/\\][^\s|()'":]*):(?P<name>\w+)"""
 )
+_COMMA = re.compile(r"\b\d+,\d+\b")
 BRACKETS = "options stand in brackets, as in 'topk(ratio=0.01)'"
 HELP = "expected a compressor such as 'int8' or 'topk(ratio=0.01)', joined by '|'"
 
@@ -59,6 +60,12 @@ def diagnose(text: str, offset: int) -> tuple[int, str]:
         return column, f"this '(' is never closed; write ')' behind {what}"
     if before == "|":
         return at, "a compressor is missing behind this '|'; write one there, or leave '|' away"
+    if number := _COMMA.search(text):
+        meant = number[0].replace(",", ".")
+        return (
+            number.start(),
+            f"a number is written with a point, and ',' is between options: {meant}",
+        )
     return offset, HELP
 
 

@@ -112,7 +112,9 @@ def _build(node: ast.expr, text: str, imports: bool) -> Compressor:
         first = node.elts[0] if isinstance(node, ast.Tuple) else node.left
         end = len(text.encode()[: first.end_col_offset].decode()) if first.end_col_offset else 0
         end += len(text[end:]) - len(text[end:].lstrip(" )"))
-        raise _at(text, end, f"compressors are joined by '|', not by {text[end : end + 1]!r}")
+        sign = text[end : end + 1]
+        name = "; a name has '_' in it, as 'block_topk' has" if sign == "-" else ""
+        raise _at(text, end, f"compressors are joined by '|', not by {sign!r}{name}")
     raise _at(text, _column(node, text), _place(node) or HELP)
 
 
@@ -134,7 +136,8 @@ def _make(
     try:
         cls = lookup(name.id.translate(_AS_PLACE), imports)
     except CompressorError as error:
-        raise type(error)(_pointed(text, _column(name, text), str(error))) from error
+        pointed = _pointed(text, _column(name, text), str(error))
+        raise type(error)(pointed) from error.__cause__  # said once, with a plugin's own error
     try:
         return cls(*args, **options)
     except OptionError as error:

@@ -1,6 +1,7 @@
 """Spec strings: what they mean, and what their errors say."""
 
 import contextlib
+import traceback
 
 import pytest
 from hypothesis import given
@@ -119,6 +120,13 @@ def test_a_compressor_is_frozen():
         ("topk(ratio: 0.01)", SpecError, "an option is written as in 'ratio=0.01'"),
         ("topk > ef", SpecError, "joined by '|', not by '>'"),
         ("ef | topk", SpecError, "modifies what stands to its left: ef | topk; write 'topk | ef'"),
+        ("block-topk", SpecError, "not by '-'; a name has '_' in it, as 'block_topk' has"),
+        (
+            "topk(ratio=0,01)",
+            SpecError,
+            "a number is written with a point, and ',' is between options: 0.01\n"
+            "    topk(ratio=0,01)\n               ^",
+        ),
         ("fp32", UnknownCompressor, "did you mean 'none'?"),
         ("Half", UnknownCompressor, "did you mean 'fp16'?"),
         ("error_feedback", UnknownCompressor, "did you mean 'ef'?"),
@@ -129,6 +137,8 @@ def test_a_bad_spec_says_what_and_where(spec, kind, says):
         parse(spec)
     assert says in str(caught.value)
     assert isinstance(caught.value, ValueError)
+    trace = "".join(traceback.format_exception(caught.value))
+    assert trace.count("Traceback") == 1, "one mistake is told once"
 
 
 def test_nothing_in_a_spec_is_executed(tmp_path):

@@ -65,6 +65,7 @@ def case_names():
         ([p for _, p in named], "tuples"),
         ((pair for pair in ()), "empty: a generator serves once; call model.named_parameters()"),
         (list(model().named_parameters()), "of another model than the optimizer's parameters"),
+        (m.state_dict(), "a state_dict's; pass model.named_parameters()"),
         ("int8 | ef", "a spec goes behind it: compression='int8 | ef'"),
     ):
         with pytest.raises(ValueError, match="named_parameters") as told:

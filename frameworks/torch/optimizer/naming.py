@@ -62,6 +62,11 @@ def name_parameters(
         for j, p in enumerate(params)
         if p.requires_grad and id(p) not in known
     ]
+    if unnamed and not any(p.requires_grad for _, p in named):
+        raise ValueError(
+            "named_parameters has only tensors without gradients, such as a state_dict's; pass "
+            "model.named_parameters()"
+        )
     if unnamed and not held.intersection(known):
         raise ValueError(
             "named_parameters are of another model than the optimizer's parameters: make the "
