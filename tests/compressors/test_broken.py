@@ -320,6 +320,22 @@ CAUGHT = {
         "WantsADimension": "every_length",
         "RemembersInRounds": "memory_is_declared",
     },
+    "lent": {
+        "KeepsSlots": "leaves_its_input_alone",
+        "KeepsScaleSlot": "leaves_its_input_alone",
+        "KeepsWhatItDecodes": "leaves_its_input_alone",
+        "KeepsLocal": "leaves_its_input_alone",
+        "KeepsOutForItself": "leaves_its_input_alone",
+        "KeepsFinished": "leaves_its_input_alone",
+        "KeepsReceived": "leaves_its_input_alone",
+        "KeepsReceivedScale": "leaves_its_input_alone",
+        "KeepsHeld": "leaves_its_input_alone",
+        "SendsHeld": "leaves_its_input_alone",
+        "YieldsHeldTooLate": "compresses_a_tensor",
+        "ChangesWhatItReceived": "compresses_a_tensor",
+        "KeepsResidual": "leaves_its_input_alone",
+        "KeepsContext": "leaves_its_input_alone",
+    },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
 SAYS = {
@@ -344,6 +360,11 @@ SAYS = {
     ("surroundings", "OnlyMatrices"): ("'shape': (8, 9, 10)",),
     ("surroundings", "RankIn8Bits"): ("{'rank': 1000}", "8-bit"),
     ("states", "RegroupsWhatIsShared"): ("regrouped()", "return {}"),
+    ("lent", "KeepsSlots"): (
+        "ctx.state['codes'] shares memory with payload['codes'] of encode_into",
+    ),
+    ("lent", "KeepsReceived"): ("what a round received", "copy it"),
+    ("lent", "KeepsContext"): ("ctx is still held after the call", "on the class"),
     ("edges", "ConstantIsLost"): ("all equal", "range of values is 0"),
 }
 BASES = {"Stochastic", "Rounds"}

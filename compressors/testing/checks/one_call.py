@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
 from ringlet.compressors.base.chain import Chain
-from ringlet.compressors.base.contract import Compressor, Payload, storage
+from ringlet.compressors.base.contract import Compressor, Exchange, Payload, storage
 from ringlet.compressors.base.modifier import Modifier
-from ringlet.compressors.core.context import Array, Context, Workspace
+from ringlet.compressors.core.context import Array, Context, State, Workspace
 from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
 from ringlet.compressors.core.threads import MIN_ELEMENTS, limited
 from ringlet.compressors.quantizers.shared_int import SharedInt
@@ -244,7 +246,8 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
     changes the training, and what refers to it changes while it is kept or waits to be sent.
 
     Compute into new arrays, and copy what is kept or sent: x.copy(), x[places], not x itself, out,
-    a view of them, or scratch of ctx.workspace. What is kept stays in ctx.state.
+    local, what encode_into fills, what a round received, a view of these, or scratch of
+    ctx.workspace. What is kept stays in ctx.state, and ctx itself nowhere.
     """
 
     def body(x: Array) -> None:
@@ -289,6 +292,80 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
         )
     simulate(compressor, [gaussian(2000, 0)])
     assert vars(compressor) == options, "compressing changed the compressor itself"
+    _check_lets_go(compressor)
+
+
+def _check_lets_go(compressor: Compressor) -> None:
+    """Raise AssertionError where something outlives the call that it was handed for."""
+    state: State = {}
+    for step in range(2):
+        lent = _lent(compressor.at(step), state, step)
+        if any(held() is not None for _, held in lent):
+            gc.collect()  # what only refers to itself is not kept
+        for what, held in lent:
+            kept = held()
+            if isinstance(kept, np.ndarray):
+                _check_apart(state, "ctx.state", kept, f"{what}, which is used again")
+            assert kept is None, (
+                f"{what} is still held after the call, outside of ctx.state: in a global, on the "
+                "class, in a cache or in a closure"
+            )
+
+
+def _lent(compressor: Compressor, state: State, step: int) -> list[tuple[str, ref[Any]]]:
+    """Call all that there is once; return what was handed for the calls alone, and its names."""
+    n, lent = 2000, list[tuple[str, Any]]()
+
+    def handed(what: str, made: Any) -> Any:
+        lent.append((what, made))
+        return made
+
+    x, out = handed("the input", gaussian(n, step)), handed("out", np.zeros(n, np.float32))
+    ctx = handed("ctx", context(x, state, step=step))
+    ways = [False] if compressor.traits().gradient_units else [False, True]
+    for fed in ways:  # what feeds back by itself has nothing behind it that does
+        residual = handed("the residual of error feedback", np.ones(n, np.float32))
+        if not by_payload(compressor):
+            local = handed("local", np.zeros(n, np.float32))
+            run = (
+                compressor.exchange_feedback(x, out, residual, 1.0, ctx, local)
+                if fed
+                else compressor.exchange(x, out, ctx, local)
+            )
+            _received(run, handed)
+            continue
+        if not compressor.traits().fixed_size:
+            payload = (
+                compressor.compress_feedback(x, residual, 1.0, ctx)
+                if fed
+                else compressor.compress(x, ctx)
+            )
+        else:
+            payload = {
+                name: handed(f"payload[{name!r}] of encode_into", np.zeros(count, storage(dtype)))
+                for name, dtype, count in compressor.layout(n)
+            }
+            if fed:
+                compressor.feedback_into(x, residual, 1.0, payload, ctx)
+            else:
+                compressor.encode_into(x, payload, ctx)
+        received = {
+            name: handed(f"payload[{name!r}] of decompress", array.copy())
+            for name, array in payload.items()
+        }
+        compressor.decompress(received, out, ctx)
+        compressor.accumulate(received, out, ctx)
+        compressor.sum_into([received, received], out, ctx)
+    compressor.finish(out, ctx)
+    return [(what, ref(made)) for what, made in lent]
+
+
+def _received(run: Exchange, handed: Callable[[str, Any], Any]) -> None:
+    """Run the exchange of a single rank, which receives what it yields."""
+    with suppress(StopIteration):
+        asked = next(run)
+        while True:
+            asked = run.send(handed("what a round received", asked.values.copy()))
 
 
 def _check_no_scratch(kept: Any, what: str, workspace: Workspace) -> None:
