@@ -96,7 +96,7 @@ def classes(compressor: Compressor) -> set[type]:
     return found
 
 
-@needs(*PURE, "another_process_agrees", "exchanges_may_interleave")
+@needs(*PURE, "another_process_agrees", "exchanges_may_interleave", "leaves_the_program_alone")
 def check_calls_may_interleave(compressor: Compressor) -> None:
     """Several tensors are compressed at a time, on several threads: what a call keeps anywhere but
     in its own variables and its context is overwritten by another in the middle of it.

@@ -240,7 +240,7 @@ def check_every_length(compressor: Compressor) -> None:
         raise first
 
 
-@needs("every_length", "fixed_size")
+@needs("every_length", "fixed_size", "local_is_written")
 def check_leaves_its_input_alone(compressor: Compressor) -> None:
     """The input is the framework's gradient, in memory that is used again: whoever changes it
     changes the training, and what refers to it changes while it is kept or waits to be sent.

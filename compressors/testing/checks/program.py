@@ -71,7 +71,8 @@ def _changed_by_calls(compressor: Compressor) -> list[str]:
 
 def _calls(compressor: Compressor) -> None:
     x = gaussian(_N, 1)
-    compressor.warm_up(Context(shape=(_N,), numel=_N))
+    with contextlib.suppress(Exception):  # which another check tells
+        compressor.warm_up(Context(shape=(_N,), numel=_N))
     simulate(compressor, [x], step=1)
     if by_payload(compressor):  # two exchanges in one thread restore each other's np.errstate
         simulate(compressor, [x, -2 * x], step=1)
