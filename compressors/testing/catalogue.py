@@ -7,6 +7,7 @@ from ringlet.compressors.testing.checks import (
     claims,
     declared,
     isolation,
+    launches,
     many_steps,
     noise,
     one_call,
@@ -23,8 +24,8 @@ from ringlet.compressors.testing.tools.named_check import Named
 def all_checks() -> list[Named]:
     """Return every check of the kit, each behind those that it needs."""
     modules = (
-        declared, one_call, buffers, overrides, isolation, program, claims, tensor_sizes, stages,
-        training, ranks, noise, many_steps,
+        declared, one_call, buffers, overrides, launches, isolation, program, claims, tensor_sizes,
+        stages, training, ranks, noise, many_steps,
     )  # fmt: skip
     return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
 

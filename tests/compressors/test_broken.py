@@ -355,6 +355,27 @@ CAUGHT = {
         "LeavesThreads": "leaves_the_program_alone",
         "LeavesFiles": "leaves_the_program_alone",
     },
+    "launched": {
+        "FirstLaunchOnly": "many_tensors_agree",
+        "ThirtyTwoAtATime": "many_tensors_agree",
+        "DecodesThirtyTwo": "many_tensors_agree",
+        "ContextOfTheFirst": "many_tensors_agree",
+        "OffsetForgottenInLaunch": "many_tensors_agree",
+        "StageForgottenInLaunch": "many_tensors_agree",
+        "NeighboursShareNaN": "many_tensors_agree",
+        "NeighboursLoseResiduals": "many_tensors_agree",
+        "ResidualsKeepNaN": "many_tensors_agree",
+        "AlignedOnly": "many_tensors_agree",
+        "WritesWholeCells": "many_tensors_agree",
+        "OnlyFloat32": "many_tensors_agree",
+        "EmptyEndsTheLaunch": "many_tensors_agree",
+        "ScaleBeforeResidual": "many_tensors_agree",
+        "ScratchOfALaunch": "many_tensors_agree",
+        "VaryingThirtyTwo": "many_varying_tensors_agree",
+        "VaryingSharesNaN": "many_varying_tensors_agree",
+        "VaryingSumsTwo": "many_varying_tensors_agree",
+        "VaryingSharesMemory": "many_varying_tensors_agree",
+    },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
 SAYS = {
@@ -386,6 +407,8 @@ SAYS = {
     ("lent", "KeepsContext"): ("ctx is still held after the call", "on the class"),
     ("program", "SilencesNumPyOnce"): ("a call changes what np.seterr() sets", "np.errstate(...)"),
     ("program", "LeavesFiles"): ("every call leaves an open file behind", "close what is opened"),
+    ("launched", "FirstLaunchOnly"): ("second launch", "nor what was launched before"),
+    ("launched", "VaryingSharesMemory"): ("return new arrays, which wait to be sent",),
     ("edges", "ConstantIsLost"): ("all equal", "range of values is 0"),
 }
 BASES = {"Stochastic", "Rounds"}
