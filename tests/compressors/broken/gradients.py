@@ -32,24 +32,6 @@ class WholeIsPositive(Whole):
         return {"codes": np.where(usable, codes, 0).astype("int8"), "step": step}
 
 
-class PositiveFromZero(Compressor):
-    """Sends where a range begins and its step, and begins it at 0 or above."""
-
-    def compress(self, x, ctx):
-        with np.errstate(all="ignore"):
-            low = np.minimum(x.min(initial=0, keepdims=True), 0)
-            high = x.max(initial=np.float32(-np.inf), keepdims=True) if x.size else low
-            step = (high - low) / np.float32(255)
-            codes = np.where(step > 0, np.rint((x - low) / np.where(step > 0, step, 1)), 0)
-            step = np.where(np.isfinite(x).all(), step, np.float32(np.nan))
-        codes = np.where(np.isfinite(codes), codes, 0)
-        return {"codes": codes.astype("uint8"), "low": np.where(step > 0, low, 0), "step": step}
-
-    def decompress(self, payload, out, ctx):
-        with np.errstate(invalid="ignore"):
-            out[:] = payload["low"] + payload["codes"] * payload["step"]
-
-
 class ScaleOfTheMean(Signs):
     """Takes the magnitude of the mean for the mean magnitude."""
 
@@ -65,36 +47,6 @@ class DeviationAsScale(Signs):
         with np.errstate(all="ignore"):
             scale = x.std(keepdims=True, dtype="float64") if x.size else np.zeros(1)
         return super().compress(x, ctx) | {"scale": scale.astype("float32")}
-
-
-class SignsAboutTheMean(Compressor):
-    """Sends who lies above the mean, and the means of both sides: of equal values one is empty."""
-
-    def compress(self, x, ctx):
-        with np.errstate(all="ignore"):
-            mean = np.float32(x.mean(dtype="float64")) if x.size else np.float32(0)
-            above = x > mean
-            high = x[above].sum(dtype="float64") / max(int(above.sum()), 1)
-            low = x[~above].sum(dtype="float64") / max(int((~above).sum()), 1)
-            sides = np.array([low, high], "float32") + np.float32(0) * mean
-        return {"bits": np.packbits(above), "sides": sides}
-
-    def decompress(self, payload, out, ctx):
-        above = np.unpackbits(payload["bits"], count=out.size)
-        out[:] = payload["sides"][above]
-
-
-class LargestPositiveFirst(Largest):
-    """Takes half of its entries from the largest values and half from the smallest."""
-
-    def compress(self, x, ctx):
-        k = min(x.size, max(2, x.size // 16))
-        low = np.where(np.isfinite(x), x, np.float32(np.inf))
-        order = np.argsort(low, kind="stable")
-        places = np.unique(np.concatenate([order[: k // 2], order[x.size - k + k // 2 :]]))
-        bad = np.flatnonzero(~np.isfinite(x))[:1]
-        places = np.union1d(places, bad).astype("uint32")
-        return {"indices": places, "values": x[places]}
 
 
 class OneHugeHidesAll(Compressor):
@@ -225,16 +177,6 @@ class InfBySign(Compressor):
             out[:] = np.nan
         if local is not None:
             local[:] = finite
-
-
-class ForgetsTheSignOfOne(Largest):
-    """Sends magnitudes, and signs as a mean that all of them have in common."""
-
-    def compress(self, x, ctx):
-        payload = super().compress(x, ctx)
-        values = payload["values"]
-        sign = np.float32(-1 if values.size and (values < 0).all() else 1)
-        return payload | {"values": np.where(values < 0, values, sign * np.abs(values))}
 
 
 class DecaysToZero(Signs):
