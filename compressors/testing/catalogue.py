@@ -8,6 +8,7 @@ from ringlet.compressors.testing.checks import (
     declared,
     isolation,
     launches,
+    magnitudes,
     many_steps,
     noise,
     one_call,
@@ -17,7 +18,6 @@ from ringlet.compressors.testing.checks import (
     stages,
     tensor_sizes,
     training,
-    values,
 )
 from ringlet.compressors.testing.tools.named_check import Named
 
@@ -26,7 +26,7 @@ def all_checks() -> list[Named]:
     """Return every check of the kit, each behind those that it needs."""
     modules = (
         declared, one_call, buffers, overrides, launches, isolation, program, claims, tensor_sizes,
-        stages, training, ranks, noise, many_steps, values,
+        stages, training, ranks, noise, many_steps, magnitudes,
     )  # fmt: skip
     return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
 
