@@ -63,9 +63,9 @@ class Hadamard(Modifier):
         """Encode the rotated values."""
         if ctx.xp is not np:
             return super().encode_into(self._rotated(x, ctx), payload, ctx)
-        rotated = ctx.workspace.array("hadamard", x.size)
-        self._rotate(x, ctx, rotated)
-        return super().encode_into(rotated, payload, ctx)
+        with ctx.workspace.held(x.size) as rotated:  # no name: hadamard may stand within hadamard
+            self._rotate(x, ctx, rotated)
+            return super().encode_into(rotated, payload, ctx)
 
     def feedback_into(
         self, x: Array, residual: Array, decay: float, payload: Payload, ctx: Context
@@ -76,20 +76,21 @@ class Hadamard(Modifier):
         from ringlet.compressors.kernels.cpu.modifiers import hadamard
 
         check_lengths(self.label(), x.size, residual=residual)
-        inner, rotated = self.wrapped_compressor, ctx.workspace.array("hadamard", x.size)
-        key, block, weight = np.uint64(ctx.key(shared=True)), self.block, np.float32(decay)
+        inner, block = self.wrapped_compressor, self.block
+        key, weight = np.uint64(ctx.key(shared=True)), np.float32(decay)
 
-        def ranges(kernel: Any) -> None:
+        def ranges(kernel: Any, rotated: Array) -> None:
             def run(start: int, stop: int) -> None:
                 at, place = slice(start, stop), ctx.offset + start
                 kernel(x[at], residual[at], weight, key, place, block, rotated[at])
 
             run_ranges(x.size, block, run)
 
-        ranges(hadamard.rotate_sum)
-        inner.encode_into(rotated, payload, ctx)
-        inner.decompress(payload, rotated, ctx)
-        ranges(hadamard.keep)
+        with ctx.workspace.held(x.size) as rotated:
+            ranges(hadamard.rotate_sum, rotated)
+            inner.encode_into(rotated, payload, ctx)
+            inner.decompress(payload, rotated, ctx)
+            ranges(hadamard.keep, rotated)
         return None
 
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
@@ -99,9 +100,9 @@ class Hadamard(Modifier):
 
     def accumulate(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode, rotate back and add."""
-        rotated = ctx.workspace.array("hadamard", out.size)
-        super().decompress(payload, rotated, ctx)
-        self._restore(rotated, ctx, out, add=True)
+        with ctx.workspace.held(out.size) as rotated:
+            super().decompress(payload, rotated, ctx)
+            self._restore(rotated, ctx, out, add=True)
 
     def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
         """Sum what is rotated, and rotate back once."""

@@ -7,10 +7,13 @@ from ringlet.compressors.testing.checks import (
     claims,
     declared,
     isolation,
+    launches,
+    magnitudes,
     many_steps,
     noise,
     one_call,
     overrides,
+    program,
     ranks,
     stages,
     tensor_sizes,
@@ -22,8 +25,8 @@ from ringlet.compressors.testing.tools.named_check import Named
 def all_checks() -> list[Named]:
     """Return every check of the kit, each behind those that it needs."""
     modules = (
-        declared, one_call, buffers, overrides, isolation, claims, tensor_sizes, stages, training,
-        ranks, noise, many_steps,
+        declared, one_call, buffers, overrides, launches, isolation, program, claims, tensor_sizes,
+        stages, training, ranks, noise, many_steps, magnitudes,
     )  # fmt: skip
     return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
 

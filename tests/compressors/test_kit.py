@@ -84,6 +84,7 @@ BUILT_IN = [
     "acpsgd | ef",
     "int4 | hadamard",
     "int4 | hadamard | ef",
+    "int4 | hadamard(block=64) | hadamard | ef",
     "topk | ef21",
     "topk | momentum_correction",
     "int8 | ef | warmup(steps=2, ramp='decay')",

@@ -27,7 +27,7 @@ from ringlet.compressors.testing.tools.simulate import context, decode, encode, 
 _N = 3000
 _POINTS = 40
 _OURS = Path(__file__).parents[2]
-_OTHER = OtherProcess()
+OTHER = OtherProcess()
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
 
 
@@ -44,8 +44,8 @@ def check_another_process_agrees(compressor: Compressor) -> None:
     """
     sent = _sent(compressor)
     here = answer(compressor, sent)
-    modules = {cls.__module__ for cls in _classes(compressor)}
-    there = _OTHER.ask(modules, elsewhere, compressor, sent)
+    modules = {cls.__module__ for cls in classes(compressor)}
+    there = OTHER.ask(modules, elsewhere, compressor, sent)
     assert same(here["result"], there["result"]), (
         "another process decodes the payload to something else"
         if by_payload(compressor)
@@ -87,15 +87,16 @@ def _sent(compressor: Compressor) -> Payload | None:
     return encode(compressor, x, context(x, rank=1, size=4, step=2))
 
 
-def _classes(compressor: Compressor) -> set[type]:
+def classes(compressor: Compressor) -> set[type]:
+    """Return the classes of ``compressor`` and of all that it is made of."""
     found = {type(compressor)}
     for inner in vars(compressor).values():
         if isinstance(inner, Compressor):
-            found |= _classes(inner)
+            found |= classes(inner)
     return found
 
 
-@needs(*PURE, "another_process_agrees", "exchanges_may_interleave")
+@needs(*PURE, "another_process_agrees", "exchanges_may_interleave", "leaves_the_program_alone")
 def check_calls_may_interleave(compressor: Compressor) -> None:
     """Several tensors are compressed at a time, on several threads: what a call keeps anywhere but
     in its own variables and its context is overwritten by another in the middle of it.
@@ -105,7 +106,7 @@ def check_calls_may_interleave(compressor: Compressor) -> None:
     """
     files = {
         method.__code__.co_filename
-        for cls in _classes(compressor)
+        for cls in classes(compressor)
         for base in cls.__mro__
         for method in map(_inside, vars(base).values())
         if method is not None and not Path(method.__code__.co_filename).is_relative_to(_OURS)

@@ -233,7 +233,7 @@ def check_memory_stays_bounded(compressor: Compressor) -> None:
         )
 
 
-@needs("feedback_stays_bounded", "local_is_written")
+@needs("feedback_stays_bounded", "local_is_written", "both_signs_arrive")
 def check_every_element_has_its_turn(compressor: Compressor) -> None:
     """With error feedback everything is sent at some time: an element that never is, however large
     its residual grows, is a parameter that is not trained.

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Payload, empty_payload
-from ringlet.compressors.core.context import Array, Context, Workspace
-from ringlet.compressors.core.multitensor import Decoding, Encoding, Sum
+from ringlet.compressors.core.context import Array, Workspace
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, halves, large, vectors
@@ -45,7 +44,7 @@ def check_fast_paths_agree(compressor: Compressor) -> None:
             payloads = [encode(compressor, y, context(x)) for y in (x, -x, x[::-1].copy())]
             parts = [decode(compressor, part, x.size, context(x)) for part in payloads]
             compressor.sum_into(payloads, total, context(x))
-            assert _close(total, parts), "sum_into is not the sum of all that is decoded"
+            assert close(total, parts), "sum_into is not the sum of all that is decoded"
 
     for_all(vectors(), body)
     for seed in range(4):
@@ -68,12 +67,12 @@ def _check_many_sums(compressor: Compressor) -> None:
     for count in _RANKS:
         total = np.full(_FEW, np.nan, np.float32)
         compressor.sum_into(payloads[:count], total, context(given[0], size=count))
-        assert _close(total, parts[:count], count), (
+        assert close(total, parts[:count], count), (
             f"sum_into of {count} payloads is not the sum of all that is decoded"
         )
 
 
-def _calls(compressor: Compressor, n: int) -> list[dict[str, Any]]:
+def calls(compressor: Compressor, n: int) -> list[dict[str, Any]]:
     """Return contexts' fields in which calls differ: the place of a piece among them."""
     granule = compressor.traits().granularity
     found: list[dict[str, Any]] = [{"step": 5, "rank": 2, "size": 4, "seed": 3, "name": "other"}]
@@ -88,7 +87,7 @@ def _calls(compressor: Compressor, n: int) -> list[dict[str, Any]]:
 def _check_any_call(compressor: Compressor) -> None:
     """Raise AssertionError where a fast path goes by its context otherwise than the slow one."""
     x = gaussian(_FEW, 5)
-    for fields in _calls(compressor, x.size):
+    for fields in calls(compressor, x.size):
         payload = encode(compressor, x, context(x, **fields))
         expected = compressor.compress(x, context(x, **fields))
         assert same_payload(payload, expected), (
@@ -99,7 +98,7 @@ def _check_any_call(compressor: Compressor) -> None:
         compressor.accumulate(payload, total, context(x, **fields))
         assert same(total, x + decoded), f"accumulate is not decompress and add with {fields}"
         compressor.sum_into([payload, payload], total, context(x, **fields))
-        assert _close(total, [decoded, decoded]), (
+        assert close(total, [decoded, decoded]), (
             f"sum_into is not the sum of all that is decoded with {fields}"
         )
 
@@ -127,7 +126,7 @@ def _overrides(compressor: Compressor, *names: str) -> bool:
     return any(getattr(cls, name) is not getattr(Compressor, name) for name in names)
 
 
-def _close(total: Array, parts: list[Array], times: int = 1) -> bool:
+def close(total: Array, parts: list[Array], times: int = 1) -> bool:
     """Whether ``total`` is the sum of ``parts``, but for where it is rounded, so many ``times``."""
     expected = np.sum(parts, axis=0, dtype=np.float64)
     if not np.isfinite(expected).all():
@@ -186,7 +185,7 @@ def check_fused_feedback_agrees(compressor: Compressor) -> None:
                 x = gaussian(n, 1)
                 x[n // 2] += np.float32(bad)
                 agree(x, gaussian(n, 2), decay, bad)
-    for fields in _calls(compressor, 300):
+    for fields in calls(compressor, 300):
         agree(gaussian(300, 1), gaussian(300, 2), 0.5, 0.0, **fields)
     agree(large()[:_LONG].copy(), large()[-_LONG:].copy(), 0.5, 0.0)
 
@@ -259,111 +258,8 @@ def _fed_back(
     return np.concatenate(outs), np.concatenate(residuals)
 
 
-@needs("fast_paths_agree", "fused_feedback_agrees")
-def check_many_tensors_agree(compressor: Compressor) -> None:
-    """Kernels that take many tensors a launch are for speed: what becomes of a tensor must not show
-    which others were there.
-
-    Encode scale * x + decay * residual of every one, decode to weight times that, and leave in each
-    residual what was lost. Return None from multi_tensor(ctx) for arrays that the kernels do not
-    take.
-    """
-    if not by_payload(compressor) or not compressor.traits().fixed_size:
-        return
-    kernels = compressor.multi_tensor(Context())
-    if kernels is None:
-        return
-    scale, decay, weight = 2.0, 0.5, 0.5
-    for fed in (False, True):
-        given = [gaussian(n, n) for n in (100, 2049, 1)]
-        residuals = [gaussian(x.size, 3) if fed else None for x in given]
-        expected, left, tensors = [], [], []
-        for place, (x, residual) in enumerate(zip(given, residuals, strict=True)):
-            ctx = context(x, name=str(place))
-            payload, kept = empty_payload(compressor, x.size, ctx), None
-            if residual is None:
-                compressor.encode_into(x * np.float32(scale), payload, ctx)
-            else:
-                kept = residual.copy()
-                compressor.feedback_into(x * np.float32(scale), kept, decay, payload, ctx)
-            expected.append(decode(compressor, payload, x.size, ctx) * np.float32(weight * scale))
-            left.append(kept)
-            room = empty_payload(compressor, x.size, ctx)
-            tensors.append(Encoding(x, x.size, room, ctx, residual=residual))
-        kernels.encode(tensors, scale=scale, decay=decay, weight=weight)
-        outs = [np.full(x.size, np.nan, np.float32) for x in given]
-        every = zip(outs, tensors, strict=True)
-        kernels.decode([Decoding(out, t.payload, t.ctx) for out, t in every], scale=scale)
-        how = " with residuals" if fed else ""
-        for place, (out, want, kept) in enumerate(zip(outs, expected, left, strict=True)):
-            assert same(out, want), (
-                f"of three tensors{how} number {place} decodes to something else than on its own, "
-                f"with scale={scale}, decay={decay}, weight={weight}"
-            )
-            own = residuals[place]
-            assert own is None or kept is None or same(own, kept), (
-                f"of three tensors{how} number {place} keeps another residual than on its own"
-            )
-
-
-@needs("fast_paths_agree", "fused_feedback_agrees")
-def check_many_varying_tensors_agree(compressor: Compressor) -> None:
-    """Kernels that take many tensors of variable payloads are for speed too: what becomes of a
-    tensor must not show which others were there.
-
-    Compress scale * x + decay * residual of every one, and leave in each residual what was lost if
-    feeds says so; decode to scale times the sum of all payloads. Return None from
-    multi_varying(ctx) for arrays that the kernels do not take.
-    """
-    if not by_payload(compressor) or compressor.traits().fixed_size:
-        return
-    kernels = compressor.multi_varying(Context())
-    if kernels is None:
-        return
-    scale, decay = 2.0, 0.5
-    for fed in (False, True) if kernels.feeds else (False,):
-        given = [gaussian(n, n) for n in (100, 2049, 1)]
-        contexts = [context(x, name=str(place)) for place, x in enumerate(given)]
-        residuals = [gaussian(x.size, 3) if fed else None for x in given]
-        expected, left = [], []
-        for x, residual, ctx in zip(given, residuals, contexts, strict=True):
-            kept = None if residual is None else residual.copy()
-            more = x * np.float32(scale)
-            expected.append(
-                compressor.compress(more, ctx)
-                if kept is None
-                else compressor.compress_feedback(more, kept, decay, ctx)
-            )
-            left.append(kept)
-        every = zip(given, contexts, residuals, strict=True)
-        sent = kernels.compress(
-            [Encoding(x, x.size, {}, ctx, residual=r) for x, ctx, r in every], scale, decay
-        )
-        outs = [np.full(x.size, np.nan, np.float32) for x in given]
-        pairs = zip(outs, expected, contexts, strict=True)
-        kernels.decode([Sum(out, [payload, payload], ctx) for out, payload, ctx in pairs], scale)
-        how = " with residuals" if fed else ""
-        for place, (payload, want) in enumerate(zip(sent, expected, strict=True)):
-            which = f"of three tensors{how} number {place}"
-            assert same_payload(payload, want), (
-                f"{which} is compressed to something else than on its own, with scale={scale} and "
-                f"decay={decay}"
-            )
-            own, kept, out = residuals[place], left[place], outs[place]
-            assert own is None or kept is None or same(own, kept), (
-                f"{which} keeps another residual than on its own"
-            )
-            part = decode(compressor, want, out.size, contexts[place]) * np.float32(scale)
-            assert _close(out, [part, part]), (
-                f"{which} decodes to something else than on its own, from two payloads, with "
-                f"scale={scale}"
-            )
-
-
 CHECKS = (
     check_fast_paths_agree,
     check_fused_feedback_agrees,
     check_feedback_in_rounds_agrees,
-    check_many_tensors_agree,
-    check_many_varying_tensors_agree,
 )

@@ -149,7 +149,7 @@ def check_indices_are_wide_enough(compressor: Compressor) -> None:
         assert last or not others, f"the last one of {n} elements comes back as another, or never"
 
 
-@needs(*PURE, "points_the_same_way", "every_element_has_its_turn")
+@needs(*PURE, "points_the_same_way", "every_element_has_its_turn", "both_signs_arrive")
 def check_the_last_element_counts(compressor: Compressor) -> None:
     """Blocks and bytes are rarely full at the end of a tensor: what lies there is a gradient too.
 

@@ -198,6 +198,7 @@ def check_one_overflow_is_survived(compressor: Compressor) -> None:
                 assert np.isfinite(out).all(), f"step {step} suffers from {bad} in step {when}"
         for state in states:
             assert _finite(state), f"what is remembered holds {bad} for good"
+    _check_overflows_of_both(wrapped)
     if not compressor.traits().stateful:
         return
     clean, after = (_strayed(compressor, overflows) for overflows in (False, True))
@@ -206,6 +207,20 @@ def check_one_overflow_is_survived(compressor: Compressor) -> None:
         f"gradients are off by {after:.3g} of their length, {clean:.3g} without it: memories no "
         "longer fit together"
     )
+
+
+def _check_overflows_of_both(wrapped: Compressor) -> None:
+    """Raise AssertionError where what is not finite on two ranks cancels."""
+    for bad in ((np.nan, np.nan), (np.inf, -np.inf)):
+        gradients = [gaussian(3000, rank) for rank in (0, 1)]
+        for x, value in zip(gradients, bad, strict=True):
+            x[7] = value
+        with np.errstate(all="ignore"):
+            out = simulate(wrapped, gradients, shape=(50, 60))[0]
+        assert not np.isfinite(out).all(), (
+            f"{bad[0]} on one rank and {bad[1]} on the other vanished: it would not be skipped; "
+            "count how many ranks have one, and neither with a sign nor modulo 2"
+        )
 
 
 def _strayed(compressor: Compressor, overflows: bool) -> float:

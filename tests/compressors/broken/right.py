@@ -361,3 +361,88 @@ class Leaders(Compressor):
         if local is not None:
             local[:] = 0
             local[chosen] = values[:-1]
+
+
+class Launched(Cells):
+    """The same with kernels for many tensors, which take host arrays."""
+
+    def multi_tensor(self, ctx):
+        return Launch(self)
+
+
+class Launch:
+    """What a launch does, tensor by tensor: in float32, whatever the gradient's dtype is."""
+
+    def __init__(self, cells):
+        self.cells = cells
+
+    def encode(self, tensors, spaced=None, scale=1.0, decay=1.0, weight=1.0):
+        for tensor in tensors:
+            with np.errstate(invalid="ignore", over="ignore"):
+                x = widened(tensor.x) * np.float32(scale)
+            if tensor.residual is None:
+                self.cells.encode_into(x, tensor.payload, tensor.ctx)
+            else:
+                self.cells.feedback_into(x, tensor.residual, decay, tensor.payload, tensor.ctx)
+            with np.errstate(invalid="ignore"):
+                tensor.payload["steps"] *= np.float32(weight)
+
+    def decode(self, tensors, spaced=None, scale=1.0, weight=1.0):
+        for tensor in tensors:
+            decoded = np.empty(tensor.out.size, "float32")
+            self.cells.decompress(tensor.source, decoded, tensor.ctx)
+            with np.errstate(invalid="ignore", over="ignore"):
+                narrowed(decoded * np.float32(scale * weight), tensor.out)
+
+
+def widened(x):
+    """Return float32 of float32, float16, or bfloat16 as uint16."""
+    if x.dtype == np.uint16:
+        return (x.astype("uint32") << 16).view("float32")
+    return x.astype("float32")
+
+
+def narrowed(values, out):
+    """Round to the dtype of ``out``, to nearest even."""
+    if out.dtype != np.uint16:
+        out[:] = values
+        return
+    bits = values.view("uint32")
+    odd = (bits >> 16) & np.uint32(1)
+    rounded = (bits + np.uint32(0x7FFF) + odd) >> 16
+    out[:] = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
+
+
+class LaunchedVarying(Whole):
+    """Kernels for many tensors of payloads whose size is not declared."""
+
+    def multi_varying(self, ctx):
+        return VaryingLaunch(self)
+
+
+class VaryingLaunch:
+    """What such a launch does, tensor by tensor."""
+
+    feeds = True
+
+    def __init__(self, whole):
+        self.whole = whole
+
+    def compress(self, tensors, scale=1.0, decay=1.0):
+        sent = []
+        for tensor in tensors:
+            with np.errstate(invalid="ignore", over="ignore"):
+                x = widened(tensor.x) * np.float32(scale)
+            if tensor.residual is None:
+                sent.append(self.whole.compress(x, tensor.ctx))
+            else:
+                fed = self.whole.compress_feedback(x, tensor.residual, decay, tensor.ctx)
+                sent.append(fed)
+        return sent
+
+    def decode(self, sums, scale=1.0):
+        for out, payloads, ctx in sums:
+            total = np.empty(out.size, "float32")
+            self.whole.sum_into(payloads, total, ctx)
+            with np.errstate(invalid="ignore", over="ignore"):
+                narrowed(total * np.float32(scale), out)

@@ -1,0 +1,144 @@
+"""Checks of what a process has once: it belongs to the user's program, and to no plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.core.context import Context
+from ringlet.compressors.testing.checks.isolation import OTHER, classes
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload
+from ringlet.compressors.testing.tools.inputs import gaussian
+from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.simulate import simulate
+
+_N = 1000
+_CALLS = 6  # in each of which there is one more of what is never given back
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_OPEN = Path("/dev/fd")  # files that this process has open, where there is such a folder
+_FILTERS, _VARIABLES = "the filters of warnings", "os.environ"
+# What importing a library for the first time may change, and no plugin is blamed for.
+_BY_IMPORTS = (_FILTERS, _VARIABLES)
+
+
+class _Mark(Warning):
+    """Of a filter that stands first until a plugin puts one before it."""
+
+
+@needs(*PURE)
+def check_leaves_the_program_alone(compressor: Compressor) -> None:
+    """Warnings, random numbers, NumPy's errors and the number of threads are set once in a process,
+    by the user's program: a plugin that sets them changes what has nothing to do with it, and what
+    it never gives back ends a run after days.
+
+    Leave np.random.seed(), np.seterr(), warnings.filterwarnings(), os.environ and the like to the
+    user. What np.errstate(...) or warnings.catch_warnings() sets lasts as long as its with-block.
+    Start threads once, in a pool, and close what is opened.
+    """
+    with known_surroundings():
+        _calls(compressor)  # whose first one may compile, and start threads that stay
+        with known_surroundings():
+            changed = _changed_by_calls(compressor)
+    modules = {cls.__module__ for cls in classes(compressor)}
+    if not all(module.startswith("ringlet.") for module in modules):
+        # What is set at the first call alone shows where there was none.
+        there = OTHER.ask(modules, _changed_by_calls, compressor)
+        changed += [what for what in there if what not in _BY_IMPORTS]
+    assert not changed, f"a call changes {changed[0]}, on which the user's program relies"
+    _check_given_back(compressor)
+
+
+def _changed_by_calls(compressor: Compressor) -> list[str]:
+    before = _surroundings()
+    _calls(compressor)
+    after = _surroundings()
+    return [what for what in before if before[what] != after[what]]
+
+
+def _calls(compressor: Compressor) -> None:
+    x = gaussian(_N, 1)
+    with contextlib.suppress(Exception):  # which another check tells
+        compressor.warm_up(Context(shape=(_N,), numel=_N))
+    simulate(compressor, [x], step=1)
+    if by_payload(compressor):  # two exchanges in one thread restore each other's np.errstate
+        simulate(compressor, [x, -2 * x], step=1)
+
+
+def _surroundings() -> dict[str, str]:
+    """Return what a process has once, by what it is called."""
+    found = {
+        "NumPy's own generator (np.random)": str(np.random.get_state()),
+        "Python's own generator (random)": repr(random.getstate()),
+        "what np.seterr() sets": repr(np.geterr()),
+        "what np.set_printoptions() sets": repr(np.get_printoptions()),
+        _FILTERS: repr(warnings.filters),
+        _VARIABLES: repr(sorted(os.environ.items())),
+        "the working directory (os.chdir)": os.getcwd(),
+        "what gc.disable() or gc.set_threshold() sets": repr((gc.isenabled(), gc.get_threshold())),
+        "what logging.disable() sets": repr(logging.root.manager.disable),
+        "what sys.setrecursionlimit() sets": repr(sys.getrecursionlimit()),
+    }
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "get_rng_state"):
+        found["PyTorch's own generator (torch.manual_seed)"] = repr(torch.get_rng_state().tolist())
+        found["what torch.set_num_threads() sets"] = repr(torch.get_num_threads())
+    return found
+
+
+@contextlib.contextmanager
+def known_surroundings() -> Iterator[None]:
+    """Set what plugins set by mistake to what none of them does; restore it at the end."""
+    folder, collects, disabled = os.getcwd(), gc.isenabled(), logging.root.manager.disable
+    generators = np.random.get_state(), random.getstate()
+    with (
+        warnings.catch_warnings(),
+        np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
+        np.printoptions(precision=7, suppress=False),
+        mock.patch.dict(os.environ),
+    ):
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("default", _Mark)
+        for name in _THREADS:
+            os.environ.pop(name, None)
+        gc.enable()
+        logging.disable(logging.NOTSET)
+        np.random.seed(271_828)
+        random.seed(271_828)
+        try:
+            yield
+        finally:
+            os.chdir(folder)
+            (gc.enable if collects else gc.disable)()
+            logging.disable(disabled)
+            np.random.set_state(generators[0])
+            random.setstate(generators[1])
+
+
+def _check_given_back(compressor: Compressor) -> None:
+    """Raise AssertionError where every call leaves a thread or an open file behind."""
+    counted = []
+    x = gaussian(_N, 1)
+    for step in range(_CALLS + 1):
+        simulate(compressor, [x], step=step)
+        files = len(os.listdir(_OPEN)) if _OPEN.is_dir() else 0
+        counted.append((threading.active_count(), files))
+    for what, found in zip(("a thread", "an open file"), zip(*counted, strict=True), strict=True):
+        grown = all(later > earlier for earlier, later in pairwise(found))
+        assert not grown, f"every call leaves {what} behind: {found[0]} became {found[-1]}"
+
+
+CHECKS = (check_leaves_the_program_alone,)

@@ -1,0 +1,149 @@
+"""What a process has once, changed by a plugin for all of the user's program."""
+
+import functools
+import gc
+import logging
+import os
+import threading
+import warnings
+from typing import ClassVar
+
+import numpy as np
+
+from broken.right import Cells, SharedScale, Whole
+
+
+class SilencesWarnings(Whole):
+    """Turns off the warnings of the whole program, for its own divisions."""
+
+    def compress(self, x, ctx):
+        warnings.filterwarnings("ignore")
+        return super().compress(x, ctx)
+
+
+class SilencesWarningsOfDecoding(Cells):
+    """Does so where it decodes, for one kind of them."""
+
+    def decompress(self, payload, out, ctx):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        super().decompress(payload, out, ctx)
+
+
+class LeavesAFilter(Whole):
+    """Catches warnings, and never lets go of them."""
+
+    def compress(self, x, ctx):
+        warnings.catch_warnings().__enter__()
+        warnings.simplefilter("error")
+        return super().compress(x, ctx)
+
+
+@functools.cache
+def _set_up():
+    np.seterr(all="ignore")
+
+
+class SilencesNumPyOnce(Whole):
+    """Sets NumPy's errors at the first call alone."""
+
+    def compress(self, x, ctx):
+        _set_up()
+        return super().compress(x, ctx)
+
+
+class SilencesNumPyInRounds(SharedScale):
+    """Sets NumPy's errors in an exchange."""
+
+    def exchange(self, x, out, ctx, local=None):
+        np.seterr(all="ignore")
+        yield from super().exchange(x, out, ctx, local)
+
+
+class RaisesOnErrors(Whole):
+    """Lets every division by zero end the program, to find its own."""
+
+    def finish(self, out, ctx):
+        np.seterr(divide="raise")
+
+
+class SeedsWhereItDecodes(Whole):
+    """Seeds NumPy's old generator in the decoder, without a need."""
+
+    def accumulate(self, payload, out, ctx):
+        np.random.seed(ctx.seed)
+        super().accumulate(payload, out, ctx)
+
+
+class SeedsInWarmUp(Whole):
+    """Seeds NumPy's old generator before the first step."""
+
+    def warm_up(self, ctx):
+        np.random.seed(0)
+
+
+class OneThread(Cells):
+    """Wants BLAS to use one thread, in the whole program and all that it starts."""
+
+    def compress(self, x, ctx):
+        os.environ["OMP_NUM_THREADS"] = "1"
+        return super().compress(x, ctx)
+
+
+class OneThreadIfNoneIsSet(Cells):
+    """The same, unless the user has said something."""
+
+    def compress(self, x, ctx):
+        os.environ.setdefault("MKL_NUM_THREADS", "1")
+        return super().compress(x, ctx)
+
+
+class StopsTheCollector(Whole):
+    """Turns the garbage collector off, which made its timings uneven."""
+
+    def compress(self, x, ctx):
+        gc.disable()
+        return super().compress(x, ctx)
+
+
+class PrintsFewDigits(Whole):
+    """Sets how arrays are printed, to look at its own."""
+
+    def compress(self, x, ctx):
+        np.set_printoptions(precision=3, suppress=True)
+        return super().compress(x, ctx)
+
+
+class SilencesLogging(Whole):
+    """Turns off the logging of a library, and with it everybody's."""
+
+    def compress(self, x, ctx):
+        logging.disable(logging.CRITICAL)
+        return super().compress(x, ctx)
+
+
+class ChangesFolder(Whole):
+    """Goes to another folder for a cache of its own."""
+
+    def compress(self, x, ctx):
+        os.chdir("/")
+        return super().compress(x, ctx)
+
+
+class LeavesThreads(Whole):
+    """Starts a thread in every call, which waits for work that never comes."""
+
+    ended: ClassVar[threading.Event] = threading.Event()  # for the tests, to end them
+
+    def compress(self, x, ctx):
+        threading.Thread(target=self.ended.wait, daemon=True).start()
+        return super().compress(x, ctx)
+
+
+class LeavesFiles(Whole):
+    """Opens a file in every call for its log, and closes none."""
+
+    opened: ClassVar[list[object]] = []
+
+    def compress(self, x, ctx):
+        self.opened.append(open(os.devnull, "w"))  # noqa: SIM115
+        return super().compress(x, ctx)
