@@ -352,6 +352,11 @@ def check_gradient_units(compressor: Compressor) -> None:
             assert not lengths or kind == np.float32 or kind.kind not in "fc", (
                 f"ctx.state[{name!r}] is an array of {kind}: what gradient_units names is float32"
             )
+            writable = not lengths or states[0][name].flags.writeable
+            assert writable, (
+                f"ctx.state[{name!r}] is not writeable: where the loss scale changes, what "
+                "gradient_units names is multiplied in place; leave its flags as they are"
+            )
         gradients = [gaussian(2000, 7), gaussian(2000, 8)]
         saved = copy.deepcopy(states)
         expected = simulate(compressor, gradients, states, step=3, **given)[0]

@@ -157,6 +157,11 @@ def check_memory_moves_to_other_ranks(compressor: Compressor) -> None:
     for what, found, after in made:
         unchanged = all(_alike(*pair) for pair in zip(after, states, strict=False))
         assert unchanged, f"{what} changes what it is given, which others go on with"
+        for state in after if what.startswith("consolidate") else ():
+            assert not _shares(found, state), (
+                f"{what} returns an array of a state that it was given, which two ranks would "
+                "then write to; return a copy"
+            )
         for name, length in described(found).items():
             assert lengths.get(name, length) == length, (
                 f"{what} returns {name!r} as {length}, ranks remember {lengths[name]}"
@@ -201,6 +206,16 @@ def _check_nobody_is_left_out(compressor: Compressor, states: list[State]) -> No
                 f"consolidate() of {len(states)} states returns the same whatever {name!r} of rank "
                 f"{rank} is: what that rank remembers is lost"
             )
+
+
+def _shares(a: Any, b: Any) -> bool:
+    """Whether some array of a state lies in memory of another one's."""
+    if isinstance(a, dict):
+        return any(_shares(value, b) for value in a.values())
+    if isinstance(b, dict):
+        return any(_shares(a, value) for value in b.values())
+    arrays = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+    return arrays and bool(np.shares_memory(a, b))
 
 
 def _alike(a: Any, b: Any) -> bool:
