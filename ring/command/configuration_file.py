@@ -48,6 +48,8 @@ KEYS: dict[tuple[str, str], str | tuple[str, str]] = {
     ("library_options", "mpi_args"): "--mpi-args",
     ("library_options", "num_nccl_streams"): "--num-nccl-streams",
     ("library_options", "thread_affinity"): "--thread-affinity",
+    ("library_options", "ccl_bgt_affinity"): "--thread-affinity",  # its name before Horovod 0.20
+    ("library_options", "mlsl_bgt_affinity"): "--thread-affinity",  # and before that
     ("library_options", "gloo_timeout_seconds"): "--gloo-timeout-seconds",
     ("logging", "level"): "--log-level",
     ("logging", "hide_timestamp"): ("--log-hide-timestamp", "--no-log-hide-timestamp"),
@@ -91,7 +93,8 @@ def flags_of(path: str) -> list[str]:
         if known is None:
             inside = f" in section {section}" if section else ""
             keys = ", ".join(k for s, k in KEYS if s == section)
-            raise LaunchError(f"{where}: there is no {key!r}{inside}; there are {keys}")
+            remedy = "mend its name, or take the line out: horovodrun passed over it"
+            raise LaunchError(f"{where}: there is no {key!r}{inside}; there are {keys}; {remedy}")
         if value not in _NOTHING:
             words += _words(known, _scalar(value), f"{where}: {key}")
     return words

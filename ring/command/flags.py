@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 
 from ringlet.ring.command.configuration_file import flags_of
@@ -73,16 +74,19 @@ _SWITCHES = {
 _LOGGING = "configure Python's logging in the program; its format then counts"
 _TIMESTAMP = "pipe the output through `ts`"
 _BINDING = "start the program by numactl or taskset, after --"
-# What horovodrun has besides, and what to do instead; those with a value take one.
+# What horovodrun has besides and a job cannot do without, and what to do instead.
 ABSENT = {
     "--mpi-args": "set MPI's own variables, as in --env MPIR_CVAR_DEBUG_SUMMARY=1",
     "--jsrun": "use the system's own launcher; ranks find each other under any mpiexec",
+    "--tcp": "set what the libraries read: --env NCCL_IB_DISABLE=1, --env FI_PROVIDER=tcp",
+    "--binding-args": _BINDING,
+}
+# What it has besides and no result depends on, and what to do instead: said, and passed over.
+PASSED_OVER = {
     "--hierarchical-allgather": "gathers go straight; --hierarchical-allreduce is for sums",
     "--torus-allreduce": "--hierarchical-allreduce sums over two levels too",
     "--autotune-gaussian-process-noise": "a score is taken to be right to 5 %",
     "--mpi-threads-disable": "an engine thread calls MPI, which has to allow that",
-    "--tcp": "set what the libraries read: --env NCCL_IB_DISABLE=1, --env FI_PROVIDER=tcp",
-    "--binding-args": _BINDING,
     "--thread-affinity": _BINDING,
     "--gloo-timeout-seconds": "--heartbeat-seconds says after which silence a rank is lost",
     "--log-with-timestamp": _LOGGING,
@@ -141,9 +145,10 @@ def add_tunables(parser: argparse.ArgumentParser) -> None:
     for flag, (name, value, meaning) in _SWITCHES.items():
         text = f"{meaning} ({name}={value})" if meaning else argparse.SUPPRESS
         group.add_argument(flag, action=_Set, nargs=0, dest="tunables", help=text)
-    for flag in ABSENT:
-        values = 1 if flag in _WITH_VALUE else 0
-        parser.add_argument(flag, action=_Refuse, nargs=values, help=argparse.SUPPRESS)
+    for flags, action in ((ABSENT, _Refuse), (PASSED_OVER, _PassOver)):
+        for flag in flags:
+            values = 1 if flag in _WITH_VALUE else 0
+            parser.add_argument(flag, action=action, nargs=values, help=argparse.SUPPRESS)
     for flag in NEEDLESS:
         parser.add_argument(flag, dest="needless", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -158,6 +163,8 @@ def meaning_of(parser: argparse.ArgumentParser, flag: str) -> str:
     """Say what ``flag``, of horovodrun, is here."""
     if flag in ABSENT:
         return f"refused: {ABSENT[flag]}"
+    if flag in PASSED_OVER:
+        return f"passed over, with a line that says so: {PASSED_OVER[flag]}"
     if flag in NEEDLESS:
         return f"accepted: {NEEDLESS[flag]}"
     if not any(flag in action.option_strings for action in parser._actions):
@@ -195,3 +202,18 @@ class _Refuse(argparse.Action):
     ) -> None:
         assert flag is not None
         raise LaunchError(f"{flag} is horovodrun's: {ABSENT[flag]}")
+
+
+class _PassOver(argparse.Action):
+    """Says that a flag that horovodrun has does nothing, and what does."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        options: argparse.Namespace,
+        value: object,
+        flag: str | None = None,
+    ) -> None:
+        assert flag is not None
+        said = f"{flag} is horovodrun's, and does nothing here: {PASSED_OVER[flag]}"
+        print(f"{parser.prog}: {said}", file=sys.stderr)

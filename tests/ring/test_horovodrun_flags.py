@@ -9,7 +9,7 @@ import pytest
 from ringlet.__main__ import main
 from ringlet.ring.command import cli
 from ringlet.ring.command.configuration_file import KEYS, flags_of
-from ringlet.ring.command.flags import ABSENT, meaning_of
+from ringlet.ring.command.flags import ABSENT, PASSED_OVER, meaning_of
 from ringlet.ring.command.horovodrun import FLAGS, OTHERWISE
 from ringlet.ring.errors import LaunchError
 
@@ -29,10 +29,20 @@ def test_every_flag_is_accepted_or_named(flag):
 
 
 @pytest.mark.parametrize("flag", ABSENT)
-def test_what_stands_for_a_flag_is_said(capsys, flag):
+def test_what_stands_for_a_flag_that_is_refused_is_said(capsys, flag):
     with pytest.raises(SystemExit):
         main(["run", "-np", "1", flag, "1", "true"])
     assert f"{flag} is horovodrun's: {ABSENT[flag]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", PASSED_OVER)
+def test_a_flag_that_changes_no_result_does_not_stop_a_job(capfd, flag):
+    value = ["1"] if parser()._option_string_actions[flag].nargs else []
+    assert main(["run", "-np", "1", flag, *value, "echo", "ran"]) == 0
+    out, err = capfd.readouterr()
+    assert "ran" in out
+    said = f"ringlet run: {flag} is horovodrun's, and does nothing here: {PASSED_OVER[flag]}\n"
+    assert err.count(said) == 1
 
 
 def test_the_table_is_what_the_parsers_say():
@@ -90,6 +100,14 @@ def test_a_configuration_file_starts_a_job(tmp_path, capfd):
     words = ["sh", "-c", "echo cycle $RINGLET_CYCLE_TIME"]
     assert main(["run", "--config-file", str(tmp_path / "c.yaml"), *words]) == 0
     assert capfd.readouterr().out.count("cycle 3") == 2
+
+
+def test_a_configuration_file_may_say_what_does_nothing_here(tmp_path, capfd):
+    text = "params:\n  hierarchical_allgather: true\nlibrary_options:\n  ccl_bgt_affinity: 1\n"
+    (tmp_path / "c.yaml").write_text(text)
+    assert main(["run", "-np", "1", "--config-file", str(tmp_path / "c.yaml"), "true"]) == 0
+    told = [line for line in capfd.readouterr().err.splitlines() if "does nothing here" in line]
+    assert [line.split()[2] for line in told] == ["--hierarchical-allgather", "--thread-affinity"]
 
 
 def test_every_key_is_a_flag():
