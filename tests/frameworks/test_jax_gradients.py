@@ -341,6 +341,23 @@ def case_dropped():
     assert declared_after(before) <= before
 
 
+def case_outside_of_the_process_set():
+    """The rank that takes no part keeps its gradients, at once and in a program."""
+    rank, inside = hvd.rank(), hvd.size() - 1
+    if not inside:
+        return
+    chosen, grads = hvd.add_process_set(range(inside)), {"w": jnp.full(2000, rank + 1.0)}
+    expected = (inside + 1) / 2 if rank < inside else rank + 1.0
+    for spec in ("none", "int8 | ef"):
+        transformation = hvd.reduce_gradients(spec, process_set=chosen)
+        state = transformation.init(grads)
+        for update in (transformation.update, jax.jit(transformation.update)):
+            reduced, state = update(grads, state)
+            assert np.allclose(reduced["w"], expected, rtol=0.02)
+        assert int(state.step) == 2
+    hvd.remove_process_set(chosen)
+
+
 def case_join():
     """A rank with fewer batches goes on with zeros."""
     size, rank = hvd.size(), hvd.rank()
