@@ -74,6 +74,8 @@ def reduce_gradients(
       that is how the transport adds. None leaves it to ``precision``, a policy's name, and without
       one to the transport.
 
+    On ranks outside of ``process_set`` gradients stay as they are.
+
     ``init`` is collective where a compressor remembers something, because it finds out what: it
     reduces zeros, at step 0 and at other steps of schedules. Raises SpecError (a ValueError), and
     ValueError for a compressor whose state changes its shape.
@@ -218,6 +220,11 @@ class _Reductions:
         places: dict[str, dict[str, Array]],
     ) -> None:
         """Reduce ``arrays`` into ``outputs``; what is remembered lies in ``places``."""
+        if not self._settings.process_set.included():
+            for array, out in zip(arrays, outputs, strict=True):
+                out[...] = array
+            now_present[...] = present
+            return
         with self._lock:
             self._bind()
             reducer = self._reducers.get(slots)

@@ -34,7 +34,12 @@ def backend() -> str:
 
 
 def as_written(function: Called) -> Called:
-    """Decorate an entry point, so that TensorFlow's AutoGraph does not rewrite it."""
+    """Decorate an entry point: AutoGraph and torch.compile run it as Python, step by step."""
+    if keras.config.backend() == "torch":
+        import torch
+
+        disable: Callable[[Called], Called] = torch.compiler.disable
+        return disable(function)
     if keras.config.backend() != "tensorflow":
         return function
     import tensorflow as tf

@@ -11,6 +11,7 @@ from ringlet.job.objects import broadcast_object
 from ringlet.keras.callback import KerasCallback
 from ringlet.keras.functions import broadcast_variables
 from ringlet.keras.optimizer_state import as_array, is_given_away, state_variables
+from ringlet.keras.reducing import Reducing
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared import residual_store
 from ringlet.shared.gradients import GradientReducer
@@ -55,7 +56,8 @@ class KerasState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to what was saved last; passes since the last step begin anew."""
+        self._forget_passes()
         for variable, array in zip(self._variables(), self._arrays, strict=True):
             variable.assign(array)
         reducer = self._reducer()
@@ -99,8 +101,10 @@ class KerasState(ObjectState):
     def sync(self) -> None:
         """Take over rank 0's weights, optimizer state and objects, and save them. Collective.
 
-        Raises Mismatch, the same on every rank, where the ranks' models differ.
+        Of ``backward_passes_per_step`` the first one follows. Raises Mismatch, the same on every
+        rank, where the ranks' models differ.
         """
+        self._forget_passes()
         broadcast_variables(self._variables(), 0)
         reducer = self._reducer()
         if reducer is not None and is_elastic():  # schedules and shared random numbers follow
@@ -111,6 +115,11 @@ class KerasState(ObjectState):
             reducer.restart(step)
             reducer.enlist()  # before the state is saved: it is of these ranks then
         super().sync()
+
+    def _forget_passes(self) -> None:
+        """Let ranks add up gradients from the same pass on: newcomers have seen none."""
+        if isinstance(self.optimizer, Reducing):
+            self.optimizer.forget_passes()
 
     def _variables(self) -> list[Any]:
         if self.optimizer is None:

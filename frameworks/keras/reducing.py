@@ -38,6 +38,11 @@ class Reducing:
         """Return the Euclidean norm of what compression holds back on this rank."""
         return self._ringlet.norm()
 
+    def forget_passes(self) -> None:
+        """Forget what ``backward_passes_per_step`` has added up since the last step."""
+        self._ringlet_accumulator.reset()
+        self._ringlet_staying[1].reset()
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "a DistributedOptimizer cannot be copied or pickled: it is tied to its peers. Save the "

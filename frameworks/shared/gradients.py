@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -216,9 +217,8 @@ class GradientReducer:
 
     def _forget(self) -> None:
         steps, self._steps = self._steps, {}
-        if self._runtime is not None:
-            for step in steps.values():
-                step.release(self._runtime)
+        for step in steps.values():
+            step.release()
 
     def _declared(self, slots: tuple[Slot, ...], unused: Sequence[str], runtime: Runtime) -> _Step:
         label = f"{self._label}.{len(self._steps)}"
@@ -374,6 +374,9 @@ class _Step:
             kept, compressors = [{}], [NoCompression()]
         engine = runtime.engine
         self._group = engine.declare(label, requests, compressors, kept, step, number)
+        # Also once nobody holds the reducer any more, on each rank when its collector finds out.
+        self.release = weakref.finalize(self, engine.release, self._group)
+        self.release.atexit = False
 
     def show(self, runtime: Runtime, title: str) -> None:
         """Be called ``title`` in timelines, reports and errors."""
@@ -423,10 +426,6 @@ class _Step:
             raise
         self.number += 1
         return [array for array in results if array is not None]
-
-    def release(self, runtime: Runtime) -> None:
-        """Let the engine forget the group."""
-        runtime.engine.release(self._group)
 
     def _give_up(self, error: Exception) -> None:
         self._group.abandon(f"{type(error).__name__}: {error}")

@@ -78,7 +78,7 @@ class BucketVotes:
         calls = self._calls.setdefault(key, {})
         calls.setdefault(rank, deque()).append(_Call(requests, problem))
         if len(calls) < len(peers.ranks):
-            return []
+            return self._refused_for_joined(peers, name)
         declared = {rank: queue.popleft() for rank, queue in sorted(calls.items())}
         self._calls[key] = {rank: queue for rank, queue in calls.items() if queue}
         if not self._calls[key]:
@@ -152,11 +152,27 @@ class BucketVotes:
     def joined(self, peers: RequestTable) -> list[bytes]:
         """Ask ranks that joined for what the others are already waiting for."""
         told: list[bytes] = []
+        for number, name in list(self._calls):
+            if number == peers.number:
+                told += self._refused_for_joined(peers, name)
         for ballot in self._of.values():
             if ballot.peers is peers:
                 for votes in ballot.votes.values():
                     told += self._wanted(next(iter(votes.values())), ballot)
         return told
+
+    def _refused_for_joined(self, peers: RequestTable, name: str) -> list[bytes]:
+        """Refuse a declaration that waits for a rank which makes none before all have joined."""
+        calls = self._calls[peers.number, name]
+        absent = [rank for rank in peers.ranks if rank not in calls and rank not in peers.active]
+        if not absent:
+            return []
+        del self._calls[peers.number, name]
+        text = (
+            f"{name!r} was not declared: {named_ranks(absent)} joined, and what is declared needs "
+            "all ranks: make optimizers, and take their first step, before any rank calls join()"
+        )
+        return [m.REFUSED + dumps(m.Refusal(peers.number, name, sorted(calls), text))]
 
     def fail(
         self, peers: RequestTable, failure: m.Failure, gone: Sequence[int] = ()

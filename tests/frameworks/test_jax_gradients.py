@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import tempfile
@@ -17,6 +18,7 @@ import ringlet.jax as hvd
 from ringlet.compressors import Compressor, Payload, Traits, resolve
 from ringlet.compressors.testing.tools.simulate import simulate
 from ringlet.jax.held_state import flattened, merge_layouts, nested, store
+from ringlet.job.session import current
 
 pytestmark = pytest.mark.preloaded("jax")
 
@@ -315,6 +317,45 @@ def case_errors():
         plain.init({"z": jnp.ones(3, "complex64")})
     with pytest.raises(ValueError, match="unknown compressor"):
         hvd.reduce_gradients("int9")
+
+
+def declared_after(count):
+    """Return how many groups the engine knows, at the latest when they are ``count``."""
+    for _ in range(100):
+        gc.collect()
+        hvd.barrier()  # a release travels like any message: one that all have sent is there soon
+        if (known := len(current().engine._worker._groups)) <= count:
+            break
+    return known
+
+
+def case_dropped():
+    """The engine keeps nothing of transformations that nobody holds any more."""
+    grads, before = {"w": jnp.ones(2000)}, declared_after(0)
+    for turn in range(6):
+        transformation = hvd.reduce_gradients("int8 | ef")
+        transformation.update(grads, transformation.init(grads))
+        del transformation
+        if turn % 2 == hvd.rank() % 2:  # collectors run when they please, on each rank
+            gc.collect()
+    assert declared_after(before) <= before
+
+
+def case_outside_of_the_process_set():
+    """The rank that takes no part keeps its gradients, at once and in a program."""
+    rank, inside = hvd.rank(), hvd.size() - 1
+    if not inside:
+        return
+    chosen, grads = hvd.add_process_set(range(inside)), {"w": jnp.full(2000, rank + 1.0)}
+    expected = (inside + 1) / 2 if rank < inside else rank + 1.0
+    for spec in ("none", "int8 | ef"):
+        transformation = hvd.reduce_gradients(spec, process_set=chosen)
+        state = transformation.init(grads)
+        for update in (transformation.update, jax.jit(transformation.update)):
+            reduced, state = update(grads, state)
+            assert np.allclose(reduced["w"], expected, rtol=0.02)
+        assert int(state.step) == 2
+    hvd.remove_process_set(chosen)
 
 
 def case_join():

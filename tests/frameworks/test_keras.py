@@ -437,6 +437,35 @@ def case_elastic_state():
         hvd.elastic.CommitStateCallback(state, 0)
 
 
+def case_passes_end_with_what_is_restored():
+    """Half-summed passes survive neither a restore nor a sync, on whichever rank they are."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].set_weights([np.zeros((1, 1))])
+    extra = keras.Variable(np.zeros(1, np.float32), name="own")
+    sgd = keras.optimizers.SGD(1.0)
+    optimizer = hvd.DistributedOptimizer(
+        sgd, backward_passes_per_step=2, scale_local_gradients=False
+    )
+    shared = model.layers[0].kernel
+    optimizer.build([shared, extra])
+    optimizer.register_local_var(extra)
+    state = hvd.elastic.KerasState(model, optimizer)
+
+    def step(value):
+        given = [keras.ops.full((1, 1), value), keras.ops.full((1,), value)]
+        optimizer.apply(given, [shared, extra])
+        return [float(keras.ops.convert_to_numpy(v).sum()) for v in (shared, extra)]
+
+    for back in (state.restore, state.sync):
+        extra.assign([0.0])
+        if hvd.rank() == 0:
+            step(100.0)
+        back()
+        assert step(1.0) == [0.0, 0.0]
+        assert step(1.0) == [-2.0, -2.0]
+        shared.assign([[0.0]])
+
+
 def case_horovods_names():
     import importlib
 

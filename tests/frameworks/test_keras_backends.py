@@ -12,7 +12,10 @@ import pytest
 
 pytestmark = pytest.mark.preloaded("tensorflow")
 CHECKS = ("fit", "residuals and models", "values", "mistakes")
-OWN = {"torch": ("mixed float16", "precision", "accumulation"), "jax": ("bfloat16", "refusals")}
+OWN = {
+    "torch": ("mixed float16", "precision", "accumulation", "compiled"),
+    "jax": ("bfloat16", "refusals"),
+}
 
 
 def main():
@@ -153,6 +156,15 @@ def on_torch(made, fit):
         expected = (i + 1) // 2 * (size + 1)
         assert np.allclose(keras.ops.convert_to_numpy(x), -expected)
     print("accumulation", flush=True)
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8 | ef")
+    model = made(optimizer)
+    model.compile(optimizer, "mse", jit_compile=True)
+    losses = fit(model, epochs=2)
+    assert losses[-1] < losses[0]
+    assert variables_equal([*model.weights, *optimizer.variables])
+    assert optimizer.residual_norm() > 0
+    print("compiled", flush=True)
 
 
 def on_jax(made, fit):

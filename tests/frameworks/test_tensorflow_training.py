@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import tempfile
 import threading
@@ -14,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import ringlet.tensorflow as hvd
+from ringlet.job.session import current
 from ringlet.tensorflow.tape import reducer_of_tape
 
 pytestmark = pytest.mark.preloaded("tensorflow")
@@ -830,6 +832,32 @@ def case_elastic_state():
                 run(state)
             assert (session.run([x, y]), state.batch) == ([[2.0], 1.0], 6)
             assert len(session.graph.get_operations()) == operations
+
+
+def declared_after(count):
+    """Return how many groups the engine knows, at the latest when they are ``count``."""
+    for _ in range(100):
+        gc.collect()
+        hvd.barrier()  # a release travels like any message: one that all have sent is there soon
+        if (known := len(current().engine._worker._groups)) <= count:
+            break
+    return known
+
+
+def case_dropped_with_their_variables():
+    """The engine keeps nothing of tapes and optimizers whose variables are gone."""
+    before = declared_after(0)
+    for turn in range(5):
+        model = dense_model(width=8 + turn)
+        variables = model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, batch(hvd.rank()))
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)).apply(gradients, variables)
+        del model, variables, tape, loss, gradients
+        if turn % 2 == hvd.rank() % 2:  # collectors run when they please, on each rank
+            gc.collect()
+    assert declared_after(before + 1) <= before + 1  # the last tape's, until there is another
 
 
 def case_sync_batch_norm():

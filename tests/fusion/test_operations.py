@@ -1,6 +1,7 @@
 """Process sets, groups, ranks that join, all-to-all and reduce-scatter, on in-process ranks."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -232,6 +233,39 @@ def test_only_reductions_run_while_somebody_has_joined():
     texts = with_engines(3, late)
     assert texts[0] == texts[1]
     assert "rank 2 joined" in texts[0]
+
+
+@pytest.mark.parametrize("first", ["join", "declaration"])
+def test_a_declaration_that_a_joined_rank_cannot_make_is_refused(first):
+    joined, called = threading.Event(), threading.Event()
+
+    def body(engine):
+        def declare():
+            return engine.declare("g", [Request("w", shape=(4,))], [parse("none")], [{}])
+
+        text = ""
+        if engine.rank == 2:
+            if first == "declaration":
+                assert called.wait(60)
+                time.sleep(0.2)  # either order is right; mostly this one
+            joined.set()
+        else:
+            if first == "join":
+                assert joined.wait(60)
+            called.set()
+            with pytest.raises(Mismatch) as caught:
+                declare()
+            text = str(caught.value)
+        engine.join()
+        group, x = declare(), ones(4, engine.rank)
+        group.submit("w", x)
+        group.wait(60)
+        return text, float(x[0])
+
+    results = with_engines(3, body)
+    assert [value for _, value in results] == [1.0] * 3
+    assert results[0][0] == results[1][0]
+    assert "'g' was not declared: rank 2 joined" in results[0][0]
 
 
 def test_an_abandoned_step_is_told_to_all_and_the_next_one_runs():
