@@ -38,7 +38,8 @@ def as_written(function: Called) -> Called:
     if keras.config.backend() == "torch":
         import torch
 
-        uncompiled: Called = torch.compiler.disable(function)
+        compiler: Any = torch.compiler  # without types
+        uncompiled: Called = compiler.disable(function)
         return uncompiled
     if keras.config.backend() != "tensorflow":
         return function
