@@ -109,6 +109,8 @@ def _are_lists_of_ranks(value: Any) -> bool:
 
 
 def _communicator(comm: Any, transport: str | None) -> Communicator | None:
+    if isinstance(comm, str):
+        raise _no_communicator(comm)  # also in a job that runs, over whatever transport
     if comm is None or comm == [] or is_initialized():
         return None
     if isinstance(comm, Communicator):
@@ -133,7 +135,12 @@ def _communicator(comm: Any, transport: str | None) -> Communicator | None:
         from ringlet.ring.transports.mpi import MpiCommunicator
 
         return MpiCommunicator(comm)
-    raise TypeError(
+    raise _no_communicator(comm)
+
+
+def _no_communicator(comm: Any) -> TypeError:
+    named = comm if comm in ("mpi", "gloo") else "gloo"
+    return TypeError(
         "comm is an mpi4py communicator, a torch.distributed process group, a list of ranks or "
-        f"None, not {comm!r}; for a transport use transport='gloo'"
+        f"None, not {comm!r}; for a transport use transport={named!r}"
     )

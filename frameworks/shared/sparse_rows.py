@@ -17,6 +17,7 @@ from ringlet.job.process_sets import InvalidArgument, ProcessSet
 from ringlet.job.session import Runtime
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import Mismatch
 from ringlet.shared.arrays import flat, numpy_dtype
 
 
@@ -97,9 +98,19 @@ class RowExchange:
         self._handles = self._runtime.engine.submit_all(items)
 
     def wait(self) -> tuple[Array, Array]:
-        """Return everybody's rows, added up, and their indices (int64, ascending)."""
+        """Return everybody's rows, added up, and their indices (int64, ascending).
+
+        Where that fails, what they held back before is held back again.
+        """
+        try:
+            indices, gathered = [handle.wait() for handle in self._handles]
+        except Mismatch as error:
+            self.forget()
+            raise Mismatch(f"{error}; {self._as_dense()}") from error
+        except Exception:
+            self.forget()
+            raise
         handles, self._handles, self._before = self._handles, [], None
-        indices, gathered = [handle.wait() for handle in handles]
         if self._packed:
             values = self._decoded(gathered, handles[1].sizes, handles[0].sizes)
         else:
@@ -135,6 +146,14 @@ class RowExchange:
             self._before = None
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _as_dense(self) -> str:
+        """Return what to do where rows cannot be gathered, as those of ranks that joined."""
+        cure = "sparse_as_dense=True" if self._routed else "tf.convert_to_tensor(...) of them"
+        return (
+            f"rows of {self._shown!r}, a large table, are gathered, and a rank that joined has "
+            f"none: pass {cure}, so that they are reduced"
+        )
 
     def _plan(self, compressor: Compressor) -> None:
         self._used = compressor

@@ -81,3 +81,14 @@ def test_ranks_whose_payloads_have_other_bytes_are_refused():
     check_wire_versions([1, 1, 1])
     with pytest.raises(LaunchError, match=r"version 1 on rank\(s\) 0, 2; version 2 on rank\(s\) 1"):
         check_wire_versions([1, 2, 1])
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_name_in_place_of_a_communicator_is_refused_before_and_after_init(running):
+    if running:
+        init()
+    try:
+        with pytest.raises(TypeError, match="use transport='mpi'"):
+            init("mpi")
+    finally:
+        shutdown()

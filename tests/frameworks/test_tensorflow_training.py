@@ -308,6 +308,31 @@ def case_join_with_a_tape():
     assert seen == [float(sum(3 - min(r, 2) > i for r in range(size))) for i in range(len(seen))]
 
 
+def case_join_with_a_large_table():
+    """Rows cannot be gathered of a rank that joined: the error says what can be."""
+    rank = hvd.rank()
+    table = tf.Variable(tf.zeros([30_000, 4]), name="table")
+
+    def reduced(compression=None, **options):
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table, [rank, 7])
+            loss = tf.reduce_sum(rows * tf.constant([[0.1, 0.2, 0.3, 1.0], [0.4, 0.1, 0.5, 2.0]]))
+        tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum, **options)
+        return tape, tape.gradient(loss, table)
+
+    tape, _ = reduced("int8 | ef")
+    (state,) = reducer_of_tape(tape, [table]).states.values()
+    reduced(sparse_as_dense=True)
+    if rank == 0:
+        held = state["rows"].copy()
+        with pytest.raises(hvd.HorovodInternalError, match="pass sparse_as_dense=True, so that"):
+            reduced("int8 | ef")
+        assert held.any()
+        assert np.array_equal(state["rows"], held)
+        assert tf.convert_to_tensor(reduced(sparse_as_dense=True)[1])[7, 3] == 2.0
+    hvd.join()
+
+
 def case_training_with_every_compressor():
     rank = hvd.rank()
     for spec in SPECS:
