@@ -52,7 +52,7 @@ def on_both(monkeypatch):
     monkeypatch.setattr(placement, "_gpu_of", lambda place, pointer: mine.number)
     monkeypatch.setattr(placement, "_on_gpu", lambda tensor: mine.direct)
     monkeypatch.setattr(
-        runtime, "Engine", lambda comm, control, limits, places: engine_on(mine.gpu, comm, limits)
+        runtime, "Engine", lambda comm, control, limits, *_: engine_on(mine.gpu, comm, limits)
     )
 
     def run(body, number=0):

@@ -81,7 +81,7 @@ def on_both(monkeypatch):
             found.append(run_local(rank_main, 2))
         return found
 
-    def engine(comm, control, limits, places):
+    def engine(comm, control, limits, places, network):
         made = engine_on(mine.gpu, comm, limits)
         playing[made.place("cuda")] = mine.gpu, mine.viewed
         return made
