@@ -11,9 +11,10 @@ So the launcher, the wrappers of ranks and the ranks are the processes that they
 the parents, sessions, descriptors, signals and exit codes that they would have, and with their own
 command line and environment in ``/proc``. What a rig's remote shell would run on one of its hosts
 (benchmarks/netns.py) is forked too, and enters the host by itself. What differs: they share one
-hash seed, and their end leaves the frameworks as they are, unless the mark says
-``whole_end=True``: to take those apart, module by module and operator by operator, is most of what
-a short program costs.
+hash seed, and at their end they wait for threads, call what ``atexit`` holds and let go of what
+the program made, but leave imported modules as they are, unless the mark says ``whole_end=True``.
+To take the frameworks apart, module by module and operator by operator, is most of what a short
+program costs.
 
 A program runs as usual, by ``exec``, where a fork could not give it what it asks for: other flags
 than -P and -u, variables that are read when the frameworks are imported, no interpreter of ours.
@@ -46,6 +47,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,9 +82,6 @@ DEFAULTS = {"KERAS_BACKEND": "tensorflow"}
 # The launcher's wrappers run with one thread of OpenBLAS, and say nothing of it to their ranks.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
-# What these have left to do at their end is to be rid of what they never used.
-LAUNCHERS = ("ringlet", "ringlet.ring.processes.rank_wrapper", "ringlet.ring.launch.agent")
-
 # A server is started with so many bytes more of arguments, and of environment, than it needs: there
 # the kernel finds the ones of what it forks.
 ROOM = 1 << 16
@@ -95,7 +94,6 @@ PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
 libc = ctypes.CDLL(None, use_errno=True)
-PRELOADED: set[str] = set()  # names of modules
 SIZE = struct.Struct("!I")
 
 
@@ -273,11 +271,26 @@ def become(
     except BaseException:
         traceback.print_exc()
     finally:
-        if program.kind == "-m" and program.what in LAUNCHERS:
-            atexit._run_exitfuncs()
-            _flush()
-            os._exit(code)
-        ctypes.pythonapi.Py_Exit(code)
+        if os.environ.get(WHOLE_END):
+            ctypes.pythonapi.Py_Exit(code)
+        _end(code)
+
+
+def _end(code: int) -> None:
+    """End this process as the interpreter does, but for what it does with imported modules."""
+    own = sys.modules["__main__"].__dict__
+    mpi = sys.modules.get("mpi4py.MPI")
+    try:
+        for do in (threading._shutdown, atexit._run_exitfuncs, own.clear, gc.collect):
+            try:
+                do()
+            except BaseException:
+                traceback.print_exc()
+        code = code if _flush() else 120
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.Finalize()
+    finally:
+        os._exit(code)
 
 
 def _place(descriptors: dict[int, int]) -> None:
@@ -356,27 +369,16 @@ def _ending(program: Program) -> int:
     return 0
 
 
-def _leave_frameworks() -> None:
-    """Let the end of this process spare what was imported before the fork, but for Ringlet.
-
-    Runs behind all other functions of ``atexit``, and before threads and modules are ended.
-    """
-    if os.environ.get(WHOLE_END):
-        return
-    spared = {
-        name: sys.modules.pop(name)
-        for name in PRELOADED.intersection(sys.modules)
-        if name.partition(".")[0] != "ringlet"
-    }
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(spared))  # for ever
-    # The first thing that the C library's exit() does: without the libraries' own destructors.
-    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-
-
-def _flush() -> None:
+def _flush() -> bool:
+    """Write what is buffered; return whether all of it could be written."""
+    written = True
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError):
+            written = False
+    return written
 
 
 class Popen(USUAL):
@@ -543,12 +545,12 @@ def main() -> None:
     sys.modules["fork_server"] = sys.modules["__main__"]  # what requests are pickled by
     sys.path.pop(0)  # this file's folder
     gc.disable()  # what is imported stays
-    atexit.register(_leave_frameworks)
     for name in {**FRAMEWORKS, **VARIANTS}[which]:
         importlib.import_module(name)
     _load_kernels()
     subprocess.Popen = Popen
-    PRELOADED.update(sys.modules.keys() - {"__main__", *sys.builtin_module_names})
+    for each in list(weakref.finalize._registry):  # a thousand operators of torch's
+        each.atexit = False
     gc.collect()
     gc.freeze()
     gc.enable()
