@@ -1,8 +1,10 @@
 """Settings that every test shares."""
 
+import functools
 import gc
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +33,9 @@ BOUNDS = "-bounds" if os.environ.get("NUMBA_BOUNDSCHECK", "0") not in ("", "0") 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / (STATE + BOUNDS)))
 # TensorFlow reads it when it is imported; what a fork server has imported must have seen it too.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Whoever wants no byte code compiles a thousand files of ours for each of a thousand programs.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Two threads for products of a few thousand values wait for each other more than they compute.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # XLA splits each program to compile it on many cores, which takes two thirds more of the cores. Its
@@ -47,11 +52,39 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
 import fork_server  # noqa: E402 - when the environment is as every test finds it
 
+PRELOADED = re.compile(r'preloaded\("(\w+)"')
+SLOW_SERVERS = ("tensorflow", "jax")  # take seconds to start
+
+
+@functools.cache
+def server_of(path):
+    """Return which of SLOW_SERVERS the tests in a file start programs from; "" for none."""
+    found = PRELOADED.search(path.read_text())
+    return found[1] if found and found[1] in SLOW_SERVERS else ""
+
 
 def pytest_collection_modifyitems(items):
-    """Begin with the rooms whose files take longest, so that no worker is alone in the end."""
+    """Begin with the files that take longest, so that no worker is alone in the end."""
     rooms = ["ring", "frameworks", "fusion", "gpu", "compressors"]
-    items.sort(key=lambda item: rooms.index(r) if (r := item.path.parent.name) in rooms else 9)
+
+    def turn(item):
+        room = item.path.parent.name
+        return not server_of(item.path), rooms.index(room) if room in rooms else 9
+
+    items.sort(key=turn)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep files together that start programs from one of SLOW_SERVERS: one worker starts it."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            path = super()._split_scope(nodeid)
+            return server_of(config.rootpath / path) or path
+
+    return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish():
