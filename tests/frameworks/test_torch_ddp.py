@@ -9,6 +9,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -462,6 +463,17 @@ def case_a_group_of_elastic_run_says_what_it_cannot():
         with pytest.raises(Mismatch):
             p.sum().backward()
         assert p.grad is not None
+        # Torch has no group of its own, perhaps, and DDP is found all the same.
+        own = layers()
+        wrapped = DistributedDataParallel(own, process_group=group)
+        base = torch.optim.SGD(own.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(base, own.named_parameters())
+        with (
+            mock.patch.object(dist, "is_initialized", return_value=False),
+            pytest.raises(RuntimeError, match="DistributedDataParallel reduces the gradients of"),
+        ):
+            wrapped(numbers(0)).sum().backward()
+        del optimizer
 
     inside(hvd.elastic.ObjectState())
 

@@ -123,7 +123,13 @@ _by_parameter: dict[int, tuple[weakref.ref[torch.Tensor], HookMemory, str]] = {}
 
 
 def memory_of(module: torch.nn.Module) -> HookMemory:
-    """Return what hooks remember of the parameters that ``module`` has now."""
+    """Return what hooks remember of the parameters of ``module``."""
+    memory = _by_module.get(module)
+    return register(module) if memory is None else memory
+
+
+def register(module: torch.nn.Module) -> HookMemory:
+    """Return ``memory_of`` the module, which from now on keeps that of all parameters it has."""
     memory = _by_module.setdefault(module, HookMemory())
     for name, p in module.named_parameters():
         known = kept_for(p)

@@ -14,7 +14,7 @@ from ringlet.job.topology import rank, size
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.residual_store import mapped
 from ringlet.shared.rollback import Undo
-from ringlet.torch.elastic.hook_memory import HookMemory, memory_of
+from ringlet.torch.elastic.hook_memory import HookMemory, memory_of, register
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
 from ringlet.torch.optimizer.reducer import Reducer, at_work
@@ -105,6 +105,8 @@ class TorchState(ObjectState):
         for value, progress in kept:
             value.resume(progress)
         self._synchronised = True
+        for model in self._models():
+            register(model)
         for holder in self.holders():
             holder.join_epoch()
         if memories := self._memories():
@@ -123,9 +125,13 @@ class TorchState(ObjectState):
         return [reducer for reducer in found if isinstance(reducer, Reducer)]
 
     def _memories(self) -> list[HookMemory]:
-        """Return what DDP hooks remember of the models, in an elastic job: whether any does."""
-        models = [getattr(self, name) for name in self._names] if is_elastic() else []
-        return [memory_of(model) for model in models if isinstance(model, torch.nn.Module)]
+        """Return what DDP hooks remember of the models, if they are ever used."""
+        return [memory_of(model) for model in self._models()]
+
+    def _models(self) -> list[torch.nn.Module]:
+        """Return the models whose hooks' memory outlives the hooks: in an elastic job, all."""
+        values = [getattr(self, name) for name in self._names] if is_elastic() else []
+        return [value for value in values if isinstance(value, torch.nn.Module)]
 
     def _forget_gradients(self) -> None:
         """Clear gradients: some are sums already, others are not, and backward adds to them."""
