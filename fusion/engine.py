@@ -103,7 +103,7 @@ class Engine:
 
     @property
     def specs(self) -> list[str]:
-        """How declared tensors are compressed: each spec once, in order."""
+        """How tensors are compressed, declared or by name: each spec once, in order."""
         return self._worker.specs
 
     def place(self, name: str) -> Place | None:

@@ -149,10 +149,10 @@ class Worker:
 
     @property
     def specs(self) -> list[str]:
-        """How members of groups are compressed: each spec once, in order."""
+        """How tensors are compressed that are declared, or named: each spec once, in order."""
         groups = [group for group in list(self._groups.values()) if isinstance(group, Group)]
         found = {str(m.compressor) for group in groups for m in group.members.values()}
-        return sorted(found)
+        return sorted(found | self.requests.specs)
 
     def member(self, request: Request, compressor: Compressor, state: State) -> Member:
         """Return ``request`` as a member of buckets."""

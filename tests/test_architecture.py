@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -243,3 +245,10 @@ def test_files_that_documents_name_are_there(document):
     named = re.findall(r"`((?:fusion|ring|compressors|frameworks|tests|benchmarks)/[\w/]+\.\w+)`",
                        (ROOT / document).read_text())  # fmt: skip
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_what_starts_ranks_does_without_numpy():
+    """New ranks wait for it: NumPy is most of what a wrapper would import."""
+    helpers = "ringlet.ring.launch.agent, ringlet.ring.processes.rank_wrapper"
+    code = f"import {helpers}, ringlet.ring.command.cli, sys; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

@@ -270,7 +270,7 @@ def run(
                 own, common = None, True
                 if copies is not None:
                     _share(state, copies)
-                result = func(state, *args, **kwargs)
+                result = _called(func, state, *args, **kwargs)
                 if copies is not None:
                     copies.collect()
                 return result
@@ -290,6 +290,23 @@ def run(
             again = True
 
     return synchronised
+
+
+def in_function(runtime: session.Runtime) -> bool:
+    """Whether this rank is inside the function that ``run`` decorates, where all ranks are then."""
+    return bool(runtime.extras.get(_INSIDE))
+
+
+_INSIDE = "elastic.function"  # in a runtime's extras
+
+
+def _called(func: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    inside = session.current().extras
+    inside[_INSIDE] = True
+    try:
+        return func(*args, **kwargs)
+    finally:
+        inside[_INSIDE] = False
 
 
 def _share(state: State, copies: Copies) -> None:

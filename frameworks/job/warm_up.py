@@ -13,6 +13,7 @@ import numpy as np
 
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.core.compile_lock import compile_lock
+from ringlet.job.collector import paused
 from ringlet.ring.collectives.checksum import checksum, digest
 
 log = logging.getLogger("ringlet")
@@ -22,8 +23,13 @@ loads: list[Callable[[], None]] = []  # adapters add what their framework would 
 
 def warm_up(specs: Sequence[str]) -> None:
     """Load what a rank needs that trains with ``specs``. What fails will say so when it is used."""
-    for load in loads:
-        load()
+    with paused():
+        for load in loads:
+            load()
+        _load_kernels(specs)
+
+
+def _load_kernels(specs: Sequence[str]) -> None:
     with compile_lock():
         checksum(np.zeros(8, np.uint8))
         digest(np.zeros(8, np.float32), "float32")

@@ -16,21 +16,23 @@ class Undo:
     """A copy of states from before a step."""
 
     def __init__(self) -> None:
-        self._before: dict[str, State] = {}
+        self._before: dict[str, State] | None = None
 
     def remember(self, states: Mapping[str, State]) -> None:
         """Copy ``states``, into the arrays of the last copy where they fit."""
-        self._before = {
-            name: _copied(state, self._before.get(name, {})) for name, state in states.items()
-        }
+        rooms = self._before or {}
+        self._before = {n: _copied(state, rooms.get(n, {})) for n, state in states.items()}
 
     def restore(self, states: Mapping[str, State], counters: bool = False) -> None:
-        """Make ``states`` what they were; dicts in them stay the same objects.
+        """Make ``states`` what they were when copied; dicts in them stay the same objects.
 
         Counters of steps go on, unless ``counters`` are to go back as well.
         """
-        for name, before in self._before.items():
-            _put_back(states[name], before, frozenset() if counters else _COUNTERS)
+        if self._before is None:
+            return
+        for name, state in states.items():
+            before = self._before.get(name, {})
+            _put_back(state, before, frozenset() if counters else _COUNTERS)
 
 
 def _copied(state: State, room: State) -> State:

@@ -12,58 +12,59 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 ```
 """
 
+from ringlet.job.collector import paused
 from ringlet.shared.requirements import need
 
 need("torch", "ringlet.torch")
 
-
-from ringlet.horovod import common_names
-from ringlet.horovod.common_names import *  # noqa: F403
-from ringlet.job.objects import allgather_object, broadcast_object
-from ringlet.torch import elastic
-from ringlet.torch.casting import apply_precision
-from ringlet.torch.compression import Compression
-from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ringlet.torch.ops.handles import poll, synchronize
-from ringlet.torch.ops.movements import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    join,
-)
-from ringlet.torch.ops.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from ringlet.torch.ops.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from ringlet.torch.ops.replica_check import replicas_equal
-from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
-from ringlet.torch.optimizer.wrapper import DistributedOptimizer
-from ringlet.torch.parallel.ddp import ddp_hook
-from ringlet.torch.parallel.fsdp import compress_fsdp
-from ringlet.torch.parallel.hsdp import compress_hsdp
-from ringlet.torch.recipes.diloco import DiLoCo
-from ringlet.torch.recipes.onebit_adam import OneBitAdam
-from ringlet.torch.sync_batch_norm import SyncBatchNorm
+with paused():
+    from ringlet.horovod import common_names
+    from ringlet.horovod.common_names import *  # noqa: F403
+    from ringlet.job.objects import allgather_object, broadcast_object
+    from ringlet.torch import elastic
+    from ringlet.torch.casting import apply_precision
+    from ringlet.torch.compression import Compression
+    from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
+    from ringlet.torch.ops.handles import poll, synchronize
+    from ringlet.torch.ops.movements import (
+        allgather,
+        allgather_async,
+        alltoall,
+        alltoall_async,
+        barrier,
+        broadcast,
+        broadcast_,
+        broadcast_async,
+        broadcast_async_,
+        grouped_allgather,
+        grouped_allgather_async,
+        join,
+    )
+    from ringlet.torch.ops.reducescatter import (
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        reducescatter,
+        reducescatter_async,
+    )
+    from ringlet.torch.ops.reductions import (
+        allreduce,
+        allreduce_,
+        allreduce_async,
+        allreduce_async_,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+    )
+    from ringlet.torch.ops.replica_check import replicas_equal
+    from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
+    from ringlet.torch.optimizer.wrapper import DistributedOptimizer
+    from ringlet.torch.parallel.ddp import ddp_hook
+    from ringlet.torch.parallel.fsdp import compress_fsdp
+    from ringlet.torch.parallel.hsdp import compress_hsdp
+    from ringlet.torch.recipes.diloco import DiLoCo
+    from ringlet.torch.recipes.onebit_adam import OneBitAdam
+    from ringlet.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Compression",

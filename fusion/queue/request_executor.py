@@ -83,6 +83,12 @@ class RequestExecutor:
         self.digests: dict[int, list[Digest]] = {}  # by process set, that ranks have yet to compare
         self._executing: list[Work] = []  # taken, but perhaps not finished
 
+    @property
+    def specs(self) -> set[str]:
+        """How tensors are compressed whose names come again."""
+        found = [member.declared for member in list(self._members.values())]
+        return {str(each) for each in found if not isinstance(each, NoCompression)}
+
     def known(self, request: Request) -> int | None:
         """Return the number to ask for ``request`` by, if it has one and the cache is on."""
         return self._ids.get(request) if self._cache else None

@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.wire.framing import derive
+
+if TYPE_CHECKING:  # it needs NumPy, and the launcher's helpers, which new ranks wait for, do not
+    from ringlet.ring.communicator import Communicator
 
 # The launcher gives it to each rank's program: the key to the job's store.
 STORE_KEY = "RINGLET_STORE_KEY"

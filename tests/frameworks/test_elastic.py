@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from hypothesis import given
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from ringlet.compressors import parse
-from ringlet.job import elastic, warm_up
+from ringlet.job import collector, elastic, warm_up
 
 pytest.importorskip("torch")
 
@@ -387,13 +389,26 @@ def test_one_bit_tells_states_apart(array, data):
     assert elastic._fingerprint(one) != elastic._fingerprint(one | {"batch": 4})
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_paused_and_left_as_it_was(collects):
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with contextlib.suppress(KeyError), collector.paused():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 def test_a_newcomer_loads_what_it_can(monkeypatch, caplog):
     loaded = []
-    monkeypatch.setattr(warm_up, "loads", [lambda: loaded.append("framework")])
+    monkeypatch.setattr(warm_up, "loads", [lambda: loaded.append(gc.isenabled())])
     used = []
     kind = type(parse("int8"))
     monkeypatch.setattr(kind, "warm_up", lambda self, ctx: used.append(str(self)))
     with caplog.at_level("DEBUG", "ringlet"):
         warm_up.warm_up(["no such thing", "int8"])
-    assert (loaded, used) == (["framework"], ["int8"])
+    assert (loaded, used) == ([False], ["int8"])
     assert "no kernels were loaded for 'no such thing'" in caplog.text

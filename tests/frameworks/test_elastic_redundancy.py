@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from elastic_jobs import begun, epochs, job
+from elastic_jobs import begun, check_kept, committed, epochs, job, owed
 from hypothesis import given
 
 from ringlet.compressors import parse
@@ -25,28 +25,6 @@ pytestmark = pytest.mark.preloaded("torch")
 SPEC = "topk(ratio=0.05) | ef"
 SUMS = "int4 | ef"  # is compressed again, where shards have been summed
 TWO_HOSTS = ["-H", "localhost:2,127.0.0.1:2"]
-
-
-def owed(lines):
-    """Return what these ranks owe together, and a scale for it."""
-    told = np.array([line["owed"] for line in lines])
-    return told[:, :2].sum(0), told[:, 2].sum()
-
-
-def committed(lines, batch, of=range(9)):
-    return [line for line in lines if line.get("commits") == batch and line["started"] in of]
-
-
-def check_kept(lines, size, batch, of=range(9)):
-    """Check that ``size`` ranks begin at a batch with what others owed at that commit.
-
-    Return how much that is off, of how much it is.
-    """
-    now, _ = owed([line for line in begun(lines) if (line["size"], line["batch"]) == (size, batch)])
-    then, scale = owed(committed(lines, batch, of))
-    assert scale > 0
-    np.testing.assert_allclose(now, then, atol=1e-6 * scale)
-    return np.abs(now - then).max() / scale
 
 
 @pytest.fixture(scope="module")

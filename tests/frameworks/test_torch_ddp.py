@@ -9,6 +9,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ringlet.torch as hvd
 from ringlet.compressors import Compressor, register
 from ringlet.fusion import CompressionFailed
+from ringlet.ring.errors import Mismatch
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -75,7 +77,7 @@ def train(own, spec, inputs, steps=4, lr=0.05, **options):
         optimizer.zero_grad()
         wrapped(inputs(step)).square().mean().backward()
         optimizer.step()
-    assert hvd.replicas_equal(own.state_dict()), spec
+    assert hvd.replicas_equal(own.named_parameters()), spec
     flat = [torch.view_as_real(p) if p.is_complex() else p for p in own.parameters()]
     return torch.cat([p.detach().flatten() for p in flat])
 
@@ -408,6 +410,72 @@ def case_a_model_that_is_gone_leaves_no_residuals():
     while any(states) and time.monotonic() < limit:
         gc.collect()
     assert not any(states)
+
+
+def case_a_group_of_elastic_run_reduces_as_torchs_own_does():
+    started()
+
+    class Spread(torch.nn.Module):
+        """With buffers, and a layer that is used now and then."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(hvd.rank())  # DDP makes replicas alike
+            self.inner, self.norm = layers(), torch.nn.BatchNorm1d(8)
+            self.spare = torch.nn.Linear(8, 8)
+            self.uses = iter(range(9))
+
+        def forward(self, x):
+            x = self.norm(self.inner(x))
+            return self.spare(x) if next(self.uses) % 2 else x
+
+    @hvd.elastic.run
+    def trained(state, group):
+        found = train(
+            state.model, "int8 | ef", numbers, process_group=group(), find_unused_parameters=True
+        )
+        return torch.cat([found, *(b.flatten() for b in state.model.norm.buffers())])
+
+    wanted, found = (
+        trained(hvd.elastic.TorchState(Spread()), group)
+        for group in (lambda: None, hvd.elastic.process_group)
+    )
+    assert torch.equal(wanted, found)
+
+
+def case_a_group_of_elastic_run_says_what_it_cannot():
+    with pytest.raises(ValueError, match="outside of the function that"):
+        hvd.elastic.process_group()
+
+    @hvd.elastic.run
+    def inside(state):
+        group, values = hvd.elastic.process_group(), torch.tensor([1.0 + hvd.rank()])
+        group.allreduce(values).wait()
+        assert values.item() == 3.0
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.BAND
+        with pytest.raises(ValueError, match="reduces by SUM, AVG, MIN, MAX only"):
+            group.allreduce([values], options)
+        group.barrier().wait()
+        # What ranks disagree about is an error behind the backward pass, of its class.
+        p = torch.ones(2, requires_grad=True)
+        p.register_hook(lambda grad: group.allreduce([torch.ones(1 + hvd.rank())]).wait() and None)
+        with pytest.raises(Mismatch):
+            p.sum().backward()
+        assert p.grad is not None
+        # Torch has no group of its own, perhaps, and DDP is found all the same.
+        own = layers()
+        wrapped = DistributedDataParallel(own, process_group=group)
+        base = torch.optim.SGD(own.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(base, own.named_parameters())
+        with (
+            mock.patch.object(dist, "is_initialized", return_value=False),
+            pytest.raises(RuntimeError, match="DistributedDataParallel reduces the gradients of"),
+        ):
+            wrapped(numbers(0)).sum().backward()
+        del optimizer
+
+    inside(hvd.elastic.ObjectState())
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

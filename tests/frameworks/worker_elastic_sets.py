@@ -37,7 +37,6 @@ torch.manual_seed(0)
 model = torch.nn.Linear(100, 60)
 tell(
     refused=[
-        refused(lambda: hvd.ddp_hook("int8 | ef")),
         refused(lambda: hvd.compress_fsdp(model, "int8")),
         refused(lambda: hvd.compress_hsdp(model, "int8", None)),
     ]

@@ -4,10 +4,11 @@ import torch
 
 from ringlet.job import warm_up
 from ringlet.job.elastic import ObjectState, State, run
+from ringlet.torch.elastic.epoch_group import process_group
 from ringlet.torch.elastic.sampler import ElasticSampler
 from ringlet.torch.elastic.state import TorchState
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "process_group", "run"]
 
 
 def _load() -> None:

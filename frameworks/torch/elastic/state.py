@@ -13,9 +13,11 @@ from ringlet.job.elastic import ObjectState
 from ringlet.job.topology import rank, size
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.residual_store import mapped
+from ringlet.shared.rollback import Undo
+from ringlet.torch.elastic.hook_memory import HookMemory, memory_of, register
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
-from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.optimizer.reducer import Reducer, at_work
 
 _ALONE = "progress"  # the method of optimizers whose ranks do something alone
 
@@ -34,12 +36,16 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         self._synchronised = False
+        self._hooks: dict[HookMemory, Undo] = {}  # as they were at the last commit
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
     def save(self) -> None:
         """Keep copies of all states, and among how many ranks they are."""
         super().save()
-        self._among = [reducer.among for reducer in self._reducers()]
+        for memory in self._memories():
+            with at_work():
+                self._hooks.setdefault(memory, Undo()).remember(memory.states)
+        self._among = [holder.among for holder in self.holders()]
 
     def restore(self) -> None:
         """Go back to what was saved last, by this process: under whichever rank it was then."""
@@ -47,30 +53,34 @@ class TorchState(ObjectState):
             if isinstance(content, dict) and isinstance(kept := content.get(STATE_KEY), dict):
                 kept.update(rank=rank(), size=size())
         super().restore()
-        for reducer, among in zip(self._reducers(), self._among, strict=False):
-            reducer.among = among
+        for memory in self._memories():
+            if memory in self._hooks:
+                with at_work():
+                    self._hooks[memory].restore(memory.states, counters=True)
+        for holder, among in zip(self.holders(), self._among, strict=False):
+            holder.among = among
 
-    def holders(self) -> Sequence[Reducer]:
-        """Return the reducers of the optimizers."""
-        return self._reducers()
+    def holders(self) -> Sequence[Reducer | HookMemory]:
+        """Return the reducers of the optimizers, and what DDP hooks remember of the models."""
+        return [*self._reducers(), *self._memories()]
 
     def held_back(self) -> float:
         """Return the norm of what compression holds back on this rank alone."""
-        return math.hypot(*[reducer.residual_norm() for reducer in self._reducers()])
+        return math.hypot(*[holder.residual_norm() for holder in self.holders()])
 
     def keep_steps(self) -> None:
         """Keep what compressors remember from before each step."""
-        for reducer in self._reducers():
-            reducer.keep_steps()
+        for holder in self.holders():
+            holder.keep_steps()
 
     def take_back(self) -> None:
         """Let compressors forget the step at hand."""
-        for reducer in self._reducers():
-            reducer.take_back()
+        for holder in self.holders():
+            holder.take_back()
 
     def content(self) -> dict[str, Any]:
         """Return all states, arrays in place of tensors, without what is each rank's own."""
-        steps = [reducer.step for reducer in self._reducers()]
+        steps = [holder.step for holder in self.holders()]
         found = super().content()
         for state in found.values():
             if isinstance(state, dict):
@@ -95,8 +105,14 @@ class TorchState(ObjectState):
         for value, progress in kept:
             value.resume(progress)
         self._synchronised = True
-        for reducer in self._reducers():
-            reducer.join_epoch()
+        for model in self._models():
+            register(model)
+        for holder in self.holders():
+            holder.join_epoch()
+        if memories := self._memories():
+            told = self._broadcast([memory.steps for memory in memories])
+            for memory, steps in zip(memories, told, strict=True):
+                memory.align(steps)
         if is_elastic():
             self._forget_gradients()
         super().sync()
@@ -107,6 +123,15 @@ class TorchState(ObjectState):
     def _reducers(self) -> list[Reducer]:
         found = [getattr(getattr(self, name), "_ringlet", None) for name in self._names]
         return [reducer for reducer in found if isinstance(reducer, Reducer)]
+
+    def _memories(self) -> list[HookMemory]:
+        """Return what DDP hooks remember of the models, if they are ever used."""
+        return [memory_of(model) for model in self._models()]
+
+    def _models(self) -> list[torch.nn.Module]:
+        """Return the models whose hooks' memory outlives the hooks: in an elastic job, all."""
+        values = [getattr(self, name) for name in self._names] if is_elastic() else []
+        return [value for value in values if isinstance(value, torch.nn.Module)]
 
     def _forget_gradients(self) -> None:
         """Clear gradients: some are sums already, others are not, and backward adds to them."""

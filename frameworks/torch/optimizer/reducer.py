@@ -48,6 +48,7 @@ from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.tensors.placement import HOST, place_of
 from ringlet.torch.tensors.views import check, dtype_of
 
+TORCH_GROUP = "torch.process_group"  # in a runtime's extras: DDP may be at work over it
 _CLIP = (
     "clip it between optimizer.synchronize() and optimizer.step(), the latter inside "
     "optimizer.skip_synchronize(). Where a library clips, such as a Trainer with max_grad_norm, "
@@ -132,7 +133,7 @@ class Reducer:
         before, self._router = self._router, as_router(compression)
         warn_of_unmatched(self._router, self.parameters, stacklevel=3)
         lost = []
-        with _at_work():
+        with at_work():
             for name, state in self.states.items():
                 then, now = (routed(r, name, self._depth) for r in (before, self._router))
                 forgotten = carry_over(state, then, now, self._size(), self.averages)
@@ -226,7 +227,7 @@ class Reducer:
 
     def shared_memory(self) -> list[str]:
         """Return the parameters of which ranks remember something in common."""
-        with _at_work():
+        with at_work():
             return [
                 name
                 for name, state in self.states.items()
@@ -235,7 +236,7 @@ class Reducer:
 
     def forget_shared_memory(self) -> None:
         """Forget what ranks remember in common; residuals stay."""
-        with _at_work():
+        with at_work():
             for name, state in self.states.items():
                 forget_shared(state, routed(self._router, name, self._depth))
 
@@ -363,14 +364,14 @@ class Reducer:
         """Multiply residuals, which are in units of a loss scale that has changed."""
         if factor == 1.0:
             return
-        with _at_work():
+        with at_work():
             for name, state in self.states.items():
                 rescale(state, routed(self._router, name, self._depth), factor)
 
     def undo(self) -> None:
         """Let compressors forget the last step, which is skipped."""
         if self._undo is not None:
-            with _at_work():
+            with at_work():
                 self._undo.restore(self.states)
 
     def keep_steps(self) -> None:
@@ -382,18 +383,18 @@ class Reducer:
         for handle in self._reset():
             handle.forget()
         if self._unfinished and self._undo is not None:
-            with _at_work():
+            with at_work():
                 self._undo.restore(self.states, counters=True)
         self._unfinished = False
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what this rank's compressors hold back."""
-        with _at_work():
+        with at_work():
             return checkpoint.norm(self.states)
 
     def own(self) -> dict[str, State]:
         """Return what compressors hold back on this rank alone, by parameter."""
-        with _at_work():
+        with at_work():
             held = {
                 n: owed(s, routed(self._router, n, self._depth)) for n, s in self.states.items()
             }
@@ -401,7 +402,7 @@ class Reducer:
 
     def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:
         """Add what was another rank's ``own``, of so many, to what is this one's."""
-        with _at_work():
+        with at_work():
             for name in given.keys() & self.states.keys():
                 take_over(
                     self.states[name],
@@ -442,7 +443,7 @@ class Reducer:
         self._included = self._process_set.included()
         before, self.among = self.among, self._size()
         if before:
-            with _at_work():
+            with at_work():
                 for name, state in self.states.items():
                     resize(
                         state,
@@ -504,7 +505,7 @@ class Reducer:
             before._end()
         scales = [1.0 if r._unscaling is None else r._unscaling.scale for r in (self, before)]
         old_names = {id(p): name for name, p in before.parameters.items()}
-        with _at_work():
+        with at_work():
             for name, p in self.parameters.items():
                 if (old := old_names.get(id(p))) is None:
                     continue
@@ -590,7 +591,7 @@ class Reducer:
 
     def _begin(self) -> None:
         if not self.in_flight and self._undo is not None:
-            with _at_work():
+            with at_work():
                 self._undo.remember(self.states)
         self.in_flight = self._unfinished = True
 
@@ -673,7 +674,8 @@ def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
 
 def _refuse_ddp(hooks: GradHooks) -> None:
     """Raise RuntimeError where DistributedDataParallel reduces the same gradients."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    connected = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not (connected or current().extras.get(TORCH_GROUP)):
         return
     if _is_in_ddp(hooks):
         gc.collect()  # one that was dropped lives on in its circles
@@ -694,6 +696,6 @@ def _is_in_ddp(hooks: GradHooks) -> bool:
     )
 
 
-def _at_work() -> AbstractContextManager[None]:
+def at_work() -> AbstractContextManager[None]:
     """Return a context for what is done to states, which may lie on a GPU."""
     return current().engine.at_work() if is_initialized() else nullcontext()

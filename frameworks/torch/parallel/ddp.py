@@ -6,6 +6,7 @@ model.register_comm_hook(*ringlet.torch.ddp_hook("topk(ratio=0.01) | ef"))
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import weakref
@@ -24,7 +25,12 @@ from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.errors import RingError
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
+from ringlet.shared.residual_store import put
+from ringlet.torch.elastic.epoch_group import AGAIN, STALE, EpochGroup, behind_backward
+from ringlet.torch.elastic.hook_memory import HookMemory, kept_for
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.naming import named_pairs, routed, warn_of_unmatched, wrapped_in
@@ -102,9 +108,14 @@ class DdpState:
                 "a mapping from names of parameters needs named_parameters="
                 "model.named_parameters(): DDP tells a hook no names"
             )
-        states = runtime.engine.states
-        finalizer = weakref.finalize(self, _forget, states, self._label, self._taken)
-        finalizer.atexit = False
+        self._elastic = is_elastic()
+        if self._elastic:
+            _of_epochs.add(self)
+        else:
+            states = runtime.engine.states
+            finalizer = weakref.finalize(self, _forget, states, self._label, self._taken)
+            finalizer.atexit = False
+        self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
         self._untouched: list[_Untouched] = []
         self._failure: Exception | None = None
         self._watched = _NO_BACKWARD  # the backward pass whose end is waited for
@@ -113,6 +124,11 @@ class DdpState:
     def engine(self) -> Engine:
         """What reduces the gradients, over the ranks of DDP's process group."""
         return self._runtime.engine
+
+    @property
+    def stale(self) -> bool:
+        """Whether ranks have changed since this was made."""
+        return self._elastic and not self.of_job
 
     @property
     def of_job(self) -> bool:
@@ -131,7 +147,8 @@ class DdpState:
 
         A parameter that has no name yet gets the one given.
         """
-        name = self._names.get(id(p)) or self._name(p, otherwise)
+        memory, own = self._kept(p)
+        name = self._names.get(id(p)) or self._name(p, own or otherwise)
         dtype, shape, place = dtype_of(grad), tuple(grad.shape), place_of(grad, engine=self.engine)
         known = self._requests.get(name)
         asked = None if known is None else (known[0].dtype, known[0].shape, known[0].place)
@@ -143,7 +160,34 @@ class DdpState:
             request = Request(full, "allreduce", dtype, shape, op, spec, collective, place=place)
             known = self._requests[name] = (request, compressor)
             self._taken[name] = compressor.traits().stateful
+            if memory is not None:
+                self._adopt(memory, own, declared, request)
         return known
+
+    def _kept(self, p: torch.Tensor) -> tuple[HookMemory | None, str]:
+        """Return what keeps the memory of a parameter when ranks change, and its name there."""
+        if not self._elastic:
+            return None, ""
+        kept = kept_for(p)
+        if kept is None:
+            raise RuntimeError(
+                f"ddp_hook: a parameter of shape {list(p.shape)} belongs to no model of a "
+                "TorchState, which would keep what compression holds back when ranks change: "
+                f"{AGAIN}"
+            )
+        return kept
+
+    def _adopt(self, memory: HookMemory, own: str, declared: Compressor, request: Request) -> None:
+        """Go on with what an earlier hook has remembered, or with what was loaded into this one."""
+        if memory not in self._memories:
+            self._memories[memory] = None
+            memory.began()
+        with self.engine.at_work():
+            state, given = memory.adopt(own, declared), self.engine.states.get(request.key)
+            if given:
+                put(state, given)
+        self.engine.states[request.key] = state
+        self.engine.bring(state, request.place)
 
     def expect(self, p: torch.Tensor, mean: torch.Tensor) -> None:
         """Note how the gradient of ``p`` is before DDP writes ``mean`` to it, if that matters."""
@@ -206,13 +250,25 @@ class DdpState:
             return False
         if task != self._watched:
             self._watched, self._untouched = task, []
-            autograd: Any = torch.autograd.Variable._execution_engine
-            autograd.queue_callback(lambda: autograd.queue_callback(self.end))
+            behind_backward(self.end)
+            for memory in self._memories:
+                memory.began()
         return True
 
     def failed(self, error: Exception) -> None:
         """Note what the backward pass at hand is to raise."""
         self._failure = self._failure or error
+
+    def given_up(
+        self, error: Exception, buffer: torch.Tensor, future: Any, watched: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Give DDP the ``future`` of its bucket as it is, and note what the pass is to raise."""
+        self.failed(error)
+        future.set_result(buffer)
+        if not watched:
+            self.end()
+        made: torch.futures.Future[torch.Tensor] = future
+        return made
 
     def end(self) -> None:
         """Raise what was noted, if anything was; else deliver what DDP has not."""
@@ -220,6 +276,8 @@ class DdpState:
         untouched, self._untouched = self._untouched, []
         if failure is not None:
             raise failure
+        for memory in self._memories:
+            memory.ended()
         with torch.no_grad():
             for each in untouched:
                 each.deliver()
@@ -297,13 +355,17 @@ def ddp_hook(
     these are an optimizer's.
 
     Gradients accumulate under ``no_sync`` as ever; what fails on one rank raises on all of them.
-    Raises InvalidArgument, a ValueError, in an elastic job.
+
+    In an elastic job DDP's process group has to be ``elastic.process_group()``, and the bare model
+    in a ``TorchState``: that keeps what compression holds back for the next hook, when ranks have
+    changed. Raises InvalidArgument, a ValueError, for another group there.
     """
-    refuse(
-        "ddp_hook",
-        "DistributedDataParallel cannot go on when ranks are lost or come",
-        "use DistributedOptimizer with the bare model, which can",
-    )
+    foreign = dist.is_available() and dist.is_initialized() if process_group is None else True
+    if foreign and not isinstance(process_group, EpochGroup):
+        what = "ddp_hook over a process group of torch's own"
+        refuse(what, "it ends with any of its ranks", AGAIN)
+    if any(state.stale for state in _of_epochs):
+        gc.collect()  # DDPs that were dropped: hooks of theirs are still on the parameters
     named = None if named_parameters is None else dict(named_pairs(named_parameters))
     policy = parse_policy(precision)
     if acts(policy):
@@ -330,6 +392,8 @@ def reduce_bucket(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Te
         future.set_result(_sparse_mean(state, bucket))
         return future
     check(buffer, "the gradient bucket")
+    if state.stale:
+        return state.given_up(RuntimeError(STALE), buffer, future, watched)
     items, staged = [], []
     for i, (p, grad) in enumerate(_slices(bucket, buffer)):
         request, compressor = state.request(p, grad, f"bucket{bucket.index()}.{i}")
@@ -339,7 +403,10 @@ def reduce_bucket(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Te
             state.expect(p, grad)
         items.append((request, flat_at(staged[-1][0], request.place), None, compressor))
     engine = state.engine
-    handles = engine.submit_all(items)
+    try:
+        handles = engine.submit_all(items)
+    except RingError as error:  # such as of a rank that was lost meanwhile
+        return state.given_up(error, buffer, future, watched)
     place = engine.place(items[0][0].place if items else HOST)
     left, lock = list(handles), threading.Lock()
 
@@ -369,6 +436,7 @@ def reduce_bucket(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Te
     return future
 
 
+_of_epochs: weakref.WeakSet[DdpState] = weakref.WeakSet()  # those made in an elastic job
 reduce_bucket.__annotations__ = {}  # DDP compares them with types, and ours are strings
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ringlet.job.session import Runtime, current, init, is_initialized
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring.rendezvous.torch_jobs import connect_group
+from ringlet.torch.elastic.epoch_group import EpochGroup
 
 _own: dict[Any, Runtime] = {}  # of groups whose ranks are not the job's
 
@@ -24,6 +25,8 @@ def runtime_of(group: Any = None) -> Runtime:
     It is the job's where that has the same ranks. Where none of them is in a job yet, these ranks
     become one. Otherwise they get a runtime beside it, which lives as long as the process.
     """
+    if isinstance(group, EpochGroup):
+        return group.runtime
     if not (dist.is_available() and dist.is_initialized()):
         return current() if is_initialized() else init(comm=connect_group(group))
     known = current() if is_initialized() else None

@@ -1,0 +1,108 @@
+"""What DDP hooks remember in an elastic job, between one hook and the next: without any ranks."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ringlet.compressors import parse
+from ringlet.shared.rollback import Undo
+from ringlet.torch.elastic import hook_memory
+from ringlet.torch.elastic.hook_memory import HookMemory, kept_for, memory_of, register
+
+TOPK, INT8 = parse("topk(ratio=0.1) | ef"), parse("int8 | ef")
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Return a memory, and a function that lets it go on among so many ranks."""
+    made = HookMemory()
+
+    def among(size):
+        runtime = SimpleNamespace(identity=object(), size=size)
+        monkeypatch.setattr(hook_memory, "current", lambda: runtime)
+        made.join_epoch()
+
+    return made, among
+
+
+def held(values):
+    return np.array(values, np.float32)
+
+
+def test_the_next_hook_goes_on_with_what_the_last_one_held_back(memory):
+    made, among = memory
+    among(3)
+    state = made.adopt("w", TOPK)
+    state |= {"residual": held([1, 2]), "step": 7}
+    among(2)
+    assert made.adopt("w", INT8) is state  # another spec
+    np.testing.assert_array_equal(state["residual"], [1, 2])
+    assert (made.step, made.steps) == (7, {"w": 7})
+    assert made.residual_norm() == pytest.approx(5**0.5)
+
+
+def test_what_is_owed_to_a_mean_stays_where_ranks_come_or_go(memory):
+    made, among = memory
+    made.owes = True
+    among(4)
+    made.adopt("w", TOPK)["residual"] = held([4, 8])
+    among(3)
+    made.take_over({"w": {"residual": held([4, 0])}}, 4)
+    np.testing.assert_allclose(made.own()["w"]["residual"], [6, 6])
+
+
+def test_what_another_rank_owed_waits_for_the_first_hook(memory):
+    made, among = memory
+    made.owes = True
+    among(4)
+    made.take_over({"w": {"residual": held([4, 8])}}, 4)
+    assert made.own() == {}
+    among(2)
+    np.testing.assert_allclose(made.adopt("w", TOPK)["residual"], [2, 4])
+
+
+def test_a_backward_pass_that_failed_is_taken_back_and_one_that_ended_is_not(memory):
+    made, among = memory
+    among(2)
+    made.keep_steps()
+    state = made.adopt("w", TOPK)
+    for ends in (True, False):
+        made.began()
+        state |= {"residual": held([1 + ends, 2]), "step": 1 + state.get("step", 0)}
+        if ends:
+            made.ended()
+        made.take_back()
+    np.testing.assert_array_equal(state["residual"], [2, 2])
+    assert state["step"] == 1
+
+
+def test_a_commit_knows_nothing_of_what_was_remembered_first_after_it():
+    undo, states = Undo(), {"a": {"residual": held([1])}}
+    undo.restore(states)  # before there is a copy it changes nothing
+    undo.remember(states)
+    states["b"] = new = {"residual": held([2]), "step": 3}
+    undo.restore(states, counters=True)
+    assert states == {"a": {"residual": held([1])}, "b": {}}
+    assert states["b"] is new
+
+
+def test_parameters_are_known_while_they_live():
+    model = torch.nn.Linear(2, 3)
+    made = memory_of(model)
+    assert kept_for(model.weight) == (made, "weight")
+    model.extra = torch.nn.Parameter(torch.zeros(1))
+    assert kept_for(model.extra) is None
+    assert register(model) is made is memory_of(model)
+    assert kept_for(model.extra) == (made, "extra")
+    assert register(torch.nn.Sequential(model)) is not made  # whoever named it first keeps it
+    assert kept_for(model.weight) == (made, "weight")
+    known = {id(p) for p in model.parameters()}
+    assert known <= hook_memory._by_parameter.keys()
+    del model
+    gc.collect()
+    assert not known & hook_memory._by_parameter.keys()
