@@ -46,6 +46,7 @@ ALL = (*BOTH, ReduceOp.MIN, ReduceOp.MAX)
 # What gloo reduces, as which type, and for which operations. Its minima of floats lose NaNs.
 NATIVE: dict[str, tuple[str, tuple[ReduceOp, ...]]] = {
     "float16": ("float16", (ReduceOp.SUM,)),
+    "bfloat16": ("int16", (ReduceOp.SUM,)),
     "float32": ("float32", BOTH),
     "float64": ("float64", BOTH),
     "int8": ("int8", ALL),
@@ -98,15 +99,20 @@ class ProcessGroupCommunicator(Communicator):
         options = self._dist.AllreduceOptions()
         options.reduceOp = getattr(self._dist.ReduceOp, op.name)
         values = self._torch.from_numpy(buffer.view(NATIVE[name][0]))
+        if name == "bfloat16":
+            values = values.view(self._torch.bfloat16)
         self._wait("allreduce", lambda group: self._finish(group.allreduce([values], options)))
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         """Whether gloo knows the dtype and the operation.
 
         Between hosts that includes sums of float16, rounded at every hop: adding them takes less
-        time than the wire, which a ring fills better.
+        time than the wire, which a ring fills better. Those of bfloat16 would lose too much by it;
+        of two ranks alone they are rounded once here as well.
         """
         if dtype == "float16" and not self._spread:
+            return False
+        if dtype == "bfloat16" and self.size != 2:
             return False
         return op in NATIVE.get(dtype, ("", ()))[1]
 
@@ -116,7 +122,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def sums_in_float32(self, dtype: str) -> bool:
         """Whether this has to sum ``dtype`` itself."""
-        return not self.reduces(ReduceOp.SUM, dtype)
+        return self.size == 2 or not self.reduces(ReduceOp.SUM, dtype)  # of two: rounded once
 
     def _reduce_scatter(
         self, send: Array, receive: Array, counts: list[int], op: ReduceOp, name: str
