@@ -85,7 +85,7 @@ class ProcessGroupCommunicator(Communicator):
         # Small buffers are combined by all ranks at once, large ones around gloo's ring.
         if buffer.size == 0:
             return
-        direct = self._far and buffer.nbytes <= FAR_SMALL
+        direct = self.far and buffer.nbytes <= FAR_SMALL
         # Far away a second stage takes as long as it saves where all that one gathers is this much.
         most = max(SMALL, int(2 * self._delay * FAR_BYTES)) if direct else SMALL
         if op in BOTH and buffer.nbytes * self.size <= most:
@@ -117,7 +117,8 @@ class ProcessGroupCommunicator(Communicator):
         return op in NATIVE.get(dtype, ("", ()))[1]
 
     @property
-    def _far(self) -> bool:
+    def far(self) -> bool:
+        """Whether messages are known to take so long that their number matters most."""
         return self._delay >= FAR
 
     def sums_in_float32(self, dtype: str) -> bool:
@@ -134,7 +135,7 @@ class ProcessGroupCommunicator(Communicator):
         outgoing, incoming = self._bytes(send), self._bytes(receive)
         pieces = [incoming[place] for place in places]
         receive.view(np.uint8)[places[self.rank]] = send.view(np.uint8)
-        if receive.nbytes <= WINDOW or self._far:
+        if receive.nbytes <= WINDOW or self.far:
             self._wait(
                 "allgather", lambda group: self._trade(group, [outgoing] * self.size, pieces)
             )
@@ -184,7 +185,7 @@ class ProcessGroupCommunicator(Communicator):
             shifts.append((to, sends[to][part], source, receives[source][part]))
         # Begun one by one below: who is far away hears a shift in advance that this rank is ready.
         receiving = (self._receive(group, source, piece) for _, _, source, piece in shifts)
-        begun = list(islice(receiving, int(self._far)))
+        begun = list(islice(receiving, int(self.far)))
         works: list[Any] = []
         waiting = 0
         for to, send, _, receive in shifts:
