@@ -138,11 +138,14 @@ class Engine:
         states: Sequence[State],
         step: int = 0,
         process_set: int = 0,
+        early: bool = False,
     ) -> Group:
         """Declare tensors that are reduced together in every step. Collective.
 
-        ``step`` is where schedules begin. Raises Mismatch when ranks declare different tensors, or
-        one of them cannot declare its own, the same on every rank; on that rank, what went wrong:
+        ``step`` is where schedules begin. ``early``, the same on all ranks, says that tensors come
+        while others are still computed, last declared first. Raises Mismatch when ranks declare
+        different tensors, or one of them cannot declare its own, the same on every rank; on that
+        rank, what went wrong:
         DuplicateName for a name that stands there twice, what a compressor raised, TypeError or
         ValueError for what is not defined (``ringlet.fusion.requests.legality``).
         """
@@ -155,7 +158,7 @@ class Engine:
                     raise ValueError(f"{request.name!r} in {name!r}: only allreduces are declared")
                 check_request(request, size)
             handle.detail = self._worker.rehearse(
-                name, requests, compressors, states, step, process_set, self._bucket_ready
+                name, requests, compressors, states, step, process_set, early, self._bucket_ready
             )
         except Exception as error:
             # The others have declared it, or will: let them hear why they cannot have the group.

@@ -119,6 +119,7 @@ class Worker:
         states: Sequence[State],
         step: int,
         process_set: int,
+        early: bool,
         ready: Ready,
     ) -> Callable[[Sequence[str]], Group]:
         """Plan a group, and compile its kernels, before the other ranks hear of it.
@@ -137,7 +138,7 @@ class Worker:
 
         def build(order: Iterable[str]) -> Group:
             chosen = [members[n] for n in order]
-            return Group(name, 0, chosen, peers, self._limits, ready, self.abandon, step)
+            return Group(name, 0, chosen, peers, self._limits, ready, self.abandon, step, early)
 
         planned = build(members)
         planned.warm_up()

@@ -257,6 +257,14 @@ class Communicator(ABC):
         """
         return True
 
+    @property
+    def far(self) -> bool:
+        """Whether messages are known to take so long that their number matters most.
+
+        The same on all ranks.
+        """
+        return False
+
     def sums_in_float32(self, dtype: str) -> bool:
         """Whether sums of ``dtype``, a 16-bit float, are formed in float32 and rounded once.
 

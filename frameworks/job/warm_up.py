@@ -14,7 +14,7 @@ import numpy as np
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.core.compile_lock import compile_lock
 from ringlet.job.collector import paused
-from ringlet.ring.collectives.checksum import checksum, digest
+from ringlet.ring.collectives import weighted_sums
 
 log = logging.getLogger("ringlet")
 
@@ -31,8 +31,7 @@ def warm_up(specs: Sequence[str]) -> None:
 
 def _load_kernels(specs: Sequence[str]) -> None:
     with compile_lock():
-        checksum(np.zeros(8, np.uint8))
-        digest(np.zeros(8, np.float32), "float32")
+        weighted_sums.load()
         for spec in specs:
             try:
                 parse(spec).warm_up(Context(xp=np, workspace=Workspace(np)))

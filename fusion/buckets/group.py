@@ -48,10 +48,10 @@ class Retune(NamedTuple):
 
 
 def plan(
-    members: Sequence[Member], threshold: int, lookahead: int | None = None
+    members: Sequence[Member], threshold: int, lookahead: int | None = None, early: bool = False
 ) -> list[list[Member]]:
     """Divide declared members into buckets, last declared first, as backward produces them."""
-    return pack(list(reversed(members)), threshold, lookahead)
+    return pack(list(reversed(members)), threshold, lookahead, early)
 
 
 def plan_hash(buckets: Sequence[Sequence[Member]]) -> str:
@@ -65,6 +65,7 @@ class Group:
 
     ``step`` is that of the members' schedules, and counts on. ``turn`` counts the steps since the
     declaration, the same on all ranks; ``epoch`` those that failed, as far as this rank has heard.
+    ``early`` says that members come while others are still computed, last declared first.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class Group:
         ready: Ready,
         abandoned: Abandon,
         step: int = 0,
+        early: bool = False,
     ) -> None:
         self.name, self.number, self.peers = name, number, peers
         self.title = name  # what people are told, on this rank
         self.epoch = self.turn = 0
         self.step = step
         self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
+        self._early = early and not peers.comm.base.far  # where a sum waits long for another's
         self._hierarchical, self._verify = limits.hierarchical, limits.share
         self._declared = list(members)
         distinct = {id(member.declared): member for member in members}.values()
@@ -107,7 +110,7 @@ class Group:
     def _plan(self, members: list[Member]) -> None:
         self.members = {member.request.name: member for member in members}
         pieces = [piece for member in members for piece in divide(member)]
-        planned = plan(pieces, self._threshold, self._lookahead)
+        planned = plan(pieces, self._threshold, self._lookahead, self._early)
         self.hash = plan_hash(planned)
         self.buckets: list[Bucket] = [
             make_bucket(b, self.peers, self._hierarchical, self._verify) for b in planned

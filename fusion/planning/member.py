@@ -113,6 +113,7 @@ class Member:
     _finishes: bool | None = None
     foreign: bool = field(init=False)  # a plugin's, in host memory: it is looked after
     encoded: bool = field(init=False)  # compressed, straight into a fusion buffer
+    summed: bool = field(init=False)  # added up as it travels
     nbytes: int = field(init=False)  # before compression: what counts for the fusion threshold
     prescale: float = field(init=False)  # what values are multiplied by before they are compressed
     postscale: float = field(init=False)  # what the sum over ranks is multiplied by
@@ -129,6 +130,7 @@ class Member:
         self.compressor = used
         self.strategy = choose(used, self.size, forced, self.request.numel, self.link)
         self.encoded = not isinstance(used, NoCompression)
+        self.summed = self.strategy == "sum"
         self.foreign = self.encoded and not self.place.ordered and foreign(used)
         self.nbytes = self.numel * self.request.storage.itemsize
         self.prescale = self.request.prescale * (1.0 / self.size if self._predivided() else 1.0)

@@ -10,19 +10,22 @@ out differently where ranks add the same two numbers in another order.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from ringlet.ring.collectives.weighted_sums import (
+    MASK,
+    MIX,
+    STEP,
+    canonical_sum,
+    weighted_sum,
+    weighted_sum_and_nan,
+)
 from ringlet.ring.dtypes import Array
 
 SPAN = 1 << 20  # bytes
 WHOLE = 1 << 20  # bytes
-_STEP = 0x3C6EF372  # weight i is i * _STEP + 1 modulo 2**32: distinct for 2**31 words
-_MIX = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 
 
 def checksum(payload: Array, *fields: int) -> int:
@@ -35,16 +38,16 @@ def checksum(payload: Array, *fields: int) -> int:
     if not words.flags.aligned:
         words = words.copy()
     tail = int.from_bytes(payload[whole:].tobytes(), "little")  # the last word, filled up with 0
-    total = (int(_kernel()(words)) + tail * (words.size * _STEP + 1 & 0xFFFFFFFF)) & _MASK
+    total = (weighted_sum(words) + tail * (words.size * STEP + 1 & 0xFFFFFFFF)) & MASK
     for field in (payload.size, *fields):  # as ``mixed`` does, without the calls
-        total = ((total ^ field) * _MIX) & _MASK
+        total = ((total ^ field) * MIX) & MASK
         total ^= total >> 29
     return total
 
 
 def mixed(total: int, field: int) -> int:
     """Return 64 bits that depend on both, and on their order."""
-    total = ((total ^ field) * _MIX) & _MASK
+    total = ((total ^ field) * MIX) & MASK
     return total ^ total >> 29
 
 
@@ -58,7 +61,7 @@ def is_due(span: int, nbytes: int, share: int, turn: int) -> bool:
 
 def turn_of(number: int, share: int) -> int:
     """Return a turn for batch ``number``: batches at any regular distance come to all spans."""
-    return (number * _MIX & _MASK) * share >> 64
+    return (number * MIX & MASK) * share >> 64
 
 
 def digest(
@@ -89,8 +92,7 @@ def _digest(values: Array, dtype: str, one_zero: bool) -> int:
         total, nan = _sum_and_nan(lanes, magnitude, infinity)
         if not nan:
             return mixed(total, values.size) or 1
-    kind = lanes.dtype.type
-    total = int(_canonical_kernel()(lanes, kind(magnitude), kind(infinity)))
+    total = canonical_sum(lanes, magnitude, infinity)
     return mixed(mixed(total, values.size), 1) or 1
 
 
@@ -106,9 +108,9 @@ def _sum_and_nan(lanes: Array, magnitude: int, infinity: int) -> tuple[int, bool
         words = words.copy()
     repeat = 0x10001 if lanes.itemsize == 2 else 1
     masks = [mask * repeat for mask in (magnitude, magnitude - infinity)]
-    total, reached = _digest_kernel()(words, *map(np.uint32, masks))
-    nan = int(reached) & (magnitude + 1) * repeat or any(x & magnitude > infinity for x in odd)
-    return mixed(int(total), *odd) if odd else int(total), bool(nan)
+    total, reached = weighted_sum_and_nan(words, *masks)
+    nan = reached & (magnitude + 1) * repeat or any(x & magnitude > infinity for x in odd)
+    return mixed(total, *odd) if odd else total, bool(nan)
 
 
 # The words of a float, the bits that are not its sign, and those of an infinity.
@@ -118,62 +120,3 @@ _FLOATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
     "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
     "float64": (np.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
 }
-_BLOCK = 4096  # words: they are still in the nearest cache when NaNs are looked for
-
-
-def _weighted_sum(words: Any) -> Any:
-    total = np.uint64(0)
-    for i in range(words.size):
-        weight = np.uint32(np.uint32(i) * np.uint32(_STEP) + np.uint32(1))
-        total += np.uint64(words[i]) * np.uint64(weight)
-    return total
-
-
-def _weighted_sum_and_nan(words: Any, magnitude: Any, lacking: Any) -> Any:
-    total, reached = np.uint64(0), np.uint32(0)
-    for start in range(0, words.size, _BLOCK):
-        block = words[start : start + _BLOCK]
-        part = np.uint64(0)
-        for i in range(block.size):
-            weight = np.uint32(np.uint32(start + i) * np.uint32(_STEP) + np.uint32(1))
-            part += np.uint64(block[i]) * np.uint64(weight)
-        total += part
-        for i in range(block.size):
-            absolute = np.uint32(block[i] & magnitude)
-            reached = np.uint32(reached | np.uint32(absolute + lacking))
-    return total, reached
-
-
-def _canonical_sum(words: Any, magnitude: Any, infinity: Any) -> Any:
-    total = np.uint64(0)
-    for i in range(words.size):
-        weight = np.uint64(np.uint32(np.uint32(i) * np.uint32(_STEP) + np.uint32(1)))
-        absolute = words[i] & magnitude
-        word = np.uint64(magnitude) if absolute > infinity else np.uint64(words[i])
-        word = np.uint64(0) if absolute == 0 else word
-        total += word * weight + (word >> np.uint64(32)) * (weight ^ np.uint64(_MIX))
-    return total
-
-
-@functools.cache
-def _kernel() -> Callable[[Array], Any]:
-    import numba
-
-    kernel: Callable[[Array], Any] = numba.njit(nogil=True, cache=True)(_weighted_sum)
-    return kernel
-
-
-@functools.cache
-def _digest_kernel() -> Callable[..., Any]:
-    import numba
-
-    kernel: Callable[..., Any] = numba.njit(nogil=True, cache=True)(_weighted_sum_and_nan)
-    return kernel
-
-
-@functools.cache
-def _canonical_kernel() -> Callable[..., Any]:
-    import numba
-
-    kernel: Callable[..., Any] = numba.njit(nogil=True, cache=True)(_canonical_sum)
-    return kernel

@@ -46,6 +46,7 @@ ALL = (*BOTH, ReduceOp.MIN, ReduceOp.MAX)
 # What gloo reduces, as which type, and for which operations. Its minima of floats lose NaNs.
 NATIVE: dict[str, tuple[str, tuple[ReduceOp, ...]]] = {
     "float16": ("float16", (ReduceOp.SUM,)),
+    "bfloat16": ("int16", (ReduceOp.SUM,)),
     "float32": ("float32", BOTH),
     "float64": ("float64", BOTH),
     "int8": ("int8", ALL),
@@ -84,7 +85,7 @@ class ProcessGroupCommunicator(Communicator):
         # Small buffers are combined by all ranks at once, large ones around gloo's ring.
         if buffer.size == 0:
             return
-        direct = self._far and buffer.nbytes <= FAR_SMALL
+        direct = self.far and buffer.nbytes <= FAR_SMALL
         # Far away a second stage takes as long as it saves where all that one gathers is this much.
         most = max(SMALL, int(2 * self._delay * FAR_BYTES)) if direct else SMALL
         if op in BOTH and buffer.nbytes * self.size <= most:
@@ -98,25 +99,31 @@ class ProcessGroupCommunicator(Communicator):
         options = self._dist.AllreduceOptions()
         options.reduceOp = getattr(self._dist.ReduceOp, op.name)
         values = self._torch.from_numpy(buffer.view(NATIVE[name][0]))
+        if name == "bfloat16":
+            values = values.view(self._torch.bfloat16)
         self._wait("allreduce", lambda group: self._finish(group.allreduce([values], options)))
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         """Whether gloo knows the dtype and the operation.
 
         Between hosts that includes sums of float16, rounded at every hop: adding them takes less
-        time than the wire, which a ring fills better.
+        time than the wire, which a ring fills better. Those of bfloat16 would lose too much by it;
+        of two ranks alone they are rounded once here as well.
         """
         if dtype == "float16" and not self._spread:
+            return False
+        if dtype == "bfloat16" and self.size != 2:
             return False
         return op in NATIVE.get(dtype, ("", ()))[1]
 
     @property
-    def _far(self) -> bool:
+    def far(self) -> bool:
+        """Whether messages are known to take so long that their number matters most."""
         return self._delay >= FAR
 
     def sums_in_float32(self, dtype: str) -> bool:
         """Whether this has to sum ``dtype`` itself."""
-        return not self.reduces(ReduceOp.SUM, dtype)
+        return self.size == 2 or not self.reduces(ReduceOp.SUM, dtype)  # of two: rounded once
 
     def _reduce_scatter(
         self, send: Array, receive: Array, counts: list[int], op: ReduceOp, name: str
@@ -128,7 +135,7 @@ class ProcessGroupCommunicator(Communicator):
         outgoing, incoming = self._bytes(send), self._bytes(receive)
         pieces = [incoming[place] for place in places]
         receive.view(np.uint8)[places[self.rank]] = send.view(np.uint8)
-        if receive.nbytes <= WINDOW or self._far:
+        if receive.nbytes <= WINDOW or self.far:
             self._wait(
                 "allgather", lambda group: self._trade(group, [outgoing] * self.size, pieces)
             )
@@ -178,7 +185,7 @@ class ProcessGroupCommunicator(Communicator):
             shifts.append((to, sends[to][part], source, receives[source][part]))
         # Begun one by one below: who is far away hears a shift in advance that this rank is ready.
         receiving = (self._receive(group, source, piece) for _, _, source, piece in shifts)
-        begun = list(islice(receiving, int(self._far)))
+        begun = list(islice(receiving, int(self.far)))
         works: list[Any] = []
         waiting = 0
         for to, send, _, receive in shifts:

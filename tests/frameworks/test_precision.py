@@ -564,7 +564,8 @@ def case_sums_accumulate_in_float32():
             (p * values.half()).sum().backward()
             optimizer.synchronize()
             (member,) = optimizer._ringlet._group.members.values()
-            by_codec = reduction == "float32" and bool(native)  # others sum in float32 themselves
+            # Others sum in float32 themselves, and the sum of two is rounded once in any case.
+            by_codec = reduction == "float32" and bool(native) and size > 2
             assert (member.strategy == "scatter_reduce") == by_codec
             if reduction == "float32":
                 assert torch.equal(p.grad, exact), (spec, p.grad)

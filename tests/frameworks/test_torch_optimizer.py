@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import ringlet.torch as hvd
+from ringlet.job.session import current
+from ringlet.ring.communicator import Topology
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -559,6 +561,21 @@ def case_no_backward_at_all():
     optimizer = wrapped(model, lambda p: torch.optim.SGD(p, lr=0.1))
     optimizer.step()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def case_between_hosts_the_last_layers_travel_while_backward_goes_on():
+    runtime = current()
+    before, size, rank = runtime.topology, hvd.size(), hvd.rank()
+    for hosts, buckets in (["one"] * size, 1), ([f"host {r}" for r in range(size)], 2):
+        runtime.topology = Topology.from_hosts(rank, hosts)
+        parameters = [nn.Parameter(torch.zeros(1 << 16)) for _ in range(12)]
+        named = {f"p{i}": p for i, p in enumerate(parameters)}
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named.items())
+        sum(p.sum() * rank for p in parameters).backward()
+        optimizer.step()
+        assert all((p == -(size - 1) / 2).all() for p in parameters)
+        assert len(optimizer._ringlet._group.buckets) == buckets, hosts
+    runtime.topology = before
 
 
 CASES = [value for name, value in sorted(globals().items()) if name.startswith("case_")]

@@ -18,12 +18,17 @@ class Item:
     def encoded(self):
         return self.stream == "int8"
 
+    @property
+    def summed(self):
+        return self.stream != "int8"
+
 
 queues = st.lists(
     st.tuples(st.sampled_from(["fp16", "fp32", "int8"]), st.integers(0, 100)), max_size=60
 ).map(lambda pairs: [Item(i, stream, n) for i, (stream, n) in enumerate(pairs)])
 thresholds = st.integers(1, 300)
 budgets = st.one_of(st.none(), st.integers(0, 300))
+earlies = st.booleans()
 
 
 def kind(item, threshold):
@@ -31,15 +36,15 @@ def kind(item, threshold):
     return item.stream, item.nbytes > threshold and not item.encoded
 
 
-@given(queues, thresholds, budgets)
-def test_nothing_is_lost_or_repeated(queue, threshold, budget):
-    packed = [item for bucket in pack(queue, threshold, budget) for item in bucket]
+@given(queues, thresholds, budgets, earlies)
+def test_nothing_is_lost_or_repeated(queue, threshold, budget, early):
+    packed = [item for bucket in pack(queue, threshold, budget, early) for item in bucket]
     assert sorted(packed, key=lambda item: item.number) == queue
 
 
-@given(queues, thresholds, budgets)
-def test_a_stream_keeps_its_order(queue, threshold, budget):
-    packed = [item for bucket in pack(queue, threshold, budget) for item in bucket]
+@given(queues, thresholds, budgets, earlies)
+def test_a_stream_keeps_its_order(queue, threshold, budget, early):
+    packed = [item for bucket in pack(queue, threshold, budget, early) for item in bucket]
     for stream in {kind(item, threshold) for item in queue}:
         numbers = [item.number for item in packed if kind(item, threshold) == stream]
         assert numbers == sorted(numbers)
@@ -49,28 +54,28 @@ def is_small(bucket, threshold):
     return sum(item.nbytes for item in bucket) * SMALL < threshold
 
 
-@given(queues, thresholds, budgets)
-def test_buckets_are_pure_and_within_the_threshold(queue, threshold, budget):
-    for bucket in pack(queue, threshold, budget):
+@given(queues, thresholds, budgets, earlies)
+def test_buckets_are_pure_and_within_the_threshold(queue, threshold, budget, early):
+    for bucket in pack(queue, threshold, budget, early):
         assert len({item.stream for item in bucket}) == 1
         within = sum(item.nbytes for item in bucket) <= threshold
         beyond = bucket[-1].encoded and is_small(bucket[:-1], threshold)
         assert len(bucket) == 1 or within or beyond
 
 
-@given(queues, thresholds, budgets)
-def test_the_head_of_the_queue_never_waits(queue, threshold, budget):
+@given(queues, thresholds, budgets, earlies)
+def test_the_head_of_the_queue_never_waits(queue, threshold, budget, early):
     left = list(queue)
-    for bucket in pack(queue, threshold, budget):
+    for bucket in pack(queue, threshold, budget, early):
         assert bucket[0] == left[0]
         left = [item for item in left if item not in bucket]
 
 
-@given(queues, thresholds, budgets)
-def test_the_scan_stays_within_its_budget(queue, threshold, budget):
+@given(queues, thresholds, budgets, earlies)
+def test_the_scan_stays_within_its_budget(queue, threshold, budget, early):
     left = list(queue)
     allowed = threshold if budget is None else budget
-    for bucket in pack(queue, threshold, budget):
+    for bucket in pack(queue, threshold, budget, early):
         passed, taken = 0, []
         for item in left[: left.index(bucket[-1])]:
             if item in bucket:
@@ -104,6 +109,29 @@ def test_small_tensors_pass_a_large_one_that_travels_uncopied():
     assert [[i.number for i in b] for b in pack(plain, 100)] == [[0, 1, 3, 4], [2], [5]]
     encoded = [Item(i, "int8", n) for i, n in enumerate(sizes)]
     assert [[i.number for i in b] for b in pack(encoded, 100)] == [[0, 1, 2], [3, 4], [5]]
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=60), st.integers(100, 300))
+def test_what_is_added_up_begins_early(sizes, threshold):
+    queue = [Item(i, "fp32", n) for i, n in enumerate(sizes)]
+    first, usual = (pack(queue, threshold, early=which)[0] for which in (True, False))
+    assert first == usual[: len(first)]
+    rest = [item for item in queue if item not in first]
+    if first != usual:
+        assert not is_small(first, threshold)
+        assert not is_small(rest, threshold)
+    if not is_small(rest, threshold):
+        assert is_small(first[:-1], threshold)  # the last made it large enough
+    encoded = [Item(i, "int8", n) for i, n in enumerate(sizes)]
+    assert pack(encoded, threshold, early=True) == pack(encoded, threshold)
+
+
+def test_a_model_of_one_bucket_sends_its_last_layers_early():
+    queue = [Item(i, "fp32", 3) for i in range(10)]
+    assert len(pack(queue, 64)) == 1
+    assert [len(b) for b in pack(queue, 64, early=True)] == [2, 8]
+    assert [len(b) for b in pack(queue[:3], 64, early=True)] == [3]  # one more would not pay
+    assert len(pack([Item(i, "int8", 3) for i in range(10)], 64, early=True)) == 1
 
 
 def test_it_halves_the_transactions_of_an_interleaved_queue():

@@ -80,7 +80,7 @@ for x in sums:
 gathered = numpy.empty(3 * 300_000, numpy.float32)
 comm.allgather(sums[0].repeat(300_000)[:300_000] + comm.rank, gathered)
 assert (gathered.reshape(3, -1) == numpy.arange(6, 9)[:, None]).all()
-print(comm._delay, comm._far)
+print(comm._delay, comm.far)
 session.shutdown()
 """
 

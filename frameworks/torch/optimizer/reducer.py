@@ -487,7 +487,9 @@ class Reducer:
         compressors = [compressor for compressor, _ in carried]
         # Declared even without parameters: a rank that has some has to hear of it.
         states, engine = [self.states[name] for name in names], runtime.engine
-        group = engine.declare(self._label, requests, compressors, states, step, number)
+        early = len(set(runtime.topology.hosts)) > 1  # on one host a bucket more hides no wire
+        declared = self._label, requests, compressors, states
+        group = engine.declare(*declared, step, number, early)
         engine.entitle(group, runtime.title(self._title, self._label))
         if self._group is not None:
             self._finalizer.detach()
