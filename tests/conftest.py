@@ -50,6 +50,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
+gc.disable()  # until all test files are imported: it walks all that they import, again and again
 import fork_server  # noqa: E402 - when the environment is as every test finds it
 
 PRELOADED = re.compile(r'preloaded\("(\w+)"')
@@ -91,6 +92,7 @@ def pytest_collection_finish():
     """Let the garbage collector pass over what test files have imported: a second, each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config):
