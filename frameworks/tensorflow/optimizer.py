@@ -14,6 +14,7 @@ from ringlet.job.session import current
 from ringlet.keras import tf_keras
 from ringlet.keras.optimizer import distributed
 from ringlet.precision import Policy
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.gradients import GradientReducer
@@ -77,6 +78,7 @@ class _Distributed:
         return tf.group(tf.cond(ends, apply, skip))
 
 
+@public
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,
     name: str | None = None,

@@ -10,6 +10,7 @@ import torch
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
+from ringlet.ring.callers import public
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import SAME_MODEL, agree
@@ -23,6 +24,7 @@ from ringlet.torch.tensors.views import check
 _STEPS = "ringlet_steps"
 
 
+@public
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor],
     root_rank: int = 0,
@@ -53,6 +55,7 @@ def broadcast_parameters(
     )
 
 
+@public
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,

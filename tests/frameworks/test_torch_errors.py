@@ -132,6 +132,16 @@ def case_bad_compression():
             wrap(model(), compression=spec)
     with pytest.raises(TypeError, match="'fp16'"):
         wrap(model(), compression=type("HorovodStyle", (), {}))
+    for call in (
+        lambda: hvd.DistributedOptimizer(
+            torch.optim.SGD(model().parameters(), lr=0.1), compression="topkk"
+        ),
+        lambda: hvd.allreduce(torch.ones(3), compression="topkk"),
+        lambda: hvd.ddp_hook("topkk"),
+    ):
+        with pytest.raises(ValueError, match="did you mean 'topk'") as caught:
+            call()
+        assert caught.traceback[-1].name == "<lambda>"  # no frame of Ringlet's
     with pytest.raises(ValueError, match="op=Max needs compression"):
         hvd.allreduce(torch.ones(5000), op=hvd.Max, compression="int8")
 

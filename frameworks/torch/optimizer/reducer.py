@@ -110,7 +110,7 @@ class Reducer:
         self._alone = False  # whether it is known that nobody else reduces
         self._included = process_set.included()
         self._router = options.router
-        warn_of_unmatched(self._router, named, stacklevel=3)
+        warn_of_unmatched(self._router, named)
         self._start = 0 if before is None else self._inherit(before)  # steps before the group's
         if not self._elastic:
             self._declare(self._start)
@@ -130,7 +130,7 @@ class Reducer:
         if self.in_flight:
             raise RuntimeError("set_compression between backward() and step()")
         before, self._router = self._router, as_router(compression)
-        warn_of_unmatched(self._router, self.parameters, stacklevel=3)
+        warn_of_unmatched(self._router, self.parameters)
         lost = []
         with _at_work():
             for name, state in self.states.items():
