@@ -278,6 +278,15 @@ def test_a_report_is_one_sound_page(tmp_path, capsys):
     assert (told["sentence"] + "\n" + told["page"] + "\n") == out
 
 
+def test_titles_are_numbered_and_leave_nothing_but_a_count():
+    def body(rank):
+        runtime = runtime_module.current()
+        titles = [runtime.title("SGD") for _ in range(1000)]
+        return titles[:3], len(set(titles)), runtime.extras["titles"]
+
+    assert ranks(1, body) == [(["SGD", "SGD 2", "SGD 3"], 1000, {"SGD": 1000})]
+
+
 def test_a_report_shows_every_optimizer_and_what_is_sent_one_by_one(tmp_path, capsys):
     """Two groups and grouped operations in one file; and a file of the latter alone."""
     both, loose = tmp_path / "both.jsonl", tmp_path / "loose.jsonl"

@@ -96,7 +96,7 @@ class Reducer:
         self.among = 0  # and among how many ranks
         self.owes = False  # whether what is owed to a mean stays that where ranks come or go
         self._label = "" if self._elastic else self._new_label()
-        self._title = title
+        self._title, self._shown = title, ""  # the latter is numbered, and as long as the label
         self._sparse_as_dense = options.sparse_as_dense
         self._rows = self._new_rows()
         self._handed = Handed(op)
@@ -432,7 +432,7 @@ class Reducer:
         if not self._elastic or self._engine is current().engine:
             return
         self._start, self._engine = self.step, current().engine
-        self._label = self._new_label()
+        self._label, self._shown = self._new_label(), ""
         for handle in self._reset():
             handle.forget()
         if self._group is not None:
@@ -487,7 +487,8 @@ class Reducer:
         # Declared even without parameters: a rank that has some has to hear of it.
         states, engine = [self.states[name] for name in names], runtime.engine
         group = engine.declare(self._label, requests, compressors, states, step, number)
-        engine.entitle(group, runtime.title(self._title, self._label))
+        self._shown = self._shown or runtime.title(self._title)
+        engine.entitle(group, self._shown)
         if self._group is not None:
             self._finalizer.detach()
             engine.release(self._group)
