@@ -40,6 +40,11 @@ def broadcast_parameters(
         raise TypeError("pass model.state_dict() or model.named_parameters(), not a tensor")
     if isinstance(params, torch.nn.Module):
         raise TypeError("pass model.state_dict(), not the model")
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"pass model.state_dict() or model.named_parameters(), not {params!r}, and the "
+            "root_rank behind it"
+        )
     if not isinstance(params, Mapping):
         params = dict(p if isinstance(p, tuple) else (f"{i}", p) for i, p in enumerate(params))
     named = {name: p for name, p in params.items() if isinstance(p, torch.Tensor)}

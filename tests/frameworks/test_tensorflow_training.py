@@ -883,12 +883,13 @@ def case_passes_of_v1_end_with_what_is_restored():
 
 
 def declared_after(count):
-    """Return how many groups the engine knows, at the latest when they are ``count``."""
-    for _ in range(100):
+    """Return how many groups the engine knows, once they are ``count`` or become no fewer."""
+    known, same = 1 << 30, 0
+    while known > count and same < 10:
         gc.collect()
         hvd.barrier()  # a release travels like any message: one that all have sent is there soon
-        if (known := len(current().engine._worker._groups)) <= count:
-            break
+        last, known = known, len(current().engine._worker._groups)
+        same = same + 1 if known == last else 0
     return known
 
 
