@@ -18,6 +18,22 @@ from ringlet.ring.log import level_from
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# What torch.distributed, DeepSpeed and Keras call arguments, and what these are here.
+_ELSEWHERE = {
+    "backend": ("transport",),
+    "group": ("process_set", "process_group"),
+    "process_group": ("process_set",),
+    "reduce_op": ("op",),
+    "src": ("root_rank",),
+    "root": ("root_rank",),
+    "params": ("named_parameters",),
+    "model_parameters": ("named_parameters",),
+    "gradient_accumulation_steps": ("backward_passes_per_step",),
+    "compressor": ("compression",),
+    "timeout": ("start_timeout",),
+    "nprocs": ("np",),
+    "nproc_per_node": ("np",),
+}
 _BETWEEN = ("ringlet", "functools", "contextlib")  # packages whose frames tell a caller nothing
 
 
@@ -55,7 +71,8 @@ def outside() -> int:
 
 def no_such_keyword(function: str, keyword: str, known: list[str]) -> str:
     """Return what is wrong with ``keyword``, which ``function`` has not."""
-    near = difflib.get_close_matches(keyword, known, 1)
+    near = [name for name in _ELSEWHERE.get(keyword, ()) if name in known]
+    near = near or difflib.get_close_matches(keyword, known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return (
         f"{function}() got an unexpected keyword argument {keyword!r}{hint} "

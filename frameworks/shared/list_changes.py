@@ -1,4 +1,7 @@
-"""Whether all ranks change to another list of gradients in one call, or one rank does by itself."""
+"""Whether all ranks change to another list in one step, or one rank does by itself.
+
+Such as the list of gradients that are reduced, or that of parameters that are frozen.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,28 @@ class ListChanges:
     gradients that nobody will hand in, and steps with one list cost nothing.
     """
 
-    def __init__(self, runtime: Runtime, label: str, process_set: int) -> None:
+    def __init__(
+        self, runtime: Runtime, label: str, process_set: int, first: Hashable = None
+    ) -> None:
         self.call = 0
-        self._list: Hashable = None  # the one of the call before
+        self._list = first  # the one of the call before; None: any list may be the first
         self._changes: set[int] = set()  # calls in which some rank has another list
         self._group: Group | None = None  # whose step runs
         self._lock = threading.Lock()
         self._extensions = runtime.engine.extensions
-        self._action = f"gradients.list {process_set} {label}"
+        self._action = f"list {process_set} {label}"
         own = weakref.WeakMethod(self._heard)
         self._extensions.on_announced(self._action, lambda call, _: _called(own, call))
         finalizer = weakref.finalize(self, self._extensions.forget_action, self._action)
         finalizer.atexit = False
 
-    def begin(self, slots: Hashable) -> None:
-        """Begin a call with the list ``slots``, and tell the others if it is another one."""
+    def begin(self, slots: Hashable, call: int | None = None) -> None:
+        """Begin a call with the list ``slots``, and tell the others if it is another one.
+
+        All ranks number calls alike: ``call``, or one more than the last.
+        """
         with self._lock:
-            self.call += 1
+            self.call = self.call + 1 if call is None else call
             changed = self._list is not None and self._list != slots
             if changed:
                 self._changes.add(self.call)

@@ -23,6 +23,7 @@ def frames(error):
         (lambda: lifecycle.init(proces_sets=[]), "did you mean 'process_sets'? There are: comm, p"),
         (lambda: ringlet.run(print, num_pro=2), "did you mean 'num_proc'? There are: fn, args, kw"),
         (lambda: functions.run(print, zzz=2), "'zzz'. There are: fn, args, kwargs, np, transport"),
+        (lambda: lifecycle.init(backend="gloo"), "did you mean 'transport'? There are: comm"),
         (lambda: lifecycle.init(1, 2, 3, 4, 5, 6), "init() takes: comm, process_sets, transport"),
     ],
 )
