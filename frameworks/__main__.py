@@ -7,11 +7,12 @@ import difflib
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ringlet import __version__
 from ringlet.cli.commands import COMMANDS, grouped
@@ -45,6 +46,13 @@ class Parser(argparse.ArgumentParser):
         rest = super().format_help()
         return f"{self.examples.strip()}\n\n{rest}" if self.examples else rest
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse passes over what cannot be written; help that nobody can read is a failure.
+        if message and file is not None and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
+
 
 def command_parser(name: str) -> Parser:
     """Return the parser of the command ``name``."""
@@ -59,18 +67,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: this process's) and return the exit code."""
     parser = _whole()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # The first word decides; options behind it belong to the sub-command.
-    name = parser.parse_args(given[:1]).command
-    if name is None:
-        print(parser.format_help(), end="")
-        return 0
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" Commands: {', '.join(COMMANDS)}"
-        parser.error(f"unknown command {name!r}.{hint}")
+    _refuse_programs(given, parser)
+    command = "ringlet"
     try:
-        code = _run(name, given[1:])
-        sys.stdout.flush()
+        try:
+            # The first word decides; options behind it belong to the sub-command.
+            name = parser.parse_args(given[:1]).command
+            if name is None:
+                parser.print_help()
+                code = 0
+            else:
+                _refuse_unknown(name, parser)
+                command = f"ringlet {name}"
+                code = _run(name, given[1:])
+        finally:  # also after --help, which exits
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # whoever read the output, such as head, has enough of it
@@ -80,9 +91,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in FULL or error.filename is not None:
             raise
         _write_no_more()
-        print(f"ringlet {name}: the output cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"{command}: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
+
+
+def _refuse_programs(given: Sequence[str], parser: Parser) -> None:
+    """Exit where the sub-command is left out, and say what to write."""
+    first = given[0] if given else ""
+    python, rest = ["python"] if first.endswith(".py") else [], ["-np", "2"]
+    if first in ("-np", "-H", "--hosts", "--hostfile", "-hostfile", "--num-proc"):
+        rest = []  # as for horovodrun
+    elif not python and not re.fullmatch(r"(.*/)?python[\d.]*", first):
+        return
+    whole = shlex.join(["ringlet", "run", *rest, *python, *given])
+    parser.error(f"{first!r} is no command of ringlet; to start a program: {whole}")
+
+
+def _refuse_unknown(name: str, parser: Parser) -> None:
+    """Exit unless ``name`` is a command, and say what was probably meant."""
+    if name in COMMANDS:
+        return
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else f" Commands: {', '.join(COMMANDS)}"
+    parser.error(f"unknown command {name!r}.{hint}")
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -94,6 +94,10 @@ class Extensions:
         """Call ``do(argument, whether all ranks are there)`` when ``action`` is announced."""
         self._worker.actions[action] = do
 
+    def forget_action(self, action: str) -> None:
+        """Do nothing when ``action`` is announced from now on."""
+        self._worker.actions.pop(action, None)
+
     def answer(self, key: Hashable, error: Exception | None = None) -> None:
         """Finish what ``announce`` returned on this rank, if it was called."""
         self._worker.answer(key, error)

@@ -460,7 +460,9 @@ class Worker:
 
     def _announced(self, message: bytes) -> None:
         action, argument, all_here = loads(message[1:])
-        self.actions[action](argument, all_here)
+        do = self.actions.get(action)
+        if do is not None:  # what it concerns is perhaps not on this rank, or no longer
+            do(argument, all_here)
 
     def _stalled(self, message: bytes) -> None:
         if self.rank == 0:

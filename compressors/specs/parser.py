@@ -35,7 +35,7 @@ def parse(spec: str | Compressor, imports: bool = True) -> Compressor:
     if isinstance(spec, Compressor):
         return spec
     if not isinstance(spec, str):
-        raise SpecError(f"a compressor spec is a string, not {type(spec).__name__}: {spec!r}")
+        raise SpecError(f"a compressor spec is a string such as 'int8 | ef', not {spec!r}")
     written = spec.translate(_SPACES).strip()
     text = _PLACE.sub(_one_name, written)
     if not text:

@@ -185,8 +185,8 @@ def main(options: argparse.Namespace) -> int:
         problem = f"a compressor's name is a lower-case identifier, not {name!r}"
     elif name in names():
         problem = f"there is a compressor {name!r} already"
-    elif directory.exists() and any(directory.iterdir()):
-        problem = f"{directory} exists and is not empty"
+    else:
+        problem = _occupied(directory)
     if problem:
         print(f"ringlet new: {problem}", file=sys.stderr)
         return 2
@@ -200,8 +200,27 @@ def main(options: argparse.Namespace) -> int:
     }
     for path, template in files.items():
         target = directory / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(template.format(name=name, cls=cls, before=before))
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(template.format(name=name, cls=cls, before=before))
+        except OSError as error:
+            print(f"ringlet new: {target} cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
         print(f"wrote {target}")
     print(f"\nNext: cd {directory} && pip install -e '.[test]' && pytest")
     return 0
+
+
+def _occupied(directory: Path) -> str:
+    """Return why nothing can be written to ``directory``, or "": it is to be new, or empty."""
+    try:
+        for above in directory.parents:
+            if above.exists() and not above.is_dir():
+                return f"{above} is a file, and {directory} would be in it"
+        if not directory.exists():
+            return ""
+        if not directory.is_dir():
+            return f"{directory} is a file"
+        return f"{directory} exists and is not empty" if any(directory.iterdir()) else ""
+    except OSError as error:
+        return f"{directory} cannot be looked at: {error.strerror}"

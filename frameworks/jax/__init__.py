@@ -8,6 +8,8 @@ optimizer = optax.chain(hvd.reduce_gradients("topk(ratio=0.01) | ef"), optax.ada
 ```
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from ringlet.shared.requirements import need
 
 need("jax", "ringlet.jax")
@@ -16,6 +18,7 @@ need("optax", "ringlet.jax")
 
 from ringlet.horovod import common_names
 from ringlet.horovod.common_names import *  # noqa: F403
+from ringlet.horovod.other_names import no_such_name
 from ringlet.jax import elastic
 from ringlet.jax.distributed import init
 from ringlet.jax.functions import broadcast_pytree, replicas_equal
@@ -61,3 +64,8 @@ __all__ = [
     "sharded_state",
 ]
 __all__ += [name for name in common_names.__all__ if name not in __all__]
+
+if not TYPE_CHECKING:  # which would take any name for one that is there
+
+    def __getattr__(name: str) -> NoReturn:
+        raise no_such_name(__name__, name)

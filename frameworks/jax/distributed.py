@@ -16,6 +16,7 @@ from ringlet.job.lifecycle import init as start
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import Runtime, is_initialized
 from ringlet.ring.addresses import listen
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import LaunchError, unavailable
 from ringlet.ring.rendezvous.connect import TIMEOUT, loopback
@@ -27,6 +28,7 @@ from ringlet.ring.wire.keys import job_key
 _meetings = count(1)  # ranks call init equally often
 
 
+@public
 def init(
     comm: Any = None,
     process_sets: Sequence[ProcessSet] | str | None = None,

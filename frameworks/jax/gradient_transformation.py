@@ -24,6 +24,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.precision import Policy
 from ringlet.precision.reduction import carrier
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import numpy_dtype
@@ -53,6 +54,7 @@ class ReduceGradientsState(NamedTuple):
     held: Held
 
 
+@public
 def reduce_gradients(
     compression: Any = None,
     op: ReduceOp = ReduceOp.AVERAGE,

@@ -19,10 +19,12 @@ from ringlet.job.process_sets import (
 )
 from ringlet.job.session import Runtime, is_initialized
 from ringlet.job.session import init as start
+from ringlet.ring.callers import outside, public
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.rendezvous.environment import detect
 
 
+@public
 def init(
     comm: Any = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
@@ -81,7 +83,7 @@ def _warn_of_torch() -> None:
             f"torch.distributed connects {ranks} ranks, and this is a job of one, for no launcher "
             "has said otherwise (torch.multiprocessing.spawn sets no variables): call "
             "hvd.init(torch.distributed.group.WORLD), or start the program with ringlet run",
-            stacklevel=3,
+            stacklevel=outside(),
         )
 
 

@@ -6,7 +6,6 @@ There is one per process, or one per thread for ranks that are threads of one pr
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import logging
 import os
@@ -103,14 +102,14 @@ class Runtime:
             found = self._series.setdefault((operation, process_set), Series(operation, since))
         return found
 
-    def title(self, name: str, label: str) -> str:
-        """Return what timelines and reports call ``label``: a ``name``, numbered where it is taken.
+    def title(self, name: str) -> str:
+        """Return a new title for timelines and reports: ``name``, numbered from the second one on.
 
         Ranks need not agree on it, and nothing that is saved depends on it.
         """
-        titles: dict[str, str] = self.extras.setdefault("titles", {})
-        numbered = (name if i == 1 else f"{name} {i}" for i in itertools.count(1))
-        return next(title for title in numbered if titles.setdefault(title, label) == label)
+        counts: dict[str, int] = self.extras.setdefault("titles", {})
+        count = counts[name] = counts.get(name, 0) + 1
+        return name if count == 1 else f"{name} {count}"
 
     def join(self) -> int:
         """Take part with zeros until all ranks have joined; return who did so last."""

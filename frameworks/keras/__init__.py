@@ -9,6 +9,8 @@ model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 ```
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from ringlet.shared.requirements import need
 
 need("keras", "ringlet.keras")
@@ -16,6 +18,7 @@ need("keras", "ringlet.keras")
 
 from ringlet.horovod import common_names
 from ringlet.horovod.common_names import *  # noqa: F403
+from ringlet.horovod.other_names import no_such_name
 from ringlet.job.objects import allgather_object, broadcast_object
 from ringlet.keras import callbacks, elastic
 from ringlet.keras.checkpoint import (
@@ -63,3 +66,8 @@ __all__ = [
     "set_precision",
 ]
 __all__ += common_names.__all__
+
+if not TYPE_CHECKING:  # which would take any name for one that is there
+
+    def __getattr__(name: str) -> NoReturn:
+        raise no_such_name(__name__, name)

@@ -14,6 +14,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.keras.backends import backend
 from ringlet.keras.optimizer_state import as_array
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import DTYPES, flat
@@ -23,6 +24,7 @@ from ringlet.shared.model_agreement import common_names, unique
 from ringlet.shared.variable_names import name_of
 
 
+@public
 def allreduce(
     value: Any,
     name: str | None = None,

@@ -14,6 +14,7 @@ from ringlet.keras import backends, tf_keras
 from ringlet.keras.reducing import Reducing, made_of
 from ringlet.keras.scaling import with_loss_scale
 from ringlet.precision import Policy
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import local_variables
@@ -70,6 +71,7 @@ class Distributed(Reducing):
         return self.dynamic_scale if guarded else None  # type: ignore[attr-defined]
 
 
+@public
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,
     name: str | None = None,
@@ -140,6 +142,7 @@ def distributed(optimizer: Any, name: str | None, options: Options) -> Any:
     return made_of(optimizer, Distributed, kind, scaled, optimizer.name, name, options)
 
 
+@public
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,
     name: str | None = None,

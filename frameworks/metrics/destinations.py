@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -29,7 +30,9 @@ def start(
     """Record what ``engine`` does; see ``ringlet.job.observation.start_metrics``."""
     sinks: list[Sink] = [Callback(function) for function in callbacks]
     if path is not None:
-        sinks.append(JsonLines(os.fspath(path).replace("{rank}", str(engine.rank))))
+        path = os.fspath(path).replace("{rank}", str(engine.rank))
+        with _told_of(path, "RINGLET_METRICS"):
+            sinks.append(JsonLines(path))
     if prometheus is not None:
         from ringlet.metrics.prometheus import serve
 
@@ -37,12 +40,26 @@ def start(
     if tensorboard is not None:
         from ringlet.metrics.tensorboard import TensorBoard
 
-        sinks.append(TensorBoard(os.path.join(tensorboard, f"rank{engine.rank}")))
+        folder = os.path.join(tensorboard, f"rank{engine.rank}")
+        with _told_of(folder, "RINGLET_TENSORBOARD"):
+            sinks.append(TensorBoard(folder))
     if not sinks:
         raise ValueError("say where metrics go: a path, callbacks, prometheus or tensorboard")
     hosts = list(dict.fromkeys(topology.hosts))
     facts = {"hosts": hosts, "limits": asdict(engine.limits), "versions": _versions()}
     return engine.metrics.start(sinks, sample_every, facts, network)
+
+
+@contextmanager
+def _told_of(path: str, variable: str) -> Iterator[None]:
+    """Let an OSError say what cannot be written where, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(
+            f"metrics cannot be written to {path}: {error.strerror or error}; let {variable} name "
+            "a place where this user may write"
+        ) from None
 
 
 def _versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 Record = dict[str, Any]
@@ -10,7 +11,7 @@ Record = dict[str, Any]
 class TensorBoard:
     """Writes scalars to ``directory``, by step; a sink of records.
 
-    Raises ImportError when torch or tensorboard is missing.
+    Raises ImportError when torch or tensorboard is missing, OSError where nothing can be written.
     """
 
     def __init__(self, directory: str) -> None:
@@ -21,6 +22,8 @@ class TensorBoard:
                 "metrics for TensorBoard need torch and tensorboard: "
                 f"pip install 'ringlet[torch,viz]' ({error})"
             ) from None
+        if "://" not in directory:  # TensorFlow, where it is there, would raise an error of its own
+            os.makedirs(directory, exist_ok=True)
         make: Any = SummaryWriter
         self._writer = make(directory)
         self._failed = 0

@@ -9,6 +9,8 @@ hvd.broadcast_parameters(net.collect_params(), root_rank=0)
 ```
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from ringlet.mxnet.removed_numpy_names import restore
 from ringlet.shared.requirements import need
 
@@ -18,6 +20,7 @@ need("mxnet", "ringlet.mxnet")
 
 from ringlet.horovod import common_names
 from ringlet.horovod.common_names import *  # noqa: F403
+from ringlet.horovod.other_names import no_such_name
 from ringlet.job.objects import allgather_object, broadcast_object
 from ringlet.mxnet.collectives import (
     allgather,
@@ -61,3 +64,8 @@ __all__ = [
     "replicas_equal",
 ]
 __all__ += common_names.__all__
+
+if not TYPE_CHECKING:  # which would take any name for one that is there
+
+    def __getattr__(name: str) -> NoReturn:
+        raise no_such_name(__name__, name)

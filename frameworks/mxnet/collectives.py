@@ -15,6 +15,7 @@ from ringlet.compressors.specs.routes import Spec
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.mxnet.nd_views import like, taken, view
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.array_operations import (
     allreduce_arrays,
@@ -33,6 +34,7 @@ from ringlet.shared.requests import (
 )
 
 
+@public
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -52,6 +54,7 @@ def allreduce(
     return _reduced([tensor], Reduction.among(locals()))[0]
 
 
+@public
 def allreduce_(
     tensor: Any,
     average: bool | None = None,
@@ -67,6 +70,7 @@ def allreduce_(
     return _reduced_in_place([tensor], Reduction.among(locals()))[0]
 
 
+@public
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -82,6 +86,7 @@ def grouped_allreduce(
     return _reduced(list(tensors), Reduction.among(locals()))
 
 
+@public
 def grouped_allreduce_(
     tensors: Sequence[Any],
     average: bool | None = None,

@@ -92,6 +92,7 @@ def _layers(value: Any) -> list[Record]:
 _SECONDS: dict[str, Check] = {
     f"{phase}_s": _number for phase in ("compress", "communicate", "decompress")
 }
+_ESTIMATES: dict[str, Check] = {"uncompressed_s": _number, "uncompressed_most_s": _number}
 _BYTES: dict[str, Check] = {"raw_bytes": _number, "wire_bytes": _number}
 _LAYER: tuple[dict[str, Check], dict[str, Check]] = (
     {"name": _text, "compressor": _text, "collective": _text, "elements": _whole} | _BYTES,
@@ -101,10 +102,10 @@ _KINDS: dict[str, tuple[dict[str, Check], dict[str, Check]]] = {
     "run": ({}, {"size": _whole, "rank": _whole, "transport": _text, "hosts": _texts}
             | {"network": _network, "versions": _versions}),
     "step": ({"group": _text, "step": _whole, "time": _time, "seconds": _number}
-             | _BYTES | _SECONDS, {"uncompressed_s": _number}),
+             | _BYTES | _SECONDS, _ESTIMATES),
     "layers": ({"group": _text, "step": _whole, "layers": _layers}, {}),
     "abandoned": ({}, {"step": _whole}),
     "skipped": ({}, {"step": _whole}),
-    "loose": ({"time": _time} | _BYTES | _SECONDS, {"uncompressed_s": _number}),
+    "loose": ({"time": _time} | _BYTES | _SECONDS, _ESTIMATES),
     "waiting": ({"text": _text}, {}),
 }  # fmt: skip

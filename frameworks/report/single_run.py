@@ -17,6 +17,7 @@ from ringlet.report.summary import (
     duration,
     facts_of,
     percentile,
+    span,
     verdict,
 )
 
@@ -54,8 +55,9 @@ def _caveat(run: RunSummary) -> str:
     if run.without is None:
         return ""
     return (
-        "The time without compression is an estimate: from an uncompressed allreduce that was "
-        "measured on these ranks when the run began, for the same buckets. Exchanges overlap with "
+        "The time without compression is an estimate, for the same buckets: from the least that "
+        "uncompressed allreduces took on these ranks when the run began, to what nine of ten did "
+        "not exceed. Exchanges overlap with "
         "the backward pass, so training gains or loses at most what is said here. Medians, without "
         "the first steps; bounds are those of ten stretches of the run. To be sure, record a run "
         "without compression too, and compare: ringlet report none.jsonl this.jsonl."
@@ -96,7 +98,7 @@ def _tiles(run: RunSummary) -> str:
         (
             duration(took),
             f"exchange per step{bounds}; 95 % within {slowest}"
-            + (f"; about {duration(plain)} uncompressed" if plain else ""),
+            + (f"; about {span(*plain)} uncompressed" if plain else ""),
         ),
     ]
     if all("seconds" in step for step in run.steps):
@@ -122,7 +124,7 @@ def _phases(run: GroupSummary) -> str:
     pieces = [(name, name, factor * seconds) for name, seconds in medians.items()]
     rows = [charts.Bar("as it ran", pieces)]
     if run.uncompressed is not None:
-        rows.append(charts.Bar("uncompressed", [("estimate", "plain", run.uncompressed)]))
+        rows.append(charts.Bar("uncompressed", [("estimate", "plain", run.uncompressed[0])]))
     entries = [(name, name) for name, _, _ in pieces]
     if run.uncompressed is not None:
         entries.append(("uncompressed, estimated", "plain"))

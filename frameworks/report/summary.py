@@ -75,11 +75,16 @@ class GroupSummary:
         return [max(0.0, b - a) for a, b in pairwise(ends)]
 
     @property
-    def uncompressed(self) -> float | None:
-        """What it would have taken uncompressed, in seconds, as far as the network is known."""
+    def uncompressed(self) -> tuple[float, float] | None:
+        """What it would have taken uncompressed, as far as the network is known.
+
+        The least and an upper bound, in seconds; the same where the file tells of no bound.
+        """
         if not all("uncompressed_s" in step for step in self.settled):
             return None
-        return self.median("uncompressed_s")
+        least = self.median("uncompressed_s")
+        bounded = all("uncompressed_most_s" in step for step in self.settled)
+        return least, max(least, self.median("uncompressed_most_s")) if bounded else least
 
     @property
     def ratio(self) -> float:
@@ -133,11 +138,20 @@ class RunSummary(GroupSummary):
         return self.per_step(lambda group: percentile(group.exchanges, 0.95))
 
     @property
-    def without(self) -> float | None:
-        """What they would have taken uncompressed, as far as the network is known."""
+    def without(self) -> tuple[float, float] | None:
+        """What they would have taken uncompressed, as far as the network is known: bounds."""
         if any(group.uncompressed is None for group in self.groups):
             return None
-        return self.per_step(lambda group: group.uncompressed or 0.0)
+        least, most = (
+            self.per_step(lambda g, i=i: (g.uncompressed or (0.0, 0.0))[i])  # type: ignore[misc]
+            for i in (0, 1)
+        )
+        return least, most
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks ran on one host, as far as that is known."""
+        return len(self.facts.get("hosts", ())) == 1
 
     @property
     def fewer(self) -> float:
@@ -229,11 +243,12 @@ def _parsed(lines: Iterable[str]) -> tuple[list[Record], int]:
 def verdict(run: RunSummary) -> tuple[str, str]:
     """Return ("paid", "even", "cost", "unclear" or "unknown") and the sentence that says why.
 
-    The bounds of what exchanges took decide: where they hold more than one of the first three, it
-    is unclear.
+    The bounds of what exchanges took, and would have taken, decide: where they hold more than one
+    of the first three, it is unclear. So it is where all ranks share one host: there the estimate
+    is of cores and memory, which training itself keeps busy.
     """
     took, low, high = run.took
-    plain, ratio = run.without, run.fewer
+    bounds, ratio = run.without, run.fewer
     shown = between(took, low, high)
     if ratio < 1.02:
         return "even", (
@@ -241,33 +256,38 @@ def verdict(run: RunSummary) -> tuple[str, str]:
             f"A step's exchange took {shown}."
         )
     fewer = f"{ratio:.1f} times fewer bytes were sent"
-    if plain is None:
+    if bounds is None:
         return "unknown", (
             f"{fewer}. Whether that saved time cannot be said: the network was not measured."
         )
-    kinds = {_compared(seconds, plain) for seconds in (low, took, high)}
-    if len(kinds) > 1:
+    plain = span(*bounds)
+    kinds = {_compared(ours, theirs) for ours in (low, took, high) for theirs in bounds}
+    if run.one_host or len(kinds) > 1:
+        why, advice = ("", "Record more steps, or a run")
+        if run.one_host:
+            why = ", by an estimate that says little where all ranks share one host"
+            advice = "Record a run"
         return "unclear", (
             f"Unclear whether compression paid: {fewer}, and a step's exchange took {shown}, where "
-            f"about {duration(plain)} would do without. Record more steps, or a run without "
+            f"about {plain} would do without{why}. {advice} without "
             "compression, and compare: ringlet report none.jsonl this.jsonl"
         )
     (kind,) = kinds
     if kind == "even":
         return "even", (
             f"Compression made no difference to the time: {fewer}, but a step's exchange took "
-            f"{shown}, and would take about {duration(plain)} without."
+            f"{shown}, and would take about {plain} without."
         )
     if kind == "paid":
         return "paid", (
             f"Compression paid: {fewer}, and a step's exchange took {shown} instead of "
-            f"about {duration(plain)}."
+            f"about {plain}."
         )
     codec = run.per_step(lambda group: group.time("compress") + group.time("decompress"))
     return "cost", (
         f"Compression cost more than it saved: {fewer}, yet a step's exchange took "
         f"{shown}, {duration(codec)} of it in compressors, where about "
-        f"{duration(plain)} would do without. On this network, train with compression='none'."
+        f"{plain} would do without. On this network, train with compression='none'."
     )
 
 
@@ -275,6 +295,12 @@ def _compared(took: float, plain: float) -> str:
     if abs(took - plain) <= EVEN * max(took, plain):
         return "even"
     return "paid" if took < plain else "cost"
+
+
+def span(low: float, high: float) -> str:
+    """Return two bounds as one reads them, or the one time that they both are."""
+    first, last = duration(low), duration(high)
+    return first if first == last else f"{first} to {last}"
 
 
 def between(middle: float, low: float, high: float) -> str:

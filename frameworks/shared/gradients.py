@@ -7,6 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +22,11 @@ from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
+from ringlet.ring.errors import Mismatch, RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared import residual_store
 from ringlet.shared.arrays import all_finite, allocate, flat
+from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.model_agreement import UNUSED, common_names
 from ringlet.shared.requests import check_predivide
 from ringlet.shared.rollback import Undo
@@ -110,9 +113,11 @@ class GradientReducer:
         self._kind, self._label = kind, ""
         self.title = title or kind
         self._runtime: Runtime | None = None
+        self._changes: ListChanges
         self.among = 0  # ranks in that runtime
         self.owes = False  # whether what is owed to a mean stays that where ranks come or go
         self._steps: dict[tuple[Slot, ...], _Step] = {}
+        self._titles: dict[str, str] = {}  # by what steps are labelled
         self._lock = threading.RLock()
         self._undo: Undo | None = None
         self._unfinished = False  # whether a step has begun, and was not reduced
@@ -146,15 +151,14 @@ class GradientReducer:
             self._bind(runtime)
             if self.settings.guard and not self._all_finite(slots, arrays):
                 return self._overflowed(slots, arrays)
-            step = self._steps.get(tuple(slots))
-            if step is None:
-                step = self._declared(tuple(slots), unused, runtime)
-            if self._undo is not None:
-                self._undo.remember(self.states)
-            self._unfinished = True
-            results = step.run(arrays, outputs)
-            self._unfinished = False
-            self.step = step.number
+            key = tuple(slots)
+            self._changes.begin(key)
+            try:
+                results = self._reduced(key, arrays, unused, outputs, runtime)
+            except BaseException:
+                self._changes.end()
+                raise
+            self._changes.end(key)
             return results
 
     def keep_steps(self) -> None:
@@ -204,6 +208,46 @@ class GradientReducer:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _reduced(
+        self,
+        slots: tuple[Slot, ...],
+        arrays: Sequence[Array],
+        unused: Sequence[str],
+        outputs: Sequence[Array] | None,
+        runtime: Runtime,
+    ) -> list[Array]:
+        step, changes = self._steps.get(slots), self._changes
+        if step is None or not changes.enter(step.group):
+            names = self._compared(slots, unused)
+            step = step or self._declared(slots, names, runtime)
+        if self._undo is not None:
+            self._undo.remember(self.states)
+        self._unfinished = True
+        try:
+            results = step.run(arrays, outputs)
+        except Exception:
+            if changes.changed and step.group.told:
+                self._compared(slots, unused)  # which says more, and on all ranks
+            step.forget()
+            raise
+        self._unfinished = False
+        self.step = step.number
+        return results
+
+    def _compared(self, slots: Sequence[Slot], unused: Sequence[str]) -> list[str]:
+        """Return names for ``slots``, which are those of all ranks. Raises Mismatch if not."""
+        items = [(slot.name, slot.describe()) for slot in slots]
+        items += [(name, UNUSED) for name in unused]
+        changed = self._changes.changed
+        which = f"change{self._changes.call}" if changed else len(self._steps)
+        where = f"{self._label}.{which}", items, self.settings.process_set
+        try:
+            return common_names(f"gradients of {self._kind}", *where)[: len(slots)]
+        except Mismatch:
+            for step in self._steps.values():  # what some ranks have given up for this
+                step.pass_over()
+            raise
+
     def _bind(self, runtime: Runtime) -> None:
         if self._runtime is not runtime:
             size = self.settings.process_set.size()
@@ -211,27 +255,29 @@ class GradientReducer:
                 router, averages = self.settings.router, self.settings.averages
                 for name, state in self.states.items():
                     resize(state, router(name), self.among, size, averages, self.owes)
-            self._runtime, self._steps, self.among = runtime, {}, size
+            self._runtime, self._steps, self._titles, self.among = runtime, {}, {}, size
             # Ranks outside of a process set do not count what its ranks do.
-            self._label = runtime.unnamed(self._kind, self.settings.process_set.number())
+            number = self.settings.process_set.number()
+            self._label = runtime.unnamed(self._kind, number)
+            self._changes = ListChanges(runtime, self._label, number)
 
     def _forget(self) -> None:
+        if self._runtime is not None:
+            self._changes.forget()
         steps, self._steps = self._steps, {}
         for step in steps.values():
             step.release()
 
-    def _declared(self, slots: tuple[Slot, ...], unused: Sequence[str], runtime: Runtime) -> _Step:
+    def _declared(self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime) -> _Step:
         label = f"{self._label}.{len(self._steps)}"
-        items = [(slot.name, slot.describe()) for slot in slots]
-        kind, process_set = f"gradients of {self._kind}", self.settings.process_set
-        items += [(name, UNUSED) for name in unused]
-        names = common_names(kind, label, items, process_set)[: len(slots)]
         self._adopt(names)
-        if self._warns and not self._steps and process_set.rank() == 0:
+        if self._warns and not self._steps and self.settings.process_set.rank() == 0:
             self._warn_of_unmatched(names)
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
         step = _Step(label, agreed, self.settings, self.states, runtime, self.step)
-        step.show(runtime, runtime.title(self._title(names), label))
+        title = self._titles.get(label) or runtime.title(self._title(names))
+        self._titles[label] = title
+        step.show(runtime, title)
         self._steps[slots] = step
         return step
 
@@ -373,20 +419,20 @@ class _Step:
             ]
             kept, compressors = [{}], [NoCompression()]
         engine = runtime.engine
-        self._group = engine.declare(label, requests, compressors, kept, step, number)
+        self.group = engine.declare(label, requests, compressors, kept, step, number)
         # Also once nobody holds the reducer any more, on each rank when its collector finds out.
-        self.release = weakref.finalize(self, engine.release, self._group)
+        self.release = weakref.finalize(self, engine.release, self.group)
         self.release.atexit = False
 
     def show(self, runtime: Runtime, title: str) -> None:
         """Be called ``title`` in timelines, reports and errors."""
-        runtime.engine.entitle(self._group, title)
+        runtime.engine.entitle(self.group, title)
 
     def go_to(self, step: int) -> None:
         """Let the next step be that of this number."""
         self.number = step
-        if self._group.step != step:
-            self._group.restart(step)
+        if self.group.step != step:
+            self.group.restart(step)
 
     def run(self, arrays: Sequence[Array], outputs: Sequence[Array] | None = None) -> list[Array]:
         """Submit everything, wait for everything, and return the results."""
@@ -410,24 +456,34 @@ class _Step:
                     densified(parts[0], parts[1], out)
                     source = out
                 results.append(out)
-                self._group.submit(slot.name, flat(source), flat(out))
+                self.group.submit(slot.name, flat(source), flat(out))
             if not self._dense:
-                self._group.submit(_ROWS, np.ones(1, np.uint8))
+                self.group.submit(_ROWS, np.ones(1, np.uint8))
         except Exception as error:
             self._give_up(error)
             raise
-        try:
-            self._group.wait()
-            for place, exchange in gathering:
-                results[place : place + 2] = exchange.wait()
-        except Exception:
-            for _, exchange in gathering:
-                exchange.forget()
-            raise
+        self.group.wait()
+        for place, exchange in gathering:
+            results[place : place + 2] = exchange.wait()
         self.number += 1
         return [array for array in results if array is not None]
 
+    def forget(self) -> None:
+        """Wait for the rows that are under way, and ignore how that ends."""
+        for exchange in self._rows.values():
+            exchange.forget()
+
+    def pass_over(self) -> None:
+        """Take notice that the step at hand was given up, perhaps before it began on this rank."""
+        if self.group.ended:
+            with suppress(RingError):
+                self.group.wait()
+        if self.group.told:
+            for exchange in self._rows.values():
+                exchange.give_up()
+            self.group.acknowledge()
+
     def _give_up(self, error: Exception) -> None:
-        self._group.abandon(f"{type(error).__name__}: {error}")
+        self.group.abandon(f"{type(error).__name__}: {error}")
         for exchange in self._rows.values():
             exchange.give_up()

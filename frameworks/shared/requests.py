@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from numbers import Integral
 from typing import Any, Protocol
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression
@@ -49,11 +52,14 @@ def as_op(op: Any) -> ReduceOp:
     """Return an op, which may be one of Horovod's numbers. Raises ValueError for what is none."""
     if isinstance(op, str) and op.upper() in ReduceOp.__members__:
         raise ValueError(f"op={op!r} is a text: write op=hvd.{op.title()}")
-    try:
-        return ReduceOp(op)
-    except ValueError:
-        known = ", ".join(f"hvd.{each.title()}" for each in ReduceOp.__members__)
-        raise ValueError(f"op is one of {known}, not {op!r}") from None
+    if isinstance(op, Integral):
+        with suppress(ValueError):
+            return ReduceOp(int(op))
+    # torch's are numbers of another order, and compare as such.
+    near = difflib.get_close_matches(str(getattr(op, "name", "")), ReduceOp.__members__, 1, 0.5)
+    meant = f": write op=hvd.{near[0].title()}" if near else ""
+    known = ", ".join(f"hvd.{each.title()}" for each in ReduceOp.__members__)
+    raise ValueError(f"op is one of {known}, not {op!r}{meant}")
 
 
 def member_names(base: str, count: int, single: bool) -> list[str]:

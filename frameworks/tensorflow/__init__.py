@@ -11,6 +11,8 @@ optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_
 ```
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from ringlet.shared.requirements import need
 
 need("tensorflow", "ringlet.tensorflow")
@@ -19,6 +21,7 @@ need("keras", "ringlet.tensorflow")
 
 from ringlet.horovod import common_names
 from ringlet.horovod.common_names import *  # noqa: F403
+from ringlet.horovod.other_names import no_such_name
 from ringlet.keras.compression import Compression
 from ringlet.keras.dtype_policy import set_precision
 from ringlet.keras.layer_dtypes import apply_precision
@@ -99,3 +102,8 @@ __all__ = [
     "size_op",
 ]
 __all__ += common_names.__all__
+
+if not TYPE_CHECKING:  # which would take any name for one that is there
+
+    def __getattr__(name: str) -> NoReturn:
+        raise no_such_name(__name__, name)

@@ -16,6 +16,7 @@ from ringlet.keras.elastic import KerasState
 from ringlet.ring.dtypes import Array
 from ringlet.tensorflow.functions import broadcast_variables
 from ringlet.tensorflow.ops.bridge import in_graph
+from ringlet.tensorflow.optimizer import forget_passes
 
 __all__ = [
     "HostsUpdatedInterrupt",
@@ -78,7 +79,8 @@ class TensorFlowState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to what was saved last; passes of optimizers since their last step begin anew."""
+        forget_passes(self.variables)
         if self.session is None:
             for variable, array in zip(self.variables, self._arrays, strict=True):
                 variable.assign(array)
@@ -92,7 +94,11 @@ class TensorFlowState(ObjectState):
         raise self._goes_back()
 
     def sync(self) -> None:
-        """Take over rank 0's variables and objects, and save them. Collective."""
+        """Take over rank 0's variables and objects, and save them. Collective.
+
+        Of ``backward_passes_per_step`` of an optimizer of ``tf.compat.v1`` the first one follows.
+        """
+        forget_passes(self.variables)
         if self.session is None:
             broadcast_variables(self.variables, 0)
         else:

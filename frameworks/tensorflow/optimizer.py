@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from ringlet.job.session import current
 from ringlet.keras import tf_keras
 from ringlet.keras.optimizer import distributed
 from ringlet.precision import Policy
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.gradients import GradientReducer
@@ -25,6 +27,7 @@ from ringlet.tensorflow.ops.bridge import as_written, in_graph
 from ringlet.tensorflow.ops.gradient_node import reduced
 
 _V1: Any = tf.compat.v1.train.Optimizer
+_made: weakref.WeakSet[Any] = weakref.WeakSet()  # what was wrapped of its kind
 
 
 class _Distributed:
@@ -34,13 +37,14 @@ class _Distributed:
     _ringlet_accumulator: Accumulator
     _ringlet_groups: Any
     _ringlet_ends: Any
+    _ringlet_trained: Sequence[Any]
 
     @as_written
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Return the gradients of the wrapped optimizer, reduced over all ranks."""
         inner: Any = super()
         pairs = inner.compute_gradients(*args, **kwargs)
-        variables = [variable for _, variable in pairs]
+        variables = self._ringlet_trained = [variable for _, variable in pairs]
         names = unique([name_of(v, i) for i, v in enumerate(variables)])
         given = [gradient for gradient, _ in pairs]
         chosen = cohorts(variables, self._ringlet_groups)
@@ -77,6 +81,7 @@ class _Distributed:
         return tf.group(tf.cond(ends, apply, skip))
 
 
+@public
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,
     name: str | None = None,
@@ -127,6 +132,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         _ringlet_accumulator=options.accumulator(),
         _ringlet_groups=options.grouping,
         _ringlet_ends=None,
+        _ringlet_trained=(),
         _optimizer=optimizer,  # where Horovod's users look for what they wrapped
     )
+    _made.add(made)
     return made
+
+
+def forget_passes(variables: Iterable[Any]) -> None:
+    """Let optimizers of ``tf.compat.v1`` that train some of ``variables`` count passes anew."""
+    own = set(map(id, variables))
+    for optimizer in list(_made):
+        if not own.isdisjoint(map(id, optimizer._ringlet_trained)):
+            optimizer._ringlet_accumulator.reset()

@@ -12,6 +12,8 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 ```
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from ringlet.job.collector import paused
 from ringlet.shared.requirements import need
 
@@ -20,6 +22,7 @@ need("torch", "ringlet.torch")
 with paused():
     from ringlet.horovod import common_names
     from ringlet.horovod.common_names import *  # noqa: F403
+    from ringlet.horovod.other_names import no_such_name
     from ringlet.job.objects import allgather_object, broadcast_object
     from ringlet.torch import elastic
     from ringlet.torch.casting import apply_precision
@@ -111,3 +114,8 @@ __all__ = [
     "synchronize",
 ]
 __all__ += common_names.__all__
+
+if not TYPE_CHECKING:  # which would take any name for one that is there
+
+    def __getattr__(name: str) -> NoReturn:
+        raise no_such_name(__name__, name)

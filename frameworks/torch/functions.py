@@ -10,6 +10,7 @@ import torch
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
+from ringlet.ring.callers import public
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import SAME_MODEL, agree
@@ -23,6 +24,7 @@ from ringlet.torch.tensors.views import check
 _STEPS = "ringlet_steps"
 
 
+@public
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor],
     root_rank: int = 0,
@@ -38,6 +40,11 @@ def broadcast_parameters(
         raise TypeError("pass model.state_dict() or model.named_parameters(), not a tensor")
     if isinstance(params, torch.nn.Module):
         raise TypeError("pass model.state_dict(), not the model")
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"pass model.state_dict() or model.named_parameters(), not {params!r}, and the "
+            "root_rank behind it"
+        )
     if not isinstance(params, Mapping):
         params = dict(p if isinstance(p, tuple) else (f"{i}", p) for i, p in enumerate(params))
     named = {name: p for name, p in params.items() if isinstance(p, torch.Tensor)}
@@ -53,6 +60,7 @@ def broadcast_parameters(
     )
 
 
+@public
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,

@@ -204,6 +204,11 @@ class Group:
         return self._unfinished == 0 or self._error is not None
 
     @property
+    def told(self) -> bool:
+        """Whether the last that the caller heard was that the step failed."""
+        return self._told
+
+    @property
     def in_step(self) -> bool:
         """Whether something was submitted that ``wait`` has not collected."""
         return bool(self._submitted)
@@ -268,6 +273,10 @@ class Group:
             self._told = False
         _settle(marks, self._broken and error)
         return True
+
+    def let_go(self, why: str) -> None:
+        """Let the step at hand fail on all ranks, which ``wait`` tells, without waiting for it."""
+        self._abandoned(self, why)
 
     # -- called by the engine's thread ----------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ringlet.fusion.recording.events import PHASES, BucketDone, ObservedBucket, 
 Record = dict[str, Any]
 
 _LOOSE_EVERY = 1.0  # seconds
+_ESTIMATES = ("uncompressed_s", "uncompressed_most_s")  # the least, and an upper bound
 
 
 class Metrics(Quiet):
@@ -63,7 +64,8 @@ class Metrics(Quiet):
             sums[f"{phase}_s"] += event.seconds[phase]
         if self._network is not None:
             tensor_bytes = sum(member.nbytes for member in event.bucket.members)
-            sums["uncompressed_s"] += self._network.seconds(event.raw_bytes, tensor_bytes)
+            for name, pace in zip(_ESTIMATES, self._network, strict=True):
+                sums[name] += pace.seconds(event.raw_bytes, tensor_bytes)
         if not event.owner:
             self._flush_loose()
         elif event.owner not in self._described or self._sampled(event.owner, event.step):
@@ -98,7 +100,7 @@ class Metrics(Quiet):
 
     def describe(self, facts: Record) -> None:
         """Tell what runs."""
-        network = None if self._network is None else self._network._asdict()
+        network = None if self._network is None else self._network.as_record()
         self._tell("run", facts | {"network": network})
 
     def flush(self) -> None:
@@ -129,7 +131,8 @@ class Metrics(Quiet):
         wire = sums["wire_bytes"]
         sums["ratio"] = sums["raw_bytes"] / wire if wire else 1.0
         if self._network is None:
-            del sums["uncompressed_s"]
+            for name in _ESTIMATES:
+                del sums[name]
         return sums
 
     def _tell(self, kind: str, record: Record) -> None:
@@ -138,4 +141,4 @@ class Metrics(Quiet):
 
 def _nothing() -> Record:
     sums: Record = {"raw_bytes": 0.0, "wire_bytes": 0.0, "buckets": 0, "tensors": 0}
-    return sums | {f"{phase}_s": 0.0 for phase in PHASES} | {"uncompressed_s": 0.0}
+    return sums | dict.fromkeys((*(f"{phase}_s" for phase in PHASES), *_ESTIMATES), 0.0)

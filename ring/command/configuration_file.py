@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -55,22 +56,31 @@ KEYS: dict[tuple[str, str], str | tuple[str, str]] = {
     ("logging", "hide_timestamp"): ("--log-hide-timestamp", "--no-log-hide-timestamp"),
     ("logging", "with_timestamp"): ("--log-with-timestamp", "--log-without-timestamp"),
 }  # fmt: skip
+# Of the file that comes with Horovod: keys that horovodrun passes over, and what stands for them.
+_INSTEAD = {
+    ("timeline", "enabled"): "a timeline is written where there is a filename",
+    ("autotune", "cycles_per_sample"): "steps_per_sample stands for it",
+    ("library_options", "mpi_threads_disabled"): "mpi_threads_disable stands for it",
+}
 _LINE = re.compile(r"( *)([A-Za-z_][A-Za-z0-9_-]*) *:(?: +(.*))?")
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 _NOTHING = ("", "~", "null", "Null", "NULL")
 
 
-def flags_of(path: str) -> list[str]:
-    """Return what the file says as words of a command line. Raises LaunchError naming the line.
+def flags_of(path: str) -> tuple[list[str], list[str]]:
+    """Return what the file says as words of a command line, and of what is passed over why.
 
-    What it gives no value (null, or nothing) is left out.
+    What it gives no value (null, or nothing) is left out; what is no key of ours is passed over, as
+    by horovodrun. Raises LaunchError naming the line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"--config-file {path} cannot be read: {error}") from error
     words: list[str] = []
-    section = ""
+    passed_over: list[str] = []
+    section: str | None = ""  # None: one that is passed over
+    sections = {name for name, _ in KEYS}
     for number, line in enumerate(lines, 1):
         where = f"--config-file {path}, line {number}"
         text = _without_comment(line).rstrip()
@@ -82,7 +92,8 @@ def flags_of(path: str) -> list[str]:
         indent, key, value = found[1], found[2].replace("-", "_"), (found[3] or "").strip()
         if not indent:
             section = ""
-        sections = {name for name, _ in KEYS}
+        if section is None:
+            continue
         if not indent and key in sections and not value:
             section = key
             continue
@@ -91,13 +102,29 @@ def flags_of(path: str) -> list[str]:
             continue
         known = KEYS.get((section, key))
         if known is None:
-            inside = f" in section {section}" if section else ""
-            keys = ", ".join(k for s, k in KEYS if s == section)
-            remedy = "mend its name, or take the line out: horovodrun passed over it"
-            raise LaunchError(f"{where}: there is no {key!r}{inside}; there are {keys}; {remedy}")
-        if value not in _NOTHING:
+            passed_over.append(f"{where}, is passed over: {_stranger(section, key)}")
+            section = section if indent or value else None
+        elif value not in _NOTHING:
             words += _words(known, _scalar(value), f"{where}: {key}")
-    return words
+    return words, passed_over
+
+
+def _stranger(section: str, key: str) -> str:
+    """Return that ``key`` is not known, and which was probably meant, here or elsewhere."""
+    inside = f" in section {section}" if section else ""
+    own = [name for part, name in KEYS if part == section]
+    if not section:
+        own += [part for part, _ in KEYS if part]
+    elsewhere = [part for part, name in KEYS if name == key]
+    if (section, key) in _INSTEAD:
+        meant = _INSTEAD[section, key]
+    elif near := difflib.get_close_matches(key, own, 1):
+        meant = f"did you mean {near[0]!r}?"
+    elif elsewhere:
+        meant = f"it belongs to {f'section {elsewhere[0]}' if elsewhere[0] else 'no section'}"
+    else:
+        meant = f"there are {', '.join(dict.fromkeys(own))}"
+    return f"{key!r} is not known{inside}; {meant}"
 
 
 def _words(known: str | tuple[str, str], value: str, where: str) -> list[str]:

@@ -183,7 +183,10 @@ class _Configure(argparse.Action):
         value: object,
         flag: str | None = None,
     ) -> None:
-        found = parser.parse_args(flags_of(str(value)))
+        words, passed_over = flags_of(str(value))
+        for told in passed_over:
+            print(f"{parser.prog}: {told}", file=sys.stderr)
+        found = parser.parse_args(words)
         options.tunables = {**found.tunables, **options.tunables}
         for name, said in vars(found).items():
             if getattr(options, name, None) == parser.get_default(name):

@@ -116,7 +116,8 @@ class Driver:
         self._asked = {*env, *reach.forward}
         self._rules, self._discovery = rules, discovery
         self._engine = None if isinstance(discovery, Discovery) else discovery
-        self._membership = Membership(rules, time.monotonic())
+        patience = self._reach.start_timeout
+        self._membership = Membership(rules, time.monotonic(), start_timeout=patience)
         self.kv_store = KvStore()
         self._questions: dict[int, int] = {}  # the last of each member
         self._changes = 0

@@ -77,11 +77,18 @@ class _Barred:
 class Membership:
     """The members of a job by ``rules``; whoever uses it tells what happens, and asks ``decide``.
 
-    Times are seconds of one clock. ``draw`` returns a random number in [0, 1).
+    Times are seconds of one clock. ``draw`` returns a random number in [0, 1). ``start_timeout`` is
+    how long those that begin may take to call init, even where ranks may be too few for less.
     """
 
-    def __init__(self, rules: Rules, now: float, draw: Callable[[], float] = random.random) -> None:
-        self.rules = rules
+    def __init__(
+        self,
+        rules: Rules,
+        now: float,
+        draw: Callable[[], float] = random.random,
+        start_timeout: float = 0.0,
+    ) -> None:
+        self.rules, self._start_timeout = rules, start_timeout
         self.members: dict[int, JobMember] = {}
         self.epoch = 0
         self._draw = draw
@@ -92,6 +99,7 @@ class Membership:
         self._failed: tuple[int, str] | None = None  # what ended a rank of the present epoch first,
         self.first_failed: int | None = None  # and which member it was
         self._told: set[int] = set()  # newcomers that ranks were told of
+        self._started: float | None = None  # since when there are as many processes as begin
         self._enough: float | None = None  # since when there are enough for the first epoch
         self._unseen = Decisions()  # what happened since the last ``decide``, which was then
         self._decided = now
@@ -200,7 +208,7 @@ class Membership:
         limits = [m.limit for m in there if m.limit is not None]
         limits += [each.until for each in self._barred.values() if each.until != float("inf")]
         if self._waiting():
-            limits.append(self._wanting + self.rules.timeout)
+            limits.append(self._due()[0])
         if not self.epoch and self._enough is not None:
             limits.append(self._enough + self._stragglers)
         later = [limit for limit in limits if limit > self._decided]
@@ -221,6 +229,15 @@ class Membership:
 
     def _waiting(self) -> bool:
         return self._finished is None and (self.epoch == 0 or self._resetting())
+
+    def _due(self) -> tuple[float, str]:
+        """Return when ranks have been too few for too long, and how long that is, in words."""
+        named, rules = self.rules.named, self.rules
+        due = self._wanting + rules.timeout, f"{rules.timeout:g} s ({named('elastic_timeout')})"
+        if self.epoch or self._started is None:
+            return due
+        told = f"{self._start_timeout:g} s ({named('start_timeout')})"
+        return max(due, (self._started + self._start_timeout, told))
 
     def _ready(self) -> int:
         return sum(m.asked for m in self._present())
@@ -319,7 +336,7 @@ class Membership:
         if self.epoch and not self._ranked():
             # Those who come now would begin anew: nobody is left who knows how far training was.
             todo.over = self._failed or (1, "no rank is left")
-        elif self._waiting() and now >= self._wanting + self.rules.timeout:
+        elif self._waiting() and now >= self._due()[0]:
             if self.epoch or self._ready() < self.rules.np:
                 todo.over = (1, self._too_few(now))
         elif self._waiting() and not self._may_suffice(now):
@@ -348,8 +365,7 @@ class Membership:
         return len(self._present()) + free >= self._needed()
 
     def _too_few(self, now: float) -> str:
-        named, timeout = self.rules.named, f"{self.rules.timeout:g} s"
-        timeout += f" ({named('elastic_timeout')})"
+        named, timeout = self.rules.named, self._due()[1]
         late = [m for m in self._ranked() if not m.asked]
         if late and self.epoch:
             ranks = ", ".join(str(m.rank) for m in late)
@@ -382,6 +398,8 @@ class Membership:
                     self.members[member.number] = member
                     todo.start.append(member)
                     count += 1
+                    if self._started is None and len(self._present()) >= self.rules.np:
+                        self._started = now
 
     def _form(self, todo: Decisions, now: float) -> None:
         """Begin an epoch if everybody who has to has asked for it, and they are enough."""

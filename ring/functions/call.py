@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ringlet.ring.callers import public
 from ringlet.ring.elastic.driver import Driver
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions.call_checks import check_arguments
@@ -21,6 +22,7 @@ from ringlet.ring.transports.local import run_local
 R = TypeVar("R")
 
 
+@public
 def run(
     fn: Callable[..., R] | None = None,
     args: Sequence[Any] = (),
@@ -67,11 +69,12 @@ def run(
     ``ringlet run`` with these names say (``cooldown_range``: --blacklist-cooldown-range). Then
     ``fn`` is what calls a function of ``elastic.run``, and the results are those of the last ranks.
     """
+    arguments = [name for name in locals() if name != "horovods"]
     ours = {
         "np": np, "min_np": min_np, "max_np": max_np, "transport": transport,
         "network_interface": network_interface,
     }  # fmt: skip
-    meant = ours | translated(horovods, ours)
+    meant = ours | translated(horovods, ours, arguments)
     np, transport, network_interface = (
         meant[name] for name in ("np", "transport", "network_interface")
     )

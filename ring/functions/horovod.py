@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ringlet.ring.callers import no_such_keyword
 from ringlet.ring.errors import LaunchError
 
 _COUNTS = {"num_proc": "np", "min_num_proc": "min_np", "max_num_proc": "max_np"}
@@ -13,18 +13,19 @@ _RENAMED = (*_COUNTS, "func", "use_gloo", "use_mpi", "network_interfaces", "exec
 _NEEDLESS = ("disable_cache",)  # nothing is remembered of hosts
 
 
-def translated(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+def translated(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], arguments: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return what ``theirs``, Horovod's arguments, stand for: some of ``ours``, and new values.
 
-    Those that say nothing (None, False) are left out. Raises TypeError for a name that neither has,
-    LaunchError for what is not there, or contradicts another argument.
+    ``arguments`` are all that ``run`` has by its own names. Those that say nothing (None, False)
+    are left out. Raises TypeError for a name that neither has, LaunchError for what is not there,
+    or contradicts another argument.
     """
     known = (*_RENAMED, *_NEEDLESS, "mpi_args")
     for name in theirs:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, *ours], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"run() got an unexpected keyword argument {name!r}{hint}")
+            raise TypeError(no_such_keyword("run", name, [*arguments, *known]))
     said = {name: value for name, value in theirs.items() if value is not None and value != ()}
     if "mpi_args" in said:
         raise LaunchError("mpi_args: set MPI's own variables instead, by env={...}")

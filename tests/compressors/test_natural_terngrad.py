@@ -111,6 +111,19 @@ def test_natural_is_unbiased_with_an_eighth(scale):
         assert variance >= 0.07 * np.square(wide).sum()  # 0.082 for a Gaussian
 
 
+@pytest.mark.parametrize("spec", ["int4(stochastic=True)", "int8(stochastic=True)"])
+@pytest.mark.parametrize("scale", [1.0, 1e-19, 1e-30, 1e30])
+def test_stochastic_int4_and_int8_are_unbiased(spec, scale):
+    """Of many draws the mean is the value, and nearest rounding's is not."""
+    x = (np.random.default_rng(3).standard_normal(200) * scale).astype(np.float32)
+    x[0] = 4 * np.abs(x).max()  # the largest: most others lie between zero and a few levels
+    wide, rows = x.astype(np.float64), draws(spec, x)
+    level = np.abs(wide).max() / parse(spec).levels * 1.01  # a scale is rounded up
+    assert (np.abs(rows.mean(axis=0) - wide) <= 6 * level / 2 / np.sqrt(DRAWS)).all()
+    nearest = draws(spec.replace("True", "False"), x, 1)[0]
+    assert np.abs(nearest - wide).max() > 0.3 * level
+
+
 def test_natural_rounds_what_is_below_its_range_without_bias():
     x = np.full(512, 1e-8, np.float32)
     x[0] = 2.0**110  # the lowest power of this bucket is 2**-16

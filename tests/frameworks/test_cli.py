@@ -41,6 +41,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
     [
         (["rum"], "unknown command 'rum'. Did you mean 'run'?"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["train.py", "--lr", "3"], "to start a program: ringlet run -np 2 python train.py --lr 3"),
+        (["python3", "-m", "train"], "start a program: ringlet run -np 2 python3 -m train"),
+        (["-np", "4", "python", "a b.py"], "a program: ringlet run -np 4 python 'a b.py'"),
         (["run"], "-np is missing: how many ranks?"),
         (["run", "-np"], "expected one argument"),
         (["run", "-np", "2"], "a command is missing: ringlet run -np 2 python train.py"),
@@ -252,6 +255,38 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
             [SCRIPT, "env"], stdout=out, stderr=subprocess.PIPE, check=False, timeout=60
         )
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
+def test_help_that_cannot_be_written_is_told(arguments: list[str], unbuffered: str) -> None:
+    """With PYTHONUNBUFFERED=1 the error comes while argparse writes, which passes over it."""
+    code = (
+        "import io, sys\n"
+        "from ringlet.__main__ import main\n"
+        f"raw = open('/dev/full', 'wb', buffering={0 if unbuffered else -1})\n"
+        f"sys.stdout = io.TextIOWrapper(raw, write_through={bool(unbuffered)})\n"
+        f"sys.exit(main({arguments}))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 1
+    command = "ringlet run" if "run" in arguments else "ringlet"
+    told = f"{command}: the output cannot be written: No space left on device\n"
+    assert (ended.stdout, ended.stderr) == ("", told)
+
+
+def test_a_package_is_not_made_inside_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place, why in (
+        (tmp_path / "file", f"{tmp_path / 'file'} is a file"),
+        (tmp_path / "file" / "a" / "b", f"{tmp_path / 'file'} is a file, and"),
+        (Path("/proc/mine"), "/proc/mine/pyproject.toml cannot be written: "),
+    ):
+        assert why in said(capsys, "new", "mine", "--directory", str(place))
 
 
 def test_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -192,6 +192,18 @@ def case_a_gradient_that_one_rank_lacks():
     optimizer.apply([gradient * (1 + hvd.rank()), None])
     assert np.allclose(keras.ops.convert_to_numpy(used), 1 - 0.15)
     assert np.allclose(keras.ops.convert_to_numpy(left), 1)
+    # So in a later step, whichever ranks have begun theirs, and whatever was reduced before.
+    optimizer.apply([gradient, gradient])
+    for odd in (0, 1):
+        for expected in ([gradient, gradient], [gradient, None]):
+            optimizer.apply(expected)
+            given = list(expected)
+            if hvd.rank() == odd:
+                given[1] = None if expected[1] is not None else gradient
+            with pytest.raises(hvd.HorovodInternalError, match=r"gradients of .*'left' differs"):
+                optimizer.apply(given)
+    optimizer.apply([gradient, gradient])
+    optimizer.apply([gradient, None])
 
 
 def case_records_name_optimizer_and_model():

@@ -226,7 +226,7 @@ def case_losses_on_digits_follow_float32():
         assert isinstance(optimizer, hvd.LossScaleOptimizer) == policy.scale.watches
         assert not policy.scale.watches or int(optimizer.skipped_steps) == 0
         (step,) = optimizer._ringlet._steps.values()
-        members = step._group.members.values()
+        members = step.group.members.values()
         assert {str(member.declared) for member in members} == {spec or policy.compression}
         if policy.compression != "none" and spec is None:
             assert {member.strategy for member in members} == {"scatter_reduce"}

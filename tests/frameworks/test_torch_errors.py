@@ -125,6 +125,37 @@ def case_a_model_that_is_converted_too_late():
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
 
 
+def case_a_layer_that_one_rank_freezes():
+    """In the first step or later, and then it is thawed: all ranks are told, and can go on."""
+    m = model()
+    optimizer = wrap(m, compression="int8 | ef")
+    first = m[0].weight
+    for _ in range(2):
+        if odd():
+            first.requires_grad_(False)
+        remedy = "set requires_grad alike on all ranks"
+        refused(lambda: step(m, optimizer), "'0.weight'", f"on rank(s) {hvd.size() - 1}", remedy)
+        first.requires_grad_(True)
+        optimizer.zero_grad()
+        hvd.broadcast_parameters(m.state_dict(), 0)
+        step(m, optimizer)
+    first.requires_grad_(False)
+    for _ in range(2):
+        step(m, optimizer)
+    assert hvd.replicas_equal(m.state_dict())
+
+
+def case_ops_of_torch():
+    """They are numbers in another order: SUM is what Average is here."""
+    dist = torch.distributed
+    for op, name in ((dist.ReduceOp.SUM, "Sum"), (dist.ReduceOp.AVG, "Average")):
+        with pytest.raises(ValueError, match=f"write op=hvd.{name}"):
+            hvd.allreduce(torch.ones(3), op=op)
+    assert hvd.allreduce(torch.ones(3), op=1).tolist() == [hvd.size()] * 3  # Horovod's number
+    with pytest.raises(TypeError, match="not list; several go to a grouped"):
+        hvd.allreduce([torch.ones(3)])
+
+
 def case_bad_compression():
     for spec, words in (("int9", "did you mean"), ("topk(ratio=2)", "ratio"), ("ef", "to its left"),
                         ({"*": "nothing"}, "nothing"), (" ", "empty")):  # fmt: skip
@@ -132,6 +163,16 @@ def case_bad_compression():
             wrap(model(), compression=spec)
     with pytest.raises(TypeError, match="'fp16'"):
         wrap(model(), compression=type("HorovodStyle", (), {}))
+    for call in (
+        lambda: hvd.DistributedOptimizer(
+            torch.optim.SGD(model().parameters(), lr=0.1), compression="topkk"
+        ),
+        lambda: hvd.allreduce(torch.ones(3), compression="topkk"),
+        lambda: hvd.ddp_hook("topkk"),
+    ):
+        with pytest.raises(ValueError, match="did you mean 'topk'") as caught:
+            call()
+        assert caught.traceback[-1].name == "<lambda>"  # no frame of Ringlet's
     with pytest.raises(ValueError, match="op=Max needs compression"):
         hvd.allreduce(torch.ones(5000), op=hvd.Max, compression="int8")
 

@@ -438,6 +438,25 @@ def test_who_never_called_init_is_named_where_there_are_too_few():
     assert why.endswith("after 12 s (--elastic-timeout); process 1 on a did not call init")
 
 
+def test_the_first_start_may_take_the_start_timeout():
+    """A short --elastic-timeout is for later; until processes are there, it counts all the same."""
+    members = Membership(Rules(2, 1, timeout=12.0), 0.0, start_timeout=100.0)
+    members.hosts_found([Host("a", 1)], 0.0)
+    members.decide(0.0)
+    assert members.patience(0.0) == 12.0
+    members.hosts_found([Host("a", 2)], 10.0)
+    members.decide(10.0)
+    assert members.patience(10.0) == 100.0
+    members.asks(0, (), 11.0)
+    assert members.decide(109.0).over is None
+    _, why = members.decide(110.0).over
+    assert why.endswith("after 100 s (--start-timeout); process 1 on a did not call init")
+    members = Membership(Rules(2, 1, timeout=12.0), 0.0, start_timeout=100.0)
+    members.hosts_found([Host("a", 1)], 0.0)
+    members.decide(0.0)
+    assert "after 12 s (--elastic-timeout)" in members.decide(12.0).over[1]
+
+
 def test_whoever_has_finished_without_a_rank_is_named():
     members = Membership(Rules(2, 1), 0.0)
     members.hosts_found([Host("a", 2)], 0.0)

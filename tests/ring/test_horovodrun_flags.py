@@ -120,9 +120,6 @@ def test_every_key_is_a_flag():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("params:\n  fusion: 1", "line 2: there is no 'fusion' in section params; there are"),
-        ("parms:\n", "line 1: there is no 'parms'"),
-        ("params: {a: 1}", "line 1: there is no 'params'"),
         ("- a", "line 1: expected `key: value`"),
         ("autotune:\n  enabled: perhaps", "line 2: enabled is true or false, not 'perhaps'"),
         ("controller: jsrun", "controller is gloo or mpi"),
@@ -134,6 +131,32 @@ def test_what_a_file_says_wrongly_is_named(tmp_path, text, said):
         flags_of(str(tmp_path / "c.yaml"))
     with pytest.raises(LaunchError, match="nowhere cannot be read"):
         flags_of("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("params:\n  fusion: 1", "line 2, is passed over: 'fusion' is not known in section params"),
+        ("params:\n  cycle_time: 1", "section params; did you mean 'cycle_time_ms'?"),
+        (
+            "parms:\n  cycle_time_ms: 3",
+            "line 1, is passed over: 'parms' is not known; did you mean",
+        ),
+        ("params: {a: 1}", "line 1, is passed over: 'params' is not known"),
+        ("fusion_threshold_mb: 1", "it belongs to section params"),
+        ("logging:\n  hostfile: h", "it belongs to no section"),
+        ("timeline:\n  enabled: false", "a timeline is written where there is a filename"),
+        ("autotune:\n  cycles_per_sample: 10", "steps_per_sample stands for it"),
+        ("library_options:\n  mpi_threads_disabled: false", "mpi_threads_disable stands for it"),
+    ],
+)
+def test_what_no_flag_stands_for_is_passed_over_and_told(tmp_path, capfd, text, said):
+    (tmp_path / "c.yaml").write_text(f"{text}\nnum_proc: 1\n")
+    words, (told,) = flags_of(str(tmp_path / "c.yaml"))
+    assert words == ["--num-proc=1"]
+    assert said in told
+    parser().parse_args(["--config-file", str(tmp_path / "c.yaml"), "true"])
+    assert told in capfd.readouterr().err
 
 
 def test_check_build_says_what_there_is(capsys):

@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ from ringlet.compressors.testing.tools.simulate import simulate
 _N = 1000
 _CALLS = 6  # in each of which there is one more of what is never given back
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_COLLECTIONS = (list, dict, set, deque, bytearray)
 _OPEN = Path("/dev/fd")  # files that this process has open, where there is such a folder
 _FILTERS, _VARIABLES = "the filters of warnings", "os.environ"
 # What importing a library for the first time may change, and no plugin is blamed for.
@@ -47,7 +49,8 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
 
     Leave np.random.seed(), np.seterr(), warnings.filterwarnings(), os.environ and the like to the
     user. What np.errstate(...) or warnings.catch_warnings() sets lasts as long as its with-block.
-    Start threads once, in a pool, and close what is opened.
+    Start threads once, in a pool, close what is opened, and keep no list or dict on the class or in
+    the module that grows with every call.
     """
     with known_surroundings():
         _calls(compressor)  # whose first one may compile, and start threads that stay
@@ -129,16 +132,42 @@ def known_surroundings() -> Iterator[None]:
 
 
 def _check_given_back(compressor: Compressor) -> None:
-    """Raise AssertionError where every call leaves a thread or an open file behind."""
+    """Raise AssertionError where every call leaves something behind."""
     counted = []
     x = gaussian(_N, 1)
     for step in range(_CALLS + 1):
         simulate(compressor, [x], step=step)
         files = len(os.listdir(_OPEN)) if _OPEN.is_dir() else 0
-        counted.append((threading.active_count(), files))
-    for what, found in zip(("a thread", "an open file"), zip(*counted, strict=True), strict=True):
+        counted.append({"a thread": threading.active_count(), "an open file": files})
+        counted[-1] |= {f"something in {n}": items for n, items in _collections(compressor).items()}
+    for what in counted[0]:
+        found = [count.get(what, 0) for count in counted]
         grown = all(later > earlier for earlier, later in pairwise(found))
         assert not grown, f"every call leaves {what} behind: {found[0]} became {found[-1]}"
+
+
+def _collections(compressor: Compressor) -> dict[str, int]:
+    """Return how much is in the lists and dicts of plugins' classes and modules, by their names."""
+    owners: dict[str, dict[str, Any]] = {}
+    for cls in classes(compressor):
+        for base in cls.__mro__:
+            if base.__module__.partition(".")[0] not in ("ringlet", "builtins", "abc", "typing"):
+                owners[base.__qualname__] = dict(vars(base))
+                owners[base.__module__] = dict(vars(sys.modules.get(base.__module__, object)))
+    return {
+        f"{owner}.{name}": _items(value)
+        for owner, held in owners.items()
+        for name, value in list(held.items())
+        if not name.startswith("__") and isinstance(value, _COLLECTIONS)
+    }
+
+
+def _items(value: Any, depth: int = 3) -> int:
+    """Return the number of items in a collection, and in those that it holds."""
+    if not depth or not isinstance(value, _COLLECTIONS):
+        return 0
+    inside = list(value.values() if isinstance(value, dict) else value)
+    return len(inside) + sum(_items(each, depth - 1) for each in inside)
 
 
 CHECKS = (check_leaves_the_program_alone,)

@@ -289,16 +289,36 @@ def _finite(state: Any) -> bool:
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
+# What torch.save, orbax and Keras hold, all three of them.
+_NUMBERS = frozenset(
+    np.dtype(code).name
+    for code in "? i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()  # noqa: SIM905
+)
+_ARRAYS = _NUMBERS | {"complex64", "complex128"}
+
+
 def _check_plain(state: Any, where: str) -> None:
     if isinstance(state, dict):
         for key, value in state.items():
             assert isinstance(key, str), f"{where} has the key {key!r}; keys are strings"
             _check_plain(value, f"{where}[{key!r}]")
         return
-    plain = isinstance(state, (int, float, str, bool, np.generic)) or hasattr(state, "dtype")
-    objects = np.asarray(state).dtype.hasobject if plain else False
-    assert not objects, f"{where} is an array of objects, which a checkpoint cannot hold"
-    assert plain, f"{where} is a {type(state).__name__}, which a checkpoint cannot hold"
+    if isinstance(state, str):
+        return
+    if isinstance(state, bool | int | float) and not isinstance(state, np.generic):
+        fits = not isinstance(state, int) or -(1 << 63) <= state < 1 << 63
+        assert fits, f"{where} is {state}, beyond the 64 bits that a checkpoint holds"
+        return
+    dtype, bare = getattr(state, "dtype", None), isinstance(state, np.generic)
+    assert dtype is not None, f"{where} is a {type(state).__name__}, which a checkpoint cannot hold"
+    names = _NUMBERS if bare else _ARRAYS
+    usual = isinstance(dtype, np.dtype) and dtype.isnative and dtype.name in names
+    assert usual, (
+        f"{where} is {'a number' if bare else 'an array'} of dtype {dtype}, which a checkpoint "
+        "cannot hold; keep records as an array for each field, dates as int64, and texts as str"
+    )
+    plain = bare or not isinstance(state, np.ndarray) or type(state) is np.ndarray
+    assert plain, f"{where} is a {type(state).__name__}, of which a checkpoint holds the array only"
 
 
 CHECKS = (

@@ -13,6 +13,7 @@ from ringlet.jax.ops.cotangents import STOP, differentiable
 from ringlet.jax.ops.operands import dtype_of, name_when_run, operand
 from ringlet.jax.ops.ordered_calls import call
 from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.array_operations import allreduce_arrays
@@ -20,6 +21,7 @@ from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import check_some
 
 
+@public
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -42,6 +44,7 @@ def allreduce(
     return _allreduce([tensor], Reduction.among(locals()))[0]
 
 
+@public
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,

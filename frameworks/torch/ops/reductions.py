@@ -18,6 +18,7 @@ from ringlet.fusion import Request
 from ringlet.fusion.requests.series import Series, prototype_of
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.compression import around, as_compressor, legacy
@@ -51,6 +52,7 @@ from ringlet.torch.tensors.views import (
 _PLAIN = as_compressor(None)
 
 
+@public
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -66,6 +68,7 @@ def allreduce_async_(
     return _start_one(tensor, tensor, name, chosen, factors, process_set, compression)
 
 
+@public
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -81,6 +84,7 @@ def allreduce_async(
     return _start_one(tensor, None, name, chosen, factors, process_set, compression)
 
 
+@public
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -121,6 +125,7 @@ def allreduce(
     return result
 
 
+@public
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -138,6 +143,7 @@ def allreduce_(
     return result
 
 
+@public
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -153,6 +159,7 @@ def grouped_allreduce_async_(
     return _start(tensors, tensors, name, reduce_op(average, op), factors, process_set, compression)
 
 
+@public
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -168,6 +175,7 @@ def grouped_allreduce_async(
     return _start(tensors, None, name, reduce_op(average, op), factors, process_set, compression)
 
 
+@public
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -205,6 +213,7 @@ def grouped_allreduce(
     return result
 
 
+@public
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,

@@ -13,6 +13,7 @@ from typing import Any
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
+from ringlet.ring.callers import outside
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.torch.optimizer.checkpoint import ADVICE, Loaded
 from ringlet.torch.optimizer.reducer import Reducer
@@ -55,7 +56,7 @@ def agree_on_loaded(reducer: Reducer | None, process_set: ProcessSet) -> None:
     whose = f"rank(s) {', '.join(map(str, owners))} alone" if owners else "some ranks alone"
     warnings.warn(
         f"what compressors remember was loaded on {whose}: {'; and '.join(lost)}. {ADVICE}",
-        stacklevel=3,
+        stacklevel=outside(),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ringlet.compressors import Compressor, Router
+from ringlet.ring.callers import outside
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
@@ -53,7 +54,7 @@ def name_parameters(
         warnings.warn(
             f"named_parameters names {len(held_back)} trainable parameter(s) that the optimizer "
             f"does not hold, the first {held_back[0]!r}; their gradients are not reduced by it",
-            stacklevel=3,
+            stacklevel=outside(),
         )
     known = {id(p) for _, p in named}
     unnamed = [
@@ -129,7 +130,7 @@ def plain(name: str, depth: int) -> str:
     return ".".join(_parts(name)[depth:])
 
 
-def warn_of_unmatched(router: Router, names: Iterable[str], stacklevel: int) -> None:
+def warn_of_unmatched(router: Router, names: Iterable[str]) -> None:
     """Warn of patterns in a mapping that match no parameter: they are likely misspelt."""
     listed = list(names)
     depth = wrapped_in(listed)
@@ -139,7 +140,7 @@ def warn_of_unmatched(router: Router, names: Iterable[str], stacklevel: int) -> 
         warnings.warn(
             f"compression: {', '.join(map(repr, lost))} {each[0]} no parameter, and {each[1]} "
             f"nothing. Names are such as {', '.join(map(repr, listed[:3]))}",
-            stacklevel=stacklevel + 1,
+            stacklevel=outside(),
         )
 
 

@@ -33,6 +33,8 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
+from ringlet.shared.list_changes import ListChanges
+from ringlet.shared.model_agreement import agree
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
 from ringlet.shared.residual_store import is_own, remembered
@@ -54,6 +56,9 @@ _CLIP = (
     "optimizer.skip_synchronize(). Where a library clips, such as a Trainer with max_grad_norm, "
     "let DistributedDataParallel reduce, with hvd.ddp_hook"
 )
+
+
+_FREEZE = "set requires_grad alike on all ranks, in the same step, or their models drift apart"
 
 
 class Reducer:
@@ -97,7 +102,7 @@ class Reducer:
         self.among = 0  # and among how many ranks
         self.owes = False  # whether what is owed to a mean stays that where ranks come or go
         self._label = "" if self._elastic else self._new_label()
-        self._title = title
+        self._title, self._shown = title, ""  # the latter is numbered, and as long as the label
         self._sparse_as_dense = options.sparse_as_dense
         self._rows = self._new_rows()
         self._handed = Handed(op)
@@ -106,12 +111,14 @@ class Reducer:
         self._undo = None if unscaling is None else Undo()
         self._unfinished = False  # whether a step has begun, and was not reduced
         self._group: Group | None = None
+        self._frozen: ListChanges
+        self._declarations = 0  # under the present label
         self._finalizer: Any = None
         self.loaded = checkpoint.Loaded.NOTHING  # since ranks agreed on it last
         self._alone = False  # whether it is known that nobody else reduces
         self._included = process_set.included()
         self._router = options.router
-        warn_of_unmatched(self._router, named, stacklevel=3)
+        warn_of_unmatched(self._router, named)
         self._start = 0 if before is None else self._inherit(before)  # steps before the group's
         if not self._elastic:
             self._declare(self._start)
@@ -131,7 +138,7 @@ class Reducer:
         if self.in_flight:
             raise RuntimeError("set_compression between backward() and step()")
         before, self._router = self._router, as_router(compression)
-        warn_of_unmatched(self._router, self.parameters, stacklevel=3)
+        warn_of_unmatched(self._router, self.parameters)
         lost = []
         with at_work():
             for name, state in self.states.items():
@@ -305,9 +312,12 @@ class Reducer:
             why = self._too_early(changed)
             self._give_up(why)
             raise RuntimeError(why)
+        missing = self._group.missing()
+        frozen = tuple(name for name in missing if not self.parameters[name].requires_grad)
+        self._frozen.begin(frozen, self._group.turn)
         try:
             rows = self._rows.missing() if self._rows.dims else []
-            for name in [*self._group.missing(), *rows]:
+            for name in [*missing, *rows]:
                 self._submit(name, self.parameters[name])
         except Exception as error:
             self.abandon(f"{type(error).__name__}: {error}")
@@ -321,6 +331,13 @@ class Reducer:
         finally:
             for handle in self._reset():
                 handle.forget()
+        differs = self._frozen.changed  # on some rank, which would go on with another model
+        self._frozen.end()
+        if differs:
+            items = [(name, "") for name in frozen]
+            label = f"{self._label}.frozen{self._frozen.call}"
+            agree("frozen parameters", label, items, self._process_set, _FREEZE)
+        self._frozen.end(frozen)
         if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
         # Not waited for: ranks may wait for several optimizers, and in any order.
@@ -433,7 +450,7 @@ class Reducer:
         if not self._elastic or self._engine is current().engine:
             return
         self._start, self._engine = self.step, current().engine
-        self._label = self._new_label()
+        self._label, self._shown, self._declarations = self._new_label(), "", 0
         for handle in self._reset():
             handle.forget()
         if self._group is not None:
@@ -487,10 +504,14 @@ class Reducer:
         compressors = [compressor for compressor, _ in carried]
         # Declared even without parameters: a rank that has some has to hear of it.
         states, engine = [self.states[name] for name in names], runtime.engine
+        # Before others know that all have declared: one of them may tell of a change at once.
+        self._declarations += 1
+        self._frozen = ListChanges(runtime, f"{self._label}.{self._declarations}", number, ())
         early = len(set(runtime.topology.hosts)) > 1  # on one host a bucket more hides no wire
         declared = self._label, requests, compressors, states
         group = engine.declare(*declared, step, number, early)
-        engine.entitle(group, runtime.title(self._title, self._label))
+        self._shown = self._shown or runtime.title(self._title)
+        engine.entitle(group, self._shown)
         if self._group is not None:
             self._finalizer.detach()
             engine.release(self._group)
@@ -631,8 +652,8 @@ class Reducer:
         if left < 0:
             raise RuntimeError(
                 f"the gradient of {name!r} was computed more than backward_passes_per_step="
-                f"{self.passes} times before step(); raise backward_passes_per_step to "
-                "accumulate gradients"
+                f"{self.passes} times before step() of the DistributedOptimizer: call its step(), "
+                "not that of what it wraps, and raise backward_passes_per_step to accumulate"
             )
         if left == 0:
             self._submit(name, p)

@@ -18,6 +18,7 @@ from ringlet.job.observation import step_skipped
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.precision import Policy
+from ringlet.ring.callers import outside, public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.model_agreement import agree
@@ -305,6 +306,7 @@ class _Distributed:
         return implied and not self._ringlet.in_flight
 
 
+@public
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Opt,
     named_parameters: Named | None = None,
@@ -350,7 +352,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"lr=0.1), not {_described(optimizer)}"
         )
     if num_groups:
-        warnings.warn("num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=outside()
+        )
     named = name_parameters(optimizer, named_parameters)
     policy = options.policy
     check_policy(policy, named, options.op)

@@ -24,6 +24,7 @@ from ringlet.job.elastic import refuse
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
@@ -102,7 +103,7 @@ class DdpState:
         for name, p in (named_parameters or {}).items():
             self._name(p, name)
         if named_parameters:
-            warn_of_unmatched(self._router, named_parameters, stacklevel=3)
+            warn_of_unmatched(self._router, named_parameters)
         elif self._router.by_name:
             raise ValueError(
                 "a mapping from names of parameters needs named_parameters="
@@ -337,6 +338,7 @@ class KeptState:
         )
 
 
+@public
 def ddp_hook(
     compression: Spec | Routes = None,
     named_parameters: Any = None,

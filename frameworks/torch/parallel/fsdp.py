@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.core.context import State
 from ringlet.job.process_sets import InvalidArgument
+from ringlet.ring.callers import public
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
@@ -73,6 +74,7 @@ class FsdpState:
         return {f"{each.name}/{key}": s for each in self._made for key, s in each.states.items()}
 
 
+@public
 def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
     """Compress the gradients of every FSDP2 module inside ``module``; return what does it.
 

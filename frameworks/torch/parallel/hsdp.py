@@ -25,6 +25,7 @@ from ringlet.fusion import Engine, Request
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.job.settings import limits_from
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.rendezvous.torch_jobs import connect_group
@@ -141,6 +142,7 @@ class Departure:
             atexit.unregister(self)  # which keeps both
 
 
+@public
 def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> HsdpState:
     """Average gradients over ``replicas``, compressed, after FSDP2's reduce-scatter. Collective.
 

@@ -9,6 +9,7 @@ import torch
 
 from ringlet.compressors import Compressor
 from ringlet.precision import Policy
+from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
 
 
@@ -32,11 +33,11 @@ def check_policy(policy: Policy, named: dict[str, torch.nn.Parameter], op: Reduc
     if halves:
         warnings.warn(
             f"{len(halves)} parameters are float16, the first {halves[0]!r}, {advice}'fp16'",
-            stacklevel=3,
+            stacklevel=outside(),
         )
     elif policy.compute == "float16":
         warnings.warn(
-            f"policy {policy.name!r} computes in float16, {advice}'amp_fp16'", stacklevel=3
+            f"policy {policy.name!r} computes in float16, {advice}'amp_fp16'", stacklevel=outside()
         )
 
 
@@ -48,7 +49,7 @@ def check_wire(policy: Policy, compressors: Iterable[Compressor]) -> None:
             f"{odd[0]!r} goes by absolute sizes, but gradients come to it times the loss scale "
             f"({policy.scale.scale:g} at first), which its results are divided by: take a policy "
             "without one, such as 'bf16', or another compressor",
-            stacklevel=3,
+            stacklevel=outside(),
         )
 
 

@@ -39,10 +39,12 @@ def dtype_of(tensor: torch.Tensor) -> str:
         raise TypeError(f"tensors of {tensor.dtype} cannot be reduced; use {listed}") from None
 
 
-def check(tensor: torch.Tensor, what: str = "tensor") -> None:
+def check(tensor: Any, what: str = "tensor") -> None:
     """Raise TypeError unless the engine can move ``tensor``: dense, and with values."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+        several = isinstance(tensor, list | tuple)
+        remedy = "several go to a grouped_... form" if several else "see torch.as_tensor(...)"
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}; {remedy}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} is sparse; call .to_dense() first")
     if type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh"):

@@ -92,6 +92,46 @@ class KeepsListOfArrays(Momentum):
         return payload
 
 
+class KeepsRecords(Momentum):
+    """Keeps two numbers of a step as a record."""
+
+    def compress(self, x, ctx):
+        ctx.state["seen"] = np.zeros(1, [("step", "i8"), ("size", "i8")])
+        return super().compress(x, ctx)
+
+
+class KeepsDates(Momentum):
+    """Keeps dates, in an array."""
+
+    def compress(self, x, ctx):
+        ctx.state["since"] = np.zeros(2, "datetime64[s]")
+        return super().compress(x, ctx)
+
+
+class KeepsTimeOfStep(Momentum):
+    """Keeps a span of time, as a number of NumPy's."""
+
+    def compress(self, x, ctx):
+        ctx.state["took"] = np.timedelta64(3, "ms")
+        return super().compress(x, ctx)
+
+
+class KeepsWideNumbers(Momentum):
+    """Keeps a sum in more than 64 bits."""
+
+    def compress(self, x, ctx):
+        ctx.state["sum"] = np.zeros(3, np.longdouble)
+        return super().compress(x, ctx)
+
+
+class KeepsHugeNumber(Momentum):
+    """Keeps a hash of 128 bits."""
+
+    def compress(self, x, ctx):
+        ctx.state["hash"] = 1 << 100
+        return super().compress(x, ctx)
+
+
 class KeepsNumbersAsKeys(Momentum):
     """Keeps the norm of every part by its number."""
 

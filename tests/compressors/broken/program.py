@@ -147,3 +147,34 @@ class LeavesFiles(Whole):
     def compress(self, x, ctx):
         self.opened.append(open(os.devnull, "w"))  # noqa: SIM115
         return super().compress(x, ctx)
+
+
+class ListsItsSteps(Whole):
+    """Lists the steps that it has seen, for its log, as long as the process lasts."""
+
+    seen: ClassVar[list[int]] = []
+
+    def compress(self, x, ctx):
+        self.seen.append(ctx.step)
+        return super().compress(x, ctx)
+
+
+SIZES: list[int] = []
+
+
+class ListsInItsModule(Whole):
+    """Lists the lengths of what it sends."""
+
+    def decompress(self, payload, out, ctx):
+        SIZES.append(out.size)
+        super().decompress(payload, out, ctx)
+
+
+class ListsByTensor(Whole):
+    """Lists the steps of each tensor."""
+
+    seen: ClassVar[dict[str, list[int]]] = {}
+
+    def compress(self, x, ctx):
+        self.seen.setdefault(ctx.name, []).append(ctx.step)
+        return super().compress(x, ctx)

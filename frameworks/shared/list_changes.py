@@ -1,0 +1,93 @@
+"""Whether all ranks change to another list in one step, or one rank does by itself.
+
+Such as the list of gradients that are reduced, or that of parameters that are frozen.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+from ringlet.fusion import Group
+from ringlet.job.session import Runtime
+
+_WHY = "another rank reduces another list of gradients in this step"
+
+
+class ListChanges:
+    """The calls of one reducer on this rank, among those of the other ranks.
+
+    Whoever has another list than in the call before says so. Then all ranks compare theirs in that
+    call, and a rank that has begun the step of the old list gives it up first. So nobody waits for
+    gradients that nobody will hand in, and steps with one list cost nothing.
+    """
+
+    def __init__(
+        self, runtime: Runtime, label: str, process_set: int, first: Hashable = None
+    ) -> None:
+        self.call = 0
+        self._list = first  # the one of the call before; None: any list may be the first
+        self._changes: set[int] = set()  # calls in which some rank has another list
+        self._group: Group | None = None  # whose step runs
+        self._lock = threading.Lock()
+        self._extensions = runtime.engine.extensions
+        self._action = f"list {process_set} {label}"
+        own = weakref.WeakMethod(self._heard)
+        self._extensions.on_announced(self._action, lambda call, _: _called(own, call))
+        finalizer = weakref.finalize(self, self._extensions.forget_action, self._action)
+        finalizer.atexit = False
+
+    def begin(self, slots: Hashable, call: int | None = None) -> None:
+        """Begin a call with the list ``slots``, and tell the others if it is another one.
+
+        All ranks number calls alike: ``call``, or one more than the last.
+        """
+        with self._lock:
+            self.call = self.call + 1 if call is None else call
+            changed = self._list is not None and self._list != slots
+            if changed:
+                self._changes.add(self.call)
+        if changed:
+            self._extensions.announce_only(self._action, self.call)
+
+    def enter(self, group: Group) -> bool:
+        """Note that the step of ``group`` runs now; False if lists have to be compared before."""
+        with self._lock:
+            if self.call in self._changes:
+                return False
+            self._group = group
+            return True
+
+    @property
+    def changed(self) -> bool:
+        """Whether lists have to be compared in this call."""
+        with self._lock:
+            return self.call in self._changes
+
+    def end(self, slots: Hashable = None) -> None:
+        """End the call; with ``slots`` if all ranks have reduced that list."""
+        with self._lock:
+            self._group = None
+            self._changes = {call for call in self._changes if call > self.call}
+            self._list = self._list if slots is None else slots
+
+    def forget(self) -> None:
+        """Begin anew: the next list, of all ranks, is the first one."""
+        with self._lock:
+            self._list = None
+
+    def _heard(self, call: int) -> None:
+        with self._lock:
+            if call < self.call:
+                return
+            self._changes.add(call)
+            if call == self.call and self._group is not None:
+                self._group.let_go(_WHY)
+
+
+def _called(method: weakref.WeakMethod[Any], call: int) -> None:
+    found = method()
+    if found is not None:
+        found(call)

@@ -1,0 +1,87 @@
+"""What a user's mistake looks like: the keyword that was meant, and a short traceback."""
+
+import logging
+import traceback
+import warnings
+
+import pytest
+
+import ringlet
+from ringlet.job import lifecycle
+from ringlet.ring import callers, functions
+from ringlet.ring.functions.call_checks import check_arguments
+
+
+def frames(error):
+    """Return the functions that a traceback goes through."""
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: lifecycle.init(proces_sets=[]), "did you mean 'process_sets'? There are: comm, p"),
+        (lambda: ringlet.run(print, num_pro=2), "did you mean 'num_proc'? There are: fn, args, kw"),
+        (lambda: functions.run(print, zzz=2), "'zzz'. There are: fn, args, kwargs, np, transport"),
+        (lambda: lifecycle.init(backend="gloo"), "did you mean 'transport'? There are: comm"),
+        (lambda: lifecycle.init(1, 2, 3, 4, 5, 6), "init() takes: comm, process_sets, transport"),
+    ],
+)
+def test_a_keyword_that_is_not_there_is_answered_with_those_that_are(call, said):
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert said in str(caught.value)
+    assert frames(caught.value)[-1] == "<lambda>"
+
+
+def mistake():
+    ringlet.run(print, kwargs="verbose", np=1)
+
+
+def test_a_mistake_ends_at_the_users_line(monkeypatch):
+    monkeypatch.delenv("RINGLET_LOG_LEVEL", raising=False)
+    monkeypatch.delenv("HOROVOD_LOG_LEVEL", raising=False)
+    with pytest.raises(TypeError) as caught:
+        mistake()
+    assert frames(caught.value)[-1] == "mistake"
+
+
+@pytest.mark.parametrize("name", ["RINGLET_LOG_LEVEL", "HOROVOD_LOG_LEVEL", ""])
+def test_whoever_debugs_sees_all_of_it(monkeypatch, name):
+    log = logging.getLogger("ringlet")
+    monkeypatch.setattr(log, "level", log.level if name else logging.DEBUG)
+    log.manager._clear_cache()
+    if name:
+        monkeypatch.setenv(name, "debug")
+    with pytest.raises(TypeError) as caught:
+        mistake()
+    assert frames(caught.value)[-1] == check_arguments.__name__
+
+
+def test_what_is_no_mistake_of_the_user_keeps_its_frames():
+    """Neither a fault of ours, which Python raises, nor what a function of the user's raises."""
+    ours = {"__name__": "ringlet.somewhere"}
+    code = "def fault(x): x.missing\ndef calls(f): f()\ndef refuses(): raise ValueError('no')"
+    exec(code, ours)
+
+    def theirs():
+        raise ValueError("mine")
+
+    for function, argument, last in (
+        (ours["fault"], 3, "fault"),
+        (ours["calls"], theirs, "theirs"),
+        (ours["calls"], ours["refuses"], __name__),
+    ):
+        with pytest.raises((AttributeError, ValueError)) as caught:
+            callers.public(function)(argument)
+        found = frames(caught.value)
+        assert (found[-1] == last) == (last != __name__), found
+    assert found == ["test_what_is_no_mistake_of_the_user_keeps_its_frames"]
+
+
+def test_warnings_name_the_users_line():
+    ours = {"__name__": "ringlet.somewhere", "warnings": warnings, "outside": callers.outside}
+    exec("def warn(): warnings.warn('careful', stacklevel=outside())", ours)
+    with pytest.warns(UserWarning, match="careful") as caught:
+        callers.public(ours["warn"])()
+    assert caught[0].filename == __file__
