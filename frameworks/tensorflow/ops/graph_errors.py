@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 
 import ringlet
+import ringlet.ring
 from ringlet.ring.errors import RingError, again
 from ringlet.tensorflow.ops.errors import TensorError, class_for
 
@@ -32,7 +33,7 @@ _lock = threading.Lock()
 # What nodes raised, and which did: a graph may be given up after several have failed.
 _failed: deque[tuple[Exception, Node]] = deque(maxlen=32)
 
-_HERE = [Path(str(module.__file__)).parent for module in (tf, keras, ringlet)]
+_HERE = [Path(str(module.__file__)).parent for module in (tf, keras, ringlet, ringlet.ring)]
 _INSIDE = ("<", *(f"{folder}{os.sep}" for folder in (*_HERE, Path(__file__).parents[2])))
 _MOST = 8  # lines of the program that are shown
 
