@@ -123,6 +123,26 @@ def test_a_heartbeat_that_is_silent_is_told_to_all(beats: Start, victim: int) ->
     assert [beat.hear() for beat in others] == [f"silent {victim}"] * 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be told so")
+def test_lost_beats_are_sent_again_without_ever_longer_waits() -> None:
+    """Else three that are lost in a row make five seconds of silence, where answers are slow."""
+    with listen("127.0.0.1") as listener:
+        of_rank = [f"{rank} 2 {os.getppid()} 5 {SECRET.hex()} {WAIT}" for rank in range(2)]
+        host, port = listener.getsockname()[:2]
+        spoke = heartbeat.Spoke(heartbeat.WatchedRank(f"{of_rank[1]} {host} {port}"))
+        own = os.dup(listener.fileno())
+        hub = heartbeat.Hub(heartbeat.WatchedRank(f"{of_rank[0]} {own}"))
+        with ThreadPoolExecutor(1) as pool:
+            connected = pool.submit(spoke.connect)
+            while not hub.links:
+                hub.serve({fd for fd, _ in hub.poll.poll(100)})
+            link = connected.result(WAIT)
+        assert link is not None
+        for sock in (link.sock, hub.links[1].sock):
+            assert sock.getsockopt(socket.IPPROTO_TCP, heartbeat.RESENDING[0][0]) == 1
+            sock.close()
+
+
 def joined(found: Sequence[Beats]) -> None:
     """Return once all heartbeats have found each other."""
     assert {beat.hear() for beat in found} == {"joined"}
