@@ -50,15 +50,25 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            traceback = error.__traceback__
-            below = traceback and traceback.tb_next
-            if below is None and isinstance(error, TypeError):
-                error.args = (_better(function, args, kwargs, str(error)),)
-            if (below is None or _on_purpose(below)) and not _debugging():
-                error.__traceback__ = None  # a bare raise adds no frame of its own
+            _improve(error, function, args, kwargs)
             raise
 
     return call
+
+
+def _improve(
+    error: Exception, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Say more of arguments that do not fit, and cut the traceback of what is the user's mistake.
+
+    Apart from ``public``: a frame that names a traceback of its own would live, with the user's
+    tensors, until garbage is collected.
+    """
+    below = error.__traceback__ and error.__traceback__.tb_next
+    if below is None and isinstance(error, TypeError):
+        error.args = (_better(function, args, kwargs, str(error)),)
+    if (below is None or _on_purpose(error, below)) and not _debugging():
+        error.__traceback__ = None  # a bare raise adds no frame of its own
 
 
 def outside() -> int:
@@ -92,8 +102,10 @@ def _better(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], sai
     return f"{said}. {name}() takes: {', '.join(known)}"
 
 
-def _on_purpose(traceback: TracebackType) -> bool:
+def _on_purpose(error: Exception, traceback: TracebackType) -> bool:
     """Whether Ringlet's own code raised the error, and nobody else's ran in between."""
+    if isinstance(error, AssertionError):  # a fault of ours, which looks like a raise
+        return False
     last = traceback
     while True:
         if _package(last.tb_frame.f_globals) not in _BETWEEN:

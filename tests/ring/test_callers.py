@@ -1,9 +1,12 @@
 """What a user's mistake looks like: the keyword that was meant, and a short traceback."""
 
+import gc
 import logging
 import traceback
 import warnings
+import weakref
 
+import numpy as np
 import pytest
 
 import ringlet
@@ -61,7 +64,8 @@ def test_whoever_debugs_sees_all_of_it(monkeypatch, name):
 def test_what_is_no_mistake_of_the_user_keeps_its_frames():
     """Neither a fault of ours, which Python raises, nor what a function of the user's raises."""
     ours = {"__name__": "ringlet.somewhere"}
-    code = "def fault(x): x.missing\ndef calls(f): f()\ndef refuses(): raise ValueError('no')"
+    code = "def fault(x): x.missing\ndef calls(f): f()\ndef refuses(): raise ValueError('no')\n"
+    code += "def wrong(x): assert x == 4"
     exec(code, ours)
 
     def theirs():
@@ -69,14 +73,34 @@ def test_what_is_no_mistake_of_the_user_keeps_its_frames():
 
     for function, argument, last in (
         (ours["fault"], 3, "fault"),
+        (ours["wrong"], 3, "wrong"),
         (ours["calls"], theirs, "theirs"),
         (ours["calls"], ours["refuses"], __name__),
     ):
-        with pytest.raises((AttributeError, ValueError)) as caught:
+        with pytest.raises((AttributeError, AssertionError, ValueError)) as caught:
             callers.public(function)(argument)
         found = frames(caught.value)
         assert (found[-1] == last) == (last != __name__), found
     assert found == ["test_what_is_no_mistake_of_the_user_keeps_its_frames"]
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_what_a_mistaken_call_was_given_ends_with_its_error(monkeypatch, level):
+    """Tensors of gigabytes, and not only when garbage is collected."""
+    monkeypatch.setenv("RINGLET_LOG_LEVEL", level)
+    ours = {"__name__": "ringlet.somewhere"}
+    exec("def refuses(x): raise ValueError('no')", ours)
+    given = np.zeros(3)
+    there = weakref.ref(given)
+    gc.disable()
+    try:
+        try:
+            callers.public(ours["refuses"])(given)
+        except ValueError:
+            del given
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 def test_warnings_name_the_users_line():
