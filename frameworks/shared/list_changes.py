@@ -28,7 +28,7 @@ class ListChanges:
         self, runtime: Runtime, label: str, process_set: int, first: Hashable = None
     ) -> None:
         self.call = 0
-        self._list = first  # the one of the call before; None: any list may be the first
+        self.last: Any = first  # the list of the call before; None: any list may be the first
         self._changes: set[int] = set()  # calls in which some rank has another list
         self._group: Group | None = None  # whose step runs
         self._lock = threading.Lock()
@@ -44,13 +44,23 @@ class ListChanges:
 
         All ranks number calls alike: ``call``, or one more than the last.
         """
+        call = self.call + 1 if call is None else call
         with self._lock:
-            self.call = self.call + 1 if call is None else call
-            changed = self._list is not None and self._list != slots
-            if changed:
-                self._changes.add(self.call)
+            self.call = call
+            changed = self.last is not None and self.last != slots
         if changed:
-            self._extensions.announce_only(self._action, self.call)
+            self.tell(call)
+
+    def tell(self, call: int) -> None:
+        """Tell the others that this rank's list of ``call`` is another one, if nobody has.
+
+        Before what they may end the call without is handed in, or they would not hear in time.
+        """
+        with self._lock:
+            known = call in self._changes
+            self._changes.add(call)
+        if not known:
+            self._extensions.announce_only(self._action, call)
 
     def enter(self, group: Group) -> bool:
         """Note that the step of ``group`` runs now; False if lists have to be compared before."""
@@ -71,12 +81,12 @@ class ListChanges:
         with self._lock:
             self._group = None
             self._changes = {call for call in self._changes if call > self.call}
-            self._list = self._list if slots is None else slots
+            self.last = self.last if slots is None else slots
 
     def forget(self) -> None:
         """Begin anew: the next list, of all ranks, is the first one."""
         with self._lock:
-            self._list = None
+            self.last = None
 
     def _heard(self, call: int) -> None:
         with self._lock:

@@ -145,6 +145,24 @@ def case_a_layer_that_one_rank_freezes():
     assert hvd.replicas_equal(m.state_dict())
 
 
+def case_a_layer_that_one_rank_thaws():
+    """Others, who have all of the step when it is handed in, hear of it before they go on."""
+    m = model()
+    optimizer = wrap(m)
+    first = m[0].weight
+    first.requires_grad_(False)
+    step(m, optimizer)
+    for _ in range(2):
+        first.requires_grad_(odd())
+        optimizer.zero_grad()
+        m(torch.ones(2, 4)).square().sum().backward()
+        changes = optimizer._ringlet._frozen
+        assert not odd() or changes.call + 1 in changes._changes  # told already
+        refused(optimizer.step, "'0.weight'", f"but not on rank(s) {hvd.size() - 1}")
+    first.requires_grad_(True)
+    step(m, optimizer)
+
+
 def case_ops_of_torch():
     """They are numbers in another order: SUM is what Average is here."""
     dist = torch.distributed

@@ -656,6 +656,8 @@ class Reducer:
                 "not that of what it wraps, and raise backward_passes_per_step to accumulate"
             )
         if left == 0:
+            if self._group is not None and name in self._frozen.last:
+                self._frozen.tell(self._group.turn)  # first: with this, others may end the step
             self._submit(name, p)
 
     def _submit(self, name: str, p: torch.Tensor) -> None:
