@@ -12,7 +12,7 @@ import torch
 from ringlet.compressors import parse
 from ringlet.shared.rollback import Undo
 from ringlet.torch.elastic import hook_memory
-from ringlet.torch.elastic.hook_memory import HookMemory, kept_for, memory_of, register
+from ringlet.torch.elastic.hook_memory import HookMemory, kept_for, memory_of, register, reopen
 
 TOPK, INT8 = parse("topk(ratio=0.1) | ef"), parse("int8 | ef")
 
@@ -71,14 +71,32 @@ def test_a_backward_pass_that_failed_is_taken_back_and_one_that_ended_is_not(mem
     among(2)
     made.keep_steps()
     state = made.adopt("w", TOPK)
-    for ends in (True, False):
-        made.began()
+    for number, ends in enumerate((True, False)):
+        made.began(number)
         state |= {"residual": held([1 + ends, 2]), "step": 1 + state.get("step", 0)}
         if ends:
             made.ended()
         made.take_back()
     np.testing.assert_array_equal(state["residual"], [2, 2])
     assert state["step"] == 1
+
+
+@pytest.mark.parametrize("failed", [7, 6])
+def test_a_backward_pass_of_two_hooks_that_failed_for_one_is_taken_back_for_both(memory, failed):
+    made, among = memory
+    among(2)
+    made.keep_steps()
+    state = made.adopt("w", TOPK)
+    state |= {"residual": held([1, 2]), "step": 1}
+    for step in (2, 3):  # two hooks compress in one pass, and the model of one is reduced
+        made.began(7)
+        state |= {"residual": held([step, 0]), "step": step}
+    made.ended()
+    reopen(failed)
+    made.take_back()
+    assert (state["residual"].tolist(), state["step"]) == (
+        ([1, 2], 1) if failed == 7 else ([3, 0], 3)
+    )
 
 
 def test_a_commit_knows_nothing_of_what_was_remembered_first_after_it():

@@ -17,12 +17,12 @@ from ringlet.job.elastic import in_function
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.ring.communicator import ReduceOp
+from ringlet.torch.elastic.hook_memory import NO_BACKWARD, reopen
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.movements import allgather_async, barrier, broadcast_async_
 from ringlet.torch.ops.reductions import allreduce_async_
 from ringlet.torch.optimizer.reducer import TORCH_GROUP
 
-_NO_BACKWARD = -1  # torch's number of the backward pass where there is none
 _OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
 _Group: Any = getattr(dist, "ProcessGroup", object)  # which some builds of torch lack
 AGAIN = (
@@ -117,9 +117,10 @@ class EpochGroup(_Group):  # type: ignore[misc]
                 for handle in handles:
                     handle.wait()
         except Exception as error:
-            if torch._C._current_graph_task_id() == _NO_BACKWARD:
+            backward = torch._C._current_graph_task_id()
+            if backward == NO_BACKWARD:
                 raise
-            behind_backward(_raising(error))
+            behind_backward(_raising(error, backward))
         return _done(list(given))
 
 
@@ -140,8 +141,9 @@ def behind_backward(call: Callable[[], None]) -> None:
     autograd.queue_callback(lambda: autograd.queue_callback(call))
 
 
-def _raising(error: Exception) -> Callable[[], None]:
+def _raising(error: Exception, backward: int) -> Callable[[], None]:
     def fail() -> None:
+        reopen(backward)
         raise error
 
     return fail

@@ -21,6 +21,9 @@ from ringlet.shared.residual_store import norm
 from ringlet.shared.rollback import Undo
 from ringlet.torch.optimizer.reducer import at_work
 
+NO_BACKWARD = -1  # torch's number of the backward pass where there is none
+_all: weakref.WeakSet[HookMemory] = weakref.WeakSet()
+
 
 class HookMemory:
     """What this rank's hooks remember of a model's parameters, by name; see ``Reducer``.
@@ -37,6 +40,8 @@ class HookMemory:
         self._identity = ""  # of the ranks that there were last
         self._undo: Undo | None = None
         self._unfinished = False  # whether a backward pass has begun, and was not reduced
+        self._pass = NO_BACKWARD  # torch's number of the last one that has begun
+        _all.add(self)
 
     @property
     def step(self) -> int:
@@ -63,10 +68,10 @@ class HookMemory:
             take_over(state, compressor, given, among, self.among, True)
         return state
 
-    def began(self) -> None:
-        """Note that a backward pass begins to reduce."""
-        self._unfinished = True
-        if self._undo is not None:
+    def began(self, backward: int) -> None:
+        """Note that a backward pass, of torch's number, begins to reduce; several hooks may."""
+        before, self._pass, self._unfinished = self._pass, backward, True
+        if self._undo is not None and not before == backward != NO_BACKWARD:
             with at_work():
                 self._undo.remember(self.states)
 
@@ -116,6 +121,16 @@ class HookMemory:
                     take_over(mine, compressor, state, among, self.among, True)
                 else:  # this rank came after the last hook was made
                     self._given.setdefault(name, []).append((state, among))
+
+
+def reopen(backward: int) -> None:
+    """Let ``take_back`` forget a backward pass that has failed, also where a model was reduced.
+
+    Its optimizer takes no step then, and what it was to apply is lost.
+    """
+    for memory in _all:
+        if memory._pass == backward != NO_BACKWARD:
+            memory._unfinished = True
 
 
 _by_module: weakref.WeakKeyDictionary[torch.nn.Module, HookMemory] = weakref.WeakKeyDictionary()

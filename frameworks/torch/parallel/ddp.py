@@ -31,7 +31,7 @@ from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
 from ringlet.shared.residual_store import put
 from ringlet.torch.elastic.epoch_group import AGAIN, STALE, EpochGroup, behind_backward
-from ringlet.torch.elastic.hook_memory import HookMemory, kept_for
+from ringlet.torch.elastic.hook_memory import NO_BACKWARD, HookMemory, kept_for, reopen
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.naming import named_pairs, routed, warn_of_unmatched, wrapped_in
@@ -44,7 +44,6 @@ _ADVICE = (
     "Save state_dict() of the hook's state, the first thing that ddp_hook returns, on every rank, "
     "and load each rank's own, or pass all ranks' to its load_sharded()"
 )
-_NO_BACKWARD = -1  # torch's number of the backward pass where there is none
 
 
 class _Untouched(NamedTuple):
@@ -119,7 +118,7 @@ class DdpState:
         self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
         self._untouched: list[_Untouched] = []
         self._failure: Exception | None = None
-        self._watched = _NO_BACKWARD  # the backward pass whose end is waited for
+        self._watched = NO_BACKWARD  # the backward pass whose end is waited for
 
     @property
     def engine(self) -> Engine:
@@ -182,7 +181,7 @@ class DdpState:
         """Go on with what an earlier hook has remembered, or with what was loaded into this one."""
         if memory not in self._memories:
             self._memories[memory] = None
-            memory.began()
+            memory.began(self._watched)
         with self.engine.at_work():
             state, given = memory.adopt(own, declared), self.engine.states.get(request.key)
             if given:
@@ -247,13 +246,14 @@ class DdpState:
         delivered what it has left out.
         """
         task = torch._C._current_graph_task_id()
-        if task == _NO_BACKWARD:
+        if task == NO_BACKWARD:
+            self._watched = task
             return False
         if task != self._watched:
             self._watched, self._untouched = task, []
             behind_backward(self.end)
             for memory in self._memories:
-                memory.began()
+                memory.began(self._watched)
         return True
 
     def failed(self, error: Exception) -> None:
@@ -276,6 +276,7 @@ class DdpState:
         failure, self._failure = self._failure, None
         untouched, self._untouched = self._untouched, []
         if failure is not None:
+            reopen(self._watched)
             raise failure
         for memory in self._memories:
             memory.ended()
