@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.feedback import keep_combined, keep_lost, target_into
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError, InputError, PayloadError
@@ -276,6 +277,14 @@ class Compressor:
 
     def multi_varying(self, ctx: Context) -> Varying | None:
         """Return the same for payloads of variable size."""
+        return None
+
+    def batched(self) -> Batched | None:
+        """Return kernels that take many tensors in host memory a call; None: there are none.
+
+        Tensors are of float32. They are to give what the methods above give tensor by tensor,
+        bit for bit.
+        """
         return None
 
     def warm_up(self, ctx: Context) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 
+import numpy as np
+
 from ringlet.compressors.base.contract import Compressor, encoded
-from ringlet.compressors.core.context import Context
+from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
 from ringlet.compressors.core.traits import Exchange, Payload
 
@@ -23,6 +25,7 @@ def precompile(compressor: Compressor, ctx: Context) -> None:
     compressor.accumulate(payload, out, ctx)
     compressor.finish(out, ctx)
     precompile_many(compressor, payload, ctx)
+    precompile_batched(compressor, x, payload, ctx)
     if compressor.traits().stateful:
         return
     if compressor.traits().fixed_size:
@@ -37,6 +40,17 @@ def rehearse(rounds: Exchange) -> None:
     with suppress(StopIteration):
         while True:
             asked = rounds.send(asked.values)
+
+
+def precompile_batched(compressor: Compressor, x: Array, payload: Payload, ctx: Context) -> None:
+    """Run kernels that take many tensors in host memory, if there are any."""
+    kernels = compressor.batched() if ctx.xp is np else None
+    if kernels is not None:
+        table = kernels.table([payload], [x.size])
+        for stage in (1, 2):  # in one of them residuals may be fed back
+            row = kernels.values(x, dataclasses.replace(ctx, stage=stage))
+            kernels.encode_into([row], table)
+        kernels.sum_into([row[0]], [table])
 
 
 def precompile_many(compressor: Compressor, payload: Payload, ctx: Context) -> None:

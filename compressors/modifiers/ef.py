@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import ClassVar, NamedTuple
 
+from ringlet.compressors.base.batched import Batched, no_residual
 from ringlet.compressors.base.contract import (
     Exchange,
     Payload,
@@ -171,6 +172,19 @@ class ErrorFeedback(Modifier):
         )
         inner = self.wrapped_compressor.multi_tensor(ctx) if own else None
         return None if inner is None else _Feeding(inner, self)
+
+    def batched(self) -> Batched | None:
+        """The wrapped compressor's kernels, with residuals, where these are kept in float32."""
+        own = keeps(self, ErrorFeedback, "encode_into", "residual", "residuals") and keeps(
+            self, Modifier, "decompress", "sum_into"
+        )
+        inner = self.wrapped_compressor.batched() if own and self.store is None else None
+        if inner is None or inner.residual is not no_residual:
+            return None
+        return inner._replace(residual=self._lent, decay=self.decay)
+
+    def _lent(self, n: int, ctx: Context) -> Array | None:
+        return self.residual(n, ctx) if self.remembers(ctx) else None
 
     def multi_varying(self, ctx: Context) -> Varying | None:
         """The same for payloads of variable size."""

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.bucketed import NAN_BITS, Kernel, Packed, rounded_up, widened
-from ringlet.compressors.base.contract import Part, Payload, Traits
+from ringlet.compressors.base.batched import Batched
+from ringlet.compressors.base.bucketed import (
+    NAN_BITS,
+    Bucketed,
+    Kernel,
+    Packed,
+    rounded_up,
+    widened,
+)
+from ringlet.compressors.base.contract import Part, Payload, Traits, keeps
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import fixed, option
 from ringlet.compressors.core.packing import blanked, pack_bits, unpack_bits
@@ -123,6 +131,30 @@ class BucketQuantizer(Packed):
             kernel(codes, scales, lows, bits, bucket, out)
 
         return decode
+
+    def batched(self) -> Batched | None:
+        """The kernels of the scheme and rounding, for many tensors a call."""
+        methods = ("encode_into", "feedback_into", "decompress", "sum_into", "measure")
+        if not keeps(self, Bucketed, *methods):
+            return None
+        if not keeps(self, BucketQuantizer, "encoder", "decoder", "draws"):
+            return None
+        from ringlet.compressors.kernels.cpu.quantizers import quantize as kernels
+
+        scheme, bits, bucket = self.scheme(), self.bits, self.bucket
+        plain, fed = (
+            kernels.batch_encoder(scheme, self.stochastic, feedback) for feedback in (False, True)
+        )
+        decode = kernels.batch_decoder(scheme)
+        return Batched(
+            self.label,
+            self.layout,
+            tuple(self.strides()),
+            lambda tensors, payloads, decay: plain(tensors, payloads, decay, bits, bucket),
+            lambda tensors, payloads, decay: fed(tensors, payloads, decay, bits, bucket),
+            lambda outs, payloads, scale: decode(outs, payloads, scale, bits, bucket),
+            self.draws(),
+        )
 
     def cuda(self) -> BucketedCodec:
         """The kernels of the scheme and rounding."""

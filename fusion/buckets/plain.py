@@ -16,7 +16,7 @@ from ringlet.ring.collectives.adasum import adasum
 from ringlet.ring.collectives.checksum import SPAN, is_due
 from ringlet.ring.collectives.reduce import allreduce_steps
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.dtypes import Array, storage
+from ringlet.ring.dtypes import FLOATS, Array, storage
 from ringlet.ring.pipeline import Steps, Wire
 
 
@@ -101,9 +101,16 @@ class PlainBucket(Bucket):
             yield from allreduce_steps(comm, peers.lane(1), buffer, op, self._wire, allocate)
         start = time.perf_counter()
         compared = self._op is not ReduceOp.ADASUM and self.verify
+        alike = self._scaled_alike()
         for number, (span, pieces) in enumerate(self._spans):
             if compared and is_due(number, self._nbytes, compared, self.turn):
                 self.note_sum(buffer[span], self._wire, self._op)
+            if alike and len(pieces) > 1:
+                summed, factor = buffer[span], self._scales[1]
+                scale_into(summed, factor, summed, self._dtype, self._scratch)
+                for member, piece, place in pieces:
+                    member.output[piece] = buffer[place]
+                continue
             for member, piece, place in pieces:
                 _, postscale, divisor = self._scales
                 if member.contributors:  # of all of them, or of none
@@ -112,6 +119,13 @@ class PlainBucket(Bucket):
                 values = out if buffer is member.output else buffer[place]
                 scale_into(values, postscale, out, self._dtype, self._scratch, divisor)
         recorder.decompressed(self.trace, start)
+
+    def _scaled_alike(self) -> bool:
+        """Whether small members may be scaled in the buffer, with one call for many of them."""
+        if self._dtype not in FLOATS or self.place.ordered or self.members[0].contributors:
+            return False
+        # The result of 16 bits may be float32.
+        return {member.output.dtype for member in self.members} == {self._buffer.dtype}
 
     def _count(self) -> None:
         pass  # no compressor remembers anything

@@ -20,6 +20,7 @@ from ringlet.compressors.core.payload import (
     serialise,
     serialised_size,
 )
+from ringlet.fusion.codecs.small_members import SmallMembers
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.planning.member import Member
 from ringlet.ring.dtypes import Array
@@ -40,6 +41,12 @@ class BucketCodec:
         self._variable: list[Payload] = []
         self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
         self._views: dict[tuple[int, int], list[Payload]] = {}
+        self._small = SmallMembers.of(self.members, self.ranges) if self.fixed else None
+        self._tables: dict[tuple[int, int], Array] = {}  # of small members, by the keys of views
+        every = range(len(self.members))
+        self._single: list[Sequence[int]] = [every] * parts  # members with calls of their own
+        if self._small is not None:
+            self._single = [sorted({*every} - {*places}) for places in self._small.places]
         self._freed = 0  # by the pool, when views were last known to be of its buffers
 
     def capacity(self, part: int) -> int:
@@ -83,39 +90,49 @@ class BucketCodec:
         if not self.fixed:
             return self._serialise(out)
         ranges, payloads = self.ranges[part], self._payloads(part, out)
-        for member, (start, stop), payload in zip(self.members, ranges, payloads, strict=True):
+        for i in self._single[part]:
+            member, (start, stop) = self.members[i], ranges[i]
             if stop > start:
                 context = member.context(part, self.parts)
                 encode = member.compressor.encode_into
-                member.call(encode, member.values(start, stop), payload, context)
+                member.call(encode, member.values(start, stop), payloads[i], context)
+        if self._small is not None:
+            self._small.encode(part, self._table(part, out))
         return self.capacity(part)
 
     def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
         decoded = [self._payloads(part, payload) for payload in payloads]
-        for i, member in enumerate(self.members):
+        for i in self._single[part]:
+            member = self.members[i]
             total = self._sum(i, part, [payload[i] for payload in decoded])
             start, stop = self.ranges[part][i]
             out, dtype = member.output[start:stop], member.output_dtype
             from_float32(total, out, dtype, member.workspace, member.postscale)
+        if self._small is not None:
+            self._small.decode_sum(part, [self._table(part, payload) for payload in payloads])
 
     def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
         """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
-        decoded = [self._payloads(part, payload) for payload in payloads]
-        for i, member in enumerate(self.members):
-            target = self._payloads(part, out)[i]
+        decoded, targets = [self._payloads(part, p) for p in payloads], self._payloads(part, out)
+        for i in self._single[part]:
+            member = self.members[i]
             total = self._sum(i, part, [payload[i] for payload in decoded], fresh=True)
             if total.size:
                 if member.postscale != 1.0:
                     self._place.xp.multiply(total, np.float32(member.postscale), out=total)
                 context = member.context(part, self.parts, stage=2)
-                member.call(member.compressor.encode_into, total, target, context)
+                member.call(member.compressor.encode_into, total, targets[i], context)
+        if self._small is not None:
+            tables = [self._table(part, payload) for payload in payloads]
+            self._small.encode_sum(part, tables, self._table(part, out))
         return self.capacity(part)
 
     def decode_into(self, part: int, payload: Array) -> None:
         """Overwrite the outputs of a shard."""
         ranges, payloads = self.ranges[part], self._payloads(part, payload)
-        for member, (start, stop), encoded in zip(self.members, ranges, payloads, strict=True):
+        for i in self._single[part]:
+            member, (start, stop), encoded = self.members[i], ranges[i], payloads[i]
             if stop == start:
                 continue
             out = member.output[start:stop]
@@ -125,6 +142,8 @@ class BucketCodec:
             context = member.context(part, self.parts, stage=2)
             member.decode(member.compressor.decompress, encoded, target, context)
             from_float32(target, out, dtype, member.workspace)
+        if self._small is not None:
+            self._small.decode(part, self._table(part, payload))
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -161,6 +180,7 @@ class BucketCodec:
         if self._freed != self._place.pool.freed:
             self._freed = self._place.pool.freed
             self._views.clear()
+            self._tables.clear()
         key = (part, self._place.address(buffer))
         views = self._views.get(key)
         if views is None or buffer.size < self._slots[part][-1]:
@@ -172,8 +192,19 @@ class BucketCodec:
             ]
             if len(self._views) * max(len(self.members), 1) > _CACHED_VIEWS:
                 self._views.clear()
+                self._tables.clear()
             self._views[key] = views
+            self._tables.pop(key, None)
         return views
+
+    def _table(self, part: int, buffer: Array) -> Array:
+        """Return where the payloads of small members lie in ``buffer``."""
+        assert self._small is not None
+        payloads, key = self._payloads(part, buffer), (part, self._place.address(buffer))
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._small.table(part, payloads)
+        return table
 
     def _view(self, member: Member, n: int, buffer: Array, start: int) -> Payload:
         payload: Payload = {}

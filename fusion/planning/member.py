@@ -280,7 +280,7 @@ class Member:
         try:
             return function(*args)
         except BaseException as error:  # such as SystemExit, or a panic of Rust's
-            raise CompressionFailed.of(self.compressor, function, self._tensor, error) from error
+            raise CompressionFailed.of(self.compressor, function, self.described, error) from error
 
     def layout(self, n: int) -> tuple[Part, ...]:
         """Return the arrays of the payload of ``n`` elements. Raises CompressionFailed."""
@@ -314,10 +314,11 @@ class Member:
         """Raise CompressionFailed where ``function``, a plugin's, has not overwritten ``out``."""
         if self.foreign and out.size and (_ends(out) == _UNWRITTEN).any():
             error = CompressorError("it left its output unwritten, at least at one end")
-            raise CompressionFailed.of(self.compressor, function, self._tensor, error)
+            raise CompressionFailed.of(self.compressor, function, self.described, error)
 
     @property
-    def _tensor(self) -> str:
+    def described(self) -> str:
+        """The tensor as errors name it."""
         return f"tensor {self.request.name!r} {list(self.request.shape)}"
 
     @property

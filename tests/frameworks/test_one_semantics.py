@@ -173,6 +173,7 @@ def watch_payloads():
     """Note what compressors make of gradients, before anything travels."""
     from ringlet.compressors import NoCompression
     from ringlet.compressors.core.context import Context
+    from ringlet.fusion.codecs.bucket_codec import BucketCodec
     from ringlet.fusion.planning.member import Member
     from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
 
@@ -189,6 +190,19 @@ def watch_payloads():
         return result
 
     Member.call = call
+    encode = BucketCodec.encode_into
+
+    def encoded(self, part, out):
+        used = encode(self, part, out)
+        if self._small is not None:  # members that share a call
+            payloads = self._payloads(part, out)
+            for i in self._small.places[part]:
+                context = self.members[i].context(part, self.parts)
+                known = context.name.rpartition(".")[2]
+                note(context.rank, known, context.step, context.offset, payloads[i])
+        return used
+
+    BucketCodec.encode_into = encoded
     reduce = CompressedReduceScatter._reduce
 
     def reduced(self, comm, place, values, total, pieces):

@@ -59,6 +59,16 @@ def bits_f32(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.uint32), codegen
 
 
+@intrinsic
+def pointer(typingctx: Any, address: Any) -> Any:
+    """Return the memory at an address (uint64), for ``numba.carray``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.uint64), codegen
+
+
 @njit(inline="always")
 def magnitude_bits(value: Any) -> Any:
     """Return the bits of |value| as int32, which order like magnitudes; NaN is the largest."""

@@ -1,0 +1,104 @@
+"""Processor time of a step of a model with many small tensors: Ringlet beside DDP.
+
+    ringlet run -np 2 python benchmarks/many_tensors.py [--tensors 300] [--elements 2304]
+
+Every rank trains the same model in turns: without communication, in DistributedDataParallel over
+gloo, and with ``DistributedOptimizer`` and each spec. What is told is the processor time of a step
+on rank 0 in milliseconds, of all threads and of the main one, as medians over turns. The arithmetic
+is small, so that what each tensor costs shows. Ranks share hosts, so wire time does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+import ringlet.torch as hvd
+
+WARM_UP = 10
+
+
+class Small(torch.nn.Module):
+    """So many tensors; the sum of their squares is the loss."""
+
+    def __init__(self, tensors: int, elements: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        values = [torch.randn(elements, generator=generator) for _ in range(tensors)]
+        self.weights = torch.nn.ParameterList(map(torch.nn.Parameter, values))
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        """Return the loss times ``factor``."""
+        return factor * sum(weight.square().sum() for weight in self.weights)
+
+
+def stepping(way: str, tensors: int, elements: int) -> Callable[[], None]:
+    """Return what takes a step of ``way``: "alone", "DDP", or a spec."""
+    model: torch.nn.Module = Small(tensors, elements)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    if way == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif way != "alone":
+        named = list(model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(optimizer, named, compression=way)
+    factor = torch.tensor(1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(factor).backward()
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    """Train in turns, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tensors", type=int, default=300)
+    parser.add_argument("--elements", type=int, default=2304, help="of each tensor")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10, help="in a turn")
+    parser.add_argument("--specs", nargs="+", default=["none", "fp16", "int8 | ef"])
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init()
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = torch.distributed.FileStore(str(Path(folder) / "ddp"), hvd.size())
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=hvd.rank(), world_size=hvd.size()
+    )
+    ways = ["alone", "DDP", *given.specs]
+    steps = {way: stepping(way, given.tensors, given.elements) for way in ways}
+    spent: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for turn in range(given.turns + 1):
+        for way, step in steps.items():
+            hvd.barrier()
+            count = given.steps if turn else WARM_UP
+            whole, main_thread = time.process_time(), time.thread_time()
+            for _ in range(count):
+                step()
+            both = time.process_time() - whole, time.thread_time() - main_thread
+            if turn:
+                spent[way].append((both[0] / count * 1e3, both[1] / count * 1e3))
+    if hvd.rank() == 0:
+        print(
+            f"{given.tensors} tensors of {given.elements}, {hvd.size()} ranks: processor ms a step"
+        )
+        for way, found in spent.items():
+            every, own = (statistics.median(column) for column in zip(*found, strict=True))
+            print(f"{way:12} all threads {every:6.2f}, the main one {own:6.2f}")
+    torch.distributed.destroy_process_group()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

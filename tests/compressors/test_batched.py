@@ -1,0 +1,96 @@
+"""Many tensors a call: what becomes of each is what its own methods make of it, bit for bit."""
+
+import numpy as np
+import pytest
+
+from ringlet.compressors import CompressorError, Context, Int8, PayloadError, parse
+from ringlet.compressors.base.contract import empty_payload
+
+SPECS = [
+    "int8",
+    "int8 | ef",
+    "int8 | server_ef",
+    "int4(bucket=32) | ef(decay=0.5)",
+    "maxnorm(bits=3, stochastic=True) | ef",
+    "minmax(bits=8) | min_size(0)",
+    "minmax(bits=3, bucket=64) | ef",
+    "qsgd(bits=5, bucket=64)",
+]
+LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
+RANKS = 3
+
+
+def values(n, seed):
+    x = np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+    if n == 511:
+        x[17] = np.nan
+    return x
+
+
+def contexts(stage):
+    return [
+        Context(
+            name=f"w{n}", shape=(n + 64,), numel=n + 64, offset=64, step=3, size=RANKS, stage=stage
+        )
+        for n in LENGTHS
+    ]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("spec", SPECS)
+def test_many_tensors_become_what_each_becomes_alone(spec, stage):
+    c = parse(spec)
+    batched = c.batched()
+    ways = []
+    for together in (True, False):
+        around, sent, outs = contexts(stage), [], [np.empty(n, np.float32) for n in LENGTHS]
+        for rank in range(RANKS):  # what is remembered goes on from one to the next
+            xs = [values(n, rank) for n in LENGTHS]
+            payloads = [empty_payload(c, n, ctx) for n, ctx in zip(LENGTHS, around, strict=True)]
+            if together:
+                rows = [batched.values(x, ctx) for x, ctx in zip(xs, around, strict=True)]
+                batched.encode_into(rows, batched.table(payloads, LENGTHS))
+            else:
+                for each in zip(xs, payloads, around, strict=True):
+                    c.encode_into(*each)
+            sent.append(payloads)
+        if together:
+            tables = [batched.table(payloads, LENGTHS) for payloads in sent]
+            batched.sum_into([out.ctypes.data for out in outs], tables, 0.3)
+        else:
+            for i, (out, ctx) in enumerate(zip(outs, around, strict=True)):
+                c.sum_into([payloads[i] for payloads in sent], out, ctx)
+                out *= np.float32(0.3)
+        codes = [array for payloads in sent for p in payloads for array in p.values()]
+        ways.append(codes + outs + [held for ctx in around for held in ctx.state.values()])
+    assert len(ways[0]) == len(ways[1])
+    for one, other in zip(*ways, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+class Louder(Int8):
+    """A subclass that compresses in its own way."""
+
+    def encode_into(self, x, payload, ctx):
+        super().encode_into(x * 2, payload, ctx)
+
+
+def test_what_compresses_in_its_own_way_is_not_passed_over():
+    assert Louder().batched() is None
+    assert (Louder() | parse("ef")).batched() is None
+    for spec in ("topk", "fp16", "int8 | ef(dtype='bf16')", "int8 | hadamard", "qsgd | scaled"):
+        assert parse(spec).batched() is None
+
+
+def test_kernels_are_given_no_address_of_what_does_not_fit():
+    batched, c = parse("int8 | ef").batched(), parse("int8 | ef")
+    payload = empty_payload(c, 100, Context())
+    with pytest.raises(
+        PayloadError, match=r"'codes' is uint8\[100\], its layout says uint8\[101\]"
+    ):
+        batched.table([payload], [101])
+    with pytest.raises(CompressorError, match=r"flat arrays without gaps, not \[50\]"):
+        batched.values(np.zeros(100, np.float32)[::2], Context(numel=50))
+    remembering = Context(numel=10, state={"residual": np.zeros(9, np.float32)})
+    with pytest.raises(CompressorError, match=r"float32\[9\], not float32\[10\]"):
+        batched.values(np.zeros(10, np.float32), remembering)
