@@ -76,9 +76,10 @@ class HeldBack:
 
 
 def _lost(rank: int | None, norm: float) -> str:
+    who = "a rank that had no number any more" if rank is None else f"rank {rank}"
     return (
-        f"what compression held back on rank {rank} is lost: gradients of norm {norm:.3g}, at its "
-        "last commit"
+        f"what compression held back on {who} is lost: gradients of norm {norm:.3g}, at its last "
+        "commit"
     )
 
 

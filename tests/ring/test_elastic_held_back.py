@@ -34,6 +34,17 @@ def test_what_is_lost_with_a_rank_is_counted(told, said):
     assert list(held_back.notes(over=False)) == []
 
 
+def test_a_rank_that_was_left_out_of_the_last_epoch_has_no_number():
+    store = KvStore()
+    held_back = HeldBack(store)
+    store.leave(epochs.held_name(5), b"[2.5, false]")
+    held_back.failed(5, None, 2)
+    who = "what compression held back on a rank that had no number any more"
+    assert list(held_back.notes(over=False)) == [
+        f"{who} is lost: gradients of norm 2.5, at its last commit"
+    ]
+
+
 def test_nothing_is_said_of_ranks_that_fail_when_the_job_is_over():
     store = KvStore()
     held_back = HeldBack(store)
