@@ -1,9 +1,8 @@
 """What declaring tensors costs grows with their number, and no faster: counted, not timed."""
 
-import sys
-
 import numpy as np
 import pytest
+from counted_calls import number_of_calls
 
 from ringlet.compressors import parse
 from ringlet.fusion import DuplicateName, Engine, Limits, Request
@@ -29,22 +28,6 @@ class Counted(str):
 
 def requests(n, spec="none", name=str):
     return [Request(name(f"layer{i}.weight"), shape=(3, 5), spec=spec) for i in range(n)]
-
-
-def calls_of(function):
-    """Return how many functions, Python's and C's, are called meanwhile on this thread."""
-    count = 0
-
-    def profile(frame, event, argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def declare(engine, asked, spec="none"):
@@ -74,7 +57,7 @@ def test_names_are_not_compared_with_all_others():
 def test_planning_costs_as_much_for_each_tensor_however_many_there_are(spec, most):
     def cost(n):
         asked = requests(n, spec)
-        return on_one_rank(lambda engine: calls_of(lambda: declare(engine, asked, spec)))
+        return on_one_rank(lambda engine: number_of_calls(lambda: declare(engine, asked, spec)))
 
     cost(10)
     few, many = cost(200), cost(1600)
@@ -90,7 +73,7 @@ def test_comparing_declarations_costs_as_much_for_each_tensor(turned):
         mine = m.DECLARE + dumps([0, "g", asked])
         theirs = m.DECLARE + dumps([0, "g", asked[::-1] if turned else asked])
         coordinator.on_message(1, theirs)
-        return calls_of(lambda: coordinator.on_message(0, mine))
+        return number_of_calls(lambda: coordinator.on_message(0, mine))
 
     few, many = cost(200), cost(1600)
     assert many < 8.5 * few
