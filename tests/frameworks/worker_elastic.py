@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 
+import elastic_residuals
 import numpy as np
 
 from ringlet.job.elastic import HostsUpdatedInterrupt
@@ -99,22 +100,12 @@ if framework == "torch":
         setattr(Copies, method, die)
 
     def residuals(of_sums=1.0):
-        """Return all residuals, with what is held back of sums of shards so many times."""
-        found = []
-        for name, parameter in named.items():
-            state = reducer.states[name]
-            found.append(np.array(state.get("residual", np.zeros(parameter.numel())), np.float64))
-            for key in [key for key in state if key.startswith("stage2.")]:
-                start = int(key.removeprefix("stage2."))
-                held = state[key].get("residual", np.zeros(0))
-                found[-1][start : start + held.size] += held * of_sums
-        return np.concatenate(found)
+        lengths = {name: parameter.numel() for name, parameter in named.items()}
+        states = {name: reducer.states[name] for name in named}
+        return elastic_residuals.residuals(lengths, states, of_sums)
 
     def owed():
-        """Return what this rank owes to the mean, along two directions, and how much at most."""
-        whole = residuals() / hvd.size()
-        draws = np.random.default_rng(0).standard_normal((2, whole.size))
-        return [*(draws @ whole), float(np.linalg.norm(whole))]
+        return elastic_residuals.owed(residuals(), hvd.size())
 
     def held_back():
         """Return the norm of what this rank holds back once there is one rank less."""

@@ -17,6 +17,7 @@ import sys
 import time
 import weakref
 
+import elastic_residuals
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -60,22 +61,12 @@ wrapped = []  # weak references to all DDPs so far
 
 
 def residuals(of_sums=1.0):
-    """Return all residuals, with what is held back of sums of shards so many times."""
-    found = []
-    for name, p in model.named_parameters():
-        held = memory.states.get(name, {})
-        found.append(np.array(held.get("residual", np.zeros(p.numel())), np.float64))
-        for key in [key for key in held if key.startswith("stage2.")]:
-            start, part = int(key.removeprefix("stage2.")), held[key].get("residual", np.zeros(0))
-            found[-1][start : start + part.size] += part * of_sums
-    return np.concatenate(found)
+    lengths = {name: p.numel() for name, p in model.named_parameters()}
+    return elastic_residuals.residuals(lengths, memory.states, of_sums)
 
 
 def owed():
-    """Return what this rank owes to the mean, along two directions, and how much at most."""
-    whole = residuals() / hvd.size()
-    draws = np.random.default_rng(0).standard_normal((2, whole.size))
-    return [*(draws @ whole), float(np.linalg.norm(whole))]
+    return elastic_residuals.owed(residuals(), hvd.size())
 
 
 def norm(of_sums=1.0):
