@@ -9,6 +9,7 @@ from typing import Any
 
 from numba import njit, types
 
+from ringlet.compressors.kernels.cpu.common.copies import copy
 from ringlet.compressors.kernels.cpu.common.feedback import add, keep_combined
 
 CHUNK = 2048  # columns of a product whose factors stay in the first-level cache
@@ -144,4 +145,5 @@ def times_columns(left: Any, matrix: Any, begin: int, end: int, room: Any, out: 
             for k in range(r):
                 for j in range(row.size):
                     sums[k, j] += left[k, i] * row[j]
-        out[:, start:stop] = sums
+        for k in range(r):
+            copy(sums[k], out[k, start:stop])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from ringlet.compressors.kernels.cpu.common.copies import copy
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, is_finite
 from ringlet.compressors.kernels.cpu.common.rng import squares
 
@@ -37,7 +38,7 @@ def restore(x: Any, key: Any, start: Any, block: int, add: bool, out: Any) -> No
     for first in range(0, x.size, block):
         target = out[first : min(first + block, x.size)]
         values = work[: target.size]
-        values[:] = x[first : first + target.size]
+        copy(x[first : first + target.size], values)
         _transform(values, block)
         if add:
             _flip(values, key, start + first, block, words, values)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from ringlet.compressors.kernels.cpu.common.copies import copy
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
     ROUNDER,
     bf16_to_f32,
@@ -157,7 +158,7 @@ def encoder(bits: int) -> Any:
                     for i in range(n):
                         target[i] = piece[i] + decay * held[i]
                 else:
-                    target[:n] = piece
+                    copy(piece, target[:n])
                 source = target[:n]
                 if rotated:
                     target[n:] = 0
@@ -182,7 +183,7 @@ def encoder(bits: int) -> Any:
             elif bits == 16:
                 encode16(chosen[:k], out)
             else:
-                out[:] = chosen[:k]
+                copy(chosen[:k], out)
             if feedback:
                 if bits == 8:
                     decode8(out, scale, decoded[:k])
@@ -191,7 +192,7 @@ def encoder(bits: int) -> Any:
                 elif bits == 16:
                     decode16(out, decoded[:k])
                 else:
-                    decoded[:k] = out
+                    copy(out, decoded[:k])
                 if rotated:
                     transform_sparse(picks, decoded[:k], inverse, turned)
                     for i in range(n):
@@ -244,7 +245,7 @@ def decoder(bits: int) -> Any:
             elif bits == 16:
                 decode16(source, decoded[:k])
             else:
-                decoded[:k] = source
+                copy(source, decoded[:k])
             if rotated:
                 transform_sparse(picks, decoded[:k], inverse, turned)
                 for i in range(n):
