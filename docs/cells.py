@@ -17,7 +17,7 @@ def unescaped(html: str) -> str:
 def breakable(html: str) -> str:
     """Return ``html`` in which long names of code in cells may go on in the next line.
 
-    That is behind an underscore, a slash, a full stop, a bracket or a comma, but not inside numbers.
+    That is behind an underscore, a slash, a full stop, a bracket or a comma, not inside numbers.
     """
     return _CELL.sub(lambda cell: _CODE.sub(_with_breaks, cell[0]), html)
 
