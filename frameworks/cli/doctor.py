@@ -31,7 +31,7 @@ from ringlet.ring.launch.machine import Finding, examine, versions
 from ringlet.ring.rendezvous.connect import connect
 from ringlet.ring.rendezvous.environment import check_transport, detect
 
-SPECS = ("fp16", "int8", "int4", "topk(ratio=0.01)", "powersgd(rank=4)")
+SPECS = ("fp16", "int8", "int4 | ef", "topk(ratio=0.01) | ef", "powersgd(rank=4) | ef")
 SIDE = 2048  # the tensor on which codecs are timed is SIDE x SIDE float32
 PAYS = 1.1  # times faster than uncompressed from which on a compressor is recommended
 EXAMPLES = """\

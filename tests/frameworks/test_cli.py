@@ -40,6 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
     ("arguments", "words"),
     [
         (["rum"], "unknown command 'rum'. Did you mean 'run'?"),
+        (["advise"], "unknown command 'advise'. Did you mean 'doctor'?"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["train.py", "--lr", "3"], "to start a program: ringlet run -np 2 python train.py --lr 3"),
         (["python3", "-m", "train"], "start a program: ringlet run -np 2 python3 -m train"),
