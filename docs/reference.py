@@ -106,7 +106,7 @@ def command_line() -> str:
 def _command(name: str) -> str:
     parser = command_parser(name)
     text = f"\n## ringlet {name}\n\n```text\n{parser.examples.strip()}\n```\n"
-    text += f"\n{' '.join((parser.description or '').split())}\n"
+    text += f"\n{_prose(parser.description or '')}\n"
     text += f"\n```text\n{parser.format_usage().strip()}\n```\n"
     rows = [
         f"| `{', '.join(_names(a))}`{_takes(a)} | {_cell(a.help or '')} |" for a in shown(parser)
@@ -114,8 +114,13 @@ def _command(name: str) -> str:
     if rows:
         text += "\n| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
     if parser.epilog:
-        text += f"\n{' '.join(parser.epilog.split())}\n"
+        text += f"\n{_prose(parser.epilog)}\n"
     return text
+
+
+def _prose(text: str) -> str:
+    """Return what a command says of itself as one paragraph, with links to the pages it names."""
+    return re.sub(r"\bdocs/([\w-]+)\.md\b", r"[\1](../\1.md)", " ".join(text.split()))
 
 
 def shown(parser: argparse.ArgumentParser) -> list[argparse.Action]:

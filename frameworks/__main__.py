@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ringlet import __version__
-from ringlet.cli.commands import COMMANDS, grouped
+from ringlet.cli.commands import ALSO_CALLED, COMMANDS, grouped
 from ringlet.ring.errors import RingError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -112,7 +112,8 @@ def _refuse_unknown(name: str, parser: Parser) -> None:
     """Exit unless ``name`` is a command, and say what was probably meant."""
     if name in COMMANDS:
         return
-    near = difflib.get_close_matches(name, COMMANDS, 1)
+    meant = ALSO_CALLED.get(name)
+    near = [meant] if meant else difflib.get_close_matches(name, COMMANDS, 1)
     hint = f" Did you mean {near[0]!r}?" if near else f" Commands: {', '.join(COMMANDS)}"
     parser.error(f"unknown command {name!r}.{hint}")
 

@@ -6,6 +6,7 @@ complete, votes, and runs collectives in the one order that the coordinator anno
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -41,6 +42,8 @@ from ringlet.ring.communicator import Communicator
 from ringlet.ring.control.plane import ControlPlane, Handler
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import PeerLost, RingError
+
+log = logging.getLogger("ringlet")
 
 OpenControl = Callable[[Communicator, Handler | None], ControlPlane]
 
@@ -175,11 +178,13 @@ class Engine:
     def entitle(self, group: Group, title: str) -> None:
         """Let what people read call ``group`` so: timelines, reports, errors, what has stalled.
 
-        Each rank for itself; of what concerns several ranks rank 0 tells.
+        Each rank for itself; of what concerns several ranks rank 0 tells, and logs at the level
+        "info" by which compressors the group's tensors travel.
         """
         group.title = title
         if self._coordinator is not None:
             self._coordinator.entitle(group.number, title)
+            log.info("gradients of %s: %s", title, group.compression)
 
     def release(self, group: Group) -> None:
         """Forget a group; every rank does, sooner or later. Safe in a finaliser."""

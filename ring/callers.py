@@ -34,6 +34,7 @@ _ELSEWHERE = {
     "nprocs": ("np",),
     "nproc_per_node": ("np",),
 }
+_CUT = "_ringlet_cut"  # an attribute of errors whose traceback ended in a public function
 _BETWEEN = ("ringlet", "functools", "contextlib")  # packages whose frames tell a caller nothing
 
 
@@ -67,8 +68,9 @@ def _improve(
     below = error.__traceback__ and error.__traceback__.tb_next
     if below is None and isinstance(error, TypeError):
         error.args = (_better(function, args, kwargs, str(error)),)
-    if (below is None or _on_purpose(error, below)) and not _debugging():
+    if (below is None or _on_purpose(error, below)) and not debugging():
         error.__traceback__ = None  # a bare raise adds no frame of its own
+        vars(error)[_CUT] = True
 
 
 def outside() -> int:
@@ -113,6 +115,8 @@ def _on_purpose(error: Exception, traceback: TracebackType) -> bool:
         if last.tb_next is None:
             break
         last = last.tb_next
+    if _CUT in vars(error):  # by one public function, which another one has called
+        return True
     # What Python itself raises, in the midst of an expression, is a fault of ours.
     raised = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
     return raised and _package(last.tb_frame.f_globals) == "ringlet"
@@ -122,7 +126,8 @@ def _package(names: dict[str, Any]) -> str:
     return str(names.get("__name__", "")).partition(".")[0]
 
 
-def _debugging() -> bool:
+def debugging() -> bool:
+    """Whether tracebacks are to show Ringlet's own frames: at the log level "debug"."""
     try:
         asked = level_from(os.environ)
     except ValueError:  # told of by ``init``

@@ -70,6 +70,22 @@ def test_the_figures_are_what_the_script_draws():
         ElementTree.fromstring(kept)
 
 
+def test_code_in_a_narrow_cell_may_break_where_nobody_misreads_it():
+    breakable = runpy.run_path(str(ROOT / "docs" / "cells.py"))["breakable"]
+    row = "<td><code>RINGLET_NUM_THREADS</code> a_b</td><td><code>topk(ratio=0.01)</code></td>"
+    broken = breakable(f"<p><code>a_b</code></p>{row}")
+    assert broken.replace("<wbr>", "") == f"<p><code>a_b</code></p>{row}"
+    assert "<code>RINGLET_<wbr>NUM_<wbr>THREADS</code> a_b</td>" in broken
+    assert "<code>topk(<wbr>ratio=0.01)</code>" in broken
+    assert broken.startswith("<p><code>a_b</code></p>")
+
+
+def test_pages_that_a_command_names_are_links_in_its_reference():
+    page = runpy.run_path(str(ROOT / "docs" / "reference.py"))["command_line"]()
+    assert "[launching](../launching.md) says more." in page
+    assert "docs/" not in page
+
+
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}

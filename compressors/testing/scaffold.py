@@ -9,9 +9,9 @@ from pathlib import Path
 from ringlet.compressors.specs.registry import names
 
 EXAMPLES = """\
-ringlet new sign                           # makes ringlet-sign/: plugin, test, entry point
-ringlet check "ringlet_sign:Sign | ef"     # in that folder
-ringlet new companded --kind modifier      # changes how another compressor works"""
+ringlet new sign                        # makes ringlet-sign/: plugin and test
+ringlet check "ringlet_sign:Sign | ef"  # in that folder
+ringlet new companded --kind modifier   # changes how another compressor works"""
 _PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]

@@ -20,8 +20,9 @@ EXAMPLES = """\
 ringlet env                # paste what it prints into a bug report
 ringlet env --json         # the same for a script"""
 DESCRIPTION = """\
-Print versions, transports, hardware, plugins and the variables that are set: what a bug report
-needs. Values of secrets are left out. Nothing is measured and no rank is started."""
+Print versions, transports, hardware, plugins and the variables that are set:
+what a bug report needs. Values of secrets are left out. Nothing is measured and
+no rank is started."""
 _SECRET = re.compile(r"SECRET|KEY|TOKEN|PASSWORD")
 _FAMILIES = ("OMP_", "NCCL_", "GLOO_", "MPICH_", "UCX_", "FI_", "CUDA_VISIBLE", "NUMBA_")
 

@@ -25,6 +25,12 @@ GROUPS = {
     "help": ["env", "completion"],
 }
 
+# What people call them elsewhere.
+ALSO_CALLED = {
+    "advise": "doctor", "predict": "doctor", "info": "env", "launch": "run", "start": "run",
+    "exec": "run", "init": "new", "test": "check", "plot": "report",
+}  # fmt: skip
+
 
 def grouped() -> dict[str, list[str]]:
     """Return the names of all commands by the heading that they stand under."""

@@ -10,11 +10,11 @@ from ringlet.cli.commands import COMMANDS
 
 SHELLS = ("bash", "zsh", "tcsh")
 EXAMPLES = """\
-eval "$(ringlet completion bash)"                                  # in ~/.bashrc
-ringlet completion zsh > ~/.zsh/completions/_ringlet               # in a folder of $fpath"""
+eval "$(ringlet completion bash)"                      # in ~/.bashrc
+ringlet completion zsh > ~/.zsh/completions/_ringlet   # in a folder of $fpath"""
 DESCRIPTION = """\
-Print a script that completes Ringlet's commands and options in a shell. It is made by shtab:
-pip install 'ringlet[completion]'."""
+Print a script that completes Ringlet's commands and options in a shell. It is
+made by shtab: pip install 'ringlet[completion]'."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,13 +31,13 @@ from ringlet.ring.launch.machine import Finding, examine, versions
 from ringlet.ring.rendezvous.connect import connect
 from ringlet.ring.rendezvous.environment import check_transport, detect
 
-SPECS = ("fp16", "int8", "int4", "topk(ratio=0.01)", "powersgd(rank=4)")
+SPECS = ("fp16", "int8", "int4 | ef", "topk(ratio=0.01) | ef", "powersgd(rank=4) | ef")
 SIDE = 2048  # the tensor on which codecs are timed is SIDE x SIDE float32
 PAYS = 1.1  # times faster than uncompressed from which on a compressor is recommended
 EXAMPLES = """\
-ringlet doctor                            # this machine: versions, transports, launcher
-ringlet doctor -np 8 -H host1:4,host2:4   # the links between hosts, and what pays on them
-ringlet doctor -np 8 --link 1gbit         # what would pay on a link that is not here"""
+ringlet doctor                            # this machine: versions, transports
+ringlet doctor -np 8 -H host1:4,host2:4   # the links, and what pays on them
+ringlet doctor -np 8 --link 1gbit         # what would pay on a link not here"""
 DESCRIPTION = """\
 Say what is installed and which transports work. With -np or hosts, or as the
 command of `ringlet run`, also connect the ranks, measure the links between

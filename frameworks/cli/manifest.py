@@ -21,8 +21,8 @@ and prove by a Secret, made anew each time, that they belong together. TrainJob
 and MPIJob are Kubeflow's, JobSet is its own project's, RayJob is KubeRay's,
 whose COMMAND is a program that uses ringlet.ray."""
 EXAMPLES = """\
-ringlet manifest --kind Job --name train --image me/train --nodes 4 --gpus 8 python train.py
-ringlet manifest --kind TrainJob --name train --image me/train --nodes 4 --gpus 8 python train.py"""
+ringlet manifest --kind Job --name a --image me/a --nodes 4 python train.py
+ringlet manifest --kind TrainJob --name a --image me/a --gpus 8 python train.py"""
 EPILOG = "docs/where-to-run.md says more."
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``ringlet manifest``."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "ringlet manifest --kind KIND --name NAME --image IMAGE [options] [--] COMMAND"
+    parser.usage = "ringlet manifest --kind KIND --name NAME --image IMAGE [options] COMMAND"
     parser.add_argument("--kind", metavar="KIND", help=f"one of {', '.join(KINDS)}")
     parser.add_argument("--name", metavar="NAME", help="name of the job, up to 40 characters")
     parser.add_argument("--image", metavar="IMAGE", help="image with Ringlet and the program")

@@ -96,8 +96,12 @@ def lines(
 def bars(
     rows: Sequence[Bar], shown: Format, width: int = 560, label: int = 120, row: int = 34
 ) -> str:
-    """Return horizontal bars on one scale, each with its total behind it."""
+    """Return horizontal bars on one scale, each with its total behind it.
+
+    Names stand on the left, in as much room as the longest takes, ``label`` at most.
+    """
     note_width = 130
+    label = min(label, 12 + 7 * max((len(bar.name) for bar in rows), default=0))
     top, height = 4, 8 + row * len(rows)
     longest = max((sum(p[2] for p in bar.pieces) for bar in rows), default=1.0) or 1.0
     inner = width - label - note_width

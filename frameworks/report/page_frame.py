@@ -50,7 +50,7 @@ table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: left; padding: 4px 10px; border-bottom: 1px solid var(--grid);
   white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; }
-td:first-child { max-width: 26em; overflow: hidden; text-overflow: ellipsis; }
+td:first-child { max-width: 26em; overflow: clip; text-overflow: ellipsis; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; } summary { cursor: pointer; font-size: 13px; margin: 8px 0; }
 @media (max-width: 600px) { body { padding: 14px 12px 28px; } h1 { font-size: 19px; } }

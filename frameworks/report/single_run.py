@@ -204,7 +204,7 @@ def _layers(run: GroupSummary) -> str:
         )
         for layer in found[:_LAYERS]
     ]
-    chart = charts.bars(rows, amount, width=1160, label=300, row=30)
+    chart = charts.bars(rows, amount, width=760, label=300, row=30)
     listed = found[:_ROWS]
     table = sorted_table([*_WORDS, *_NUMBERS], [_cells(layer) for layer in listed], len(_WORDS))
     more = f"<p>and {len(found) - _ROWS} more</p>" if len(found) > _ROWS else ""

@@ -18,6 +18,7 @@ from ringlet.compressors import Compressor, Router
 from ringlet.compressors.core.context import State
 from ringlet.compressors.modifiers.residuals import energy
 from ringlet.compressors.states import fit
+from ringlet.ring.callers import outside
 from ringlet.ring.dtypes import Array
 
 Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is
@@ -88,7 +89,7 @@ def fit_all(
     return strange
 
 
-def warn_of_misfits(strange: Sequence[str], stacklevel: int) -> None:
+def warn_of_misfits(strange: Sequence[str]) -> None:
     """Warn of what is ``strange`` in a checkpoint, if anything is."""
     if not strange:
         return
@@ -96,13 +97,11 @@ def warn_of_misfits(strange: Sequence[str], stacklevel: int) -> None:
     warnings.warn(
         "what compressors remember in the checkpoint does not fit this job everywhere: "
         f"{'; '.join(strange[:_SHOWN])}{more}",
-        stacklevel=stacklevel + 1,
+        stacklevel=outside(),
     )
 
 
-def warn_of_loss(
-    given: Mapping[str, Any] | None, rank: int, size: int, advice: str, stacklevel: int
-) -> None:
+def warn_of_loss(given: Mapping[str, Any] | None, rank: int, size: int, advice: str) -> None:
     """Warn that a checkpoint holds another rank's residuals, or none."""
     whose = (
         "holds no residuals"
@@ -112,7 +111,7 @@ def warn_of_loss(
     warnings.warn(
         f"the checkpoint {whose}, this is rank {rank} of {size}: what compression held back is "
         f"lost. {advice}",
-        stacklevel=stacklevel + 1,
+        stacklevel=outside(),
     )
 
 
@@ -191,12 +190,12 @@ def loads(
         raise ValueError(f"compressor state of version {version} needs another Ringlet")
     if not is_own(head, rank, size):
         if remembered(head["states"]):
-            warn_of_loss(head, rank, size, _ADVICE, stacklevel=3)
+            warn_of_loss(head, rank, size, _ADVICE)
         return {}, int(head["step"])
     states: dict[str, State] = head["states"]
     tensors = {name: (router(name), None) for name in states}
     strange = fit_all(states, head.get("specs", {}), tensors, size, average)
-    warn_of_misfits(strange, stacklevel=3)
+    warn_of_misfits(strange)
     return states, head["step"]
 
 

@@ -14,7 +14,6 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.precision import Policy
 from ringlet.precision.guards import guards
-from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.gradients import GradientReducer, Settings
 from ringlet.shared.model_agreement import unique
@@ -87,7 +86,6 @@ class _Distributed:
 
 
 @as_written
-@public
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: Any,
     device_dense: str = "",
@@ -143,7 +141,6 @@ def _distributed(gradtape: Any, options: Options) -> Any:
 
 
 @as_written
-@public
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: Any,
     device_dense: str = "",

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -130,6 +131,12 @@ class Group:
         now = [member.at(self.step) for member in self._declared]
         if due or [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
             self._plan(now)
+
+    @property
+    def compression(self) -> str:
+        """How many tensors travel by which compressors, in words."""
+        counts = Counter(str(member.compressor) for member in self.members.values())
+        return ", ".join(f"{number} by {spec}" for spec, number in counts.most_common())
 
     def warm_up(self) -> None:
         """Compile the compressors' kernels, so that the first step does not have to."""

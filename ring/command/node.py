@@ -48,7 +48,7 @@ indexed Job (with the name of its Service), and of a TrainJob. Elsewhere
 With --min-np training begins when so many ranks are there, and goes on while
 they are: other nodes may come later, go, and come again, but the first one."""
 EXAMPLES = """\
-ringlet node --slots 8 python train.py   # in a Slurm step, or in a pod: srun ringlet node ...
+ringlet node --slots 8 python train.py   # in a pod, or behind Slurm's srun
 ringlet node --nodes 2 --node 1 --first host0 --slots 4 python train.py
 ringlet node --min-np 8 --slots 8 python train.py   # nodes come and go"""
 EPILOG = "docs/where-to-run.md says more."

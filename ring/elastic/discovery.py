@@ -16,6 +16,7 @@ from ringlet.ring.hosts.hosts import Host, parse_host
 from ringlet.ring.processes import processes
 
 PERIOD = 1.0  # seconds from the end of one run to the beginning of the next
+UNUSABLE = (126, 127)  # a shell's exit codes for what is not executable, or not there
 PATIENCE = 30.0  # seconds that a run may take
 LONGEST = 1 << 20  # bytes of what a run prints
 
@@ -25,7 +26,8 @@ class Discovery:
 
     A line is ``host`` or ``host:slots``; ``slots`` are those of a host without a number. A run that
     fails, prints nothing or what makes no sense, or takes longer than 30 s changes nothing:
-    ``look`` says so, once for the same reason.
+    ``look`` says so, once for the same reason. It raises LaunchError where the first run shows that
+    the script is not there, or not executable.
     """
 
     def __init__(self, script: str | None, slots: int = 1, hosts: Sequence[Host] = ()) -> None:
@@ -54,6 +56,12 @@ class Discovery:
         try:
             found = self._result()
         except LaunchError as error:
+            if self._known is None and self._process.returncode in UNUSABLE:
+                self._done(now)
+                raise LaunchError(
+                    f"--host-discovery-script {self._script} cannot be run: {error}. It is a"
+                    " shell's command, such as ./hosts.sh, which has to be there and executable"
+                ) from None
             return None, self._complain(str(error), now)
         self._done(now)
         self._complaint = ""

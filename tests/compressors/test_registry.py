@@ -122,8 +122,9 @@ def test_entry_points_load_lazily_and_conflicts_are_told(monkeypatch):
         lookup("missing")
     with pytest.raises(CompressorError, match=r"first.*second"):
         lookup("twice")
-    with pytest.raises(UnknownCompressor, match="did you mean 'fromplugin'"):
-        lookup("fromplugn")
+    for slip in ("fromplugn", "FromPlugin"):
+        with pytest.raises(UnknownCompressor, match="did you mean 'fromplugin'"):
+            lookup(slip)
 
 
 def test_every_compressor_of_our_own_is_a_name_of_the_package():

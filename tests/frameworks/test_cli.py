@@ -40,6 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
     ("arguments", "words"),
     [
         (["rum"], "unknown command 'rum'. Did you mean 'run'?"),
+        (["advise"], "unknown command 'advise'. Did you mean 'doctor'?"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["train.py", "--lr", "3"], "to start a program: ringlet run -np 2 python train.py --lr 3"),
         (["python3", "-m", "train"], "start a program: ringlet run -np 2 python3 -m train"),
@@ -173,12 +174,15 @@ def test_alone_it_shows_what_one_can_do(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_that_begins_with_an_example(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])
     assert end.value.code == 0
-    examples, usage, _ = capsys.readouterr().out.partition("\n\nusage: ")
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    examples, usage, _ = out.partition("\n\nusage: ")
     assert usage
     assert all(re.match(r"(eval .\$\()?ringlet ", line) for line in examples.splitlines())
     assert f"ringlet {name} " in examples

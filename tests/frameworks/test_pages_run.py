@@ -69,6 +69,14 @@ PRELUDES = {
         model = torch.nn.Linear(64, 64)
     """,
 }
+PRELUDES["saved"] = (
+    PRELUDES["trained"]
+    + """
+        import glob
+        torch.save(model.state_dict(), "model.pt")
+        torch.save(optimizer.state_dict(), "optimizer.0.pt")
+    """
+)
 
 
 class Block(NamedTuple):

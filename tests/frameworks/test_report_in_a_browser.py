@@ -49,6 +49,9 @@ function look(frame) {
     wide: page.documentElement.scrollWidth, room: win.innerWidth, small, body,
     first: page.body.firstElementChild.textContent, order,
     images: page.images.length, scripts: page.scripts.length,
+    cut: [...page.querySelectorAll("td:first-child")].filter(
+      c => c.scrollWidth > c.clientWidth && c.textContent.length < 20).map(c => c.textContent),
+    beyond: [...page.querySelectorAll("figure svg")].map(s => s.getBoundingClientRect().width),
     legends: [...page.querySelectorAll("figure")].filter(f => f.querySelector("svg"))
       .map(f => [f.querySelector("h2").textContent, f.querySelectorAll(".legend span").length]),
     labels: texts.map(t => t.textContent),
@@ -123,6 +126,8 @@ def test_it_is_readable(found, width: str) -> None:
     page = found[width]
     assert page["wide"] <= page["room"], "the page itself scrolls sideways"
     assert (page["small"], page["body"]) == (0, 0), "letters that are too small"
+    assert page["cut"] == [], "short names that are cut off"
+    assert max(page["beyond"]) <= max(600, page["room"]), "charts of several screens"
     assert page["first"].startswith("Compression paid")
 
 

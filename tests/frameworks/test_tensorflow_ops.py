@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -503,6 +504,13 @@ def case_bad_input():
         hvd.allgather(tf.ones([2, 2 + rank]), name="mismatch")
     with pytest.raises(tf.errors.InvalidArgumentError, match="pass splits"):
         hvd.alltoall(tf.ones([hvd.size() + 1]))
+    from_nobody = lambda: hvd.broadcast(tf.ones([2]), root_rank=99)  # noqa: E731
+    for call in (from_nobody, tf.function(from_nobody, autograph=False)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="root_rank must be") as caught:
+            call()
+        ours = Path(hvd.__file__).parents[1]
+        assert not [entry for entry in caught.traceback if ours in Path(entry.path).parents]
+        assert caught.value.__cause__ is None
     unknown = hvd.ProcessSet([rank])
     unknown.process_set_id = 10
     with pytest.raises(ValueError, match="no process set 10"):

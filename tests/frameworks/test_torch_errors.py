@@ -163,6 +163,29 @@ def case_a_layer_that_one_rank_thaws():
     step(m, optimizer)
 
 
+def ends_here(call, *errors):
+    """Check that a mistake's traceback ends at the line that called, without frames of ours."""
+    with pytest.raises(errors) as told:
+        call()
+    assert told.traceback[-1].name == "<lambda>", told.traceback
+
+
+def case_short_tracebacks():
+    m = model()
+    optimizer = wrap(m, compression="int4 | ef")
+    step(m, optimizer)
+    ends_here(lambda: optimizer.set_compression("int5"), ValueError)
+    ends_here(lambda: optimizer.load_state_dict({}), ValueError)
+    ends_here(lambda: hvd.broadcast(torch.ones(3), root_rank=99), hvd.HorovodInternalError)
+    ends_here(lambda: hvd.allgather([1.0]), TypeError)
+    m(torch.ones(2, 4)).sum().backward()
+    ends_here(lambda: optimizer.zero_grad(), RuntimeError)
+    torch.nn.utils.clip_grad_norm_(m.parameters(), 1e-3)
+    ends_here(lambda: optimizer.step(), RuntimeError)
+    optimizer.abandon_step()
+    step(m, optimizer)
+
+
 def case_ops_of_torch():
     """They are numbers in another order: SUM is what Average is here."""
     dist = torch.distributed

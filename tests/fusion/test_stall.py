@@ -111,9 +111,11 @@ def test_the_log_names_tensors_and_ranks_and_the_engine_gives_up(declared, caplo
         finally:
             engine.shutdown()
 
-    with caplog.at_level(logging.WARNING, "ringlet"):
+    with caplog.at_level(logging.INFO, "ringlet"):
         run_local(rank_main, 3)
     text = "\n".join(record.getMessage() for record in caplog.records)
+    assert text.count("gradients of SGD of rank 0: 1 by none") == declared
+    assert "gradients of SGD of rank 1" not in text
     assert "'other'" in text
     assert "ready on rank 1, waiting for ranks 0, 2" in text
     assert ("a step of 'SGD of rank 0'" if declared else "'x'") in text

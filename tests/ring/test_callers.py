@@ -41,6 +41,24 @@ def mistake():
     ringlet.run(print, kwargs="verbose", np=1)
 
 
+def test_a_public_function_that_calls_another_is_left_out_too(monkeypatch):
+    monkeypatch.delenv("RINGLET_LOG_LEVEL", raising=False)
+    monkeypatch.delenv("HOROVOD_LOG_LEVEL", raising=False)
+
+    def as_ours(code):
+        names = {"public": callers.public, "__name__": "ringlet.test"}
+        exec(code, names)  # frames count as Ringlet's by the name of their module
+        return names["outer"]
+
+    outer = as_ours(
+        "@public\ndef inner(): raise ValueError('on purpose')\n"
+        "@public\ndef outer(): return inner()\n"
+    )
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        outer()
+    assert frames(caught.value) == ["test_a_public_function_that_calls_another_is_left_out_too"]
+
+
 def test_a_mistake_ends_at_the_users_line(monkeypatch):
     monkeypatch.delenv("RINGLET_LOG_LEVEL", raising=False)
     monkeypatch.delenv("HOROVOD_LOG_LEVEL", raising=False)

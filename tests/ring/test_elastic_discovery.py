@@ -104,16 +104,27 @@ def test_a_script_that_does_not_end_is_ended(looking, monkeypatch):
     assert "did not end within 0.2 s" in looking("", "sleep 1000; {}")[1]
 
 
-def test_a_list_stays_and_a_script_that_is_none_is_named():
+def test_a_list_stays():
     listed = Discovery(None, hosts=[Host("a", 1)])
     assert [listed.look(now)[0] for now in (0.0, 1.0)] == [[Host("a", 1)], None]
     assert listed.patience(1.0) is None
-    found = Discovery("/no-such-script")
-    said = ""
-    limit = time.monotonic() + 60
-    while not said and time.monotonic() < limit:
-        said = found.look(time.monotonic())[1]
-    assert "exited with code 127" in said
+
+
+@pytest.mark.parametrize(("mode", "words"), [(None, "not found"), (0o644, "ermission denied")])
+def test_a_script_that_is_not_there_or_not_executable_ends_the_job(tmp_path, mode, words):
+    script = tmp_path / "hosts.sh"
+    if mode is not None:
+        script.write_text("#!/bin/sh\necho a:2\n")
+        script.chmod(mode)
+    found = Discovery(str(script))
+
+    def look_until(limit):
+        while time.monotonic() < limit:
+            found.look(time.monotonic())
+
+    with pytest.raises(LaunchError, match=f"cannot be run: .*{words}.* such as ./hosts.sh"):
+        look_until(time.monotonic() + 60)
+    found.close()
 
 
 def test_a_script_that_names_no_interpreter_is_the_shells(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from ringlet.job.process_sets import InvalidArgument
+from ringlet.ring.callers import debugging, public
 from ringlet.ring.errors import Mismatch, RingError
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -64,15 +65,31 @@ def class_for(error: RingError, otherwise: type[Any]) -> type[TensorError]:
 
 
 def translated(function: Called) -> Called:
-    """Decorate an entry point, so that its errors can be caught by TensorFlow's classes."""
+    """Decorate an entry point, so that its errors can be caught by TensorFlow's classes.
+
+    A mistake in a call has a short traceback, as ``public`` makes it.
+    """
+    known = public(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
-        except (Mismatch, InvalidArgument) as error:
-            if isinstance(error, tf.errors.OpError):
-                raise
-            raise class_for(error, tf.errors.UnknownError)(str(error)) from error
+            try:
+                return known(*args, **kwargs)
+            except (Mismatch, InvalidArgument) as error:
+                if isinstance(error, tf.errors.OpError):
+                    raise
+                cause = error if debugging() else None
+                raise class_for(error, tf.errors.UnknownError)(str(error)) from cause
+        except Exception as error:
+            _end_at_the_caller(error)
+            raise
 
     return call  # type: ignore[return-value]
+
+
+def _end_at_the_caller(error: Exception) -> None:
+    """Take our frame off a traceback that has none but it: ``public`` has cut what was below."""
+    own = error.__traceback__
+    if own is not None and own.tb_next is None and not debugging():
+        error.__traceback__ = None

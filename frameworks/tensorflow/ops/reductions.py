@@ -17,7 +17,6 @@ from ringlet.fusion import Handle, Request
 from ringlet.fusion.devices.host import Place
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
-from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import RingError
@@ -37,7 +36,6 @@ from ringlet.tensorflow.ops.tensors import dense, dtype_of
 
 
 @as_written
-@public
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -68,7 +66,6 @@ def allreduce(
 
 
 @as_written
-@public
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,

@@ -10,6 +10,7 @@ import torch
 from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.requests import check_some, check_splits, group_requests, rows_to_send
 from ringlet.torch.ops.handles import Tensors, TorchHandle, differentiable
@@ -18,6 +19,7 @@ from ringlet.torch.tensors.placement import Room, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, flat, unstage
 
 
+@public
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> TorchHandle:
@@ -25,6 +27,7 @@ def allgather_async(
     return _gather([tensor], name, process_set, single=True)
 
 
+@public
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -42,6 +45,7 @@ def allgather(
     return result
 
 
+@public
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -51,6 +55,7 @@ def grouped_allgather_async(
     return _gather(tensors, name, process_set)
 
 
+@public
 def grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -66,6 +71,7 @@ def grouped_allgather(
     return result
 
 
+@public
 def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -89,6 +95,7 @@ def broadcast_async_(
     return TorchHandle([operation], lambda _: unstage(staged, tensor))
 
 
+@public
 def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
@@ -100,6 +107,7 @@ def broadcast_async(
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
 
 
+@public
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -121,6 +129,7 @@ def broadcast(
     return result
 
 
+@public
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -132,6 +141,7 @@ def broadcast_(
     return result
 
 
+@public
 def alltoall_async(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -168,6 +178,7 @@ def alltoall_async(
     return TorchHandle([operation], result)
 
 
+@public
 def alltoall(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -192,6 +203,7 @@ def alltoall(
     return moved if splits is None else (moved, received)
 
 
+@public
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the process set has called it."""
     runtime, number = current(), process_set.number()
@@ -199,6 +211,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     runtime.engine.submit(request, flat(torch.empty(0)), at_once=True).wait()
 
 
+@public
 def join(device: int = -1) -> int:
     """Go on without this rank's data until all ranks have joined; return who did so last.
 

@@ -97,14 +97,14 @@ def restore(
     own = given is not None and is_own(given, rank, size)
     holds = given is not None and remembered(given["states"])
     if not own and (holds or remembered(states)):
-        warn_of_loss(given if holds else None, rank, size, advice, stacklevel=4)
+        warn_of_loss(given if holds else None, rank, size, advice)
     saved_states = given["states"] if given is not None and own else {}
     specs: Mapping[str, str] = {} if given is None else given.get("specs", {})
     found = {name: mapped(saved_states.get(name, {}), _array) for name in states}
     if tensors is not None:
         strange = [f"{name!r} is not in this job" for name in saved_states if name not in states]
         strange += fit_all(found, specs, tensors, among or size, average)
-        warn_of_misfits(strange, stacklevel=4)
+        warn_of_misfits(strange)
     for name, state in states.items():
         put(state, found[name])
     step = 0 if given is None else int(given["step"])
@@ -149,7 +149,7 @@ def reshard(
         strange += [f"{name!r} {what}" for what in told]
         counts = [int(part["step"]) for part in parts if "step" in part]
         put(state, found | {"step": max(counts, default=step)})
-    warn_of_misfits(strange, stacklevel=4)
+    warn_of_misfits(strange)
     return step
 
 

@@ -29,6 +29,7 @@ from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.job.session import current, is_initialized
 from ringlet.precision.reduction import carrier
+from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
@@ -148,7 +149,7 @@ class Reducer:
                     lost.append(f"{now} forgets {forgotten} of {name!r}, which {then} kept")
         if lost and current().rank == 0:
             more = f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else ""
-            warnings.warn(f"set_compression: {lost[0]}{more}", stacklevel=3)
+            warnings.warn(f"set_compression: {lost[0]}{more}", stacklevel=outside())
         if not self._elastic or self._engine is current().engine:
             self._declare(self.step)
 
@@ -573,7 +574,7 @@ class Reducer:
         warnings.warn(
             f"{what} between ranks since the first step, so that their models drift apart: call "
             f"hvd.broadcast_{call}, root_rank=0) on all ranks before training",
-            stacklevel=5,
+            stacklevel=outside(),
         )
 
     def _too_early(self, name: str) -> str:

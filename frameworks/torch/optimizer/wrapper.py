@@ -88,6 +88,7 @@ class _Distributed:
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:  # Horovod's, and its users', name
         return {p: name for name, p in self._ringlet.parameters.items()}
 
+    @public
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for example to clip them before ``step``.
 
@@ -110,6 +111,7 @@ class _Distributed:
             self._ringlet.synchronize(self._ringlet_groups)
         self._ringlet_synchronized = True
 
+    @public
     def master_parameters(self) -> list[torch.nn.Parameter]:
         """Return what ``step`` updates: float32 masters where a ``precision`` has brought some.
 
@@ -132,6 +134,7 @@ class _Distributed:
         finally:
             self._ringlet_skip = False
 
+    @public
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronise, then take the wrapped optimizer's step.
 
@@ -161,7 +164,7 @@ class _Distributed:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(): the gradients are reduced a second time",
-                    stacklevel=2,
+                    stacklevel=outside(),
                 )
             self._synchronize()
         self._ringlet_synchronized = False
@@ -195,6 +198,7 @@ class _Distributed:
     # torch wraps `step` for profiling and step hooks; the step inside is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
 
+    @public
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; RuntimeError while they are being reduced."""
         if self._ringlet.in_flight:
@@ -210,6 +214,7 @@ class _Distributed:
         if self._ringlet_masters is not None:
             self._ringlet_masters.zero_gradients(set_to_none)
 
+    @public
     def abandon_step(self, why: str = "the script gave the step up") -> None:
         """Give up the step at hand, for example after an exception in ``backward``, or before it.
 
@@ -233,6 +238,7 @@ class _Distributed:
             state[PRECISION_KEY] = self._ringlet_masters.state_dict()
         return state
 
+    @public
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and hyper-parameters, and this rank's residuals if they are there.
 
@@ -249,6 +255,7 @@ class _Distributed:
         self._ringlet.load(kept)
         self._ringlet.rescale(self._scale_now() / before)
 
+    @public
     def load_sharded(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, of however many.
 
@@ -264,10 +271,12 @@ class _Distributed:
         self._ringlet.load_shards(shards)
         self._ringlet.rescale(self._scale_now() / before)
 
+    @public
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes add up before gradients are reduced."""
         self._ringlet.set_passes(passes)
 
+    @public
     def set_compression(self, compression: Spec | Routes) -> None:
         """Compress differently from the next step on; all ranks call it alike.
 

@@ -18,6 +18,7 @@ import torch
 
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.precision import LossScale, Policy
+from ringlet.ring.callers import outside
 from ringlet.torch.precision.visible_gradients import Shown
 
 PRECISION_KEY = "ringlet_precision"  # masters and loss scale in an optimizer's state_dict
@@ -146,7 +147,7 @@ class Masters:
         warnings.warn(
             "backward() was called without optimizer.scale(loss): gradients are divided by the "
             f"loss scale {self.scale.scale:g} all the same. Call optimizer.scale(loss).backward()",
-            stacklevel=4,
+            stacklevel=outside(),
         )
 
     def zero_gradients(self, set_to_none: bool) -> None:
