@@ -19,7 +19,7 @@ from ringlet.compressors.core.compile_lock import compile_lock
 from ringlet.fusion.buckets.bucket import SPREAD, Bucket
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.buckets.unscaling import Unscaling
-from ringlet.fusion.devices.host import Mark, collect
+from ringlet.fusion.devices.host import Mark, Place, collect
 from ringlet.fusion.errors import CompressionFailed, DuplicateName
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.planning.lookahead import pack
@@ -45,6 +45,14 @@ class Retune(NamedTuple):
     turn: int
     threshold: int
     hierarchical: bool
+
+
+class _Slot(NamedTuple):
+    """What a member is to be given, and which pieces of which buckets take it."""
+
+    fit: tuple[Any, Any]
+    place: Place | None  # one with an order of its own
+    pieces: list[tuple[Member, int]]
 
 
 def plan(
@@ -120,10 +128,13 @@ class Group:
         ]
         self.unscale(self._unscaling)
         self._awaited = [len(bucket) for bucket in planned]  # members that were not noted
-        self._pieces: dict[str, list[tuple[Member, int]]] = {name: [] for name in self.members}
+        self._slots = {
+            name: _Slot(m.request.fit, m.place if m.place.ordered else None, [])
+            for name, m in self.members.items()
+        }
         for i, bucket in enumerate(planned):
             for piece in bucket:
-                self._pieces[piece.request.name].append((piece, i))
+                self._slots[piece.request.name].pieces.append((piece, i))
 
     def _replan(self) -> None:
         """Plan anew when a schedule or new limits say so: at the same step on every rank."""
@@ -196,7 +207,7 @@ class Group:
             self._noted.append(name)
             if self._observed:
                 self._handed_in[name] = time.perf_counter()
-            for _, index in self._pieces[name]:
+            for _, index in self._slots[name].pieces:
                 left = self._awaited[index] = self._awaited[index] - 1
                 whole = whole or left == 0
             return self._due() if whole else []
@@ -214,23 +225,22 @@ class Group:
         self, tensors: Sequence[tuple[str, Array, Array | None]], complete: list[int]
     ) -> None:
         """Give members their arrays; add buckets that have all of them to ``complete``."""
-        members, submitted = self.members, self._submitted
-        pieces, buckets, observed = self._pieces, self.buckets, self._observed
+        submitted, slots, buckets = self._submitted, self._slots, self.buckets
         ready: dict[str, Any] = {}  # of each place: what was enqueued so far is before all of them
         for name, values, output in tensors:
-            member = members[name]
+            fit, place, pieces = slots[name]
             if name in submitted:
                 raise DuplicateName(f"{name!r} was submitted twice in one step of {self.title!r}")
-            if (values.shape, values.dtype) != member.request.fit:
-                self._refuse(member.request, values)
+            if (values.shape, values.dtype) != fit:
+                self._refuse(self.members[name].request, values)
             submitted.add(name)
-            if observed:
+            if self._observed:
                 self._handed_in.setdefault(name, time.perf_counter())
-            mark, place = None, member.place
-            if place.ordered:
+            mark = None
+            if place is not None:
                 mark = ready[place.name] if place.name in ready else place.ready()
                 ready[place.name] = mark
-            for piece, index in pieces[name]:
+            for piece, index in pieces:
                 piece.take(values, values if output is None else output, mark)
                 bucket = buckets[index]
                 bucket.missing -= 1

@@ -9,7 +9,7 @@ import torch
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
-from ringlet.torch.tensors.views import flat, shares_memory, taken_as_it_is
+from ringlet.torch.tensors.views import as_flat, shares_memory
 
 
 class Handed:
@@ -43,12 +43,13 @@ class Handed:
         for name in names:  # a model may have hundreds: what is usual is done here, without calls
             p = parameters[name]
             grad = noted[name][0] if name in noted else self._unnoted(name, p)
-            if grad.dtype is p.dtype and places[name] == HOST and taken_as_it_is(grad):
-                view = flat(grad)
-                if self._sparse:
-                    self._sparse.pop(name, None)
-            else:
+            view = None
+            if grad.dtype is p.dtype and places[name] == HOST:
+                view = as_flat(grad)
+            if view is None:
                 view = self._view(name, p, grad)
+            elif self._sparse:
+                self._sparse.pop(name, None)
             result = results.get(name) if results else None
             found.append((name, view, None if result is None else flat_at(result, HOST)))
         self._taken.update(names)
