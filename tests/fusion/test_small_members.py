@@ -79,7 +79,7 @@ def flattened(state):
         if isinstance(value, dict):
             found |= {f"{name}/{key}": held for key, held in flattened(value).items()}
         else:
-            found[name] = value.tobytes()
+            found[name] = value.tobytes() if isinstance(value, np.ndarray) else value
     return found
 
 
@@ -97,7 +97,11 @@ def test_results_are_those_of_each_member_alone(parts, dtype):
 @settings(max_examples=40, deadline=None)
 @given(
     spec=st.sampled_from(
-        ["int8 | ef | min_size(0)", "int4(bucket=32, stochastic=True) | min_size(0)"]
+        [
+            "int8 | ef | min_size(0)",
+            "int4(bucket=32, stochastic=True) | min_size(0)",
+            "int4(bucket=32) | ef(decay=0.5, reset=2) | min_size(0)",
+        ]
     ),
     parts=st.sampled_from([1, PARTS]),
     lengths=st.lists(st.integers(1, 200), min_size=2, max_size=6),
@@ -121,11 +125,33 @@ def test_payloads_do_not_depend_on_company(spec, parts, lengths, dtypes, prescal
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(small_members, "_GROUP", group)
         together, alone = groups(), groups()
-        for _ in range(2):
+        for _ in range(3):
             shared = reduced(together, parts)
             apart = [reduced([[g[i]] for g in alone], parts) for i in range(len(lengths))]
             assert shared == [b"".join(pieces) for pieces in zip(*apart, strict=True)]
             assert left(together) == left(alone)
+            for member in [member for group in together + alone for member in group]:
+                member.count()
+
+
+def test_what_replaces_a_residual_is_used_in_the_next_step():
+    together, alone = ([members(rank) for rank in range(PARTS)] for _ in range(2))
+    codecs = [BucketCodec(group, 1) for group in together]
+    for step in range(2):
+        for way in (together, alone):
+            for group in way:
+                for i, member in enumerate(group):
+                    member.state["residual"] = gradient(step, i, member.numel)
+        for group, codec in zip(alone, codecs, strict=True):
+            codec.prepare()
+            found = np.zeros(codec.capacity(0), np.uint8)
+            codec.encode_into(0, found)
+            singly = [BucketCodec([member], 1) for member in group]
+            payloads = [np.zeros(one.capacity(0), np.uint8) for one in singly]
+            for one, payload in zip(singly, payloads, strict=True):
+                one.encode_into(0, payload)
+            assert found.tobytes() == b"".join(payload.tobytes() for payload in payloads)
+    assert left(together) == left(alone)
 
 
 def summed(groups):
