@@ -18,6 +18,7 @@ from ringlet.compressors.core.traits import Part, Payload
 
 Kernel = Callable[..., None]
 Residual = Callable[[int, Context], Array | None]
+Row = tuple[int, int, int, int]  # where values and the residual lie, the key, the offset
 
 
 def no_residual(n: int, ctx: Context) -> None:
@@ -30,7 +31,12 @@ class Batched(NamedTuple):
     ``encode(tensors, payloads, decay)`` and ``decode(outs, payloads, scale)`` take tables of
     addresses as ``kernels.cpu.quantizers.quantize`` has them, and ``encode_fed`` renews residuals
     too. ``names`` are the payload's arrays, three at most, in the kernels' order. Kernels that draw
-    no random numbers are given a key of 0.
+    no random numbers are given a key of 0. ``kept_in`` names the entry of a context's state in
+    which ``residual`` finds what it returns, where nothing else decides about that: it need not be
+    asked again while the state has the same array.
+
+    A row for a whole tensor serves its pieces too, at the granularity that traits promise: what
+    begins ``n`` elements later has its values, its residual and its offset ``n`` elements later.
     """
 
     label: Callable[[], str]  # of the compressor
@@ -42,6 +48,7 @@ class Batched(NamedTuple):
     draws: bool = False
     residual: Residual = no_residual
     decay: float = 1.0
+    kept_in: str = ""
 
     def table(self, payloads: Sequence[Payload], lengths: Sequence[int]) -> Array:
         """Return where payloads of so many elements lie; of use as long as they are there.
@@ -55,29 +62,40 @@ class Batched(NamedTuple):
             rows.append(row + [0] * (4 - len(row)))
         return np.array(rows, np.uint64).reshape(len(rows), 4)
 
-    def values(self, x: Array, ctx: Context) -> tuple[int, int, int, int]:
+    @property
+    def asks(self) -> bool:
+        """Whether a row depends on the context: on what is remembered, or drawn."""
+        return self.draws or self.residual is not no_residual
+
+    def values(self, x: Array, ctx: Context) -> Row:
         """Return a tensor's row for ``encode_into``, whose residual belongs to it, if it has one.
 
         It tells where ``x`` and the residual lie, which have to stay there. Raises CompressorError
         for arrays with gaps, and where what is remembered does not fit.
         """
-        n = x.size
-        held = self.residual(n, ctx)
-        at = 0 if held is None else address(held, n)
-        return address(x, n), at, ctx.key() if self.draws else 0, ctx.offset
+        return self.row(address(x, x.size), x.size, ctx)
 
-    def encode_into(self, rows: Sequence[tuple[int, int, int, int]], payloads: Array) -> None:
+    def row(self, at: int, n: int, ctx: Context) -> Row:
+        """Return the same of ``n`` values that lie ``at`` an address."""
+        held = self.residual(n, ctx)
+        kept = 0 if held is None else address(held, n)
+        return at, kept, ctx.key() if self.draws else 0, ctx.offset
+
+    def encode_into(self, rows: Sequence[Row] | Array, payloads: Array) -> None:
         """Encode what ``values`` told of each tensor, into the payloads of a ``table``."""
-        if not rows:
+        if not len(rows):
             return
-        tensors = np.array(rows, np.uint64)
-        kernel = self.encode_fed if rows[0][1] else self.encode
+        tensors = np.ascontiguousarray(rows, np.uint64)
+        kernel = self.encode_fed if tensors[0, 1] else self.encode
         kernel(tensors, payloads, np.float32(self.decay))
 
-    def sum_into(self, outs: Sequence[int], tables: Sequence[Array], scale: float = 1.0) -> None:
+    def sum_into(
+        self, outs: Sequence[int] | Array, tables: Sequence[Array] | Array, scale: float = 1.0
+    ) -> None:
         """Overwrite outputs, which lie at ``outs``, with scale * the sum of payloads, in order."""
-        if outs:
-            self.decode(np.array(outs, np.uint64), np.stack(tables), np.float32(scale))
+        if len(outs):
+            places, payloads = (np.ascontiguousarray(given, np.uint64) for given in (outs, tables))
+            self.decode(places, payloads, np.float32(scale))
 
 
 def address(array: Any, n: int) -> int:

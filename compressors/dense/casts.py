@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.bucketed import Bucketed, Kernel, widened
-from ringlet.compressors.base.contract import Part, Payload, Traits
+from ringlet.compressors.base.contract import Part, Payload, Traits, keeps
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.specs.registry import register
 
@@ -59,6 +60,22 @@ class Cast(Bucketed):
                 kernels.encode(x, bits)
 
         return encode
+
+    def batched(self) -> Batched | None:
+        """The kernels for many tensors a call."""
+        methods = ("encode_into", "feedback_into", "decompress", "sum_into", "measure")
+        own = keeps(self, Bucketed, *methods) and keeps(self, Cast, "encoder", "decoder", "layout")
+        if not own:
+            return None
+        kernels = self.kernels()
+        return Batched(
+            self.label,
+            self.layout,
+            ("values",),
+            kernels.encode_many,
+            kernels.encode_feedback_many,
+            kernels.decode_many,
+        )
 
     def cuda(self) -> BucketedCodec:
         """The kernels of one half precision."""

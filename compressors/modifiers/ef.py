@@ -181,7 +181,8 @@ class ErrorFeedback(Modifier):
         inner = self.wrapped_compressor.batched() if own and self.store is None else None
         if inner is None or inner.residual is not no_residual:
             return None
-        return inner._replace(residual=self._lent, decay=self.decay)
+        kept_in = "" if self.reset else "residual"
+        return inner._replace(residual=self._lent, decay=self.decay, kept_in=kept_in)
 
     def _lent(self, n: int, ctx: Context) -> Array | None:
         return self.residual(n, ctx) if self.remembers(ctx) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ringlet.compressors.testing.checks import (
+    batches,
     buffers,
     claims,
     declared,
@@ -25,8 +26,8 @@ from ringlet.compressors.testing.tools.named_check import Named
 def all_checks() -> list[Named]:
     """Return every check of the kit, each behind those that it needs."""
     modules = (
-        declared, one_call, buffers, overrides, launches, isolation, program, claims, tensor_sizes,
-        stages, training, ranks, noise, many_steps, magnitudes,
+        declared, one_call, buffers, overrides, launches, batches, isolation, program, claims,
+        tensor_sizes, stages, training, ranks, noise, many_steps, magnitudes,
     )  # fmt: skip
     return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
 

@@ -19,6 +19,7 @@ import numpy as np
 from ringlet.compressors import Payload
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
+from ringlet.fusion.codecs.small_members import SmallMembers
 from ringlet.fusion.devices.convert import from_float32, scale_into
 from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.devices.host import Mark
@@ -278,6 +279,11 @@ class SumBucket(Bucket):
             for member, part, *bounds in zip(self.members, parts, ends, ends[1:], strict=False)
         ]
         self._buffer: Array = np.empty(0, storage(self._dtype))
+        whole = [(0, member.numel) for member in self.members]
+        starts = [storage(self._dtype).itemsize * end for end in ends]
+        self._small = SmallMembers.of(self.members, [whole], [starts])
+        small = set() if self._small is None else {*self._small.places[0]}
+        self._single = [place for i, place in enumerate(self._places) if i not in small]
 
     def shares(self) -> list[float]:
         """Return the elements of each member's payload."""
@@ -288,10 +294,13 @@ class SumBucket(Bucket):
 
     def _encode(self) -> int:
         self._allocate()
-        for member, name, place in self._places:
+        for member, name, place in self._single:
             payload = {name: self._buffer[place]}
             encode = member.compressor.encode_into
             member.call(encode, member.values(), payload, member.context(0, 1))
+        if self._small is not None:
+            self._small.begin()
+            self._small.encode(0, self._buffer.view(np.uint8))
         return self._nbytes
 
     def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
@@ -316,8 +325,10 @@ class SumBucket(Bucket):
             self.lanes += 1
 
     def _decode_all(self) -> None:
-        for member, name, place in self._places:
+        for member, name, place in self._single:
             self._decode(member, {name: self._buffer[place]})
+        if self._small is not None:
+            self._small.decode_sum(0, [self._buffer.view(np.uint8)])
 
     def _decode(self, member: Member, payload: Payload) -> None:
         dtype = member.output_dtype

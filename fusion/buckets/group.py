@@ -13,14 +13,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ringlet.compressors import Context, Workspace
 from ringlet.compressors.core.compile_lock import compile_lock
 from ringlet.fusion.buckets.bucket import SPREAD, Bucket
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.buckets.unscaling import Unscaling
-from ringlet.fusion.devices.host import Mark, collect
+from ringlet.fusion.devices.host import Mark, Place, collect
 from ringlet.fusion.errors import CompressionFailed, DuplicateName
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.planning.lookahead import pack
@@ -46,6 +46,14 @@ class Retune(NamedTuple):
     turn: int
     threshold: int
     hierarchical: bool
+
+
+class _Slot(NamedTuple):
+    """What a member is to be given, and which pieces of which buckets take it."""
+
+    fit: tuple[Any, Any]
+    place: Place | None  # one with an order of its own
+    pieces: list[tuple[Member, int]]
 
 
 def plan(
@@ -98,7 +106,10 @@ class Group:
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._submitted: set[str] = set()
-        self._handed_in: dict[str, float] = {}  # when, while somebody observes
+        self._noted: list[str] = []  # to be submitted, when a bucket has all of its tensors
+        self._begun = False  # whether any was noted
+        self._observed = False  # whether somebody observes
+        self._handed_in: dict[str, float] = {}  # when, while somebody does
         self._retunes: list[Retune] = []
         self._phantoms = 0  # buckets of the step at hand that went without this rank's values
         self._unfinished = len(self.buckets)
@@ -117,10 +128,14 @@ class Group:
             make_bucket(b, self.peers, self._hierarchical, self._verify) for b in planned
         ]
         self.unscale(self._unscaling)
-        self._pieces: dict[str, list[tuple[Member, int]]] = {name: [] for name in self.members}
+        self._awaited = [len(bucket) for bucket in planned]  # members that were not noted
+        self._slots = {
+            name: _Slot(m.request.fit, m.place if m.place.ordered else None, [])
+            for name, m in self.members.items()
+        }
         for i, bucket in enumerate(planned):
             for piece in bucket:
-                self._pieces[piece.request.name].append((piece, i))
+                self._slots[piece.request.name].pieces.append((piece, i))
 
     def _replan(self) -> None:
         """Plan anew when a schedule or new limits say so: at the same step on every rank."""
@@ -167,27 +182,77 @@ class Group:
         handed in before in this step, ValueError when its size is not the declared one, and
         TypeError for another dtype. After a failure of the step it does nothing: ``wait`` tells.
         """
-        member = self.members[name]
-        ready = member.place.ready() if member.place.ordered else None
+        self.submit_all([(name, values, output)])
+
+    def submit_all(self, tensors: Sequence[tuple[str, Array, Array | None]]) -> None:
+        """Hand in several members (name, values, output): see ``submit``.
+
+        Of those behind one that is refused none is handed in.
+        """
+        complete: list[int] = []
+        epoch = self.epoch
+        try:
+            with self._lock:
+                self._told = False
+                if (self._failures or self._broken) and self._error is not None:
+                    return
+                epoch = self.epoch
+                self._take(tensors, complete)
+        finally:
+            for index in complete:
+                self._ready(self, index, epoch)
+
+    def note(self, name: str) -> list[str]:
+        """Note that a member can be submitted; return what to submit now, if anything.
+
+        That is all that was noted, once some bucket has all of its members: one ``submit_all`` then
+        costs less than to submit each when it comes, and no bucket waits longer. ``due`` returns
+        what is left.
+        """
         with self._lock:
-            self._told = False
-            if (self._failures or self._broken) and self._error is not None:
-                return
-            if name in self._submitted:
+            self._told, self._begun, whole = False, True, False
+            self._noted.append(name)
+            if self._observed:
+                self._handed_in[name] = time.perf_counter()
+            for _, index in self._slots[name].pieces:
+                left = self._awaited[index] = self._awaited[index] - 1
+                whole = whole or left == 0
+            return self._due() if whole else []
+
+    def due(self) -> list[str]:
+        """Return the members that were noted, and are not yet to be submitted."""
+        with self._lock:
+            return self._due()
+
+    def _due(self) -> list[str]:
+        due, self._noted = self._noted, []
+        return due
+
+    def _take(
+        self, tensors: Sequence[tuple[str, Array, Array | None]], complete: list[int]
+    ) -> None:
+        """Give members their arrays; add buckets that have all of them to ``complete``."""
+        submitted, slots, buckets = self._submitted, self._slots, self.buckets
+        ready: dict[str, Any] = {}  # of each place: what was enqueued so far is before all of them
+        for name, values, output in tensors:
+            fit, place, pieces = slots[name]
+            if name in submitted:
                 raise DuplicateName(f"{name!r} was submitted twice in one step of {self.title!r}")
-            if (values.shape, values.dtype) != member.request.fit:
-                self._refuse(member.request, values)
-            self._submitted.add(name)
-            complete: list[int] = []
-            for piece, index in self._pieces[name]:
-                piece.take(values, values if output is None else output, ready)
-                bucket = self.buckets[index]
+            if (values.shape, values.dtype) != fit:
+                self._refuse(self.members[name].request, values)
+            submitted.add(name)
+            if self._observed:
+                self._handed_in.setdefault(name, time.perf_counter())
+            mark = None
+            if place is not None:
+                mark = ready[place.name] if place.name in ready else place.ready()
+                ready[place.name] = mark
+            for piece, index in pieces:
+                piece.take(values, values if output is None else output, mark)
+                bucket = buckets[index]
                 bucket.missing -= 1
                 if bucket.missing == 0:
                     complete.append(index)
-            epoch = self.epoch
-        for index in complete:
-            self._ready(self, index, epoch)
 
     def _refuse(self, request: Request, values: Array) -> None:
         if values.size != request.numel:
@@ -217,8 +282,8 @@ class Group:
 
     @property
     def in_step(self) -> bool:
-        """Whether something was submitted that ``wait`` has not collected."""
-        return bool(self._submitted)
+        """Whether something was submitted, or noted, that ``wait`` has not collected."""
+        return bool(self._begun or self._submitted)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every bucket is reduced; then the next step may begin.
@@ -238,7 +303,7 @@ class Group:
     def restart(self, step: int) -> None:
         """Go on at ``step``; between steps, and on all ranks alike."""
         with self._lock:
-            if self._submitted:
+            if self.in_step:
                 raise RuntimeError(f"group {self.title!r} cannot go on at another step in mid-step")
             self.step = step
             if self._scheduled:
@@ -315,17 +380,15 @@ class Group:
     def retire(self) -> None:
         """Let the step at hand go, which has ended or was not begun: the caller is gone."""
         with self._lock:
-            if self._submitted:
+            if self.in_step:
                 self._collect(self.turn, 0.0)
 
     def note_times(self, on: bool) -> None:
         """Note from now on when members are handed in, or stop that."""
         with self._lock:
-            if on != isinstance(self._submitted, _Noted):
+            if on != self._observed:
                 self._handed_in.clear()
-                names = self._submitted
-                self._submitted = _Noted(self._handed_in) if on else set()
-                self._submitted.update(names)
+                self._observed = on
 
     def observed(self, index: int, recorder: Recorder) -> None:
         """Tell of a bucket that was exchanged, while somebody observes."""
@@ -393,7 +456,7 @@ class Group:
     def pass_over(self) -> None:
         """Let failed steps go by in which this rank, which has joined, had nothing of its own."""
         with self._lock:
-            while not self._submitted and self._failures.pop(self.turn, None) is not None:
+            while not self.in_step and self._failures.pop(self.turn, None) is not None:
                 self._begin()
 
     def _drifted(self, turn: int, error: Exception) -> Exception:
@@ -431,6 +494,10 @@ class Group:
 
     def _begin(self) -> None:
         self._submitted.clear()
+        self._noted.clear()
+        self._begun = False
+        self._handed_in.clear()
+        self._awaited = [len(bucket.members) for bucket in self.buckets]
         self._phantoms = 0
         self.step += 1
         self.turn += 1
@@ -447,21 +514,3 @@ def _settle(marks: Sequence[Mark], error: Exception | None) -> None:
     finally:
         for mark in marks:
             mark.release()
-
-
-class _Noted(set[str]):
-    """A set of names that keeps when each was added."""
-
-    def __init__(self, times: dict[str, float]) -> None:
-        super().__init__()
-        self._times = times
-
-    def add(self, name: str) -> None:
-        """Add ``name``, now."""
-        super().add(name)
-        self._times[name] = time.perf_counter()
-
-    def clear(self) -> None:
-        """Forget all names and times."""
-        super().clear()
-        self._times.clear()

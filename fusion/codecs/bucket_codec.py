@@ -41,8 +41,9 @@ class BucketCodec:
         self._variable: list[Payload] = []
         self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
         self._views: dict[tuple[int, int], list[Payload]] = {}
-        self._small = SmallMembers.of(self.members, self.ranges) if self.fixed else None
-        self._tables: dict[tuple[int, int], Array] = {}  # of small members, by the keys of views
+        self._small: SmallMembers | None = None
+        if self.fixed:
+            self._small = SmallMembers.of(self.members, self.ranges, self._slots)
         every = range(len(self.members))
         self._single: list[Sequence[int]] = [every] * parts  # members with calls of their own
         if self._small is not None:
@@ -65,8 +66,10 @@ class BucketCodec:
         ]
 
     def prepare(self) -> None:
-        """Compress this step's values, where only that tells how many bytes they take."""
+        """Begin a step: compress its values, where only that tells how many bytes they take."""
         if self.fixed:
+            if self._small is not None:
+                self._small.begin()
             return
         self._variable, overlap = [], self._place.xp.may_share_memory
         for member in self.members:
@@ -89,7 +92,7 @@ class BucketCodec:
         """Encode this rank's values of ``part``, residuals included."""
         if not self.fixed:
             return self._serialise(out)
-        ranges, payloads = self.ranges[part], self._payloads(part, out)
+        ranges, payloads = self.ranges[part], self._of_singles(part, [out])[0]
         for i in self._single[part]:
             member, (start, stop) = self.members[i], ranges[i]
             if stop > start:
@@ -97,12 +100,12 @@ class BucketCodec:
                 encode = member.compressor.encode_into
                 member.call(encode, member.values(start, stop), payloads[i], context)
         if self._small is not None:
-            self._small.encode(part, self._table(part, out))
+            self._small.encode(part, out)
         return self.capacity(part)
 
     def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
-        decoded = [self._payloads(part, payload) for payload in payloads]
+        decoded = self._of_singles(part, payloads)
         for i in self._single[part]:
             member = self.members[i]
             total = self._sum(i, part, [payload[i] for payload in decoded])
@@ -110,11 +113,11 @@ class BucketCodec:
             out, dtype = member.output[start:stop], member.output_dtype
             from_float32(total, out, dtype, member.workspace, member.postscale)
         if self._small is not None:
-            self._small.decode_sum(part, [self._table(part, payload) for payload in payloads])
+            self._small.decode_sum(part, payloads)
 
     def decode_sum_encode(self, part: int, payloads: Sequence[Array], out: Array) -> int:
         """Sum everybody's payloads of a shard in rank order, scale, and encode the result."""
-        decoded, targets = [self._payloads(part, p) for p in payloads], self._payloads(part, out)
+        *decoded, targets = self._of_singles(part, [*payloads, out])
         for i in self._single[part]:
             member = self.members[i]
             total = self._sum(i, part, [payload[i] for payload in decoded], fresh=True)
@@ -124,13 +127,12 @@ class BucketCodec:
                 context = member.context(part, self.parts, stage=2)
                 member.call(member.compressor.encode_into, total, targets[i], context)
         if self._small is not None:
-            tables = [self._table(part, payload) for payload in payloads]
-            self._small.encode_sum(part, tables, self._table(part, out))
+            self._small.encode_sum(part, payloads, out)
         return self.capacity(part)
 
     def decode_into(self, part: int, payload: Array) -> None:
         """Overwrite the outputs of a shard."""
-        ranges, payloads = self.ranges[part], self._payloads(part, payload)
+        ranges, payloads = self.ranges[part], self._of_singles(part, [payload])[0]
         for i in self._single[part]:
             member, (start, stop), encoded = self.members[i], ranges[i], payloads[i]
             if stop == start:
@@ -143,7 +145,7 @@ class BucketCodec:
             member.decode(member.compressor.decompress, encoded, target, context)
             from_float32(target, out, dtype, member.workspace)
         if self._small is not None:
-            self._small.decode(part, self._table(part, payload))
+            self._small.decode(part, payload)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -171,6 +173,12 @@ class BucketCodec:
             starts.append(starts[-1] + size)
         return starts
 
+    def _of_singles(self, part: int, buffers: Sequence[Array]) -> list[list[Payload]]:
+        """Return the members' payloads in each buffer, unless all members share calls."""
+        if not self._single[part]:
+            return [[] for _ in buffers]
+        return [self._payloads(part, buffer) for buffer in buffers]
+
     def _payloads(self, part: int, buffer: Array) -> list[Payload]:
         """Return the members' payloads as views of ``buffer``."""
         if not self.fixed:
@@ -180,7 +188,6 @@ class BucketCodec:
         if self._freed != self._place.pool.freed:
             self._freed = self._place.pool.freed
             self._views.clear()
-            self._tables.clear()
         key = (part, self._place.address(buffer))
         views = self._views.get(key)
         if views is None or buffer.size < self._slots[part][-1]:
@@ -192,19 +199,8 @@ class BucketCodec:
             ]
             if len(self._views) * max(len(self.members), 1) > _CACHED_VIEWS:
                 self._views.clear()
-                self._tables.clear()
             self._views[key] = views
-            self._tables.pop(key, None)
         return views
-
-    def _table(self, part: int, buffer: Array) -> Array:
-        """Return where the payloads of small members lie in ``buffer``."""
-        assert self._small is not None
-        payloads, key = self._payloads(part, buffer), (part, self._place.address(buffer))
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = self._small.table(part, payloads)
-        return table
 
     def _view(self, member: Member, n: int, buffer: Array, start: int) -> Payload:
         payload: Payload = {}

@@ -1,96 +1,309 @@
 """The small members of a bucket in host memory, encoded and decoded in one call for all of them.
 
-A kernel takes a microsecond for a thousand values, and the calls around it take twenty.
+A kernel takes a microsecond for a thousand values, and the calls around it take twenty. What is
+known before a step, or of a whole member, is computed in arrays over members and not for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Self
+from typing import Any, NamedTuple, Self
 
-from ringlet.compressors import Payload
+import numpy as np
+
+from ringlet.compressors import Context, PayloadError
 from ringlet.compressors.base.batched import Batched, address
+from ringlet.compressors.base.contract import storage
+from ringlet.compressors.core.payload import padded
+from ringlet.fusion.devices.convert import from_float32, to_float32
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.planning.member import Member
-from ringlet.ring.dtypes import Array
+from ringlet.ring.dtypes import FLOATS, Array
 
 MOST = 1 << 16  # elements of a small one: its sum stays in a core's cache, and no threads share it
+
+_GROUP = 1 << 17  # elements that are converted together, and encoded while they are in the cache
+_FLOAT = 4  # bytes
+_HALVES = ("float16", "bfloat16")
+_NAMED = 3  # tensors that a message names
 
 _Range = tuple[int, int]
 
 
-class SmallMembers:
-    """Members of float32 that have one compressor and the same scales; ``ranges`` are by part.
+class _Piece(NamedTuple):
+    """What a small member has of a part: its elements ``start`` to ``stop``."""
 
-    ``places`` tells which members are small, in each part.
+    member: Member
+    start: int
+    stop: int
+
+    def input(self) -> Array:
+        return self.member.input[self.start : self.stop]
+
+    def output(self) -> Array:
+        return self.member.output[self.start : self.stop]
+
+
+class _Kept(NamedTuple):
+    """Rows that stay what they are while each context's state has the same array."""
+
+    rows: Array
+    contexts: Sequence[Context]
+    arrays: Sequence[Any]
+
+    def holds(self, name: str) -> bool:
+        """Whether the states have, by this name, what they had."""
+        pairs = zip(self.contexts, self.arrays, strict=True)
+        return all(ctx.state.get(name) is array for ctx, array in pairs)
+
+
+class SmallMembers:
+    """Members that have one compressor and the same scales; ``ranges`` are by part.
+
+    ``starts`` are the bytes at which the payloads of all members begin, by part. ``places`` tells
+    which members are small, in each part. ``begin`` has to come before the first call in a step.
     """
 
     def __init__(
-        self, members: Sequence[Member], ranges: Sequence[Sequence[_Range]], kernels: Batched
+        self,
+        members: Sequence[Member],
+        ranges: Sequence[Sequence[_Range]],
+        starts: Sequence[Sequence[int]],
+        kernels: Batched,
     ) -> None:
-        self._kernels, self._parts = kernels, len(ranges)
-        self._workspace, self._postscale = members[0].workspace, members[0].postscale
-        taken = [member.request.dtype == "float32" for member in members]
-        self.places = [
-            [i for i, (a, b) in enumerate(part) if taken[i] and 0 < b - a <= MOST]
-            for part in ranges
+        first = members[0]
+        self._kernels, self._compressor, self._parts = kernels, first.compressor, len(ranges)
+        self._workspace = first.workspace
+        self._prescale, self._postscale = first.prescale, first.postscale
+        small = [
+            member.request.dtype in FLOATS and max(b - a for a, b in own) <= MOST
+            for member, own in zip(members, zip(*ranges, strict=True), strict=True)
         ]
-        self._small = [
-            [(members[i], *part[i]) for i in places]
+        self._members = [member for member, taken in zip(members, small, strict=True) if taken]
+        self.places = [
+            [i for i, (a, b) in enumerate(part) if small[i] and b > a] for part in ranges
+        ]
+        self._pieces = [
+            [_Piece(members[i], *part[i]) for i in places]
             for part, places in zip(ranges, self.places, strict=True)
         ]
+        self._whole = [_Piece(member, 0, member.numel) for member in self._members]
+        number = np.cumsum(small) - 1  # of a member among the small ones
+        self._owners = [number[places] for places in self.places]
+        self._before = [
+            np.array([piece.start for piece in pieces], np.uint64) for pieces in self._pieces
+        ]
+        self._layouts = [
+            self._lay_out(pieces, [begins[i] for i in places])
+            for pieces, begins, places in zip(self._pieces, starts, self.places, strict=True)
+        ]
+        self._sizes = [begins[-1] for begins in starts]
+        self._groups = [_grouped(pieces) for pieces in self._pieces]
+        self._rows: Array | None = None  # of whole members, in this step
+        self._kept: dict[tuple[int, int], _Kept] = {}  # by part and stage
+        self._inputs: list[int] = []  # where kernels find inputs; empty: they are staged
+        self._outs: list[int] | None = None  # the same of outputs
 
     @classmethod
-    def of(cls, members: Sequence[Member], ranges: Sequence[Sequence[_Range]]) -> Self | None:
+    def of(
+        cls,
+        members: Sequence[Member],
+        ranges: Sequence[Sequence[_Range]],
+        starts: Sequence[Sequence[int]],
+    ) -> Self | None:
         """Return the small ones of ``members``; None where there are no kernels for many."""
         first = members[0]
-        if first.place.ordered or first.prescale != 1.0 or len(members) < 2:
+        if first.place.ordered or len(members) < 2:
             return None
         if any(member.compressor != first.compressor for member in members):
             return None
         kernels = first.compressor.batched()
-        return None if kernels is None else cls(members, ranges, kernels)
+        return None if kernels is None else cls(members, ranges, starts, kernels)
 
-    def table(self, part: int, payloads: Sequence[Payload]) -> Array:
-        """Return where the small members' payloads of ``part`` lie, among those of all members."""
-        found = [payloads[i] for i in self.places[part]]
-        return self._kernels.table(found, [b - a for _, a, b in self._small[part]])
+    def begin(self) -> None:
+        """Forget where the arrays of the step before lay."""
+        self._rows = self._outs = None
 
-    def encode(self, part: int, table: Array) -> None:
-        """Encode this rank's values of ``part``. Raises CompressionFailed."""
-        inputs = [member.input[a:b] for member, a, b in self._small[part]]
-        self._encode(part, inputs, table, stage=1)
+    def encode(self, part: int, out: Array) -> None:
+        """Encode this rank's values of ``part`` into ``out``. Raises CompressionFailed."""
+        if self._rows is None:
+            inputs = [member.input for member in self._members] if self._prescale == 1.0 else []
+            self._inputs = _places(inputs)
+            self._rows = self._rows_of(self._whole, self._inputs, 0, 1, stage=1)
+        pieces, before, table = self._pieces[part], self._before[part], self._table(part, out)
+        rows = self._rows[self._owners[part]]
+        rows[:, 0] += before * _FLOAT
+        if rows[:1, 1].any():
+            rows[:, 1] += before * _FLOAT
+        rows[:, 3] += before
+        if self._inputs:
+            self._call(self._kernels.encode_into, pieces, rows, table)
+            return
+        for a, b in self._groups[part]:
+            rows[a:b, 0] = self._staged(pieces[a:b])
+            self._call(self._kernels.encode_into, pieces[a:b], rows[a:b], table[a:b])
 
-    def decode_sum(self, part: int, tables: Sequence[Array]) -> None:
+    def decode_sum(self, part: int, payloads: Sequence[Array], scaled: bool = True) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
-        self._kernels.sum_into(self._outputs(part), tables, self._postscale)
+        pieces, scale = self._pieces[part], self._postscale if scaled else 1.0
+        tables = np.stack([self._table(part, payload) for payload in payloads])
+        decode = self._kernels.sum_into
+        if self._outs is None:
+            self._outs = _places([member.output for member in self._members])
+        if self._outs:
+            outs = np.array(self._outs, np.uint64)[self._owners[part]]
+            outs += self._before[part] * _FLOAT
+            self._call(decode, pieces, outs, tables, scale)
+            return
+        for a, b in self._groups[part]:
+            room, outs = self._room(pieces[a:b])
+            self._call(decode, pieces[a:b], outs, tables[:, a:b])
+            self._deliver(room, pieces[a:b], scale)
 
-    def encode_sum(self, part: int, tables: Sequence[Array], table: Array) -> None:
-        """Encode the scaled sum of everybody's payloads. Raises CompressionFailed."""
-        ends = [0, *accumulate(b - a for _, a, b in self._small[part])]
-        room = self._workspace.array("sum", ends[-1])
-        base = address(room, room.size)
-        outs = [base + room.itemsize * end for end in ends[:-1]]
-        self._kernels.sum_into(outs, tables, self._postscale)
-        sums = [room[a:b] for a, b in pairwise(ends)]
-        self._encode(part, sums, table, stage=2)
+    def encode_sum(self, part: int, payloads: Sequence[Array], out: Array) -> None:
+        """Encode the scaled sum of everybody's payloads into ``out``. Raises CompressionFailed."""
+        pieces, table = self._pieces[part], self._table(part, out)
+        tables = np.stack([self._table(part, payload) for payload in payloads])
+        rows = self._rows_of(pieces, [], part, self._parts, stage=2)
+        for a, b in self._groups[part]:
+            _, outs = self._room(pieces[a:b])
+            self._call(self._kernels.sum_into, pieces[a:b], outs, tables[:, a:b], self._postscale)
+            rows[a:b, 0] = outs
+            self._call(self._kernels.encode_into, pieces[a:b], rows[a:b], table[a:b])
 
-    def decode(self, part: int, table: Array) -> None:
+    def decode(self, part: int, payload: Array) -> None:
         """Overwrite the outputs of a shard."""
-        self._kernels.sum_into(self._outputs(part), [table])
+        self.decode_sum(part, [payload], scaled=False)
 
-    def _encode(self, part: int, inputs: Sequence[Array], table: Array, stage: int) -> None:
-        rows, values, parts = [], self._kernels.values, self._parts
-        for x, (member, _, _) in zip(inputs, self._small[part], strict=True):
+    # -- inside -------------------------------------------------------------------------------
+
+    def _lay_out(self, pieces: Sequence[_Piece], begins: Sequence[int]) -> Array:
+        """Return the payloads' rows, with places that count from the beginning of a part."""
+        names, rows = self._kernels.names, []
+        for (member, start, stop), begin in zip(pieces, begins, strict=True):
+            found, at = {}, begin
+            for name, dtype, elements in member.layout(stop - start):
+                found[name] = at
+                at += padded(storage(dtype).itemsize * elements)
+            row = [stop - start, *(found[name] for name in names)]
+            rows.append(row + [0] * (4 - len(row)))
+        return np.array(rows, np.uint64).reshape(len(rows), 4)
+
+    def _table(self, part: int, buffer: Array) -> Array:
+        """Return where the payloads of ``part`` lie, which are in ``buffer``."""
+        if buffer.size < self._sizes[part]:
+            raise PayloadError(
+                f"a payload of {buffer.size} bytes is shorter than its {self._sizes[part]}"
+            )
+        table = self._layouts[part].copy()
+        table[:, 1 : 1 + len(self._kernels.names)] += np.uint64(address(buffer, buffer.size))
+        return table
+
+    def _rows_of(
+        self,
+        pieces: Sequence[_Piece],
+        places: Sequence[int],
+        part: int,
+        parts: int,
+        stage: int,
+    ) -> Array:
+        """Return the rows of ``pieces``, of one part; values lie at ``places``, or none.
+
+        Raises CompressionFailed, which names the tensor.
+        """
+        kernels, key = self._kernels, (part, stage)
+        if not kernels.asks:
+            rows = np.zeros((len(pieces), 4), np.uint64)
+        elif (kept := self._kept.get(key)) is not None and kept.holds(kernels.kept_in):
+            rows = kept.rows.copy()
+        else:
+            contexts = [member.context(part, parts, stage) for member, _, _ in pieces]
+            rows = self._asked(pieces, contexts)
+            if kernels.kept_in and not kernels.draws:
+                arrays = [ctx.state.get(kernels.kept_in) for ctx in contexts]
+                self._kept[key] = _Kept(rows.copy(), contexts, arrays)
+        rows[:, 0] = places or 0
+        return rows
+
+    def _asked(self, pieces: Sequence[_Piece], contexts: Sequence[Context]) -> Array:
+        """Return rows with what kernels remember of each piece, and draw for it."""
+        rows = np.zeros((len(pieces), 4), np.uint64)
+        for i, ((member, start, stop), ctx) in enumerate(zip(pieces, contexts, strict=True)):
             try:
-                rows.append(values(x, member.context(part, parts, stage)))
+                rows[i] = self._kernels.row(0, stop - start, ctx)
             except BaseException as error:
-                compressor, what = member.compressor, member.described
-                raise CompressionFailed.of(
-                    compressor, compressor.encode_into, what, error
-                ) from error
-        self._kernels.encode_into(rows, table)
+                encode, what = self._compressor.encode_into, member.described
+                raise CompressionFailed.of(self._compressor, encode, what, error) from error
+        return rows
 
-    def _outputs(self, part: int) -> list[int]:
-        return [address(member.output[a:b], b - a) for member, a, b in self._small[part]]
+    def _room(self, pieces: Sequence[_Piece]) -> tuple[Array, Array]:
+        """Return scratch (float32) for the values of ``pieces``, and where each one's begin."""
+        ends = [0, *accumulate(piece.stop - piece.start for piece in pieces)]
+        room = self._workspace.array("small", ends[-1])
+        begins = np.array(ends[:-1], np.uint64)
+        return room, begins * _FLOAT + np.uint64(address(room, room.size))
+
+    def _staged(self, pieces: Sequence[_Piece]) -> Array:
+        """Bring the inputs of ``pieces``, prescaled, into scratch; return where each one's lies."""
+        room, places = self._room(pieces)
+        dtype, inputs = pieces[0].member.request.dtype, [piece.input() for piece in pieces]
+        if dtype in _HALVES:
+            joined = self._workspace.array("small16", room.size, inputs[0].dtype)
+            np.concatenate(inputs, out=joined)
+            to_float32(joined, dtype, self._workspace, "small", self._prescale)
+            return places
+        np.concatenate(inputs, out=room, casting="same_kind")
+        if self._prescale != 1.0:
+            np.multiply(room, np.float32(self._prescale), out=room)
+        return places
+
+    def _deliver(self, room: Array, pieces: Sequence[_Piece], factor: float) -> None:
+        """Write ``factor`` times the values of ``pieces`` to their outputs."""
+        start, found = 0, {piece.member.output_dtype for piece in pieces}
+        dtype = found.pop()
+        if found or dtype not in _HALVES:
+            for piece in pieces:
+                stop = start + piece.stop - piece.start
+                own = piece.member.output_dtype
+                from_float32(room[start:stop], piece.output(), own, self._workspace, factor)
+                start = stop
+            return
+        joined = self._workspace.array("small16", room.size, pieces[0].member.output.dtype)
+        from_float32(room, joined, dtype, self._workspace, factor)
+        for piece in pieces:
+            stop = start + piece.stop - piece.start
+            piece.output()[...] = joined[start:stop]
+            start = stop
+
+    def _call(self, kernels: Callable[..., None], pieces: Sequence[_Piece], *args: Any) -> None:
+        """Call kernels; what they raise is told with the tensors' names, as CompressionFailed."""
+        try:
+            kernels(*args)
+        except BaseException as error:
+            names = [repr(piece.member.request.name) for piece in pieces]
+            told, more = ", ".join(names[:_NAMED]), len(names) - _NAMED
+            what = f"tensors {told}" + (f" and {more} more" if more > 0 else "")
+            raise CompressionFailed.of(self._compressor, kernels, what, error) from error
+
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _places(arrays: Sequence[Array]) -> list[int]:
+    """Return where arrays lie; nothing unless all are of float32 and without gaps."""
+    if any(array.dtype != _FLOAT32 or not array.flags.c_contiguous for array in arrays):
+        return []
+    return [address(array, array.size) for array in arrays]
+
+
+def _grouped(pieces: Sequence[_Piece]) -> list[_Range]:
+    """Return runs of pieces of one dtype, of so many elements together at most."""
+    ends, total = [0], 0
+    for i, (before, piece) in enumerate(pairwise(pieces), 1):
+        total += before.stop - before.start
+        another = before.member.request.dtype != piece.member.request.dtype
+        if another or total + piece.stop - piece.start > _GROUP:
+            ends.append(i)
+            total = 0
+    return list(pairwise([*ends, len(pieces)])) if pieces else []

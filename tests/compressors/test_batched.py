@@ -15,6 +15,9 @@ SPECS = [
     "minmax(bits=8) | min_size(0)",
     "minmax(bits=3, bucket=64) | ef",
     "qsgd(bits=5, bucket=64)",
+    "fp16",
+    "bf16 | ef",
+    "fp16 | ef(decay=0.5)",
 ]
 LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
 RANKS = 3
@@ -78,7 +81,7 @@ class Louder(Int8):
 def test_what_compresses_in_its_own_way_is_not_passed_over():
     assert Louder().batched() is None
     assert (Louder() | parse("ef")).batched() is None
-    for spec in ("topk", "fp16", "int8 | ef(dtype='bf16')", "int8 | hadamard", "qsgd | scaled"):
+    for spec in ("topk", "lossless", "int8 | ef(dtype='bf16')", "int8 | hadamard", "qsgd | scaled"):
         assert parse(spec).batched() is None
 
 

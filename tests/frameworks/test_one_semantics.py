@@ -173,6 +173,7 @@ def watch_payloads():
     """Note what compressors make of gradients, before anything travels."""
     from ringlet.compressors import NoCompression
     from ringlet.compressors.core.context import Context
+    from ringlet.fusion.buckets.bucket import SumBucket
     from ringlet.fusion.codecs.bucket_codec import BucketCodec
     from ringlet.fusion.planning.member import Member
     from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
@@ -185,8 +186,7 @@ def watch_payloads():
         name = getattr(function, "__name__", "")
         if name in ("encode_into", "compress") and context is not None and context.stage == 1:
             payload = args[1] if name == "encode_into" else result
-            known = context.name.rpartition(".")[2]  # without a hook's label
-            note(context.rank, known, context.step, context.offset, payload)
+            note_in(context, payload)
         return result
 
     Member.call = call
@@ -197,12 +197,21 @@ def watch_payloads():
         if self._small is not None:  # members that share a call
             payloads = self._payloads(part, out)
             for i in self._small.places[part]:
-                context = self.members[i].context(part, self.parts)
-                known = context.name.rpartition(".")[2]
-                note(context.rank, known, context.step, context.offset, payloads[i])
+                note_in(self.members[i].context(part, self.parts), payloads[i])
         return used
 
     BucketCodec.encode_into = encoded
+    encode_sums = SumBucket._encode
+
+    def summed(self):
+        used = encode_sums(self)
+        if self._small is not None:
+            for i in self._small.places[0]:
+                member, name, place = self._places[i]
+                note_in(member.context(0, 1), {name: self._buffer[place]})
+        return used
+
+    SumBucket._encode = summed
     reduce = CompressedReduceScatter._reduce
 
     def reduced(self, comm, place, values, total, pieces):
@@ -215,6 +224,11 @@ def watch_payloads():
                 note(comm.rank, name, step, 0, piece.payload(sent))
 
     CompressedReduceScatter._reduce = reduced
+
+
+def note_in(context, payload):
+    known = context.name.rpartition(".")[2]  # without a hook's label
+    note(context.rank, known, context.step, context.offset, payload)
 
 
 def note(rank, name, step, offset, payload):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -576,6 +577,27 @@ def case_between_hosts_the_last_layers_travel_while_backward_goes_on():
         assert all((p == -(size - 1) / 2).all() for p in parameters)
         assert len(optimizer._ringlet._group.buckets) == buckets, hosts
     runtime.topology = before
+
+
+def case_a_tensor_more_costs_few_calls_in_backward():
+    def cost(n):
+        parameters = [nn.Parameter(torch.zeros(8)) for _ in range(n)]
+        named = {f"p{i}": p for i, p in enumerate(parameters)}
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named.items())
+        for _ in range(2):  # the first step is another one
+            loss, count = sum(p.sum() for p in parameters), 0
+
+            def profile(frame, event, argument):
+                nonlocal count
+                count += event in ("call", "c_call")
+
+            sys.setprofile(profile)
+            torch.autograd.backward(loss)
+            sys.setprofile(None)
+            optimizer.step()
+        return count
+
+    assert (cost(60) - cost(30)) / 30 < 14  # calls of functions of Python and of C
 
 
 CASES = [value for name, value in sorted(globals().items()) if name.startswith("case_")]

@@ -3,29 +3,45 @@
 import numpy as np
 import pytest
 from counted_calls import calls_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ringlet.compressors import parse
 from ringlet.fusion import CompressionFailed, Engine, Limits, Request
+from ringlet.fusion.buckets.bucket import SumBucket
+from ringlet.fusion.codecs import small_members
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.codecs.small_members import MOST
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.planning.member import Member
+from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.control.opening import open_control
+from ringlet.ring.dtypes import storage
 from ringlet.ring.transports.local import run_local
 
 LENGTHS = [1030, 3, 700, 2049, MOST + 5, 512]
 PARTS = 3
 
 
-def members(rank, dtype="float32", spec="int8 | ef | min_size(0)"):
-    found = []
-    for i, n in enumerate(LENGTHS):
-        request = Request(f"w{i}", shape=(n,), spec=spec, dtype=dtype)
-        member = Member(request, parse(spec), rank, PARTS, 0, Place())
-        x = np.random.default_rng(100 * rank + i).standard_normal(n).astype(dtype)
-        member.take(x, x)
-        found.append(member)
+def members(rank, dtype="float32", spec="int8 | ef | min_size(0)", lengths=LENGTHS, **asked):
+    """Return members of ``dtype``, or of several in turn, which take gradients of the rank."""
+    dtypes = [dtype] if isinstance(dtype, str) else dtype
+    found, place = [], Place()
+    for i, n in enumerate(lengths):
+        kind = dtypes[i % len(dtypes)]
+        request = Request(f"w{i}", shape=(n,), spec=spec, dtype=kind, **asked)
+        found.append(Member(request, parse(spec), rank, PARTS, 0, place))
+        x = gradient(rank, i, n, kind)
+        found[-1].take(x, x)
     return found
+
+
+def gradient(rank, i, n, dtype="float32", gap=1):
+    """Return n values; with a ``gap`` above 1 they do not lie one behind the other."""
+    x = np.random.default_rng(100 * rank + i).standard_normal(n).astype(np.float32)
+    wide = np.zeros(n * gap, storage(dtype))
+    wide[::gap] = (x.view(np.uint32) >> 16) if dtype == "bfloat16" else x
+    return wide[::gap]
 
 
 def reduced(groups, parts):
@@ -63,17 +79,122 @@ def flattened(state):
         if isinstance(value, dict):
             found |= {f"{name}/{key}": held for key, held in flattened(value).items()}
         else:
-            found[name] = value.tobytes()
+            found[name] = value.tobytes() if isinstance(value, np.ndarray) else value
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", ("float32", "bfloat16", "float64")])
 @pytest.mark.parametrize("parts", [1, PARTS])
 def test_results_are_those_of_each_member_alone(parts, dtype):
     together, alone = ([members(rank, dtype) for rank in range(PARTS)] for _ in range(2))
     for _ in range(2):  # residuals count from the second step on
         shared = reduced(together, parts)
         apart = [reduced([[g[i]] for g in alone], parts) for i in range(len(LENGTHS))]
+        assert shared == [b"".join(pieces) for pieces in zip(*apart, strict=True)]
+        assert left(together) == left(alone)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    spec=st.sampled_from(
+        [
+            "int8 | ef | min_size(0)",
+            "int4(bucket=32, stochastic=True) | min_size(0)",
+            "int4(bucket=32) | ef(decay=0.5, reset=2) | min_size(0)",
+        ]
+    ),
+    parts=st.sampled_from([1, PARTS]),
+    lengths=st.lists(st.integers(1, 200), min_size=2, max_size=6),
+    dtypes=st.lists(
+        st.sampled_from(["float32", "float16", "bfloat16", "float64"]), min_size=1, max_size=3
+    ),
+    prescale=st.sampled_from([1.0, 0.3]),
+    gap=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 150, 1 << 17]),
+)
+def test_payloads_do_not_depend_on_company(spec, parts, lengths, dtypes, prescale, gap, group):
+    def groups():
+        found = []
+        for rank in range(PARTS):
+            found.append(members(rank, dtypes, spec, lengths, prescale=prescale))
+            for i, member in enumerate(found[-1]):
+                x = gradient(rank, i, member.numel, member.request.dtype, gap)
+                member.take(x, x)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small_members, "_GROUP", group)
+        together, alone = groups(), groups()
+        for _ in range(3):
+            shared = reduced(together, parts)
+            apart = [reduced([[g[i]] for g in alone], parts) for i in range(len(lengths))]
+            assert shared == [b"".join(pieces) for pieces in zip(*apart, strict=True)]
+            assert left(together) == left(alone)
+            for member in [member for group in together + alone for member in group]:
+                member.count()
+
+
+def test_what_replaces_a_residual_is_used_in_the_next_step():
+    together, alone = ([members(rank) for rank in range(PARTS)] for _ in range(2))
+    codecs = [BucketCodec(group, 1) for group in together]
+    for step in range(2):
+        for way in (together, alone):
+            for group in way:
+                for i, member in enumerate(group):
+                    member.state["residual"] = gradient(step, i, member.numel)
+        for group, codec in zip(alone, codecs, strict=True):
+            codec.prepare()
+            found = np.zeros(codec.capacity(0), np.uint8)
+            codec.encode_into(0, found)
+            singly = [BucketCodec([member], 1) for member in group]
+            payloads = [np.zeros(one.capacity(0), np.uint8) for one in singly]
+            for one, payload in zip(singly, payloads, strict=True):
+                one.encode_into(0, payload)
+            assert found.tobytes() == b"".join(payload.tobytes() for payload in payloads)
+    assert left(together) == left(alone)
+
+
+def summed(groups):
+    """Let the buckets of ``groups``, by rank, encode and decode the sum of what all have sent."""
+    buckets = [SumBucket(group, PARTS) for group in groups]
+    for bucket in buckets:
+        bucket._encode()
+    sent = [bucket._buffer.copy() for bucket in buckets]
+    for bucket in buckets:
+        bucket._buffer[...] = sent[0]  # any payload will do, where it is the same
+        bucket._decode_all()
+        bucket._lease.release()
+    return [buffer.tobytes() for buffer in sent]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    spec=st.sampled_from(["fp16", "bf16", "fp16 | ef", "bf16 | ef(decay=0.5)"]),
+    op=st.sampled_from([ReduceOp.AVERAGE, ReduceOp.SUM]),
+    lengths=st.lists(st.sampled_from([1, 3, 64, 130, MOST + 1]), min_size=2, max_size=5),
+    dtypes=st.lists(
+        st.sampled_from(["float32", "float16", "bfloat16", "float64"]), min_size=1, max_size=3
+    ),
+    scales=st.sampled_from([(1.0, 1.0), (0.5, 2.0)]),
+    gap=st.sampled_from([1, 3]),
+    wide=st.booleans(),
+)
+def test_sums_do_not_depend_on_company(spec, op, lengths, dtypes, scales, gap, wide):
+    def groups():
+        found, (prescale, postscale) = [], scales
+        for rank in range(PARTS):
+            asked = {"op": op, "prescale": prescale, "postscale": postscale}
+            found.append(members(rank, dtypes, spec, lengths, **asked))
+            for i, member in enumerate(found[-1]):
+                x = gradient(rank, i, member.numel, member.request.dtype, gap)
+                half = member.request.dtype in ("float16", "bfloat16")
+                member.take(x, np.zeros(x.size, np.float32) if wide and half else x)
+        return found
+
+    together, alone = groups(), groups()
+    for _ in range(2):
+        shared = summed(together)
+        apart = [summed([[g[i]] for g in alone]) for i in range(len(lengths))]
         assert shared == [b"".join(pieces) for pieces in zip(*apart, strict=True)]
         assert left(together) == left(alone)
 
@@ -86,7 +207,7 @@ def test_the_tensor_whose_memory_does_not_fit_is_named():
         codec.encode_into(0, np.zeros(codec.capacity(0), np.uint8))
 
 
-@pytest.mark.parametrize(("spec", "most"), [("none", 2), ("int8 | ef", 30)])
+@pytest.mark.parametrize(("spec", "most"), [("none", 2), ("fp16", 6), ("int8 | ef", 7)])
 def test_a_small_tensor_more_costs_few_calls_a_step(spec, most):
     """Counted in the engine's thread, Python's functions and C's."""
 

@@ -83,7 +83,7 @@ def _widened(x: Array) -> Array:
     return x.astype(np.float32)
 
 
-class _Slots:
+class Slots:
     """One array for all payloads of a launch, with marks between them."""
 
     def __init__(self, compressor: Compressor, lengths: Sequence[int]) -> None:
@@ -143,7 +143,7 @@ def check_many_tensors_agree(compressor: Compressor) -> None:
 def _check_launch(compressor: Compressor, kernels: Any, launch: _Launch, fed: bool) -> None:
     given, contexts = _tensors(launch), _contexts(launch)
     own, residuals = _residuals(launch, fed), _residuals(launch, fed)
-    slots, alone = (_Slots(compressor, launch.lengths) for _ in range(2))
+    slots, alone = (Slots(compressor, launch.lengths) for _ in range(2))
     expected = []
     for x, kept, payload, ctx in zip(given, own, alone.payloads, contexts, strict=True):
         target = _widened(x) * np.float32(_SCALE)

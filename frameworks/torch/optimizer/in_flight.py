@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
-from ringlet.torch.tensors.views import flat, shares_memory, taken_as_it_is
+from ringlet.torch.tensors.views import as_flat, shares_memory
 
 
 class Handed:
@@ -29,22 +29,44 @@ class Handed:
         self._sparse: dict[str, int] = {}  # sparse dimensions of gradients that had some
         self._after: list[Callable[[], object]] = []  # what puts results where they belong
 
-    def take(self, name: str, p: torch.Tensor) -> tuple[Array, Array | None]:
-        """Return flat arrays of the gradient of ``p`` (zeros if it has none) and for its result.
+    def take(
+        self, names: Sequence[str], parameters: Mapping[str, torch.nn.Parameter]
+    ) -> list[tuple[str, Array, Array | None]]:
+        """Return, of each name, flat arrays of the gradient and for its result.
 
-        Without the second the result goes to the first. Raises TypeError or RuntimeError for a
-        gradient that is not what was declared.
+        The gradient is the one that was noted, else that of the parameter, or zeros. Without the
+        second array the result goes to the first. Raises TypeError or RuntimeError for a gradient
+        that is not what was declared.
         """
-        grad = p.grad
-        if grad is None:
-            grad = p.grad = torch.zeros_like(p)
+        found: list[tuple[str, Array, Array | None]] = []
+        places, results, noted = self.places, self.results, self._noted
+        for name in names:  # a model may have hundreds: what is usual is done here, without calls
+            p = parameters[name]
+            grad = noted[name][0] if name in noted else self._unnoted(name, p)
+            view = None
+            if grad.dtype is p.dtype and places[name] == HOST:
+                view = as_flat(grad)
+            if view is None:
+                view = self._view(name, p, grad)
+            elif self._sparse:
+                self._sparse.pop(name, None)
+            result = results.get(name) if results else None
+            found.append((name, view, None if result is None else flat_at(result, HOST)))
+        self._taken.update(names)
+        return found
+
+    def _unnoted(self, name: str, p: torch.nn.Parameter) -> torch.Tensor:
+        """Return the gradient of ``p``, from now on noted; zeros if it has none."""
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
             if not p.requires_grad:  # frozen since: momenta and weight decay must not move it
                 self._after.append(lambda: setattr(p, "grad", None))
-        view = self._view(name, p, grad)
-        self.note(name, grad)
-        self._taken.add(name)
-        result = self.results.get(name)
-        return view, None if result is None else flat_at(result, HOST)
+        self.note(name, p.grad)
+        return p.grad
+
+    def sparse(self, names: Sequence[str]) -> list[str]:
+        """Return those of ``names`` whose gradients were sparse when they were taken."""
+        return [name for name in names if name in self._sparse] if self._sparse else []
 
     def note(self, name: str, grad: torch.Tensor) -> None:
         """Remember what ``grad`` is now, for ``changed``."""
@@ -83,9 +105,6 @@ class Handed:
                 f"the gradient of {name!r} is on {grad.device}, where it was not when the "
                 "optimizer was made; wrap the original optimizer again"
             )
-        if place == HOST and taken_as_it_is(grad):
-            self._sparse.pop(name, None)
-            return flat(grad)
         if grad.is_sparse:
             dims, device = grad.sparse_dim(), grad.device
             self._sparse[name] = dims

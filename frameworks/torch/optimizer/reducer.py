@@ -313,13 +313,18 @@ class Reducer:
             why = self._too_early(changed)
             self._give_up(why)
             raise RuntimeError(why)
-        missing = self._group.missing()
+        try:
+            self._submit(self._group.due())
+            missing = self._group.missing()
+        except Exception as error:
+            self.abandon(f"{type(error).__name__}: {error}")
+            raise
         frozen = tuple(name for name in missing if not self.parameters[name].requires_grad)
         self._frozen.begin(frozen, self._group.turn)
         try:
-            rows = self._rows.missing() if self._rows.dims else []
-            for name in [*missing, *rows]:
-                self._submit(name, self.parameters[name])
+            self._submit(missing)
+            for name in self._rows.missing() if self._rows.dims else []:
+                self._gather(name, self.parameters[name])
         except Exception as error:
             self.abandon(f"{type(error).__name__}: {error}")
             raise
@@ -650,31 +655,46 @@ class Reducer:
             _refuse_ddp(self._hooks)
             self._alone = True
         left = self._left[name] = self._left[name] - 1
+        if left > 0:
+            return
         if left < 0:
             raise RuntimeError(
                 f"the gradient of {name!r} was computed more than backward_passes_per_step="
                 f"{self.passes} times before step() of the DistributedOptimizer: call its step(), "
                 "not that of what it wraps, and raise backward_passes_per_step to accumulate"
             )
-        if left == 0:
-            if self._group is not None and name in self._frozen.last:
-                self._frozen.tell(self._group.turn)  # first: with this, others may end the step
-            self._submit(name, p)
-
-    def _submit(self, name: str, p: torch.Tensor) -> None:
+        group = self._group
+        assert group is not None
+        if name in self._frozen.last:
+            self._frozen.tell(group.turn)  # first: with this, others may end the step
         if name in self._rows.dims:
+            self._gather(name, p)
+            return
+        if not self.in_flight:
             self._begin()
-            self._rows.gather(name)
-            if p.grad is not None:
-                self._handed.note(name, p.grad)
+        if (grad := p.grad) is not None:
+            self._handed.note(name, grad)
+        if due := group.note(name):
+            self._submit(due)
+
+    def _gather(self, name: str, p: torch.Tensor) -> None:
+        """Gather the rows of a sparse gradient."""
+        self._begin()
+        self._rows.gather(name)
+        if p.grad is not None:
+            self._handed.note(name, p.grad)
+
+    def _submit(self, names: Sequence[str]) -> None:
+        """Hand in the gradients of ``names``, which are complete, or are not to come."""
+        if not names:
             return
         assert self._group is not None
-        if p.grad is not None and p.grad.is_sparse:
+        tensors = self._handed.take(names, self.parameters)
+        for name in self._handed.sparse(names):
             self._rows.saw(name)
-        values, result = self._handed.take(name, p)
         self._begin()
         try:
-            self._group.submit(name, values, result)
+            self._group.submit_all(tensors)
         except TypeError as error:
             raise TypeError(
                 f"{error}. A model is converted, as by .double(), before DistributedOptimizer is "

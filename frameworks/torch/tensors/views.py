@@ -89,6 +89,24 @@ def as_array(tensor: Any) -> Array | None:
     return array
 
 
+def as_flat(tensor: torch.Tensor) -> Array | None:
+    """Return what the engine can move without a copy, as a flat array; else None.
+
+    bfloat16 is uint16. This is on the way of each gradient, and calls nothing that need not be.
+    """
+    if not (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+    ):
+        return None
+    if tensor.requires_grad or tensor.dtype is torch.bfloat16:
+        return flat(tensor)
+    array: Array = tensor.numpy()
+    return array if array.ndim == 1 else array.reshape(-1)
+
+
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` detached: itself where it is, for to detach lets the engine's thread in."""
     return tensor.detach() if tensor.requires_grad else tensor

@@ -3,11 +3,13 @@
 Array code throughout, as an author writes who follows docs/own-compressor.md.
 """
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
 
-from ringlet.compressors import Compressor, Part, Round, Traits
+from ringlet.compressors import Compressor, Context, Part, Round, Traits
+from ringlet.compressors.base.batched import Batched
 
 CELL = 64
 
@@ -411,6 +413,79 @@ def narrowed(values, out):
     odd = (bits >> 16) & np.uint32(1)
     rounded = (bits + np.uint32(0x7FFF) + odd) >> 16
     out[:] = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
+
+
+class BatchedCells(Cells):
+    """The same with kernels for many tensors in host memory, told of by their addresses."""
+
+    def batched(self):
+        return batch_of(self)
+
+
+def batch_of(cells, encoded=None, decoded=None, **fields):
+    """Return what a call does, tensor by tensor; the functions are given one tensor each."""
+    encoded, decoded = encoded or encode_one, decoded or decode_one
+
+    def encode(tensors, payloads, decay):
+        for t in range(len(tensors)):
+            encoded(cells, t, tensors, payloads, decay)
+
+    def decode(outs, payloads, scale):
+        for t in range(len(outs)):
+            decoded(cells, t, outs, payloads, scale)
+
+    names = ("codes", "steps")
+    return Batched(cells.label, cells.layout, names, encode, encode, decode, **fields)
+
+
+def encode_one(cells, t, tensors, payloads, decay):
+    n = int(payloads[t, 0])
+    key, offset = int(tensors[t, 2]), int(tensors[t, 3])
+    ctx = Drawn(numel=offset + n, offset=offset, drawn=key)
+    x, payload = at(tensors[t, 0], n, "float32"), cells_at(payloads[t])
+    if tensors[t, 1]:
+        cells.feedback_into(x, at(tensors[t, 1], n, "float32"), float(decay), payload, ctx)
+    else:
+        cells.encode_into(x, payload, ctx)
+
+
+def decode_one(cells, t, outs, payloads, scale):
+    out = at(outs[t], int(payloads[0, t, 0]), "float32")
+    with np.errstate(invalid="ignore", over="ignore"):
+        cells.sum_into([cells_at(rows[t]) for rows in payloads], out, Context(numel=out.size))
+        out *= scale
+
+
+class Drawn(Context):
+    """A context of which a kernel knows the key alone."""
+
+    def __init__(self, drawn=0, **fields):
+        super().__init__(**fields)
+        self.drawn = drawn
+
+    def key(self, shared=False):
+        return self.drawn
+
+
+def cells_at(row):
+    n = int(row[0])
+    return {"codes": at(row[1], n, "int8"), "steps": at(row[2], -(-n // CELL), "float32")}
+
+
+def at(address, n, dtype):
+    """Return the ``n`` elements that lie at an address."""
+    room = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(int(address))
+    return np.frombuffer(room, dtype)
+
+
+class BatchedDraws(BatchedCells):
+    """Rounds at random, by the key of each tensor."""
+
+    def rounded(self, places, ctx):
+        return np.minimum(np.floor(places + ctx.uniform(places.size)), np.float32(127))
+
+    def batched(self):
+        return batch_of(self, draws=True)
 
 
 class LaunchedVarying(Whole):

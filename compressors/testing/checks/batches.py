@@ -1,0 +1,179 @@
+"""Checks of kernels that take many tensors in host memory a call: see ``Compressor.batched``."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ringlet.compressors.base.batched import Batched, Row
+from ringlet.compressors.base.contract import Compressor, Payload
+from ringlet.compressors.core.context import Array, Context, State
+from ringlet.compressors.testing.checks.launches import Slots
+from ringlet.compressors.testing.checks.one_call import by_payload, same, same_payload
+from ringlet.compressors.testing.tools.inputs import gaussian
+from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.simulate import context
+
+_SCALE = 0.5
+_RANKS, _STEPS = 3, 2
+_MANY = 37
+_SPOILED = 5  # the place of a tensor with NaN
+
+
+class _Tensor(NamedTuple):
+    """A tensor, or a piece of one, of ``n`` elements from ``offset`` of ``numel`` on."""
+
+    n: int
+    offset: int
+    numel: int
+    state: State
+
+
+@needs("fast_paths_agree", "fused_feedback_agrees")
+def check_batched_tensors_agree(compressor: Compressor) -> None:
+    """Kernels that take many tensors in host memory are for speed: what becomes of a tensor must
+    not show which others were there.
+
+    encode of batched() writes what encode_into writes, and renews residuals as that does, in both
+    stages and step after step; decode writes scale times what sum_into gives. Each row tells where
+    one tensor lies: take lengths, keys and offsets from its own, write nothing beyond its end, and
+    let there be any number of rows. A piece is told of by the row of its whole tensor, moved by its
+    elements, at multiples of the granularity. Return None from batched() where that is not so.
+    """
+    if not by_payload(compressor) or not compressor.traits().fixed_size:
+        return
+    kernels = compressor.batched()
+    if kernels is None:
+        return
+    for stage in (1, 2) if compressor.traits().combine == "gather" else (1,):
+        for what, lengths in _calls():
+            with np.errstate(all="ignore"):
+                _check(compressor, kernels, _whole(lengths), stage, what)
+    with np.errstate(all="ignore"):
+        _check(compressor, kernels, _pieces(compressor), 1, "pieces of a tensor")
+
+
+def _calls() -> list[tuple[str, Sequence[int]]]:
+    many = [(k * k * 7 + 13 * k) % 391 + 1 for k in range(_MANY)]
+    return [("three tensors", (100, 2049, 1)), (f"{_MANY} tensors", many)]
+
+
+def _whole(lengths: Sequence[int]) -> list[_Tensor]:
+    return [_Tensor(n, 0, n, {}) for n in lengths]
+
+
+def _pieces(compressor: Compressor) -> list[_Tensor]:
+    """Return pieces of one tensor, which end where its payload may be cut."""
+    granule = compressor.traits().granularity
+    if granule is None:
+        return _whole([300])
+    ends, state = [0, granule, 4 * granule, 4 * granule + max(1, granule // 2)], State()
+    return [
+        _Tensor(stop - start, start, ends[-1], state) for start, stop in itertools.pairwise(ends)
+    ]
+
+
+def _contexts(tensors: Sequence[_Tensor], step: int, stage: int) -> list[Context]:
+    """Return contexts in which what was remembered goes on; pieces share their tensor's name."""
+    first = tensors[0].state
+    return [
+        context(
+            np.empty(tensor.numel, np.float32),
+            tensor.state,
+            name="layer" if tensor.state is first else f"layer{place}",
+            offset=tensor.offset,
+            step=step,
+            stage=stage,
+            size=_RANKS,
+        )
+        for place, tensor in enumerate(tensors)
+    ]
+
+
+def _rows(
+    kernels: Batched, tensors: Sequence[_Tensor], xs: list[Array], around: list[Context]
+) -> list[Row]:
+    """Return a row of each tensor; those of pieces are moved, from one that tells of the whole."""
+    first = tensors[0]
+    if first.n == first.numel:
+        return [kernels.values(x, ctx) for x, ctx in zip(xs, around, strict=True)]
+    _, kept, key, offset = kernels.row(0, first.numel, around[0])
+    return [
+        (x.ctypes.data, kept and kept + 4 * tensor.offset, key, offset + tensor.offset)
+        for x, tensor in zip(xs, tensors, strict=True)
+    ]
+
+
+def _values(tensors: Sequence[_Tensor], seed: int) -> list[Array]:
+    found = [gaussian(tensor.n, seed + place) for place, tensor in enumerate(tensors)]
+    if len(found) > _SPOILED:
+        found[_SPOILED][found[_SPOILED].size // 2] = np.nan
+    return found
+
+
+def _check(
+    compressor: Compressor, kernels: Batched, tensors: list[_Tensor], stage: int, what: str
+) -> None:
+    lengths = [tensor.n for tensor in tensors]
+    apart: list[_Tensor] = copy.deepcopy(tensors)  # pieces share a state here too
+    for step in range(_STEPS):
+        sent: list[list[Payload]] = []
+        for rank in range(_RANKS):  # one behind the other, with one memory
+            which = f"of {what}, in stage {stage} and {step + rank} calls before, "
+            xs = _values(tensors, 100 * step + rank)
+            slots, alone = Slots(compressor, lengths), Slots(compressor, lengths)
+            around = _contexts(tensors, step, stage)
+            kernels.encode_into(
+                _rows(kernels, tensors, xs, around), kernels.table(slots.payloads, lengths)
+            )
+            assert slots.kept_between(), f"{which}one writes beyond its payload's arrays"
+            own = _contexts(apart, step, stage)
+            for x, payload, ctx in zip(xs, alone.payloads, own, strict=True):
+                compressor.encode_into(x, payload, ctx)
+            pairs = zip(slots.payloads, alone.payloads, tensors, apart, strict=True)
+            for place, (one, other, tensor, lone) in enumerate(pairs):
+                assert same_payload(one, other), (
+                    f"{which}number {place} is compressed to something else than on its own"
+                )
+                assert _same_memory(tensor.state, lone.state), (
+                    f"{which}number {place} is remembered as something else than on its own"
+                )
+            sent.append(slots.payloads)
+        _check_sums(compressor, kernels, tensors, sent, stage, what)
+
+
+def _check_sums(
+    compressor: Compressor,
+    kernels: Batched,
+    tensors: list[_Tensor],
+    sent: list[list[Payload]],
+    stage: int,
+    what: str,
+) -> None:
+    lengths = [tensor.n for tensor in tensors]
+    ends = np.cumsum([0, *(n + 1 for n in lengths)])  # with a value between them
+    room = np.full(ends[-1], -77, np.float32)
+    outs = [room[a : a + n] for a, n in zip(ends, lengths, strict=False)]
+    tables = [kernels.table(payloads, lengths) for payloads in sent]
+    kernels.sum_into([out.ctypes.data for out in outs], tables, _SCALE)
+    assert (room[ends[1:] - 1] == -77).all(), f"of {what} one is decoded beyond its end"
+    for place, (out, ctx) in enumerate(zip(outs, _contexts(tensors, 0, stage), strict=True)):
+        expected = np.empty(out.size, np.float32)
+        compressor.sum_into([payloads[place] for payloads in sent], expected, ctx)
+        assert same(out, expected * np.float32(_SCALE)), (
+            f"of {what} number {place} decodes to something else than on its own, from {_RANKS} "
+            f"payloads, with scale={_SCALE}"
+        )
+
+
+def _same_memory(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(
+        same(np.asarray(one[name]), np.asarray(other[name])) for name in one
+    )
+
+
+CHECKS = (check_batched_tensors_agree,)
