@@ -67,7 +67,7 @@ def _improve(
     below = error.__traceback__ and error.__traceback__.tb_next
     if below is None and isinstance(error, TypeError):
         error.args = (_better(function, args, kwargs, str(error)),)
-    if (below is None or _on_purpose(error, below)) and not _debugging():
+    if (below is None or _on_purpose(error, below)) and not debugging():
         error.__traceback__ = None  # a bare raise adds no frame of its own
 
 
@@ -94,7 +94,7 @@ def _better(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], sai
     """Return what Python ``said`` of arguments that do not fit, or more than that."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function).parameters.values()
-    known = [parameter.name for parameter in found if parameter.kind not in kinds]
+    known = [each.name for each in found if each.kind not in kinds and each.name != "self"]
     strange = [name for name in kwargs if name not in known]
     name: str = getattr(function, "__name__", "")
     if strange:
@@ -122,7 +122,8 @@ def _package(names: dict[str, Any]) -> str:
     return str(names.get("__name__", "")).partition(".")[0]
 
 
-def _debugging() -> bool:
+def debugging() -> bool:
+    """Whether errors come with what others than the user have to see, at the log level "debug"."""
     try:
         asked = level_from(os.environ)
     except ValueError:  # told of by ``init``
