@@ -62,7 +62,7 @@ test-mxnet: $(MXVENV)/.made
 
 $(MXVENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(MXVENV)
-	$(MXVENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[mpi,run]' hypothesis pytest pytest-timeout requests
+	$(MXVENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,mpi,run]' hypothesis pytest pytest-timeout requests
 	$(MXVENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps mxnet
 	touch $@
 

@@ -96,7 +96,7 @@ def _better(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], sai
     """Return what Python ``said`` of arguments that do not fit, or more than that."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function).parameters.values()
-    known = [parameter.name for parameter in found if parameter.kind not in kinds]
+    known = [each.name for each in found if each.kind not in kinds and each.name != "self"]
     strange = [name for name in kwargs if name not in known]
     name: str = getattr(function, "__name__", "")
     if strange:
@@ -127,7 +127,11 @@ def _package(names: dict[str, Any]) -> str:
 
 
 def debugging() -> bool:
+<<<<<<< HEAD
     """Whether tracebacks are to show Ringlet's own frames: at the log level "debug"."""
+=======
+    """Whether errors come with what others than the user have to see, at the log level "debug"."""
+>>>>>>> semantics
     try:
         asked = level_from(os.environ)
     except ValueError:  # told of by ``init``

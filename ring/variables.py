@@ -27,6 +27,17 @@ def read_number(variable: str, text: str) -> float:
     return value
 
 
+def read_time(variable: str, text: str) -> float:
+    """Read a number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{variable}={text!r} is not a number of seconds above 0")
+    return value
+
+
 def read_whole(variable: str, text: str) -> int:
     """Read a whole number of at least 0; "1e6" is one."""
     if text.strip().isdecimal():
@@ -262,6 +273,19 @@ _SHARED: dict[str, Variable] = {
         read_number, OBSERVE, "0: never", "seconds after which that is an error on all ranks"
     ),
     "STALL_CHECK_DISABLE": Variable(read_flag, OBSERVE, "off", "no such warnings"),
+    "START_TIMEOUT": Variable(
+        _unless_empty(read_time),
+        PROCESS,
+        "120; `ringlet node`: 300",
+        "seconds that ranks may take to start, where `--start-timeout` says nothing",
+    ),
+    "ELASTIC_TIMEOUT": Variable(
+        _unless_empty(read_number),
+        PROCESS,
+        "600",
+        "seconds that an elastic job may have too few ranks, where `--elastic-timeout` says "
+        "nothing",
+    ),
 }
 VARIABLES = {f"RINGLET_{name}": variable for name, variable in (_RINGLET | _SHARED).items()}
 UNDERSTOOD = {f"HOROVOD_{name}": variable for name, variable in _SHARED.items()}

@@ -12,12 +12,14 @@ from distributed import Client, wait
 
 from ringlet.job.placed_call import GRACE, Account, account_of, gathered, packed, results
 from ringlet.ring.addresses import address_towards
+from ringlet.ring.callers import public
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.interfaces import find_interface
 from ringlet.ring.placed.store_server import StoreServer
 from ringlet.ring.placed.ticket import Ticket, tickets
 
 
+@public
 def run(
     client: Client,
     fn: Callable[..., Any],

@@ -143,4 +143,4 @@ def packed(
     try:
         return bytes(pickler().dumps((fn, tuple(args), dict(kwargs or {}))))
     except Exception as error:  # whatever an object's own reduction raises
-        raise LaunchError(f"the function or its arguments cannot be sent: {error}") from error
+        raise LaunchError(f"the function or its arguments cannot be sent: {error}") from None

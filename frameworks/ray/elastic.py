@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ringlet.ray.cluster import check_version, inside_the_cluster, store_host
+from ringlet.ring.callers import public
 from ringlet.ring.elastic.driver import Driver
 from ringlet.ring.elastic.rules import Rules, checked_rules
 from ringlet.ring.errors import LaunchError
@@ -155,7 +156,7 @@ class RayNodes:
             ).remote()
             return StartedActor(actor, order)
         except Exception as error:
-            raise LaunchError(f"Ray starts nothing on {host}: {error}") from error
+            raise LaunchError(f"Ray starts nothing on {host}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,7 @@ class ElasticRayExecutor:
         interfaces = nics.split(",") if isinstance(nics, str) else nics or ()
         return ElasticSettings(rules, timeout_s, tuple(interfaces))
 
+    @public
     def start(self, extra_env_vars: Mapping[str, str] | None = None) -> None:
         """See that this program can start ranks on the cluster. Raises LaunchError.
 
@@ -247,6 +249,7 @@ class ElasticRayExecutor:
         self._extra = dict(extra_env_vars or {})
         self._started = True
 
+    @public
     def run(
         self,
         worker_fn: Callable[..., Any],

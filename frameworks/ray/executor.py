@@ -30,6 +30,7 @@ from ringlet.job.placed_call import (
 )
 from ringlet.ray.cluster import check_version, inside_the_cluster, resources, store_host
 from ringlet.ray.elastic import ElasticRayExecutor, ElasticSettings
+from ringlet.ring.callers import public
 from ringlet.ring.elastic.rules import checked_rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.signed_pickle import pickler
@@ -214,6 +215,7 @@ class RayExecutor:
         """How many ranks there are."""
         return self._size
 
+    @public
     def start(
         self,
         executable_cls: Callable[..., Any] | None = None,
@@ -247,6 +249,7 @@ class RayExecutor:
             self.shutdown()
             raise
 
+    @public
     def run(
         self,
         fn: Callable[..., Any],
@@ -266,6 +269,7 @@ class RayExecutor:
             return self._elastic.run(fn, args=args or (), kwargs=kwargs)
         return self._call(packed(fn, args or (), kwargs), on_executable=False)
 
+    @public
     def run_remote(
         self,
         fn: Callable[..., Any],
@@ -276,10 +280,12 @@ class RayExecutor:
         call = packed(fn, args or (), kwargs)
         return [worker.result.remote(call) for worker in self._started()]
 
+    @public
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call ``fn(executable)`` on every rank; return what it returns, by rank."""
         return self._call(packed(fn), on_executable=True)
 
+    @public
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call ``fn(executable)`` on rank 0, and on no other; return what it returns."""
         (value,) = self._all([self._started()[0].call.remote(packed(fn), True)])

@@ -16,7 +16,7 @@ from ringlet.ray.cluster import store_host
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.placed.ranking import Standing
 from ringlet.ring.placed.store_server import StoreServer
-from ringlet.ring.placed.ticket import Ticket, tickets
+from ringlet.ring.placed.ticket import Ticket, asked_of_ranks, tickets
 
 _given: list[Ticket] = []  # in a worker: what it joins the job with when training starts
 
@@ -28,12 +28,17 @@ class RingletConfig(BackendConfig):  # type: ignore[misc]  # Ray may be absent, 
     The training function then finds its rank by ``ringlet.torch.init()``, equal to that of
     ``ray.train.get_context()``. ``transport`` is gloo (None) or nccl. ``interfaces`` are network
     interfaces in order of preference; none means the one that leads to the node of Ray Train's
-    controller. ``env`` is set for every rank while it trains, such as RINGLET_METRICS.
+    controller. ``env`` is set for every rank while it trains, such as RINGLET_METRICS. Raises
+    LaunchError for a transport that cannot be, or a variable that is misspelt or wrong.
     """
 
     transport: str | None = None
     interfaces: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Say here what is wrong: raised in Ray Train's controller, Ray's own words come first."""
+        asked_of_ranks(self.transport, self.env)
 
     @property
     def backend_cls(self) -> type[RingletBackend]:

@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 
 from ringlet.job.placed_call import Account, account_of, packed, results
 from ringlet.ring.addresses import address_towards, addresses_of
+from ringlet.ring.callers import debugging, public
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions import WorkerFailed
 from ringlet.ring.hosts.interfaces import find_interface
@@ -41,6 +42,7 @@ class _Order:
     ticket: Ticket
 
 
+@public
 def run(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -95,6 +97,7 @@ def run(
     raise LaunchError(f"restarts={restarts}: a number of at least 0 is needed")
 
 
+@public
 def run_elastic(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Horovod's elastic form, which Spark's tasks cannot have: raises LaunchError with the way.
 
@@ -229,9 +232,8 @@ def _run_once(
         _await_tasks(server, size, timeout, thread, partial(session.interruptTag, tag))
         thread.join()
         if failed:
-            raise TasksEnded(f"Spark has ended the tasks of the ranks: {_said(failed[0])}") from (
-                failed[0]
-            )
+            text = f"Spark has ended the tasks of the ranks: {_said(failed[0])}"
+            raise TasksEnded(text) from (failed[0] if debugging() else None)  # stacks of Java's
         accounts: list[Account] = [pickle.loads(row["data"]) for row in rows]
         return results(accounts)
 

@@ -14,7 +14,10 @@ import numpy as np
 from pyspark.ml.base import Estimator, Model
 
 from ringlet.job.objects import allgather_object, broadcast_object
+from ringlet.ring.callers import debugging, public
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.functions import WorkerFailed
+from ringlet.shared.optimizer_options import Options
 from ringlet.spark.barrier_job import run
 from ringlet.spark.parquet_data import Array, Batch, Columns, Share, feature_list, write
 
@@ -108,6 +111,7 @@ class RankEstimator(Estimator, ABC):  # type: ignore[misc]  # Spark may be absen
             raise ValueError(f"validation={validation} is not a share from 0 to below 1")
         if not feature_cols or not label_cols or isinstance(feature_cols, str):
             raise ValueError("feature_cols and label_cols are lists of names of columns")
+        Options(compression=compression, precision=precision).settings()  # not on ranks first
         self.run_id = run_id or f"run-{uuid.uuid4().hex[:12]}"
         self._store, self._validation = store.rstrip("/"), validation
         self._launch: dict[str, Any] = {
@@ -126,6 +130,7 @@ class RankEstimator(Estimator, ABC):  # type: ignore[misc]  # Spark may be absen
             "label_dtype": label_dtype,
         }
 
+    @public
     def _fit(self, dataset: Any) -> RankModel:
         columns, files = self._training.columns, self._launch["num_proc"]
         session = dataset.sparkSession
@@ -156,6 +161,7 @@ class RankEstimator(Estimator, ABC):  # type: ignore[misc]  # Spark may be absen
         chosen = functions.coalesce(chosen, functions.lit(False))
         return dataset.filter(~chosen), dataset.filter(chosen)
 
+    @public
     def fit_on_parquet(self, spark: Any) -> RankModel:
         """Fit to what an earlier ``fit`` has left in the store."""
         return self._trained(spark)
@@ -163,7 +169,14 @@ class RankEstimator(Estimator, ABC):  # type: ignore[misc]  # Spark may be absen
     def _trained(self, session: Any) -> RankModel:
         job = replace(self._training, validation=bool(self._validation))
         train = type(self)._train
-        fitted, *_ = run(train, (job,), spark=session, **self._launch)
+        try:
+            fitted, *_ = run(train, (job,), spark=session, **self._launch)
+        except WorkerFailed as failed:
+            refused = failed.__cause__
+            if isinstance(refused, LaunchError) and not debugging():
+                said = f"rank {failed.rank}: {refused}"  # without the stack, which is ours
+                raise WorkerFailed(said, failed.rank, failed.traceback) from None
+            raise
         return self._model(job, fitted)
 
     @abstractmethod

@@ -87,7 +87,7 @@ class Share:
     """Every ``size``-th row group of the files at ``path``, from the ``rank``-th on.
 
     ``rows`` is how many rows that are, ``least`` how many the rank with the fewest has. No row is
-    in two ranks' shares. Raises LaunchError when a rank would have none.
+    in two ranks' shares. Raises LaunchError when a rank would have none, or there is no such path.
     """
 
     def __init__(self, path: str, rank: int, size: int) -> None:
@@ -95,6 +95,8 @@ class Share:
         import pyarrow.dataset
 
         files, where = fsspec.core.url_to_fs(path)
+        if not files.exists(where):
+            raise LaunchError(f"there are no rows at {path}: fit(df) writes them")
         found = pyarrow.dataset.dataset(where, filesystem=files, format="parquet")
         pieces: list[Any] = []
         for fragment in sorted(found.get_fragments(), key=lambda each: str(each.path)):

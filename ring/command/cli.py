@@ -24,7 +24,9 @@ from ringlet.ring.hosts.hosts import Host, chosen_hosts, is_here
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import launch
 from ringlet.ring.launch.machine import examine
+from ringlet.ring.launch.time_limits import time_limit
 from ringlet.ring.rendezvous.environment import check_transport
+from ringlet.ring.variables import read_time
 
 DESCRIPTION = """\
 Start COMMAND once per rank, on this machine or on the hosts given, and connect
@@ -132,10 +134,10 @@ def add_meeting(group: argparse._ActionsContainer, timeout: int) -> None:
     )
     group.add_argument(
         "--start-timeout",
-        default=str(timeout),
         metavar="SECONDS",
-        help=f"how long ranks may take to start (default: {timeout})",
+        help=f"how long ranks may take to start (default: RINGLET_START_TIMEOUT, else {timeout})",
     )
+    group.set_defaults(patience=float(timeout))
 
 
 def add_environment(parser: argparse.ArgumentParser) -> None:
@@ -181,26 +183,31 @@ def command_of(options: argparse.Namespace) -> list[str]:
 
 
 def reach_of(options: argparse.Namespace, forward: Sequence[str] = ()) -> Reach:
-    """Return how hosts are reached, from the arguments. Raises UsageError."""
+    """Return how hosts are reached, from the arguments. Raises UsageError, LaunchError."""
     port: int | None = None
     if options.ssh_port is not None:
         if not options.ssh_port.isdecimal() or not 0 < int(options.ssh_port) < 65536:
             raise UsageError(f"--ssh-port takes a port, not {options.ssh_port!r}")
         port = int(options.ssh_port)
-    try:
-        timeout = float(options.start_timeout)
-    except ValueError:
-        timeout = -1.0
-    if not 0 < timeout < float("inf"):
-        raise UsageError(f"--start-timeout takes seconds, not {options.start_timeout!r}")
     return Reach(
         rsh=options.rsh,
         ssh_port=port,
         ssh_identity_file=options.ssh_identity_file,
         interfaces=tuple(name for name in options.interfaces.split(",") if name),
-        start_timeout=timeout,
+        start_timeout=_patience(options),
         forward=tuple(forward),
     )
+
+
+def _patience(options: argparse.Namespace) -> float:
+    """Return how many seconds ranks may take to start."""
+    if options.start_timeout is None:
+        said = time_limit("start_timeout")
+        return float(options.patience) if said is None else said
+    try:
+        return read_time("--start-timeout", options.start_timeout)
+    except ValueError:
+        raise UsageError(f"--start-timeout takes seconds, not {options.start_timeout!r}") from None
 
 
 def batch_hosts(options: argparse.Namespace, env: Mapping[str, str]) -> list[Host]:

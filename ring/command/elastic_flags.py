@@ -9,6 +9,7 @@ from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.rules import Rules, checked_rules, flag
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.launch.time_limits import time_limit
 
 _FLAGS = {"min_np": "--min-np", "max_np": "--max-np"}
 
@@ -46,7 +47,7 @@ def add_elastic(parser: argparse.ArgumentParser, nodes: bool = False) -> None:
         "--elastic-timeout",
         dest="elastic_timeout",
         metavar="SECONDS",
-        help="how long there may be too few ranks (default: 600)",
+        help="how long there may be too few ranks (default: RINGLET_ELASTIC_TIMEOUT, else 600)",
     )
     group.add_argument(
         "--blacklist-cooldown-range",
@@ -95,12 +96,13 @@ def rules_of(
         raise LaunchError("--min-np is missing: how many ranks to begin with, and at least?")
     found = nodes or options.discovery is not None
     slots = sum(host.slots for host in hosts)
+    timeout = options.elastic_timeout
     rules = checked_rules(
         np,
         _number(options.min_np, "--min-np", 1),
         _number(options.max_np, "--max-np", 1),
         _number(options.reset_limit, "--reset-limit", 0),
-        options.elastic_timeout,
+        time_limit("elastic_timeout") if timeout is None else timeout,
         options.cooldown,
         None if found else slots,
         flag,

@@ -16,6 +16,7 @@ from ringlet.ring.functions.parcels import failure, packed_call, result, worker_
 from ringlet.ring.hosts.hosts import chosen_hosts
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import Job
+from ringlet.ring.launch.time_limits import time_limit
 from ringlet.ring.processes.output import Printer
 from ringlet.ring.transports.local import run_local
 
@@ -103,6 +104,8 @@ def run(
         function = fn
         return run_local(lambda _: function(*args, **dict(kwargs or {})), size)
     interfaces = tuple(name for name in (network_interface or "").split(",") if name)
+    if start_timeout is None:
+        start_timeout = time_limit("start_timeout")
     patience = Reach.start_timeout if start_timeout is None else start_timeout
     reach = Reach(rsh, ssh_port, ssh_identity_file, interfaces, patience, tuple(env or ()))
     command = worker_command(str(meant.get("executable", sys.executable)))

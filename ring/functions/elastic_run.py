@@ -11,6 +11,7 @@ from ringlet.ring.elastic.rules import Rules, checked_rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions.parcels import failure, result
 from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.launch.time_limits import time_limit
 from ringlet.ring.processes.output import Printer
 
 
@@ -51,7 +52,8 @@ def elastic_plan(
         numbers = [n for n in (np, min_np, max_np) if isinstance(n, int)]
         hosts = hosts or [Host("localhost", max([1, *numbers]))]
         known = sum(host.slots for host in hosts)
-    checked = checked_rules(np, min_np, max_np, reset_limit, elastic_timeout, cooldown_range, known)
+    timeout = time_limit("elastic_timeout") if elastic_timeout is None else elastic_timeout
+    checked = checked_rules(np, min_np, max_np, reset_limit, timeout, cooldown_range, known)
     if known is not None and known < checked.np:
         raise LaunchError(f"{checked.np} ranks are to begin, but the hosts have {known} slots")
     return checked, Discovery(host_discovery_script, slots or 1, hosts)

@@ -50,7 +50,7 @@ def packed_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     except Exception as error:  # whatever an object's own reduction raises
         raise LaunchError(
             f"the function or its arguments cannot be sent: {error}{remedy}"
-        ) from error
+        ) from None
     return pickle.dumps(sys.path) + bytes(call)
 
 

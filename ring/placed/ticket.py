@@ -50,6 +50,17 @@ def tickets(
     ``transport`` is gloo (None) or nccl; ``env`` is set for every rank. Raises LaunchError for a
     transport that placed ranks cannot have, or a variable that is misspelt or wrong.
     """
+    chosen, given = asked_of_ranks(transport, env)
+    placed = [n for n in nodes if isinstance(n, Standing)]
+    found = placed if len(placed) == len(nodes) else standings(nodes)
+    key, own = server.key.hex(), tuple(interfaces)
+    return [Ticket(each, server.address, key, chosen, own, given) for each in found]
+
+
+def asked_of_ranks(
+    transport: str | None, env: Mapping[str, str] | None
+) -> tuple[str, dict[str, str]]:
+    """Return the transport of placed ranks and what is set for them. Raises LaunchError."""
     given = dict(env or {})
     chosen = transport or given.pop("RINGLET_TRANSPORT", None) or "gloo"
     if check_transport(chosen) not in ("gloo", "nccl"):
@@ -63,10 +74,7 @@ def tickets(
         check({**_own(os.environ), **given})
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    placed = [n for n in nodes if isinstance(n, Standing)]
-    found = placed if len(placed) == len(nodes) else standings(nodes)
-    key, own = server.key.hex(), tuple(interfaces)
-    return [Ticket(each, server.address, key, chosen, own, given) for each in found]
+    return chosen, given
 
 
 def _own(env: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import traceback
 
 import pytest
 from distributed import Client, LocalCluster
@@ -63,11 +64,18 @@ def test_an_exception_arrives_with_its_traceback(client):
     assert isinstance(failed.value.__cause__, ValueError)
 
 
+def alone(error):
+    """Whether a user sees the sentence first, and no frames of ours below his own line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return error.__suppress_context__ and last.filename == __file__
+
+
 def test_what_cannot_be_is_a_sentence(client):
     with pytest.raises(LaunchError, match="no worker tcp://nowhere:1"):
         ringlet.dask.run(client, total, workers=["tcp://nowhere:1"])
-    with pytest.raises(LaunchError, match="cannot be sent"):
+    with pytest.raises(LaunchError, match="cannot be sent") as failed:
         ringlet.dask.run(client, total, ((value for value in ()),))
+    assert alone(failed.value)
 
 
 def end_one():

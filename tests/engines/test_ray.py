@@ -2,6 +2,7 @@
 
 import os
 import signal
+import traceback
 
 import pytest
 
@@ -152,8 +153,10 @@ def test_arguments_that_contradict_are_said(given, error, said):
 
 
 def test_what_cannot_be_sent_is_said(executor):
-    with pytest.raises(LaunchError, match="cannot be sent"):
+    with pytest.raises(LaunchError, match="cannot be sent") as failed:
         executor.run(total, [(value for value in ())])
+    assert failed.value.__suppress_context__, "pickle's stack comes first"
+    assert traceback.extract_tb(failed.value.__traceback__)[-1].filename == __file__
 
 
 # Ray Train
@@ -234,6 +237,8 @@ def test_ray_train_shows_the_exception_of_the_rank_that_raised(tmp_path):
     assert "in train" in str(failed.value)
 
 
-def test_a_bad_variable_ends_the_run_before_training(tmp_path):
-    with pytest.raises(Exception, match="did you mean RINGLET_METRICS"):
-        fit(tmp_path, steps=1, env={"RINGLET_METRIC": "x"})
+def test_what_cannot_be_is_said_before_ray_starts_anything():
+    with pytest.raises(LaunchError, match="did you mean RINGLET_METRICS"):
+        RingletConfig(env={"RINGLET_METRIC": "x"})
+    with pytest.raises(LaunchError, match="transport 'mpi' cannot join ranks in the workers"):
+        RingletConfig(transport="mpi")

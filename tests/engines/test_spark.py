@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 
 import pytest
 
@@ -101,6 +102,8 @@ def test_tasks_that_spark_ends_are_a_sentence(spark, tmp_path):
     with pytest.raises(LaunchError, match="Spark has ended the tasks") as failed:
         ringlet.spark.run(end_once, (str(tmp_path / "once"), "kill"), num_proc=2)
     assert "\n" not in str(failed.value)
+    assert failed.value.__cause__ is None, "Java's stacks come first"
+    assert traceback.extract_tb(failed.value.__traceback__)[-1].filename == __file__
 
 
 @pytest.mark.parametrize(

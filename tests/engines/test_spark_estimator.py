@@ -18,6 +18,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import SparkSession
 
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.functions import WorkerFailed
 from ringlet.spark import TorchEstimator
 from ringlet.spark.parquet_data import Columns, Share, write
 
@@ -95,8 +96,20 @@ def test_it_goes_on_where_a_run_has_ended(frame, tmp_path):
     assert [epoch["epoch"] for epoch in parts.history] == [0, 1, 2, 3]
     assert parts.history == whole.history  # to the bit, error feedback included
     other = estimator(tmp_path / "parts", run_id="one", num_proc=1, restarts=0)
-    with pytest.raises(LaunchError, match="is of 2 ranks, not of 1"):
+    with pytest.raises(WorkerFailed, match=r"^rank 0: the checkpoint .* is of 2 ranks") as failed:
         other.fit_on_parquet(frame.sparkSession)
+    assert failed.value.__suppress_context__, "the rank's stack comes first"
+
+
+def test_what_cannot_be_is_a_sentence_and_no_stack_of_a_ranks(frame, tmp_path):
+    with pytest.raises(ValueError, match="unknown compressor 'int9'; did you mean 'int8'"):
+        estimator(tmp_path, compression="int9 | ef")
+    with pytest.raises(ValueError, match="'bf17'"):
+        estimator(tmp_path, precision="bf17")
+    with pytest.raises(WorkerFailed, match=r"^rank \d: there are no rows at .*: fit\(df\) writes"):
+        estimator(tmp_path / "nothing").fit_on_parquet(frame.sparkSession)
+    with pytest.raises(WorkerFailed, match=r"^rank \d: rank 1 of 2 has no rows: there are 1 in 1"):
+        estimator(tmp_path, validation=0.0).fit(frame.limit(1))
 
 
 def test_weights_count(frame, tmp_path):

@@ -142,7 +142,7 @@ def test_several_inputs_outputs_and_classes_of_ones_own(frame, tmp_path):
 
 def test_what_does_not_fit_is_said(frame, tmp_path):
     narrow = KerasEstimator(line(), "sgd", "mse", ["a"], ["y"], str(tmp_path), num_proc=2)
-    with pytest.raises(WorkerFailed, match="takes 4 numbers a row, but the feature columns a have"):
+    with pytest.raises(WorkerFailed, match=r"^rank \d: the model takes 4 numbers a row, but the"):
         narrow.fit(frame)
     with pytest.raises(LaunchError, match="validation column 'no' is missing; the frame has a, b"):
         estimator(tmp_path, validation="no").fit(frame)

@@ -77,6 +77,26 @@ def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixtu
     assert words in said(capsys, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        (["-np", "2"], {"RINGLET_START_TIMEOUT": "soon"}, "RINGLET_START_TIMEOUT='soon' is not a"),
+        (["-np", "2"], {"HOROVOD_START_TIMEOUT": "0"}, "HOROVOD_START_TIMEOUT='0' is not a number"),
+        (["--min-np", "2"], {"HOROVOD_ELASTIC_TIMEOUT": "-1"}, "HOROVOD_ELASTIC_TIMEOUT='-1' is"),
+    ],
+)
+def test_variables_that_cannot_be(
+    arguments: list[str],
+    variables: dict[str, str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert words in said(capsys, "run", *arguments, "true")
+
+
 def test_commands_that_cannot_be_started(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,10 @@
-"""The recipes of docs/checkpoints.md, in loops that call them as the libraries do."""
+"""The recipes of docs/checkpoints.md, in loops that call them as the libraries do.
+
+`make test-huggingface` runs them in the libraries themselves (test_interop.py).
+"""
 
 from __future__ import annotations
 
-import re
 import tempfile
 import types
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_recipes import recipe
 from torch.nn.parallel import DistributedDataParallel
 
 import ringlet.torch as hvd
@@ -17,16 +20,6 @@ import ringlet.torch as hvd
 pytestmark = pytest.mark.preloaded("torch")
 
 SPEC = "topk(ratio=0.05) | ef"
-TEXT = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-
-
-def recipe(name, **given):
-    """Return what the block of code that defines ``name`` defines."""
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    (block,) = [block for block in blocks if name in block]
-    names = {"hvd": hvd, "torch": torch, "Path": Path, **given}
-    exec(block, names)
-    return names
 
 
 def started():

@@ -102,6 +102,8 @@ def case_all_shards_at_once():
     assert torch.equal(train(own, optimizer, 2, start=3), straight)
     with pytest.raises(ValueError, match=r"takes a list of all ranks' state_dicts.*, not dict"):
         optimizer.load_sharded(shards[0])
+    with pytest.raises(ValueError, match="not an empty list"):  # a folder without files
+        optimizer.load_sharded([])
     with pytest.raises(ValueError, match="state of every rank once"):
         optimizer.load_sharded([shards[0], shards[0]])
 

@@ -37,6 +37,17 @@ def test_a_keyword_that_is_not_there_is_answered_with_those_that_are(call, said)
     assert frames(caught.value)[-1] == "<lambda>"
 
 
+class Owner:
+    @callers.public
+    def method(self, size):
+        return size
+
+
+def test_a_method_does_not_list_self():
+    with pytest.raises(TypeError, match=r"did you mean 'size'\? There are: size$"):
+        Owner().method(siz=2)
+
+
 def mistake():
     ringlet.run(print, kwargs="verbose", np=1)
 

@@ -100,8 +100,9 @@ def test_run_outlives_a_result_that_would_end_it() -> None:
 
 
 def test_run_says_what_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="cannot be sent"):
+    with pytest.raises(LaunchError, match="cannot be sent: cannot pickle 'generator'") as failed:
         run(print, ((i for i in ()),), transport="gloo")
+    assert failed.value.__suppress_context__, "pickle's stack comes first"
     monkeypatch.setattr(parcels, "pickler", lambda: pickle)
     with pytest.raises(LaunchError, match=r"pip install 'ringlet\[run\]'"):
         run(lambda: 1, transport="gloo")

@@ -176,9 +176,9 @@ def renamed(record: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any
 
 def every_rank(state_dicts: Any) -> Sequence[Mapping[str, Any]]:
     """Return a list of all ranks' states. Raises ValueError for anything else, such as one."""
-    listed = isinstance(state_dicts, Sequence) and len(state_dicts) > 0
-    if not listed or not all(isinstance(state, Mapping) for state in state_dicts):
-        kind = type(state_dicts).__name__ if not listed or len(state_dicts) else "an empty list"
+    listed = isinstance(state_dicts, Sequence)
+    if not listed or not state_dicts or not all(isinstance(each, Mapping) for each in state_dicts):
+        kind = "an empty list" if listed and not state_dicts else type(state_dicts).__name__
         raise ValueError(
             "load_sharded takes a list of all ranks' state_dicts, such as [torch.load(file) for "
             f"file in files], not {kind}; for one rank's own there is load_state_dict"
