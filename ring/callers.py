@@ -127,11 +127,7 @@ def _package(names: dict[str, Any]) -> str:
 
 
 def debugging() -> bool:
-<<<<<<< HEAD
-    """Whether tracebacks are to show Ringlet's own frames: at the log level "debug"."""
-=======
     """Whether errors come with what others than the user have to see, at the log level "debug"."""
->>>>>>> semantics
     try:
         asked = level_from(os.environ)
     except ValueError:  # told of by ``init``
