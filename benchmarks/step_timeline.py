@@ -73,9 +73,9 @@ def measure(spec, hosts, steps):
     """Return the median step of a job on ``hosts``."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "t.json"
-        run = [sys.executable, "-m", "ringlet", "run", "--gloo", "-H", hosts.slots(1)]
-        run += ["--rsh", hosts.rsh, "--network-interface", "v0", sys.executable, __file__]
-        run += ["--rank", spec, "--steps", str(steps)]
+        run = [sys.executable, "-m", "ringlet", "run", "--no-prefix", "--gloo"]
+        run += ["-H", hosts.slots(1), "--rsh", hosts.rsh, "--network-interface", "v0"]
+        run += [sys.executable, __file__, "--rank", spec, "--steps", str(steps)]
         env = os.environ | {"RINGLET_TIMELINE": str(path), "OMP_NUM_THREADS": "1"}
         subprocess.run(hosts.command(0, run), check=True, env=env)
         return median_step(path)
