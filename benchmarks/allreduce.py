@@ -15,14 +15,15 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from progress import announce, follow
 
+from ringlet.cli.progress import Progress
 from ringlet.ring import ReduceOp
 from ringlet.ring.transports.local import run_local
 
@@ -37,6 +38,10 @@ def sizes(most):
     while size <= most:
         yield size
         size *= 4
+
+
+def shown(nbytes):
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
 def repeats(nbytes):
@@ -72,6 +77,8 @@ def worker(out, store, most, rounds):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     times = {}
     for nbytes in sizes(most):
+        if rank == 0:
+            announce(shown(nbytes))
         x = np.full(nbytes // 4, 0.0, np.float32)
         tensor = torch.from_numpy(x)
         contenders = {
@@ -113,7 +120,7 @@ def threads(size, most, rounds):
     return run_local(run, size)[0]
 
 
-def measure(size, options):
+def measure(size, options, progress):
     """Return the seconds of every round, by bytes and contender."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "times.json"
@@ -121,10 +128,12 @@ def measure(size, options):
         arguments = [out, f"{directory}/store", options.max * MIB, options.rounds]
         command = [mpiexec, "-n", size, sys.executable, __file__, "--worker", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([str(part) for part in command], check=True, env=environment)
+        follow(progress, f"{size} ranks", [str(part) for part in command], env=environment)
         times = {int(nbytes): found for nbytes, found in json.loads(out.read_text()).items()}
+    progress.begin(f"{size} ranks that are threads")
     for nbytes, found in threads(size, options.max * MIB, options.rounds).items():
         times[nbytes]["local"] = found
+    progress.end()
     return times
 
 
@@ -153,11 +162,9 @@ def show(rows):
         "|--:|--:|---|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        n = row["bytes"]
-        size = f"{n // MIB} MiB" if n >= MIB else f"{n // KIB} KiB"
         raw = f"{row['raw_us']:.1f} | {row['of_raw']:.2f}" if "of_raw" in row else "|"
         lines.append(
-            f"| {row['ranks']} | {size} | {row['transport']} | {row['us']:.1f}"
+            f"| {row['ranks']} | {shown(row['bytes'])} | {row['transport']} | {row['us']:.1f}"
             f" | {row['algbw']:.2f} | {row['busbw']:.2f} | {raw} |"
         )
     return "\n".join(lines)
@@ -187,7 +194,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=15, help="default 15")
     parser.add_argument("--save", action="store_true", help="in benchmarks/results/")
     options = parser.parse_args()
-    rows = [row for n in options.ranks for row in summarise(n, measure(n, options))]
+    pieces = len(options.ranks) * (len(list(sizes(options.max * MIB))) + 1)
+    with Progress(pieces) as progress:
+        rows = [row for n in options.ranks for row in summarise(n, measure(n, options, progress))]
     table = show(rows)
     print(table)
     if options.save:

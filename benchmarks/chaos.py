@@ -40,6 +40,8 @@ from typing import Any
 
 import netns
 
+from ringlet.cli.progress import Progress
+
 RESULTS = Path(__file__).parent / "results"
 HOSTS = 4
 SPEC = "int8 | ef"
@@ -223,7 +225,9 @@ def disturb(job: Job, kind: str, draw: random.Random) -> dict[str, Any] | None:
     return {"kind": kind, "host": names[host], "recovered": recovered, "over": over}
 
 
-def disturbed(hosts: netns.Hosts, options: argparse.Namespace) -> dict[str, Any]:
+def disturbed(
+    hosts: netns.Hosts, options: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
     """Train for the minutes that ``options`` give, with faults; return what happened."""
     draw = random.Random(options.seed)
     until = math.inf if options.events else time.monotonic() + 60 * options.minutes
@@ -234,6 +238,8 @@ def disturbed(hosts: netns.Hosts, options: argparse.Namespace) -> dict[str, Any]
         begun = any("step" in line for line in job.lines(0, until))
         events = []
         while begun and job.running:
+            if not progress.finished:
+                progress.begin(f"with faults, event {len(events) + 1}")
             time.sleep(min(draw.expovariate(1 / options.every), max(0.0, until - time.monotonic())))
             if time.monotonic() >= until - SETTLED / 6 or 0 < options.events == len(events):
                 break
@@ -241,6 +247,9 @@ def disturbed(hosts: netns.Hosts, options: argparse.Namespace) -> dict[str, Any]
             found = next((e for k in kinds if (e := disturb(job, k, draw))), None)
             if found is not None:
                 events.append(found)
+                if options.events:
+                    progress.end()
+                progress.wipe()
                 print(f"{found['kind']:>7} {found['host']}: {_seconds(found)}", flush=True)
         end.touch()
         code = job.end()
@@ -347,13 +356,18 @@ def main() -> int:
     if missing := netns.unavailable():
         print(f"chaos.py: {missing}", file=sys.stderr)
         return 2
-    with netns.Hosts(HOSTS + 1) as hosts:
-        chaos = disturbed(hosts, options)
+    with netns.Hosts(HOSTS + 1) as hosts, Progress(options.events or 2) as progress:
+        chaos = disturbed(hosts, options, progress)
         commits = [line for line in chaos["told"] if "committed" in line]
         if not commits:
+            progress.wipe()
             print(f"chaos.py: nothing was trained\n{chaos['said']}", file=sys.stderr)
             return 1
-        calm = None if options.events else undisturbed(hosts, options, commits[-1]["committed"])
+        calm = None
+        if not options.events:
+            progress.end()
+            progress.begin("as many steps without faults")
+            calm = undisturbed(hosts, options, commits[-1]["committed"])
     lines = report(chaos, calm, options)
     long = f"{options.events} events" if options.events else f"{options.minutes:g} minutes"
     copies = ", a copy of residuals at a neighbour" if options.redundancy else ""

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from progress import each
 
 from ringlet.compressors import Context, Workspace, lookup, parse
 from ringlet.compressors.base.contract import empty_payload, encoded
@@ -156,9 +157,11 @@ def table(known):
     """Yield the lines of the table; rows that are ``known`` are not measured again."""
     yield from head()
     inputs = distributions()
-    for spec in every_spec(SPECS, UNMEASURED):
-        old = [line for line in known if line.startswith(label(spec))]
-        yield old[0] if old else row(spec, inputs)
+    specs = every_spec(SPECS, UNMEASURED)
+    old = {spec: line for line in known for spec in specs if line.startswith(label(spec))}
+    measured = each(lambda spec: row(spec, inputs), [spec for spec in specs if spec not in old])
+    for spec in specs:
+        yield old[spec] if spec in old else next(measured)
 
 
 def main():

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from progress import each
 
 from ringlet.ring import ReduceOp
 from ringlet.ring.collectives.compressed import allgather_reduce, encode, scatter_reduce
@@ -131,10 +132,11 @@ def worker(rank, size, store, rounds, wanted):
     comm.close()
 
 
-def measure(size, wanted, options):
+def measure(size, options):
     """Return the measurements of ``size`` hosts."""
     from netns import INTERFACE, Hosts
 
+    wanted = sorted({*FITTED.get(size, ()), *HELD_OUT.get(size, ())})
     with tempfile.TemporaryDirectory() as directory, Hosts(size, options.mbit) as hosts:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
         shared = [f"{directory}/store", options.rounds, *wanted]
@@ -172,10 +174,9 @@ def main():
     missing = unavailable()
     if missing:
         raise SystemExit(f"skipped: {missing}")
-    measured = []
-    for size in sorted({*FITTED, *HELD_OUT}):
-        wanted = sorted({*FITTED.get(size, ()), *HELD_OUT.get(size, ())})
-        measured += measure(size, wanted, options)
+    sizes = sorted({*FITTED, *HELD_OUT})
+    found = each(lambda size: measure(size, options), sizes, "{} ranks")
+    measured = [measurement for of_size in found for measurement in of_size]
     known = [m for m in measured if m.workload.nbytes / MIB in FITTED.get(m.workload.ranks, ())]
     model = fit(known)
     constants = {name: float(f"{value:.3g}") for name, value in vars(model.constants).items()}

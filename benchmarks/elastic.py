@@ -26,6 +26,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from ringlet.cli.progress import Progress
+
 RESULTS = Path(__file__).parent / "results"
 SPEC = "int8 | ef"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -143,10 +145,20 @@ def main() -> int:
     np = str(options.ranks)
     command = [sys.executable, "-m", "ringlet", "run", "--quiet", "--no-prefix", "-np", np]
     command += ["--min-np", np, sys.executable, __file__, "--train", json.dumps(plan)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        return done.returncode
-    rounds = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rounds = []
+    with (
+        Progress(options.rounds) as progress,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job,
+    ):
+        progress.begin("round 1")
+        for line in job.stdout:
+            if line.startswith("{"):
+                rounds.append(json.loads(line))
+                progress.end()
+                if not progress.finished:
+                    progress.begin(f"round {len(rounds) + 1}")
+    if job.returncode:
+        return job.returncode
     found = {
         name: {
             kind: summary([each[name][i] / each[PLAIN][i] for each in rounds])

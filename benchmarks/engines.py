@@ -25,6 +25,8 @@ import time
 from datetime import date
 from pathlib import Path
 
+from progress import each
+
 RESULTS = Path(__file__).parent / "results" / "engines.json"
 os.environ |= {
     "PYSPARK_PYTHON": sys.executable,
@@ -39,14 +41,16 @@ os.environ |= {
 
 def pairs(ours, theirs, count):
     """Return what both functions return, ``count`` times, the one first and then the other."""
-    found = []
-    for number in range(count):
+
+    def pair(number):
         if number % 2:
-            own = ours()
             other = theirs()
-        else:
-            other = theirs()
-            own = ours()
+            return ours(), other
+        own = ours()
+        return own, theirs()
+
+    found = []
+    for own, other in each(pair, range(1, count + 1), "pair {}"):
         found.append((own, other))
         print(f"  {own:.3f} beside {other:.3f}", flush=True)
     return found

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+from progress import each
 
-from ringlet.cli.progress import Progress
 from ringlet.compressors import parse
 from ringlet.compressors.testing import simulate
 
@@ -43,12 +43,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
-    found = {}
-    with Progress(len(SPECS)) as progress:
-        for spec in SPECS:
-            progress.begin(spec)
-            found[spec] = errors(spec)
-            progress.end()
+    found = dict(zip(SPECS, each(errors, SPECS), strict=True))
     for spec, values in found.items():
         print(f"{spec:<24} {values[-1]:.4f} after {STEPS} steps")
     if options.save:

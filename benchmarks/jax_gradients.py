@@ -23,6 +23,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+from progress import announce, follow
+
+from ringlet.cli.progress import Progress
 
 HOSTS = 4
 
@@ -198,6 +201,8 @@ def train(compression, steps):
 
     found, alone = {}, "nothing travels"
     for spec in (alone, "none", compression):
+        if hvd.rank() == 0:
+            announce(spec)
         adam = optax.adam(1e-3)
         optimizer = adam if spec == alone else optax.chain(hvd.reduce_gradients(spec), adam)
 
@@ -240,7 +245,8 @@ def on_shaped_hosts(args):
         run = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *where, sys.executable]
         told = ["--train", "--compression", args.compression, "--steps", str(args.steps)]
         script = [str(Path(__file__).resolve()), *told]
-        subprocess.run(hosts.command(0, [*run, *script]), check=True)
+        with Progress(3) as progress:  # specs that ``train`` takes in turn
+            follow(progress, f"{args.mbit:g} Mbit/s", hosts.command(0, [*run, *script]))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from progress import each
 
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.base.contract import empty_payload
@@ -146,6 +147,19 @@ def shown(row, head):
     return f"{row[head]:.1f} ({row[head] / row['memcpy']:.2f}x)" if head in row else "-"
 
 
+def measured(spec, x, memcpy, rounds):
+    """Return the rates of one compressor, and of ``memcpy`` in the same rounds."""
+    codec, peer = Codec(spec, x), composed(spec, torch.from_numpy(x))
+    jobs = [memcpy, codec.encode, codec.encode_feedback, codec.decode]
+    jobs += [codec.decode_sum_encode, *([peer] if peer else [])]
+    for job in jobs:
+        job()  # compile, and touch the memory
+    times = [[seconds(job) for job in jobs] for _ in range(rounds)]
+    medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    rates = [round(x.nbytes / t / 1e9, 2) for t in medians]
+    return {"spec": spec} | dict(zip(["memcpy", *HEADS], rates, strict=False))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("specs", nargs="*", metavar="SPEC")
@@ -174,19 +188,10 @@ def main():
     print("spec".ljust(44) + "".join(h.rjust(18) for h in HEADS))
     rows = []
     with limited(args.threads):
-        for spec in args.specs:
-            codec, peer = Codec(spec, x), composed(spec, torch.from_numpy(x))
-            jobs = [memcpy, codec.encode, codec.encode_feedback, codec.decode]
-            jobs += [codec.decode_sum_encode, *([peer] if peer else [])]
-            for job in jobs:
-                job()  # compile, and touch the memory
-            times = [[seconds(job) for job in jobs] for _ in range(args.rounds)]
-            medians = [statistics.median(column) for column in zip(*times, strict=True)]
-            rates = [round(x.nbytes / t / 1e9, 2) for t in medians]
-            row = {"spec": spec} | dict(zip(["memcpy", *HEADS], rates, strict=False))
+        for row in each(lambda spec: measured(spec, x, memcpy, args.rounds), args.specs):
             rows.append(row)
             cells = "".join(shown(row, head).rjust(18) for head in HEADS)
-            print(spec.ljust(44) + cells + f"   memcpy {row['memcpy']:.1f}", flush=True)
+            print(row["spec"].ljust(44) + cells + f"   memcpy {row['memcpy']:.1f}", flush=True)
     if args.save:
         save(args, rows)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from cuda_codes import CAPTURED, HEADS, Bucket, Codes
 from engine import resnet_sizes
+from progress import each
 
 DEFAULT = [
     "fp16", "bf16", "fp8", "int8", "int8(stochastic=True)", "int4", "int4(stochastic=True)",
@@ -147,8 +148,13 @@ def run(args, composed):
     def peer(spec, x):
         return composed(spec, torch.from_dlpack(x))
 
-    rows = [measured(cupy, spec, x, rounds, copy, peer) for spec in args.specs]
-    buckets = [of_bucket(cupy, spec, resnet_sizes(), rounds) for spec in BUCKETS]
+    rows, buckets = [], []
+    for row in each(lambda spec: measured(cupy, spec, x, rounds, copy, peer), args.specs):
+        rows.append(row)
+        print(line(row), flush=True)
+    for row in each(lambda spec: of_bucket(cupy, spec, resnet_sizes(), rounds), BUCKETS):
+        buckets.append(row)
+        print(bucket_line(row), flush=True)
     if args.save:
         save(about, rows, buckets)
 
@@ -169,7 +175,6 @@ def measured(cupy, spec, x, rounds, copy, composed):
         taken = torch_seconds(peer, rounds)
         row["torch"] = {"us": round(taken * 1e6, 1)}
         row["times torch"] = round(taken * 1e6 / row["encode"]["us"], 1)
-    print(line(row), flush=True)
     return row
 
 
@@ -177,15 +182,13 @@ def of_bucket(cupy, spec, sizes, rounds):
     """Return launches and times of tensors of these sizes, together and one by one."""
     bucket = Bucket(cupy, spec, sizes)
     row = {"spec": spec}
-    for what, together, each in bucket.jobs():
-        for way, function in ("many", together), ("one by one", each):
+    for what, together, singly in bucket.jobs():
+        for way, function in ("many", together), ("one by one", singly):
             row[f"{what}, {way}"] = {
                 "launches": launches(bucket.device, function),
                 "us": round(seconds(cupy, function, rounds) * 1e6, 1),
                 "host us": round(host_seconds(cupy, function, rounds) * 1e6, 1),
             }
-    cells = "  ".join(f"{name} {bucket_cell(row, name)}" for name in list(row)[1:])
-    print(f"{spec:<44}{cells}", flush=True)
     return row
 
 
@@ -205,6 +208,11 @@ def line(row):
     cells = [f"{head} {cell(row, head)}" for head in HEADS]
     beside = f"  {row['times torch']}x torch" if "torch" in row else ""
     return f"{row['spec']:<44}" + "  ".join(cells) + beside
+
+
+def bucket_line(row):
+    cells = "  ".join(f"{name} {bucket_cell(row, name)}" for name in list(row)[1:])
+    return f"{row['spec']:<44}{cells}"
 
 
 def save(about, rows, buckets):

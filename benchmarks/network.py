@@ -17,7 +17,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,9 @@ from pathlib import Path
 
 import netns
 import numpy as np
+from progress import announce, follow
 
+from ringlet.cli.progress import Progress
 from ringlet.compressors import parse
 from ringlet.fusion import Engine
 from ringlet.fusion.requests.request import Request
@@ -138,6 +139,8 @@ def run_rank(options):
     levels = [LEVELS + spec for spec in options.specs if LEVELS in engines]
     rows = {spec: [] for spec in [RAW, *options.specs, *levels]}
     for turn in range(options.runs + 1):
+        if comm.rank == 0:
+            announce(f"run {turn} of {options.runs}")
         for spec in rows:
             used = engines[LEVELS if spec in levels else ""]
             used.reset_stats()
@@ -154,8 +157,6 @@ def run_rank(options):
                 rows[spec].append(
                     [max(column) for column in zip(*map(json.loads, told), strict=True)]
                 )
-        if comm.rank == 0:
-            print(f"run {turn} of {options.runs}", file=sys.stderr, flush=True)
     if comm.rank == 0:
         place = ((side, side), comm.size // options.per_host, options.per_host)
         wanted = {spec: expected_bytes(c, *place) for spec, c in compressors.items()}
@@ -173,7 +174,7 @@ def run_rank(options):
     comm.close()
 
 
-def measure(mbit, options):
+def measure(mbit, options, progress):
     """Run the job on shaped hosts and return what rank 0 reports."""
     with netns.Hosts(options.hosts, mbit) as hosts, tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "rows.json")
@@ -192,7 +193,7 @@ def measure(mbit, options):
         rank += ["--megabytes", str(options.megabytes), "--runs", str(options.runs)]
         rank += ["--per-host", str(options.per_host), "--specs", *options.specs]
         command = [*run, "--transport", options.transport, *rank]
-        subprocess.run(hosts.command(0, command), check=True)
+        follow(progress, f"{mbit} Mbit/s", hosts.command(0, command))
         return json.loads(Path(output).read_text())
 
 
@@ -288,8 +289,9 @@ def main():
         f" {options.runs} interleaved runs, TCP {netns.CONGESTION_CONTROL}; {cpu}; {date.today()}"
     )
     lines, results, short, wrong = [about, ""], {"about": about, "versions": versions()}, [], []
-    for mbit in options.mbit:
-        found = measure(mbit, options)
+    with Progress(len(options.mbit) * (options.runs + 1)) as progress:
+        measured = [measure(mbit, options, progress) for mbit in options.mbit]
+    for mbit, found in zip(options.mbit, measured, strict=True):
         rows, problems = summary(mbit, found, options.per_host)
         lines += table(mbit, found, rows)
         if options.per_host > 1:

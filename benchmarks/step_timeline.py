@@ -19,6 +19,7 @@ from datetime import date
 from pathlib import Path
 
 import netns
+from progress import each
 from training_torch import Digits, cnn
 
 RESULTS = Path(__file__).parent / "results"
@@ -68,6 +69,18 @@ def median_step(path):
     return {"ms": middle / 1e3, "steps": len(whole), "spans": spans}
 
 
+def measure(spec, hosts, steps):
+    """Return the median step of a job on ``hosts``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t.json"
+        run = [sys.executable, "-m", "ringlet", "run", "--no-prefix", "--gloo"]
+        run += ["-H", hosts.slots(1), "--rsh", hosts.rsh, "--network-interface", "v0"]
+        run += [sys.executable, __file__, "--rank", spec, "--steps", str(steps)]
+        env = os.environ | {"RINGLET_TIMELINE": str(path), "OMP_NUM_THREADS": "1"}
+        subprocess.run(hosts.command(0, run), check=True, env=env)
+        return median_step(path)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=float, default=1000)
@@ -81,17 +94,11 @@ def main():
     if why := netns.unavailable():
         sys.exit(f"no network namespaces: {why}")
     found = {}
-    with netns.Hosts(2, mbit=options.mbit) as hosts, tempfile.TemporaryDirectory() as folder:
-        for spec in SPECS:
-            path = Path(folder) / "t.json"
-            run = [sys.executable, "-m", "ringlet", "run", "--gloo", "-H", hosts.slots(1)]
-            run += ["--rsh", hosts.rsh, "--network-interface", "v0", sys.executable, __file__]
-            run += ["--rank", spec, "--steps", str(options.steps)]
-            env = os.environ | {"RINGLET_TIMELINE": str(path), "OMP_NUM_THREADS": "1"}
-            subprocess.run(hosts.command(0, run), check=True, env=env)
-            found[spec] = median_step(path)
-            print(f"{spec}: {found[spec]['ms']:.0f} ms a step, median of {found[spec]['steps']}")
-            path.unlink()
+    with netns.Hosts(2, mbit=options.mbit) as hosts:
+        steps = each(lambda spec: measure(spec, hosts, options.steps), SPECS)
+        for spec, step in zip(SPECS, steps, strict=True):
+            found[spec] = step
+            print(f"{spec}: {step['ms']:.0f} ms a step, median of {step['steps']}")
     if options.save:
         about = f"2 hosts of 1 rank over gloo, {options.mbit:.0f} Mbit/s, CNN of 9.9M parameters, "
         about += f"batches of 256; {os.cpu_count()} cores; {date.today()}"

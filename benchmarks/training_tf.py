@@ -15,7 +15,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,10 +23,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 import tensorflow as tf
+from progress import announce, follow
 
 import ringlet.tensorflow as hvd
+from ringlet.cli.progress import Progress
 
 RIG = "10.77.0."  # addresses of the hosts of benchmarks/netns.py
+WARM_UP = 2  # rounds
 
 
 def mirrored_strategy(address):
@@ -43,7 +45,7 @@ def mirrored_strategy(address):
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
-def on_shaped_hosts(mbit):
+def on_shaped_hosts(mbit, rounds):
     """Run this script on two network namespaces with links of ``mbit`` megabits a second."""
     import netns
 
@@ -56,7 +58,8 @@ def on_shaped_hosts(mbit):
         where += ["--env", f"GLOO_SOCKET_IFNAME={netns.INTERFACE}"]
         run = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *where]
         script = [sys.executable, str(Path(__file__).resolve()), "--shaped", *arguments]
-        subprocess.run(hosts.command(0, [*run, *script]), check=True)
+        with Progress(2 * (rounds + WARM_UP)) as progress:
+            follow(progress, f"{mbit:g} Mbit/s", hosts.command(0, [*run, *script]))
 
 
 def make_variables(width: int, depth: int):
@@ -119,10 +122,11 @@ def ways_to_step(strategy, specs, width, depth):
     return ways
 
 
-def measure(ways, rounds):
+def measure(ways, rounds, tell):
     """Return seconds by name: medians over rounds of the slower rank's time."""
     times = {name: [] for name in ways}
-    for _ in range(rounds + 2):
+    for turn in range(rounds + WARM_UP):
+        tell(f"{len(ways)} ways, round {turn + 1} of {rounds + WARM_UP}")
         for name, way in ways.items():
             hvd.barrier()
             start = time.perf_counter()
@@ -130,7 +134,7 @@ def measure(ways, rounds):
             own = time.perf_counter() - start
             slowest = hvd.allreduce(np.float64(own), op=hvd.Max, name="slowest")
             times[name].append(float(slowest))
-    return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
+    return {name: statistics.median(seconds[WARM_UP:]) for name, seconds in times.items()}
 
 
 def eager_ways(count, elements):
@@ -157,7 +161,7 @@ def main():
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     if args.mbit:
-        on_shaped_hosts(args.mbit)
+        on_shaped_hosts(args.mbit, args.rounds)
         return
     hvd.init()
     address = f"{RIG}{hvd.rank() + 1}" if args.shaped else "127.0.0.1"
@@ -165,8 +169,9 @@ def main():
     specs = args.spec or ["none", "int8 | ef", "int4 | ef", "topk(ratio=0.01) | ef"]
     x = tf.random.stateless_normal([args.batch_size, args.width], [hvd.rank(), 0])
     ways = ways_to_step(strategy, specs, args.width, args.depth)
-    steps = measure({n: (lambda w=w: w(x)) for n, w in ways.items()}, args.rounds)
-    eager = measure(eager_ways(161, 256), args.rounds)
+    tell = announce if args.shaped and hvd.rank() == 0 else lambda what: None
+    steps = measure({n: (lambda w=w: w(x)) for n, w in ways.items()}, args.rounds, tell)
+    eager = measure(eager_ways(161, 256), args.rounds, tell)
     if hvd.rank() == 0:
         parameters = args.depth * (args.width**2 + args.width)
         print(f"{parameters / 1e6:.1f}M parameters, {hvd.size()} ranks")

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,9 @@ from pathlib import Path
 
 import netns
 import numpy as np
+from progress import announce, follow
+
+from ringlet.cli.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"
 OURS = ["none", "fp16", "int4 | ef", "topk(ratio=0.01) | ef", "powersgd(rank=4) | ef"]
@@ -134,6 +136,8 @@ def run_rank(options):
     built = {name: contender(name, make, options.lr) for name in options.contenders}
     times = {name: [] for name in built}
     for turn in range(options.turns + 1):
+        if hvd.rank() == 0:
+            announce(f"turn {turn} of {options.turns}")
         for name, (call, _, optimizer) in built.items():
             hvd.barrier()
             start = time.perf_counter()
@@ -145,8 +149,6 @@ def run_rank(options):
             slowest = hvd.allreduce(spent, op=hvd.Max, name="slowest").item()
             if turn:  # the first turn compiles, connects, and warms PowerSGD's hook up
                 times[name].append(slowest)
-        if hvd.rank() == 0:
-            print(f"turn {turn} of {options.turns}", file=sys.stderr, flush=True)
     found = {}
     for name, (_, model, _) in built.items():
         with torch.no_grad():
@@ -160,7 +162,7 @@ def run_rank(options):
     hvd.shutdown()
 
 
-def measure(mbit, options):
+def measure(mbit, options, progress):
     """Run the job, on shaped hosts unless ``mbit`` is 0; return what rank 0 reports."""
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "found.json")
@@ -178,14 +180,14 @@ def measure(mbit, options):
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if not mbit:
             command = [*run, "-np", str(options.hosts), *rank]
-            subprocess.run(command, check=True, env=environment)
+            follow(progress, "loopback", command, env=environment)
         else:
             with netns.Hosts(options.hosts, mbit, delay=options.delay_ms / 1e3) as hosts:
                 where = ["-H", hosts.slots(1), "--rsh", hosts.rsh]
                 where += ["--network-interface", netns.INTERFACE]
                 where += ["--env", f"GLOO_SOCKET_IFNAME={netns.INTERFACE}"]
                 command = hosts.command(0, [*run, *where, *rank])
-                subprocess.run(command, check=True, env=environment)
+                follow(progress, f"{mbit} Mbit/s", command, env=environment)
         return json.loads(Path(output).read_text())
 
 
@@ -244,8 +246,9 @@ def main():
         f"{os.cpu_count()} cores; {date.today()}",
         "",
     ]
-    for mbit in options.mbit:
-        lines += table(mbit, options.delay_ms, measure(mbit, options))
+    with Progress(len(options.mbit) * (options.turns + 1)) as progress:
+        for mbit in options.mbit:
+            lines += table(mbit, options.delay_ms, measure(mbit, options, progress))
     print("\n".join(lines))
     if options.save:
         RESULTS.mkdir(exist_ok=True)
