@@ -44,6 +44,7 @@ def main():
         accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).double().mean().item()
     if dist.get_rank() == 0:
         print(f"accuracy {100 * accuracy:.1f} % with {args.compression!r}")
+    dist.barrier()  # gloo's threads must have let go of FSDP's tensors before Python ends
     dist.destroy_process_group()
 
 
