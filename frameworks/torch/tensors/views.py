@@ -70,7 +70,7 @@ def taken_as_it_is(tensor: torch.Tensor) -> bool:
 def as_array(tensor: Any) -> Array | None:
     """Return what the engine can move without a copy, as an array of its shape; else None.
 
-    bfloat16 is uint16.
+    bfloat16 is int16, by its bits.
     """
     if not (
         type(tensor) in _PLAIN
