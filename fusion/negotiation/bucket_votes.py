@@ -162,10 +162,13 @@ class BucketVotes:
         return told
 
     def _refused_for_joined(self, peers: RequestTable, name: str) -> list[bytes]:
-        """Refuse a declaration that waits for a rank which makes none before all have joined."""
+        """Refuse a declaration that waits for nobody but ranks that have joined.
+
+        Not earlier: who is refused may join next, and a later rank would be told of that instead.
+        """
         calls = self._calls[peers.number, name]
-        absent = [rank for rank in peers.ranks if rank not in calls and rank not in peers.active]
-        if not absent:
+        absent = [rank for rank in peers.ranks if rank not in calls]
+        if any(rank in peers.active for rank in absent):
             return []
         del self._calls[peers.number, name]
         text = (
