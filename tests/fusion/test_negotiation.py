@@ -196,3 +196,15 @@ def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
 def test_hits_round_trip(ids):
     process_set, version, bits = m.unpack_hits(m.pack_hits(3, 1 << 40, sum(1 << i for i in ids)))
     assert (process_set, version, m.ids_of(bits)) == (3, 1 << 40, sorted(ids))
+
+
+def test_a_declaration_is_refused_for_joined_ranks_once_nobody_else_is_awaited():
+    coordinator = Coordinator(SIZE)
+    declared = m.DECLARE + dumps([0, "g", [Request("w", shape=(4,)).to_list()], ""])
+    coordinator.on_message(2, m.JOIN + dumps(0))
+    assert coordinator.on_message(0, declared) == []
+    (answer,) = coordinator.on_message(1, declared)
+    assert answer[:1] == m.REFUSED
+    _, name, ranks, text, _ = loads(answer[1:])
+    assert (name, ranks) == ("g", [0, 1])
+    assert "'g' was not declared: rank 2 joined" in text
