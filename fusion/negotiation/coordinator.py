@@ -247,7 +247,7 @@ class Coordinator:
             missing = [r for r in peers.ranks if r not in ready]
             found.append(Stalled(what, ready, missing, turn))
         for (number, name), (ready, turn) in self._votes.calls().items():
-            missing = [r for r in self._sets[number].ranks if r not in ready]
+            missing = [r for r in self._sets[number].active if r not in ready]
             found.append(Stalled(f"the declaration of {name!r}", ready, missing, turn))
         ready = [rank for rank, calls in self._set_calls.items() if calls]
         if ready:

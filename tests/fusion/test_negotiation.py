@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ringlet.fusion import Request
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.negotiation.coordinator import Coordinator
+from ringlet.fusion.negotiation.stall_inspector import StallInspector
 from ringlet.fusion.requests.request import dumps, loads
 from ringlet.ring import ReduceOp
 
@@ -199,10 +200,17 @@ def test_hits_round_trip(ids):
 
 
 def test_a_declaration_is_refused_for_joined_ranks_once_nobody_else_is_awaited():
-    coordinator = Coordinator(SIZE)
+    now = [0.0]
+    coordinator = Coordinator(SIZE, stalls=StallInspector(10.0, clock=lambda: now[0]))
     declared = m.DECLARE + dumps([0, "g", [Request("w", shape=(4,)).to_list()], ""])
     coordinator.on_message(2, m.JOIN + dumps(0))
     assert coordinator.on_message(0, declared) == []
+    stalls = []
+    for now[0] in (0.0, 10.0):
+        stalls += coordinator.on_message(0, m.CHECK)
+    (stalled,) = stalls
+    assert "the declaration of 'g': 10 s, ready on rank 0, waiting for rank 1" in loads(stalled[1:])
+    assert "rank 2" not in loads(stalled[1:])
     (answer,) = coordinator.on_message(1, declared)
     assert answer[:1] == m.REFUSED
     _, name, ranks, text, _ = loads(answer[1:])
