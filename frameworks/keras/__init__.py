@@ -27,9 +27,7 @@ from ringlet.keras.checkpoint import (
     save_compressor_state,
     set_compressor_state,
 )
-from ringlet.keras.compression import Compression
-from ringlet.keras.dtype_policy import set_precision
-from ringlet.keras.functions import (
+from ringlet.keras.collectives import (
     allgather,
     allreduce,
     broadcast,
@@ -37,6 +35,8 @@ from ringlet.keras.functions import (
     broadcast_variables,
     reducescatter,
 )
+from ringlet.keras.compression import Compression
+from ringlet.keras.dtype_policy import set_precision
 from ringlet.keras.layer_dtypes import apply_precision
 from ringlet.keras.models import load_model
 from ringlet.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer

@@ -11,7 +11,7 @@ import tensorflow as tf
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
 from ringlet.tensorflow.ops import overlap, plain_graphs
-from ringlet.tensorflow.ops.errors import translated
+from ringlet.tensorflow.ops.error_classes import translated
 from ringlet.tensorflow.ops.graph_errors import Node
 from ringlet.tensorflow.ops.overlap import Begin
 from ringlet.tensorflow.ops.tensors import to_array, to_tensor

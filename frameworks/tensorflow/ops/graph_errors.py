@@ -25,7 +25,7 @@ import tensorflow as tf
 import ringlet
 import ringlet.ring
 from ringlet.ring.errors import RingError, again
-from ringlet.tensorflow.ops.errors import TensorError, class_for
+from ringlet.tensorflow.ops.error_classes import TensorError, class_for
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 

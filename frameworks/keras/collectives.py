@@ -1,4 +1,4 @@
-"""Collectives on single values, under the names that Horovod's Keras modules have."""
+"""Collectives on values and variables of any backend, as Horovod's Keras modules name them."""
 
 from __future__ import annotations
 
