@@ -27,7 +27,13 @@ from ringlet.keras.checkpoint import (
     save_compressor_state,
     set_compressor_state,
 )
-from ringlet.keras.collectives import (
+from ringlet.keras.compression import Compression
+from ringlet.keras.dtype_policy import set_precision
+from ringlet.keras.layer_dtypes import apply_precision
+from ringlet.keras.models import load_model
+from ringlet.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from ringlet.keras.scaling import LossScaleOptimizer
+from ringlet.keras.value_collectives import (
     allgather,
     allreduce,
     broadcast,
@@ -35,12 +41,6 @@ from ringlet.keras.collectives import (
     broadcast_variables,
     reducescatter,
 )
-from ringlet.keras.compression import Compression
-from ringlet.keras.dtype_policy import set_precision
-from ringlet.keras.layer_dtypes import apply_precision
-from ringlet.keras.models import load_model
-from ringlet.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from ringlet.keras.scaling import LossScaleOptimizer
 
 __all__ = [
     "Compression",

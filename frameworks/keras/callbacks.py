@@ -13,8 +13,8 @@ from ringlet.job.process_sets import global_process_set
 from ringlet.job.session import current
 from ringlet.keras.callback import KerasCallback
 from ringlet.keras.checkpoint import load_compressor_state, save_compressor_state, state_path
-from ringlet.keras.collectives import averaged, broadcast_variables
 from ringlet.keras.optimizer_state import learning_rate, scale_velocities, state_variables
+from ringlet.keras.value_collectives import averaged, broadcast_variables
 from ringlet.shared.model_agreement import agree
 
 

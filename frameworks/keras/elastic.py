@@ -9,9 +9,9 @@ from typing import Any
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.job.objects import broadcast_object
 from ringlet.keras.callback import KerasCallback
-from ringlet.keras.collectives import broadcast_variables
 from ringlet.keras.optimizer_state import as_array, is_given_away, state_variables
 from ringlet.keras.reducing import Reducing
+from ringlet.keras.value_collectives import broadcast_variables
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared import residual_store
 from ringlet.shared.gradients import GradientReducer

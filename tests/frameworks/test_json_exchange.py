@@ -59,7 +59,7 @@ def exchange_everything(forbidden=False):
 
     import ringlet.torch as hvd
     from ringlet.job.process_sets import process_set_ranks
-    from ringlet.keras.collectives import variables_equal
+    from ringlet.keras.value_collectives import variables_equal
     from ringlet.shared.model_agreement import agree, common_names
 
     if not forbidden:

@@ -15,7 +15,7 @@ import pytest
 import ringlet
 import ringlet.keras as hvd
 from ringlet.compressors import Router
-from ringlet.keras.collectives import variables_equal
+from ringlet.keras.value_collectives import variables_equal
 from ringlet.shared.arrays import all_finite, numpy_dtype
 from ringlet.shared.gradients import GradientReducer, Settings, Slot
 

@@ -23,7 +23,7 @@ def main():
     import numpy as np
 
     import ringlet.keras as hvd
-    from ringlet.keras.collectives import variables_equal
+    from ringlet.keras.value_collectives import variables_equal
 
     if keras.config.backend() == "torch":
         import torch
@@ -102,7 +102,7 @@ def on_torch(made, fit):
     import torch
 
     import ringlet.keras as hvd
-    from ringlet.keras.collectives import variables_equal
+    from ringlet.keras.value_collectives import variables_equal
     from ringlet.precision import DynamicScale, Policy, StaticScale
 
     rank, size = hvd.rank(), hvd.size()
@@ -172,7 +172,7 @@ def on_jax(made, fit):
     import keras
 
     import ringlet.keras as hvd
-    from ringlet.keras.collectives import variables_equal
+    from ringlet.keras.value_collectives import variables_equal
 
     keras.backend.clear_session()
     layers = [keras.layers.Dense(32), keras.layers.ReLU(), keras.layers.Dense(4)]

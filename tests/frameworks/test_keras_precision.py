@@ -11,7 +11,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 import ringlet.keras as hvd
-from ringlet.keras.collectives import variables_equal
+from ringlet.keras.value_collectives import variables_equal
 from ringlet.precision import KEPT, DynamicScale, LossScale, Policy, StaticScale, parse_policy
 
 pytestmark = pytest.mark.preloaded("tensorflow")

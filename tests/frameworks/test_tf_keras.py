@@ -15,9 +15,9 @@ import tf_keras
 
 import ringlet.keras as hvd
 import ringlet.tensorflow
-from ringlet.keras.collectives import variables_equal
 from ringlet.keras.optimizer_state import state_variables
 from ringlet.keras.tf_keras import velocities_of
+from ringlet.keras.value_collectives import variables_equal
 
 pytestmark = pytest.mark.preloaded("tensorflow")
 
