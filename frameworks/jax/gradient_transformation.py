@@ -238,20 +238,24 @@ class _Reductions:
                 reducer = self._reducers[slots] = made
             try:
                 for path, known in _of_paths(places, present).items():
-                    put(reducer.states.setdefault(path, {}), nested(known))
+                    put(reducer.memory.states.setdefault(path, {}), nested(known))
                 for slot in slots:  # which compressors that remember nothing else count, too
-                    reducer.states.setdefault(slot.name, {})["step"] = step
+                    reducer.memory.states.setdefault(slot.name, {})["step"] = step
                 reducer.go_to(step)
                 reducer.reduce(slots, arrays, outputs=outputs)
                 first = 0
-                for path in sorted(reducer.states):  # as ``places`` are
+                for path in sorted(reducer.memory.states):  # as ``places`` are
                     arrays_of = places.get(path, {})
                     flags = now_present[first : first + len(arrays_of)]
-                    store(reducer.states[path], arrays_of, flags, f"the compressor of {path!r}")
+                    store(
+                        reducer.memory.states[path], arrays_of, flags, f"the compressor of {path!r}"
+                    )
                     first += len(arrays_of)
                 now_present[first:] = 0
             finally:
-                for state in reducer.states.values():  # of memory that is about to be XLA's again
+                for (
+                    state
+                ) in reducer.memory.states.values():  # of memory that is about to be XLA's again
                     put(state, {})
 
     def _layout(self, slots: tuple[Slot, ...]) -> Layouts:
@@ -288,7 +292,7 @@ class _Reductions:
         for step in schedules.values():
             reducer.restart(step)
             reducer.reduce(remembering, zeros)
-            for path, state in reducer.states.items():
+            for path, state in reducer.memory.states.items():
                 seen.setdefault(path, []).append(flattened(state))
                 put(state, {})
         reducer.restart(0)

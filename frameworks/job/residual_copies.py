@@ -37,14 +37,9 @@ _HOLDERS = 64  # that may hold nothing back
 _TOLD = frozenset({"member", "host", "copies", "taken"})
 
 
-class Holder(Protocol):
-    """What keeps the memory of compressors, such as the reducer of an optimizer."""
+class Remembered(Protocol):
+    """What compressors remember: ``ringlet.shared.memory.Memory``."""
 
-    @property
-    def step(self) -> int:
-        """How many steps there were."""
-
-    among: int
     owes: bool
 
     def own(self) -> Held:
@@ -52,6 +47,18 @@ class Holder(Protocol):
 
     def take_over(self, given: Held, among: int) -> None:
         """Add what another rank held back, of so many."""
+
+
+class Holder(Protocol):
+    """What keeps the memory of compressors, such as the reducer of an optimizer."""
+
+    @property
+    def memory(self) -> Remembered:
+        """What compressors remember."""
+
+    @property
+    def step(self) -> int:
+        """How many steps there were."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Copies:
         """What there is by now: optimizers may have been wrapped again."""
         found = self._find()
         for holder in found:
-            holder.owes = True
+            holder.memory.owes = True
         return found
 
     def renew(self) -> None:
@@ -114,7 +121,7 @@ class Copies:
             return
         to = (runtime.rank + self._shift) % runtime.size
         holders = self._holders
-        held, step = [holder.own() for holder in holders], sum(each.step for each in holders)
+        held, step = [holder.memory.own() for holder in holders], sum(each.step for each in holders)
         copy = Copy(self._member, _epoch(), runtime.rank, runtime.size, step, held)
         data = self._sent = packed(copy, self._sent)
         splits = tuple(data.size if rank == to else 0 for rank in range(runtime.size))
@@ -181,7 +188,7 @@ class Copies:
         holders = self._holders
         now = sum(holder.step for holder in holders)
         for holder, held in zip(holders, copy.held, strict=False):
-            holder.take_over(held, copy.size)
+            holder.memory.take_over(held, copy.size)
         self._taken[copy.member] = copy.rank, copy.norm, now - copy.step
 
 

@@ -17,7 +17,7 @@ def compressor_state(optimizer: Any) -> bytes:
     """Return what this rank's compressors remember for ``optimizer``, a DistributedOptimizer."""
     runtime, reducer = current(), reducer_of(optimizer)
     where = runtime.rank, runtime.size, reducer.step
-    return residual_store.dumps(reducer.states, *where, reducer.settings.router)
+    return residual_store.dumps(reducer.memory.states, *where, reducer.settings.router)
 
 
 def set_compressor_state(optimizer: Any, data: bytes) -> None:
@@ -28,7 +28,7 @@ def set_compressor_state(optimizer: Any, data: bytes) -> None:
     runtime, reducer = current(), reducer_of(optimizer)
     where = runtime.rank, runtime.size, reducer.settings.router, reducer.settings.averages
     states, step = residual_store.loads(data, *where)
-    residual_store.replace(reducer.states, states, step)
+    residual_store.replace(reducer.memory.states, states, step)
     reducer.restart(step)
 
 

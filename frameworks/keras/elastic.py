@@ -52,7 +52,8 @@ class KerasState(ObjectState):
         self._arrays = [as_array(variable) for variable in self._variables()]
         reducer = self._reducer()
         if reducer is not None:
-            self._remembered = copy.deepcopy(reducer.states), reducer.step, reducer.among
+            memory = reducer.memory
+            self._remembered = copy.deepcopy(memory.states), reducer.step, memory.among
         super().save()
 
     def restore(self) -> None:
@@ -62,8 +63,8 @@ class KerasState(ObjectState):
             variable.assign(array)
         reducer = self._reducer()
         if reducer is not None:
-            states, step, reducer.among = self._remembered
-            residual_store.replace(reducer.states, copy.deepcopy(states), step)
+            states, step, reducer.memory.among = self._remembered
+            residual_store.replace(reducer.memory.states, copy.deepcopy(states), step)
             reducer.restart(step)
         super().restore()
 
@@ -75,12 +76,12 @@ class KerasState(ObjectState):
     def held_back(self) -> float | None:
         """Return the norm of what compression holds back on this rank alone."""
         reducer = self._reducer()
-        return None if reducer is None else reducer.norm()
+        return None if reducer is None else reducer.memory.norm()
 
     def keep_steps(self) -> None:
         """Keep what compressors remember from before each step."""
         if (reducer := self._reducer()) is not None:
-            reducer.keep_steps()
+            reducer.memory.keep_steps()
 
     def take_back(self) -> None:
         """Let compressors forget the step at hand; back to the commit where it took the weights.
@@ -90,7 +91,7 @@ class KerasState(ObjectState):
         if any(is_given_away(variable) for variable in self._variables()):
             self.restore()
         elif (reducer := self._reducer()) is not None:
-            reducer.take_back()
+            reducer.memory.take_back()
 
     def content(self) -> dict[str, Any]:
         """Return weights, optimizer state and objects, without what is each rank's own."""
@@ -108,10 +109,9 @@ class KerasState(ObjectState):
         broadcast_variables(self._variables(), 0)
         reducer = self._reducer()
         if reducer is not None and is_elastic():  # schedules and shared random numbers follow
-            counts = {name: int(state.get("step", 0)) for name, state in reducer.states.items()}
-            step, counts = broadcast_object((reducer.step, counts), name="KerasState.steps")
-            for name, count in counts.items():
-                reducer.states.setdefault(name, {})["step"] = count
+            told = reducer.step, reducer.memory.steps
+            step, counts = broadcast_object(told, name="KerasState.steps")
+            reducer.memory.align(counts)
             reducer.restart(step)
             reducer.enlist()  # before the state is saved: it is of these ranks then
         super().sync()

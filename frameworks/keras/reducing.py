@@ -36,7 +36,7 @@ class Reducing:
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
-        return self._ringlet.norm()
+        return self._ringlet.memory.norm()
 
     def forget_passes(self) -> None:
         """Forget what ``backward_passes_per_step`` has added up since the last step."""

@@ -111,7 +111,7 @@ class DistributedTrainer(mx.gluon.Trainer):
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
-        return self._reducer.norm()
+        return self._reducer.memory.norm()
 
     def _allreduce_grads(self) -> None:
         used = [param for param in self._params if param.grad_req != "null"]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from ringlet.compressors import NoCompression, Router
 from ringlet.compressors.core.context import State
-from ringlet.compressors.states import owed, resize, take_over
 from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current, is_initialized
@@ -24,12 +21,11 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
 from ringlet.ring.errors import Mismatch, RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
-from ringlet.shared import residual_store
 from ringlet.shared.arrays import all_finite, allocate, flat
 from ringlet.shared.list_changes import ListChanges
+from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import UNUSED, common_names
 from ringlet.shared.requests import check_predivide
-from ringlet.shared.rollback import Undo
 from ringlet.shared.sparse_rows import RowExchange, densified
 from ringlet.shared.variable_names import alike
 
@@ -108,19 +104,15 @@ class GradientReducer:
 
     def __init__(self, kind: str, settings: Settings, title: str = "", warns: bool = True) -> None:
         self.settings, self._warns = settings, warns
-        self.states: dict[str, State] = {}
+        self.memory = Memory(settings.router, settings.averages)
         self.step = 0
         self._kind, self._label = kind, ""
         self.title = title or kind
         self._runtime: Runtime | None = None
         self._changes: ListChanges
-        self.among = 0  # ranks in that runtime
-        self.owes = False  # whether what is owed to a mean stays that where ranks come or go
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._titles: dict[str, str] = {}  # by what steps are labelled
-        self._lock = threading.RLock()
-        self._undo: Undo | None = None
-        self._unfinished = False  # whether a step has begun, and was not reduced
+        self._lock = self.memory.lock
 
     def enlist(self) -> None:
         """Count this reducer now, and not with its first gradients: ranks may begin with others."""
@@ -161,17 +153,6 @@ class GradientReducer:
             self._changes.end(key)
             return results
 
-    def keep_steps(self) -> None:
-        """From now on copy what compressors remember before each step, for ``take_back``."""
-        self._undo = self._undo or Undo()
-
-    def take_back(self) -> None:
-        """Let compressors forget the step at hand, which has failed."""
-        with self._lock:
-            if self._unfinished and self._undo is not None:
-                self._undo.restore(self.states, counters=True)
-            self._unfinished = False
-
     def go_to(self, step: int) -> None:
         """Let the next reduction be that of ``step``, with the groups that there are.
 
@@ -188,24 +169,6 @@ class GradientReducer:
             self._forget()
             self.step = step
 
-    def norm(self) -> float:
-        """Return the Euclidean norm of all residuals of this rank."""
-        return residual_store.norm(self.states)
-
-    def own(self) -> dict[str, State]:
-        """Return what compressors hold back on this rank alone, by variable."""
-        with self._lock:
-            held = {n: owed(state, self.settings.router(n)) for n, state in self.states.items()}
-        return {name: state for name, state in held.items() if state}
-
-    def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:
-        """Add what was another rank's ``own``, of so many, to what is this one's."""
-        router, averages = self.settings.router, self.settings.averages
-        with self._lock:
-            for name in given.keys() & self.states.keys():
-                where = among, self.among, averages
-                take_over(self.states[name], router(name), given[name], *where)
-
     # -- inside ---------------------------------------------------------------------------------
 
     def _reduced(
@@ -220,9 +183,7 @@ class GradientReducer:
         if step is None or not changes.enter(step.group):
             names = self._compared(slots, unused)
             step = step or self._declared(slots, names, runtime)
-        if self._undo is not None:
-            self._undo.remember(self.states)
-        self._unfinished = True
+        self.memory.began()
         try:
             results = step.run(arrays, outputs)
         except Exception:
@@ -230,7 +191,7 @@ class GradientReducer:
                 self._compared(slots, unused)  # which says more, and on all ranks
             step.forget()
             raise
-        self._unfinished = False
+        self.memory.ended()
         self.step = step.number
         return results
 
@@ -251,11 +212,10 @@ class GradientReducer:
     def _bind(self, runtime: Runtime) -> None:
         if self._runtime is not runtime:
             size = self.settings.process_set.size()
-            if self.among and is_elastic():
-                router, averages = self.settings.router, self.settings.averages
-                for name, state in self.states.items():
-                    resize(state, router(name), self.among, size, averages, self.owes)
-            self._runtime, self._steps, self._titles, self.among = runtime, {}, {}, size
+            if is_elastic():
+                self.memory.resize(size)
+            self.memory.among = size
+            self._runtime, self._steps, self._titles = runtime, {}, {}
             # Ranks outside of a process set do not count what its ranks do.
             number = self.settings.process_set.number()
             self._label = runtime.unnamed(self._kind, number)
@@ -274,7 +234,7 @@ class GradientReducer:
         if self._warns and not self._steps and self.settings.process_set.rank() == 0:
             self._warn_of_unmatched(names)
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
-        step = _Step(label, agreed, self.settings, self.states, runtime, self.step)
+        step = _Step(label, agreed, self.settings, self.memory.states, runtime, self.step)
         title = self._titles.get(label) or runtime.title(self._title(names))
         self._titles[label] = title
         step.show(runtime, title)
@@ -288,11 +248,13 @@ class GradientReducer:
 
     def _adopt(self, names: Sequence[str]) -> None:
         """See that there is a state for each name: new, or restored under a name that is alike."""
-        restored = [] if self._steps else [name for name in self.states if name not in names]
+        states = self.memory.states
+        restored = [] if self._steps else [name for name in states if name not in names]
         for name in names:
-            if name not in self.states:
-                left = [other for other in restored if other in self.states and alike(other, name)]
-                self.states[name] = self.states.pop(left[0]) if len(left) == 1 else {}
+            left = [other for other in restored if other in states and alike(other, name)]
+            if name not in states and len(left) == 1:
+                states[name] = states.pop(left[0])
+            self.memory.adopt(name)
 
     def _warn_of_unmatched(self, names: Sequence[str]) -> None:
         if lost := self.settings.router.unmatched(names):

@@ -32,14 +32,14 @@ class CompressorState(tf.train.experimental.PythonState):
         """Return what ``deserialize`` takes."""
         reducer, runtime = self._reducer(), current()
         where = runtime.rank, runtime.size, reducer.step
-        return residual_store.dumps(reducer.states, *where, reducer.settings.router)
+        return residual_store.dumps(reducer.memory.states, *where, reducer.settings.router)
 
     def deserialize(self, string_value: bytes) -> None:
         """Go on with what this rank saved; warns, and starts anew, if another rank saved it."""
         reducer, runtime = self._reducer(), current()
         where = runtime.rank, runtime.size, reducer.settings.router, reducer.settings.averages
         states, step = residual_store.loads(string_value, *where)
-        residual_store.replace(reducer.states, states, step)
+        residual_store.replace(reducer.memory.states, states, step)
         reducer.restart(step)
 
     def _reducer(self) -> GradientReducer:

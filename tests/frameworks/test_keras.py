@@ -324,7 +324,7 @@ def case_a_model_that_one_rank_loads():
     fit(model, [start])
     optimizer = model.optimizer
     assert variables_equal([*model.weights, *optimizer.variables])
-    assert sorted(optimizer._ringlet.states) == sorted(paths[0])
+    assert sorted(optimizer._ringlet.memory.states) == sorted(paths[0])
     # What was remembered under one name is found under the other.
     norm, state = optimizer.residual_norm(), hvd.compressor_state(optimizer)
     path = Path(tempfile.mkdtemp()) / "every.keras"
@@ -332,7 +332,7 @@ def case_a_model_that_one_rank_loads():
     loaded = hvd.load_model(path, compression=spec)
     hvd.set_compressor_state(loaded.optimizer, state)
     loaded.optimizer.apply([keras.ops.zeros_like(v) for v in loaded.weights], loaded.weights)
-    assert sorted(loaded.optimizer._ringlet.states) == sorted(v.path for v in loaded.weights)
+    assert sorted(loaded.optimizer._ringlet.memory.states) == sorted(v.path for v in loaded.weights)
     assert 0 < loaded.optimizer.residual_norm() < norm  # a tenth of it has travelled
     odd = keras.Variable(np.zeros(3), name=f"odd{rank}")
     with pytest.raises(hvd.HorovodInternalError, match="load one file on every rank"):
@@ -582,11 +582,11 @@ def test_a_step_that_one_rank_gives_up_ends_on_all_and_holds_back_what_it_held(b
         rank = hvd.rank()
         reducer = GradientReducer("test", Settings(Router("topk(ratio=0.1) | ef")))
         reducer.reduce(slots, gradients(rank))
-        norm = reducer.norm()
+        norm = reducer.memory.norm()
         raised = ValueError if rank == 0 else hvd.StepAbandoned
         with pytest.raises(raised, match="has 10000 rows; its gradient has indices"):
             reducer.reduce(slots, gradients(rank, wrong=rank == 0))
-        assert reducer.norm() == norm > 0
+        assert reducer.memory.norm() == norm > 0
         return [array.tobytes() for array in reducer.reduce(slots, gradients(rank))]
 
     results = ringlet.run(work, np=2, transport="local")

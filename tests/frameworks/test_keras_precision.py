@@ -284,7 +284,7 @@ def case_an_overflow_on_one_rank_skips_the_step_on_all_with_every_kind_of_compre
             if step in bad and hvd.rank() == rank:
                 gradients[0, 3, 4] = own.choice([np.inf, -np.inf, np.nan])
             before = np.array(x)
-            held = remembered(optimizer._ringlet.states)
+            held = remembered(optimizer._ringlet.memory.states)
             for gradient in gradients:
                 optimizer.apply([keras.ops.convert_to_tensor(gradient)], [x])
             scale, skipped = scale.after(step in bad), skipped + (step in bad)
@@ -292,7 +292,7 @@ def case_an_overflow_on_one_rank_skips_the_step_on_all_with_every_kind_of_compre
             assert int(optimizer.skipped_steps) == skipped, (spec, step)
             assert np.array_equal(before, x) == (step in bad), (spec, step)
             if step in bad and optimizer._ringlet.settings.guard:
-                now = remembered(optimizer._ringlet.states)
+                now = remembered(optimizer._ringlet.memory.states)
                 assert now == held, (spec, step)
         assert variables_equal([x, *optimizer.variables]), spec
 

@@ -419,7 +419,7 @@ def case_an_overflow_on_one_rank_skips_the_step_on_all_with_every_compressor():
         for step in range(5):
             before = [p.detach().clone() for p in model.parameters()]
             scale = optimizer.loss_scale
-            held = {n: remembered(s) for n, s in optimizer._ringlet.states.items()}
+            held = {n: remembered(s) for n, s in optimizer._ringlet.memory.states.items()}
             train(model, optimizer, 1, step, {(step, rank)} if step in bad else ())
             skipped += step in bad
             assert optimizer.skipped_steps == skipped, (spec, step)
@@ -429,7 +429,7 @@ def case_an_overflow_on_one_rank_skips_the_step_on_all_with_every_compressor():
                 continue
             factor = 1.0 if "static" in precision else 0.5
             assert optimizer.loss_scale == factor * scale, spec
-            for name, state in optimizer._ringlet.states.items():
+            for name, state in optimizer._ringlet.memory.states.items():
                 now = remembered(state)
                 assert now.keys() == held[name].keys(), (spec, name)
                 for place, array in now.items():

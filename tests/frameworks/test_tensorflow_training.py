@@ -321,7 +321,7 @@ def case_join_with_a_large_table():
         return tape, tape.gradient(loss, table)
 
     tape, _ = reduced("int8 | ef")
-    (state,) = reducer_of_tape(tape, [table]).states.values()
+    (state,) = reducer_of_tape(tape, [table]).memory.states.values()
     reduced(sparse_as_dense=True)
     if rank == 0:
         held = state["rows"].copy()
@@ -609,10 +609,10 @@ def case_precision_of_a_tape():
     fixed = {"precision": "fp16(static=64)", "compression": "int8 | ef"}
     given, reducer = gradient(factor=64.0, **fixed)
     assert np.allclose(given / 64, exact, atol=0.1)
-    before = reducer.norm()
+    before = reducer.memory.norm()
     given, reducer = gradient(factor=np.inf if rank == 1 else 64.0, **fixed)
     assert not np.isfinite(given.numpy()).any()
-    assert reducer.norm() == before > 0
+    assert reducer.memory.norm() == before > 0
     given, _ = gradient("fp16", factor=np.inf if rank == 1 else 1.0)  # whose wire remembers nothing
     assert not np.isfinite(given.numpy()).any()
     with pytest.raises(ValueError, match=r"a loss scale that changes, and 'int8 \| ef' remembers"):

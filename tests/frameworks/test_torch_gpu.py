@@ -189,7 +189,7 @@ def steps(model, optimizer, numbers):
 
 
 def lie_on_gpu(optimizer):
-    arrays = [s["residual"] for s in optimizer._ringlet.states.values() if "residual" in s]
+    arrays = [s["residual"] for s in optimizer._ringlet.memory.states.values() if "residual" in s]
     assert arrays
     return {isinstance(array, DeviceArray) for array in arrays}
 

@@ -219,13 +219,13 @@ def test_a_module_of_ones_own_that_is_called_module_is_no_wrapper():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "weight" is no parameter's name
             optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), routes)
-        used = {name: str(c) for name, c in optimizer._ringlet.compressors.items()}
+        used = {name: str(c) for name, c in optimizer._ringlet.memory.compressors.items()}
         assert used["module.weight"] == "none"
         assert used["module.bias"] == "bf16"
         twice = [(f"module.module.{name}", p) for name, p in network().named_parameters()]
         inner = torch.optim.SGD([p for _, p in twice], lr=0.1)
         optimizer = hvd.DistributedOptimizer(inner, twice, {"0.weight": "fp16", "*": "none"})
-        assert str(optimizer._ringlet.compressors["module.module.0.weight"]) == "fp16"
+        assert str(optimizer._ringlet.memory.compressors["module.module.0.weight"]) == "fp16"
 
     told = told_by(work, 1)
     assert not told, told
@@ -309,7 +309,7 @@ def test_parameters_that_are_added_or_unfrozen_leave_residuals_alone(spec):
         options = {"compression": {"2.*": spec, "*": "none"}} if "topk" in spec else {}
         options = options or {"compression": spec}
         optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
-        big = {"2.weight": optimizer._ringlet.states["2.weight"]}
+        big = {"2.weight": optimizer._ringlet.memory.states["2.weight"]}
         steps(model, optimizer)
         before, step = dict(big["2.weight"]), optimizer._ringlet.step
         model[0].weight.requires_grad_(True)
@@ -319,7 +319,7 @@ def test_parameters_that_are_added_or_unfrozen_leave_residuals_alone(spec):
             optimizer.step()
         everything = [*model.named_parameters(), *head.named_parameters(prefix="head")]
         optimizer = hvd.DistributedOptimizer(inner, everything, **options)
-        after = optimizer._ringlet.states["2.weight"]
+        after = optimizer._ringlet.memory.states["2.weight"]
         assert after.keys() == before.keys()
         assert optimizer._ringlet.step >= step
         steps(nn.Sequential(model, head), optimizer)

@@ -101,7 +101,7 @@ if framework == "torch":
 
     def residuals(of_sums=1.0):
         lengths = {name: parameter.numel() for name, parameter in named.items()}
-        states = {name: reducer.states[name] for name in named}
+        states = {name: reducer.memory.states[name] for name in named}
         return elastic_residuals.residuals(lengths, states, of_sums)
 
     def owed():

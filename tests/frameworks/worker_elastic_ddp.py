@@ -62,7 +62,7 @@ wrapped = []  # weak references to all DDPs so far
 
 def residuals(of_sums=1.0):
     lengths = {name: p.numel() for name, p in model.named_parameters()}
-    return elastic_residuals.residuals(lengths, memory.states, of_sums)
+    return elastic_residuals.residuals(lengths, memory.memory.states, of_sums)
 
 
 def owed():
@@ -108,7 +108,7 @@ kept = []
 @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=plan.get("redundancy", 0))
 def train(state):
     begins = {"rank": hvd.rank(), "size": hvd.size(), "batch": state.batch}
-    tell(**begins, residual=norm(), owed=owed(), steps=memory.steps)
+    tell(**begins, residual=norm(), owed=owed(), steps=memory.memory.steps)
     ours = kept[0] if kept else reduced()
     if plan.get("keep"):
         kept.append(ours)

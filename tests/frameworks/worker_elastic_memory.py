@@ -76,7 +76,7 @@ def memory():
 
 def factors():
     """Return how many factors PowerSGD has at hand."""
-    states = optimizer._ringlet.states.values()
+    states = optimizer._ringlet.memory.states.values()
     return sum(len({"left", "right"} & state.keys()) for state in states)
 
 

@@ -12,12 +12,13 @@ import torch
 from ringlet.job.elastic import ObjectState
 from ringlet.job.topology import rank, size
 from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared.memory import at_work
 from ringlet.shared.residual_store import mapped
 from ringlet.shared.rollback import Undo
 from ringlet.torch.elastic.hook_memory import HookMemory, memory_of, register
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
-from ringlet.torch.optimizer.reducer import Reducer, at_work
+from ringlet.torch.optimizer.reducer import Reducer
 
 _ALONE = "progress"  # the method of optimizers whose ranks do something alone
 
@@ -42,10 +43,10 @@ class TorchState(ObjectState):
     def save(self) -> None:
         """Keep copies of all states, and among how many ranks they are."""
         super().save()
-        for memory in self._memories():
+        for hook in self._memories():
             with at_work():
-                self._hooks.setdefault(memory, Undo()).remember(memory.states)
-        self._among = [holder.among for holder in self.holders()]
+                self._hooks.setdefault(hook, Undo()).remember(hook.memory.states)
+        self._among = [holder.memory.among for holder in self.holders()]
 
     def restore(self) -> None:
         """Go back to what was saved last, by this process: under whichever rank it was then."""
@@ -53,12 +54,12 @@ class TorchState(ObjectState):
             if isinstance(content, dict) and isinstance(kept := content.get(STATE_KEY), dict):
                 kept.update(rank=rank(), size=size())
         super().restore()
-        for memory in self._memories():
-            if memory in self._hooks:
+        for hook in self._memories():
+            if hook in self._hooks:
                 with at_work():
-                    self._hooks[memory].restore(memory.states, counters=True)
+                    self._hooks[hook].restore(hook.memory.states, counters=True)
         for holder, among in zip(self.holders(), self._among, strict=False):
-            holder.among = among
+            holder.memory.among = among
 
     def holders(self) -> Sequence[Reducer | HookMemory]:
         """Return the reducers of the optimizers, and what DDP hooks remember of the models."""
@@ -66,17 +67,19 @@ class TorchState(ObjectState):
 
     def held_back(self) -> float:
         """Return the norm of what compression holds back on this rank alone."""
-        return math.hypot(*[holder.residual_norm() for holder in self.holders()])
+        return math.hypot(*[holder.memory.norm() for holder in self.holders()])
 
     def keep_steps(self) -> None:
         """Keep what compressors remember from before each step."""
         for holder in self.holders():
-            holder.keep_steps()
+            holder.memory.keep_steps()
 
     def take_back(self) -> None:
         """Let compressors forget the step at hand."""
-        for holder in self.holders():
-            holder.take_back()
+        for reducer in self._reducers():
+            reducer.take_back()
+        for hook in self._memories():
+            hook.memory.take_back()
 
     def content(self) -> dict[str, Any]:
         """Return all states, arrays in place of tensors, without what is each rank's own."""
@@ -110,9 +113,9 @@ class TorchState(ObjectState):
         for holder in self.holders():
             holder.join_epoch()
         if memories := self._memories():
-            told = self._broadcast([memory.steps for memory in memories])
-            for memory, steps in zip(memories, told, strict=True):
-                memory.align(steps)
+            told = self._broadcast([hook.memory.steps for hook in memories])
+            for hook, steps in zip(memories, told, strict=True):
+                hook.memory.align(steps)
         if is_elastic():
             self._forget_gradients()
         super().sync()

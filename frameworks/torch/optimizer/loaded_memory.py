@@ -30,8 +30,8 @@ def agree_on_loaded(reducer: Reducer | None, process_set: ProcessSet) -> None:
     """
     loaded, shared = Loaded.NOTHING, []
     if reducer is not None and reducer.included:
-        loaded, reducer.loaded = reducer.loaded, Loaded.NOTHING
-        shared = reducer.shared_memory()
+        loaded, reducer.memory.loaded = reducer.memory.loaded, Loaded.NOTHING
+        shared = reducer.memory.in_common()
     told = [None if reducer is None or not reducer.included else loaded, shared[:_SHOWN]]
     name, expected = "broadcast_optimizer_state.loaded", "what a rank has loaded"
     everyone = json_exchange.gather(told, name, process_set, expected, _fits)
@@ -40,7 +40,7 @@ def agree_on_loaded(reducer: Reducer | None, process_set: ProcessSet) -> None:
     if len(set(found.values())) < 2:
         return
     if reducer is not None:
-        reducer.forget_shared_memory()
+        reducer.memory.forget_in_common()
     names = list(dict.fromkeys(name for _, names in everyone for name in names))[:_SHOWN]
     owners = [rank for rank, each in found.items() if each == Loaded.OWN]
     silent = [rank for rank, each in found.items() if each == Loaded.NOTHING] if owners else []

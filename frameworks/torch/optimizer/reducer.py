@@ -8,26 +8,15 @@ import hashlib
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from ringlet.compressors import BF16, FP16, Compressor, NoCompression
-from ringlet.compressors.core.context import State
+from ringlet.compressors import Compressor
 from ringlet.compressors.specs.routes import Routes, Spec
-from ringlet.compressors.states import (
-    carry_over,
-    forget_shared,
-    owed,
-    rescale,
-    resize,
-    shared,
-    take_over,
-)
 from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
-from ringlet.job.session import current, is_initialized
+from ringlet.job.session import current
 from ringlet.precision.reduction import carrier
 from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
@@ -38,15 +27,13 @@ from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
-from ringlet.shared.residual_store import is_own, remembered
-from ringlet.shared.rollback import Undo
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.ops.replica_check import Comparison
-from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
-from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
+from ringlet.torch.optimizer.naming import warn_of_unmatched
+from ringlet.torch.optimizer.parameter_memory import ParameterMemory
 from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.tensors.placement import HOST, place_of
 from ringlet.torch.tensors.views import check, dtype_of
@@ -68,7 +55,8 @@ class Reducer:
     Parameters belong to the newest reducer that names them: an older one gives all of its hooks
     up, and its ``synchronize`` raises RuntimeError. A reducer that nobody holds is gone.
     ``groups`` are names of those that travel together. With ``unscaling``, a policy's, a step can
-    be taken back. What compressors remember, and steps, are those of the reducer ``before``.
+    be taken back. ``memory`` is what compressors remember; it, and steps, go on where those of the
+    reducer ``before`` are.
     """
 
     def __init__(
@@ -86,10 +74,11 @@ class Reducer:
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
         check_predivide(predivide, op)
-        self.parameters, self._depth = named, wrapped_in(named)
+        self.parameters = named
         self.compared: Mapping[str, torch.Tensor] | None = named  # from the first step on
         self._comparison: Comparison | None = None
-        self.states: dict[str, State] = {name: {} for name in named}
+        averages = op is ReduceOp.AVERAGE
+        self.memory = ParameterMemory(named, options.router, averages, process_set)
         self.in_flight = False
         self.renewed = False  # whether backward has run since the last ``synchronize``
         self.passes = passes
@@ -99,9 +88,7 @@ class Reducer:
         self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
         self._left = dict.fromkeys(named, passes)
         self._elastic = is_elastic()
-        self._engine: Engine | None = None  # in an elastic job: where gradients are declared,
-        self.among = 0  # and among how many ranks
-        self.owes = False  # whether what is owed to a mean stays that where ranks come or go
+        self._engine: Engine | None = None  # in an elastic job: where gradients are declared
         self._label = "" if self._elastic else self._new_label()
         self._title, self._shown = title, ""  # the latter is numbered, and as long as the label
         self._sparse_as_dense = options.sparse_as_dense
@@ -109,17 +96,15 @@ class Reducer:
         self._handed = Handed(op)
         self._hooks = GradHooks(self, named)
         self._reduction, self._unscaling = options.policy.reduction, unscaling
-        self._undo = None if unscaling is None else Undo()
-        self._unfinished = False  # whether a step has begun, and was not reduced
+        if unscaling is not None:
+            self.memory.keep_steps()
         self._group: Group | None = None
         self._frozen: ListChanges
         self._declarations = 0  # under the present label
         self._finalizer: Any = None
-        self.loaded = checkpoint.Loaded.NOTHING  # since ranks agreed on it last
         self._alone = False  # whether it is known that nobody else reduces
         self._included = process_set.included()
-        self._router = options.router
-        warn_of_unmatched(self._router, named)
+        warn_of_unmatched(options.router, named)
         self._start = 0 if before is None else self._inherit(before)  # steps before the group's
         if not self._elastic:
             self._declare(self._start)
@@ -138,18 +123,7 @@ class Reducer:
         """
         if self.in_flight:
             raise RuntimeError("set_compression between backward() and step()")
-        before, self._router = self._router, as_router(compression)
-        warn_of_unmatched(self._router, self.parameters)
-        lost = []
-        with at_work():
-            for name, state in self.states.items():
-                then, now = (routed(r, name, self._depth) for r in (before, self._router))
-                forgotten = carry_over(state, then, now, self._size(), self.averages)
-                if forgotten:
-                    lost.append(f"{now} forgets {forgotten} of {name!r}, which {then} kept")
-        if lost and current().rank == 0:
-            more = f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else ""
-            warnings.warn(f"set_compression: {lost[0]}{more}", stacklevel=outside())
+        self.memory.change(as_router(compression))
         if not self._elastic or self._engine is current().engine:
             self._declare(self.step)
 
@@ -176,94 +150,32 @@ class Reducer:
         if self._group is not None:
             self._group.restart(step)
 
-    @property
-    def compressors(self) -> dict[str, Compressor]:
-        """What compresses each parameter's gradient, as it was declared."""
-        return {name: routed(self._router, name, self._depth) for name in self.parameters}
-
-    @property
-    def tensors(self) -> dict[str, checkpoint.Tensor]:
-        """The same, with how many elements each has."""
-        return {
-            name: (routed(self._router, name, self._depth), p.numel())
-            for name, p in self.parameters.items()
-        }
-
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are averaged, and not added up."""
-        return self._op is ReduceOp.AVERAGE
-
-    def saved(self) -> dict[str, Any] | None:
-        """Return what this rank's compressors remember, and the step, for a checkpoint.
-
-        None where nothing depends on either, because all gradients travel as they are, or cast.
-        """
-        plain = all(isinstance(c, NoCompression | FP16 | BF16) for c in self.compressors.values())
-        if plain and not remembered(self.states):
-            return None
-        runtime = current()
-        with runtime.engine.at_work():
-            where = runtime.rank, runtime.size, self.step
-            return checkpoint.saved(self.states, *where, self.compressors)
-
     def load(self, kept: Mapping[str, Any] | None) -> None:
-        """Go on with what this rank ``saved``. Warns, and starts anew, if it is another's."""
-        runtime = current()
-        if kept is not None:
-            kept = checkpoint.renamed(kept, self.parameters)
-        where = self.states, kept, runtime.rank, runtime.size
-        given = self.tensors, self.averages, self._size()
-        self._restored(checkpoint.restore(*where, *given))
-        ours = kept is not None and is_own(kept, runtime.rank, runtime.size)
-        holds = kept is not None and remembered(kept["states"])
-        self.loaded = checkpoint.Loaded.OWN if ours and holds else checkpoint.Loaded.OTHER
+        """Go on with what this rank saved: see ``ParameterMemory.load``."""
+        self._restored(self.memory.load(kept))
 
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with what all ranks of an earlier job ``saved``: see ``residuals.reshard``."""
-        runtime = current()
-        shards = [checkpoint.renamed(shard, self.parameters) for shard in shards]
-        where = self.states, shards, runtime.rank, runtime.size
-        given = self.tensors, self.averages, self._size()
-        self._restored(checkpoint.reshard(*where, *given))
-        self.loaded = checkpoint.Loaded.OWN
+        """Go on with what all ranks of an earlier job saved."""
+        self._restored(self.memory.load_shards(shards))
 
     @property
     def included(self) -> bool:
         """Whether this rank reduces with others."""
         return self._process_set.included() and self._size() > 1
 
-    def shared_memory(self) -> list[str]:
-        """Return the parameters of which ranks remember something in common."""
-        with at_work():
-            return [
-                name
-                for name, state in self.states.items()
-                if shared(state, routed(self._router, name, self._depth))
-            ]
-
-    def forget_shared_memory(self) -> None:
-        """Forget what ranks remember in common; residuals stay."""
-        with at_work():
-            for name, state in self.states.items():
-                forget_shared(state, routed(self._router, name, self._depth))
-
     def _restored(self, step: int) -> None:
         for name, place in self._handed.places.items():
-            current().engine.bring(self.states[name], place)
+            current().engine.bring(self.memory.states[name], place)
         self.restart(step)
 
     @property
     def steps(self) -> dict[str, int]:
         """How often each parameter's gradient was compressed, and under "" ``step``."""
-        counts = {name: int(state.get("step", 0)) for name, state in self.states.items()}
-        return counts | {"": self.step}
+        return self.memory.steps | {"": self.step}
 
     def align(self, steps: Mapping[str, int]) -> None:
         """Count as another rank does: shared random numbers and schedules depend on it."""
-        for name, state in self.states.items():
-            if name in steps:
-                state["step"] = int(steps[name])
+        self.memory.align({name: n for name, n in steps.items() if name in self.parameters})
         self.restart(int(steps.get("", 0)))
 
     def deliver(self, results: Mapping[str, torch.Tensor]) -> None:
@@ -333,7 +245,7 @@ class Reducer:
             if self._rows.dims:
                 self._rows.collect()
             self._handed.put()
-            self._unfinished = False
+            self.memory.ended()
         finally:
             for handle in self._reset():
                 handle.forget()
@@ -383,58 +295,11 @@ class Reducer:
             return allreduce(wide, name=name, op=self._op, process_set=process_set).item()
         return loss
 
-    def rescale(self, factor: float) -> None:
-        """Multiply residuals, which are in units of a loss scale that has changed."""
-        if factor == 1.0:
-            return
-        with at_work():
-            for name, state in self.states.items():
-                rescale(state, routed(self._router, name, self._depth), factor)
-
-    def undo(self) -> None:
-        """Let compressors forget the last step, which is skipped."""
-        if self._undo is not None:
-            with at_work():
-                self._undo.restore(self.states)
-
-    def keep_steps(self) -> None:
-        """From now on copy what compressors remember before each step, for ``take_back``."""
-        self._undo = self._undo or Undo()
-
     def take_back(self) -> None:
         """Forget the step at hand, which has failed: compressors remember what was before it."""
         for handle in self._reset():
             handle.forget()
-        if self._unfinished and self._undo is not None:
-            with at_work():
-                self._undo.restore(self.states, counters=True)
-        self._unfinished = False
-
-    def residual_norm(self) -> float:
-        """Return the Euclidean norm of what this rank's compressors hold back."""
-        with at_work():
-            return checkpoint.norm(self.states)
-
-    def own(self) -> dict[str, State]:
-        """Return what compressors hold back on this rank alone, by parameter."""
-        with at_work():
-            held = {
-                n: owed(s, routed(self._router, n, self._depth)) for n, s in self.states.items()
-            }
-        return {name: state for name, state in held.items() if state}
-
-    def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:
-        """Add what was another rank's ``own``, of so many, to what is this one's."""
-        with at_work():
-            for name in given.keys() & self.states.keys():
-                take_over(
-                    self.states[name],
-                    routed(self._router, name, self._depth),
-                    given[name],
-                    among,
-                    self.among,
-                    self.averages,
-                )
+        self.memory.take_back()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -464,18 +329,7 @@ class Reducer:
         self._group = self._comparison = None
         self._rows = self._new_rows()
         self._included = self._process_set.included()
-        before, self.among = self.among, self._size()
-        if before:
-            with at_work():
-                for name, state in self.states.items():
-                    resize(
-                        state,
-                        routed(self._router, name, self._depth),
-                        before,
-                        self.among,
-                        self.averages,
-                        self.owes,
-                    )
+        self.memory.resize(self._size())
         self.compared = self.parameters
         self._declare(self._start)
 
@@ -509,7 +363,7 @@ class Reducer:
         ]
         compressors = [compressor for compressor, _ in carried]
         # Declared even without parameters: a rank that has some has to hear of it.
-        states, engine = [self.states[name] for name in names], runtime.engine
+        states, engine = [self.memory.states[name] for name in names], runtime.engine
         # Before others know that all have declared: one of them may tell of a change at once.
         self._declarations += 1
         self._frozen = ListChanges(runtime, f"{self._label}.{self._declarations}", number, ())
@@ -527,35 +381,22 @@ class Reducer:
 
     def _inherit(self, before: Reducer) -> int:
         """Go on with what ``before`` remembers of the same parameters; return the step."""
-        self.among, self.owes, self.loaded = before.among, before.owes, before.loaded
+        memory, old = self.memory, before.memory
+        memory.among, memory.owes, memory.loaded = old.among, old.owes, old.loaded
         if before._process_set is not self._process_set or before._op is not self._op:
             return before.step
         if before.in_flight:  # such as a step that was refused because parameters were added
             before._end()
         scales = [1.0 if r._unscaling is None else r._unscaling.scale for r in (self, before)]
-        old_names = {id(p): name for name, p in before.parameters.items()}
-        with at_work():
-            for name, p in self.parameters.items():
-                if (old := old_names.get(id(p))) is None:
-                    continue
-                state = self.states[name] = before.states[old]
-                then, now = (
-                    routed(before._router, old, before._depth),
-                    routed(self._router, name, self._depth),
-                )
-                if then != now:
-                    carry_over(state, then, now, self._size(), self.averages)
-                if scales[0] != scales[1]:
-                    rescale(state, now, scales[0] / scales[1])
+        memory.inherit(old, scales[0] / scales[1])
         return before.step
 
     def _carried(self, name: str) -> tuple[Compressor, str]:
         p, number = self.parameters[name], self._process_set.number()
         dtype = dtype_of(p)
         exact = current().engine.sums_in_float32(dtype, number)
-        return carrier(
-            routed(self._router, name, self._depth), dtype, p.numel(), self._reduction, exact
-        )
+        compressor = self.memory.compressor_of(name)
+        return carrier(compressor, dtype, p.numel(), self._reduction, exact)
 
     def _compare(
         self, parameters: Mapping[str, torch.Tensor], groups: list[dict[str, Any]]
@@ -619,10 +460,8 @@ class Reducer:
         return True
 
     def _begin(self) -> None:
-        if not self.in_flight and self._undo is not None:
-            with at_work():
-                self._undo.remember(self.states)
-        self.in_flight = self._unfinished = True
+        self.memory.began(fresh=not self.in_flight)
+        self.in_flight = True
 
     def _refuse_strays(self, param_groups: list[dict[str, Any]]) -> None:
         for i, group in enumerate(param_groups):
@@ -740,8 +579,3 @@ def _is_in_ddp(hooks: GradHooks) -> bool:
         issubclass(type(found), wrapper) and any(p in hooks for p in found.parameters())
         for found in gc.get_objects()
     )
-
-
-def at_work() -> AbstractContextManager[None]:
-    """Return a context for what is done to states, which may lie on a GPU."""
-    return current().engine.at_work() if is_initialized() else nullcontext()

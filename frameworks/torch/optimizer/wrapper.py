@@ -231,7 +231,7 @@ class _Distributed:
         """Return the wrapped optimizer's state, and this rank's residuals under one more key."""
         inner: Any = super()
         state: dict[str, Any] = inner.state_dict()
-        kept = self._ringlet.saved()
+        kept = self._ringlet.memory.saved(self._ringlet.step)
         if kept is not None:
             state[STATE_KEY] = kept
         if self._ringlet_masters is not None:
@@ -253,7 +253,7 @@ class _Distributed:
         before = scale_in(given)
         self._load_inner(given)
         self._ringlet.load(kept)
-        self._ringlet.rescale(self._scale_now() / before)
+        self._ringlet.memory.rescale(self._scale_now() / before)
 
     @public
     def load_sharded(self, state_dicts: Sequence[dict[str, Any]]) -> None:
@@ -269,7 +269,7 @@ class _Distributed:
         before = scale_in(own)
         self._load_inner(own)
         self._ringlet.load_shards(shards)
-        self._ringlet.rescale(self._scale_now() / before)
+        self._ringlet.memory.rescale(self._scale_now() / before)
 
     @public
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -287,7 +287,7 @@ class _Distributed:
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
-        return self._ringlet.residual_norm()
+        return self._ringlet.memory.norm()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -301,7 +301,7 @@ class _Distributed:
         inner.load_state_dict(state_dict)
         if self._ringlet_masters is not None and masters is not None:
             self._ringlet_masters.load_state_dict(masters)
-            self._ringlet.rescale(self._scale_now() / before)
+            self._ringlet.memory.rescale(self._scale_now() / before)
         # Loading replaces both; a scheduler made for the original goes on setting its groups.
         self._ringlet_original.param_groups = self._ringlet_groups
         self._ringlet_original.state = self.state

@@ -19,6 +19,7 @@ import torch
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.precision import LossScale, Policy
 from ringlet.ring.callers import outside
+from ringlet.shared.memory import Memory
 from ringlet.torch.precision.visible_gradients import Shown
 
 PRECISION_KEY = "ringlet_precision"  # masters and loss scale in an optimizer's state_dict
@@ -29,6 +30,10 @@ class Reductions(Protocol):
 
     parameters: dict[str, torch.nn.Parameter]
     cure: str
+
+    @property
+    def memory(self) -> Memory:
+        """What compressors remember."""
 
     @property
     def finite(self) -> bool:
@@ -42,12 +47,6 @@ class Reductions(Protocol):
 
     def unscaled(self, name: str) -> bool:
         """Whether the last result is divided by the loss scale, and was looked at, already."""
-
-    def undo(self) -> None:
-        """Let compressors forget the last step, which is skipped."""
-
-    def rescale(self, factor: float) -> None:
-        """Multiply residuals, which are in units of a loss scale that has changed."""
 
 
 class Masters:
@@ -184,11 +183,11 @@ class Masters:
         """
         overflow, self.overflow = self.overflow, False
         if overflow:
-            reducer.undo()
+            reducer.memory.undo()
         before, self.scale = self.scale.scale, self.scale.after(overflow)
         self.skipped += overflow
         if self.scale.scale != before:
-            reducer.rescale(self.scale.scale / before)
+            reducer.memory.rescale(self.scale.scale / before)
         self._tell()
 
     def _tell(self) -> None:

@@ -110,7 +110,11 @@ class OneBitAdam(torch.optim.Optimizer):
         Save it on every rank, as DistributedOptimizer's.
         """
         state = super().state_dict()
-        kept = self._reducer.saved() if self._waiting is None else self._waiting()
+        kept = (
+            self._reducer.memory.saved(self._reducer.step)
+            if self._waiting is None
+            else self._waiting()
+        )
         if kept is not None:
             state[STATE_KEY] = kept
         return state
@@ -130,7 +134,7 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
-        return self._reducer.residual_norm()
+        return self._reducer.memory.norm()
 
     @property
     def _ringlet(self) -> Reducer:

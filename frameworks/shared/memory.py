@@ -1,0 +1,144 @@
+"""What this rank's compressors remember of named tensors, and what is done to it between steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ringlet.compressors import Compressor
+from ringlet.compressors.core.context import State
+from ringlet.compressors.states import owed, rescale, resize, take_over
+from ringlet.job.session import current, is_initialized
+from ringlet.shared.residual_store import norm
+from ringlet.shared.rollback import Undo
+
+
+class Memory:
+    """``states`` of compressors, by name of tensor.
+
+    ``compressor_of`` returns a tensor's compressor, None where it has none yet. ``averages`` tells
+    whether gradients are averaged, and not added up. ``among`` is the number of ranks whose
+    gradients were reduced last; with ``owes``, what is owed to a mean stays that where ranks come
+    or go. ``lock`` is for frameworks that call from several threads.
+    """
+
+    def __init__(self, compressor_of: Callable[[str], Compressor | None], averages: bool) -> None:
+        self.states: dict[str, State] = {}
+        self.compressor_of, self.averages = compressor_of, averages
+        self.among, self.owes = 0, False
+        self.lock = threading.RLock()
+        self._given: dict[str, list[tuple[Mapping[str, Any], int]]] = {}  # of tensors to come
+        self._undo: Undo | None = None
+        self._unfinished = False  # whether a step has begun, and was not reduced
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def keep_steps(self) -> None:
+        """From now on copy what is remembered before each step, for ``take_back`` and ``undo``."""
+        self._undo = self._undo or Undo()
+
+    def began(self, fresh: bool = True) -> None:
+        """Note that a step is being reduced; it begins now if it is ``fresh``."""
+        self._unfinished = True
+        if fresh and self._undo is not None:
+            with self.lock, at_work():
+                self._undo.remember(self.states)
+
+    def ended(self) -> None:
+        """Note that all of the step is reduced."""
+        self._unfinished = False
+
+    def reopen(self) -> None:
+        """Let ``take_back`` forget the last step after all."""
+        self._unfinished = True
+
+    def take_back(self) -> None:
+        """Forget the step at hand, which has failed: all is as it was before it."""
+        with self.lock:
+            if self._unfinished and self._undo is not None:
+                with at_work():
+                    self._undo.restore(self.states, counters=True)
+            self._unfinished = False
+
+    def undo(self) -> None:
+        """Forget the last step, which is skipped; counters of steps go on."""
+        if self._undo is not None:
+            with self.lock, at_work():
+                self._undo.restore(self.states)
+
+    # -- other ranks ------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How often each tensor was compressed."""
+        return {name: int(state.get("step", 0)) for name, state in self.states.items()}
+
+    def align(self, steps: Mapping[str, int]) -> None:
+        """Count as another rank does: shared random numbers and schedules depend on it."""
+        for name, step in steps.items():
+            self.states.setdefault(name, {})["step"] = int(step)
+
+    def resize(self, size: int) -> None:
+        """Go on among ``size`` ranks."""
+        before, self.among = self.among, size
+        if before:
+            with self.lock, at_work():
+                for _, state, compressor in self._compressed():
+                    resize(state, compressor, before, size, self.averages, self.owes)
+
+    def own(self) -> dict[str, State]:
+        """Return what is held back on this rank alone, by tensor."""
+        with self.lock, at_work():
+            held = {name: owed(state, by) for name, state, by in self._compressed()}
+        return {name: state for name, state in held.items() if state}
+
+    def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:
+        """Add what was another rank's ``own``, of so many, to what is this one's.
+
+        What is of a tensor that is not known yet waits for ``adopt``.
+        """
+        with self.lock, at_work():
+            for name, held in given.items():
+                self._given.setdefault(name, []).append((held, among))
+            for name, state, compressor in self._compressed():
+                self._take_given(name, state, compressor)
+
+    def adopt(self, name: str) -> State:
+        """Return the state of a tensor whose compressor is known, new if it has none so far."""
+        state, compressor = self.states.setdefault(name, {}), self.compressor_of(name)
+        assert compressor is not None
+        with self.lock, at_work():
+            self._take_given(name, state, compressor)
+        return state
+
+    # -- residuals --------------------------------------------------------------------------------
+
+    def norm(self) -> float:
+        """Return the Euclidean norm of what is held back on this rank."""
+        with self.lock, at_work():
+            return norm(self.states)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals, which are in units of a loss scale that has changed."""
+        if factor != 1.0:
+            with self.lock, at_work():
+                for _, state, compressor in self._compressed():
+                    rescale(state, compressor, factor)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _compressed(self) -> Iterator[tuple[str, State, Compressor]]:
+        for name, state in self.states.items():
+            if (compressor := self.compressor_of(name)) is not None:
+                yield name, state, compressor
+
+    def _take_given(self, name: str, state: State, compressor: Compressor) -> None:
+        for held, among in self._given.pop(name, ()):
+            take_over(state, compressor, held, among, self.among, self.averages)
+
+
+def at_work() -> AbstractContextManager[None]:
+    """Return a context for what is done to states, which may lie on a GPU."""
+    return current().engine.at_work() if is_initialized() else nullcontext()

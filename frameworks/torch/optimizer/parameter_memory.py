@@ -1,0 +1,142 @@
+"""What this rank's compressors remember of a model's parameters: see ``Memory``.
+
+It outlives a new compression, another optimizer for the same parameters, and the job, by way of
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ringlet.compressors import BF16, FP16, Compressor, NoCompression, Router
+from ringlet.compressors.states import carry_over, forget_shared, rescale, shared
+from ringlet.job.process_sets import ProcessSet
+from ringlet.job.session import current
+from ringlet.ring.callers import outside
+from ringlet.shared.memory import Memory, at_work
+from ringlet.shared.residual_store import is_own, remembered
+from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
+
+
+class ParameterMemory(Memory):
+    """The memory of ``parameters``, by name, that ``router`` has compressors for."""
+
+    compressor_of: Callable[[str], Compressor]
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        router: Router,
+        averages: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.parameters, self._process_set = parameters, process_set
+        self._depth = wrapped_in(parameters)
+        super().__init__(self._routed(router), averages)
+        self.states = {name: {} for name in parameters}
+        self.loaded = checkpoint.Loaded.NOTHING  # since ranks agreed on it last
+
+    @property
+    def compressors(self) -> dict[str, Compressor]:
+        """What compresses each parameter's gradient, as it was declared."""
+        return {name: self.compressor_of(name) for name in self.parameters}
+
+    def inherit(self, before: ParameterMemory, factor: float) -> None:
+        """Go on with what ``before`` remembers of the same parameters, under whatever names.
+
+        ``factor`` is the loss scale of this memory over that of ``before``.
+        """
+        old_names = {id(p): name for name, p in before.parameters.items()}
+        with at_work():
+            for name, p in self.parameters.items():
+                if (old := old_names.get(id(p))) is None:
+                    continue
+                state = self.states[name] = before.states[old]
+                then, now = before.compressor_of(old), self.compressor_of(name)
+                carry_over(state, then, now, self._size(), self.averages)
+                if factor != 1.0:
+                    rescale(state, now, factor)
+
+    def change(self, router: Router) -> None:
+        """Go on with other compressors. The first rank warns of what is forgotten."""
+        warn_of_unmatched(router, self.parameters)
+        before, self.compressor_of = self.compressor_of, self._routed(router)
+        lost = []
+        with at_work():
+            for name, state in self.states.items():
+                then, now = before(name), self.compressor_of(name)
+                forgotten = carry_over(state, then, now, self._size(), self.averages)
+                if forgotten:
+                    lost.append(f"{now} forgets {forgotten} of {name!r}, which {then} kept")
+        if lost and current().rank == 0:
+            more = f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else ""
+            warnings.warn(f"set_compression: {lost[0]}{more}", stacklevel=outside())
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def saved(self, step: int) -> dict[str, Any] | None:
+        """Return what is remembered, and ``step``, for a checkpoint.
+
+        None where nothing depends on either, because all gradients travel as they are, or cast.
+        """
+        plain = all(isinstance(c, NoCompression | FP16 | BF16) for c in self.compressors.values())
+        if plain and not remembered(self.states):
+            return None
+        runtime = current()
+        with at_work():
+            where = runtime.rank, runtime.size, step
+            return checkpoint.saved(self.states, *where, self.compressors)
+
+    def load(self, kept: Mapping[str, Any] | None) -> int:
+        """Go on with what this rank ``saved``; return the step.
+
+        Warns, and starts anew, if it is another rank's, or None.
+        """
+        rank, size = current().rank, current().size
+        if kept is not None:
+            kept = checkpoint.renamed(kept, self.parameters)
+        where = self.states, kept, rank, size
+        step = checkpoint.restore(*where, self._tensors(), self.averages, self._size())
+        ours = kept is not None and is_own(kept, rank, size)
+        holds = kept is not None and remembered(kept["states"])
+        self.loaded = checkpoint.Loaded.OWN if ours and holds else checkpoint.Loaded.OTHER
+        return step
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> int:
+        """Go on with what all ranks of an earlier job ``saved``; return the step."""
+        runtime = current()
+        shards = [checkpoint.renamed(shard, self.parameters) for shard in shards]
+        where = self.states, shards, runtime.rank, runtime.size
+        step = checkpoint.reshard(*where, self._tensors(), self.averages, self._size())
+        self.loaded = checkpoint.Loaded.OWN
+        return step
+
+    # -- what ranks have in common ----------------------------------------------------------------
+
+    def in_common(self) -> list[str]:
+        """Return the parameters of which ranks remember something in common."""
+        with at_work():
+            return [n for n, state in self.states.items() if shared(state, self.compressor_of(n))]
+
+    def forget_in_common(self) -> None:
+        """Forget what ranks remember in common; residuals stay."""
+        with at_work():
+            for name, state in self.states.items():
+                forget_shared(state, self.compressor_of(name))
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _routed(self, router: Router) -> Callable[[str], Compressor]:
+        return partial(routed, router, depth=self._depth)
+
+    def _size(self) -> int:
+        return self._process_set.size()
+
+    def _tensors(self) -> dict[str, checkpoint.Tensor]:
+        return {name: (self.compressor_of(name), p.numel()) for name, p in self.parameters.items()}
