@@ -18,8 +18,8 @@ TOPK, INT8 = parse("topk(ratio=0.1) | ef"), parse("int8 | ef")
 
 
 @pytest.fixture
-def memory(monkeypatch):
-    """Return a memory, and a function that lets it go on among so many ranks."""
+def kept(monkeypatch):
+    """Return what hooks keep, and a function that lets it go on among so many ranks."""
     made = HookMemory()
 
     def among(size):
@@ -34,58 +34,58 @@ def held(values):
     return np.array(values, np.float32)
 
 
-def test_the_next_hook_goes_on_with_what_the_last_one_held_back(memory):
-    made, among = memory
+def test_the_next_hook_goes_on_with_what_the_last_one_held_back(kept):
+    made, among = kept
     among(3)
     state = made.adopt("w", TOPK)
     state |= {"residual": held([1, 2]), "step": 7}
     among(2)
     assert made.adopt("w", INT8) is state  # another spec
     np.testing.assert_array_equal(state["residual"], [1, 2])
-    assert (made.step, made.steps) == (7, {"w": 7})
-    assert made.residual_norm() == pytest.approx(5**0.5)
+    assert (made.step, made.memory.steps) == (7, {"w": 7})
+    assert made.memory.norm() == pytest.approx(5**0.5)
 
 
-def test_what_is_owed_to_a_mean_stays_where_ranks_come_or_go(memory):
-    made, among = memory
-    made.owes = True
+def test_what_is_owed_to_a_mean_stays_where_ranks_come_or_go(kept):
+    made, among = kept
+    made.memory.owes = True
     among(4)
     made.adopt("w", TOPK)["residual"] = held([4, 8])
     among(3)
-    made.take_over({"w": {"residual": held([4, 0])}}, 4)
-    np.testing.assert_allclose(made.own()["w"]["residual"], [6, 6])
+    made.memory.take_over({"w": {"residual": held([4, 0])}}, 4)
+    np.testing.assert_allclose(made.memory.own()["w"]["residual"], [6, 6])
 
 
-def test_what_another_rank_owed_waits_for_the_first_hook(memory):
-    made, among = memory
-    made.owes = True
+def test_what_another_rank_owed_waits_for_the_first_hook(kept):
+    made, among = kept
+    made.memory.owes = True
     among(4)
-    made.take_over({"w": {"residual": held([4, 8])}}, 4)
-    assert made.own() == {}
+    made.memory.take_over({"w": {"residual": held([4, 8])}}, 4)
+    assert made.memory.own() == {}
     among(2)
     np.testing.assert_allclose(made.adopt("w", TOPK)["residual"], [2, 4])
 
 
-def test_a_backward_pass_that_failed_is_taken_back_and_one_that_ended_is_not(memory):
-    made, among = memory
+def test_a_backward_pass_that_failed_is_taken_back_and_one_that_ended_is_not(kept):
+    made, among = kept
     among(2)
-    made.keep_steps()
+    made.memory.keep_steps()
     state = made.adopt("w", TOPK)
     for number, ends in enumerate((True, False)):
         made.began(number)
         state |= {"residual": held([1 + ends, 2]), "step": 1 + state.get("step", 0)}
         if ends:
             made.ended()
-        made.take_back()
+        made.memory.take_back()
     np.testing.assert_array_equal(state["residual"], [2, 2])
     assert state["step"] == 1
 
 
 @pytest.mark.parametrize("failed", [7, 6])
-def test_a_backward_pass_of_two_hooks_that_failed_for_one_is_taken_back_for_both(memory, failed):
-    made, among = memory
+def test_a_backward_pass_of_two_hooks_that_failed_for_one_is_taken_back_for_both(kept, failed):
+    made, among = kept
     among(2)
-    made.keep_steps()
+    made.memory.keep_steps()
     state = made.adopt("w", TOPK)
     state |= {"residual": held([1, 2]), "step": 1}
     for step in (2, 3):  # two hooks compress in one pass, and the model of one is reduced
@@ -93,7 +93,7 @@ def test_a_backward_pass_of_two_hooks_that_failed_for_one_is_taken_back_for_both
         state |= {"residual": held([step, 0]), "step": step}
     made.ended()
     reopen(failed)
-    made.take_back()
+    made.memory.take_back()
     assert (state["residual"].tolist(), state["step"]) == (
         ([1, 2], 1) if failed == 7 else ([3, 0], 3)
     )

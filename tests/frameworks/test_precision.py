@@ -447,9 +447,9 @@ def case_a_growing_scale_rescales_residuals():
     optimizer = wrapped(model, precision, "topk(ratio=0.1) | ef")
     train(model, optimizer, 2)
     assert optimizer.loss_scale == 64.0
-    seen = optimizer._ringlet.rescale
+    seen = optimizer._ringlet.memory.rescale
     factors = []
-    optimizer._ringlet.rescale = lambda factor: (factors.append(factor), seen(factor))
+    optimizer._ringlet.memory.rescale = lambda factor: (factors.append(factor), seen(factor))
     train(model, optimizer, 1, start=2)
     assert (optimizer.loss_scale, factors) == (128.0, [2.0])
 

@@ -56,13 +56,13 @@ torch.manual_seed(0)
 model = Net()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 state = hvd.elastic.TorchState(None if plan.get("unknown") else model, optimizer, batch=0)
-memory = memory_of(model) if not plan.get("unknown") else HookMemory()
+hook = memory_of(model) if not plan.get("unknown") else HookMemory()
 wrapped = []  # weak references to all DDPs so far
 
 
 def residuals(of_sums=1.0):
     lengths = {name: p.numel() for name, p in model.named_parameters()}
-    return elastic_residuals.residuals(lengths, memory.memory.states, of_sums)
+    return elastic_residuals.residuals(lengths, hook.memory.states, of_sums)
 
 
 def owed():
@@ -108,7 +108,7 @@ kept = []
 @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=plan.get("redundancy", 0))
 def train(state):
     begins = {"rank": hvd.rank(), "size": hvd.size(), "batch": state.batch}
-    tell(**begins, residual=norm(), owed=owed(), steps=memory.memory.steps)
+    tell(**begins, residual=norm(), owed=owed(), steps=hook.memory.steps)
     ours = kept[0] if kept else reduced()
     if plan.get("keep"):
         kept.append(ours)

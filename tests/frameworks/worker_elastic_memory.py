@@ -82,7 +82,7 @@ def factors():
 
 @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=1)
 def train(state):
-    norm = optimizer._ringlet.residual_norm()
+    norm = optimizer._ringlet.memory.norm()
     tell(begins=state.batch, size=hvd.size(), memory=memory(), residual=norm, factors=factors())
     draw = torch.Generator().manual_seed(hvd.rank())
     while state.batch < plan["batches"] or hvd.size() != plan["until"]:
@@ -94,7 +94,7 @@ def train(state):
         optimizer.step()
         state.batch += 1
         if state.batch % 10 == 0:
-            told = memory(), optimizer._ringlet.residual_norm(), factors()
+            told = memory(), optimizer._ringlet.memory.norm(), factors()
             tell(commits=state.batch, memory=told[0], residual=told[1], factors=told[2])
             state.commit()
 
