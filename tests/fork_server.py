@@ -93,6 +93,7 @@ WHOLE_END = "FORK_SERVER_WHOLE_END"
 USUAL = getattr(subprocess.Popen, "usual", subprocess.Popen)  # a server may be forked itself
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
+MADV_COLLAPSE = 25
 MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
 libc = ctypes.CDLL(None, use_errno=True)
 SIZE = struct.Struct("!I")
@@ -540,6 +541,21 @@ def _load_kernels() -> None:
         precompile(parse(spec), Context(shape=(64,), numel=64, xp=numpy))
 
 
+def _collapse_pages() -> None:
+    """Put this process's memory into huge pages, where Linux (6.1) can: to fork takes a third then.
+
+    The kernel copies an entry for each page that was written, and lets go of it when the fork ends.
+    """
+    size = 1 << 21
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode = line.split()[:5]
+        if access != "rw-p" or inode != "0":
+            continue
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        for place in range(-(-start // size) * size, end - size + 1, size):
+            libc.madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), MADV_COLLAPSE)
+
+
 def main() -> None:
     """Import the framework and serve."""
     which, number = sys.argv[1:3]
@@ -557,6 +573,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    _collapse_pages()
     serve(socket.socket(fileno=int(number)))
 
 
