@@ -72,11 +72,13 @@ class Memory:
 
     @property
     def steps(self) -> dict[str, int]:
-        """How often each tensor was compressed."""
-        return {name: int(state.get("step", 0)) for name, state in self.states.items()}
+        """How often each tensor was compressed that was so at all."""
+        return {n: int(state["step"]) for n, state in self.states.items() if "step" in state}
 
     def align(self, steps: Mapping[str, int]) -> None:
         """Count as another rank does: shared random numbers and schedules depend on it."""
+        for name in self.steps.keys() - steps.keys():
+            self.states[name]["step"] = 0
         for name, step in steps.items():
             self.states.setdefault(name, {})["step"] = int(step)
 

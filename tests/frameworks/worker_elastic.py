@@ -201,12 +201,12 @@ else:
 
     @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=plan.get("redundancy", 0))
     def train(state):
-        norm = optimizer._ringlet.norm()
+        norm = optimizer._ringlet.memory.norm()
         tell(rank=hvd.rank(), size=hvd.size(), batch=state.batch, residual=norm)
         while not finished(state):
             interfere(state)
             if state.batch == 25:
-                tell(before=optimizer._ringlet.norm())
+                tell(before=optimizer._ringlet.memory.norm())
             model.train_on_batch(x * (1 + hvd.rank()), y)
             state.batch += 1
             if state.batch % 10 == 0:
