@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringlet.compressors import parse
-from ringlet.shared.rollback import Undo
+from ringlet.shared.memory import Undo
 from ringlet.torch.elastic import hook_memory
 from ringlet.torch.elastic.hook_memory import HookMemory, kept_for, memory_of, register, reopen
 

@@ -12,9 +12,8 @@ import torch
 from ringlet.job.elastic import ObjectState
 from ringlet.job.topology import rank, size
 from ringlet.ring.rendezvous.epochs import is_elastic
-from ringlet.shared.memory import at_work
+from ringlet.shared.memory import Undo, at_work
 from ringlet.shared.residual_store import mapped
-from ringlet.shared.rollback import Undo
 from ringlet.torch.elastic.hook_memory import HookMemory, memory_of, register
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
