@@ -112,6 +112,7 @@ CAUGHT = {
         "SketchByProcess": "another_process_agrees",
         "SketchOfOneRank": "decoding_is_the_same_everywhere",
         "OrderOfASet": "another_process_agrees",
+        "OrderOfTwo": "another_process_agrees",
         "DitherOfReceiver": "decoding_is_the_same_everywhere",
         "ScheduleByChance": "schedule_goes_by_the_step",
         "SeedsTheProgram": "leaves_the_program_alone",

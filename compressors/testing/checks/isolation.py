@@ -21,13 +21,15 @@ from ringlet.compressors.core.context import Array, Workspace
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.other_process import OtherProcess
+from ringlet.compressors.testing.tools.other_process import OtherProcess, are_ours
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 _N = 3000
 _POINTS = 40
 _OURS = Path(__file__).parents[2]
-OTHER = OtherProcess()
+# Two processes have the same order of a set of two strings by chance, every second time. With these
+# seeds, nine of ten pairs of the names that payloads have are not in the same order in all three.
+OTHERS = OtherProcess(1), OtherProcess(2), OtherProcess(9)
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
 
 
@@ -45,16 +47,17 @@ def check_another_process_agrees(compressor: Compressor) -> None:
     sent = _sent(compressor)
     here = answer(compressor, sent)
     modules = {cls.__module__ for cls in classes(compressor)}
-    there = OTHER.ask(modules, elsewhere, compressor, sent)
-    assert same(here["result"], there["result"]), (
-        "another process decodes the payload to something else"
-        if by_payload(compressor)
-        else "another process gets something else out of the same exchange"
-    )
-    if by_payload(compressor):
-        assert same_payload(here["payload"], there["payload"]), (
-            "another process compresses the same values to another payload"
+    for other in OTHERS[: 1 if are_ours(modules) else None]:
+        there = other.ask(modules, elsewhere, compressor, sent)
+        assert same(here["result"], there["result"]), (
+            "another process decodes the payload to something else"
+            if by_payload(compressor)
+            else "another process gets something else out of the same exchange"
         )
+        if by_payload(compressor):
+            assert same_payload(here["payload"], there["payload"]), (
+                "another process compresses the same values to another payload"
+            )
 
 
 def answer(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:

@@ -21,10 +21,11 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Context
-from ringlet.compressors.testing.checks.isolation import OTHER, classes
+from ringlet.compressors.testing.checks.isolation import OTHERS, classes
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.other_process import are_ours
 from ringlet.compressors.testing.tools.simulate import simulate
 
 _N = 1000
@@ -57,9 +58,9 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
         with known_surroundings():
             changed = _changed_by_calls(compressor)
     modules = {cls.__module__ for cls in classes(compressor)}
-    if not all(module.startswith("ringlet.") for module in modules):
+    if not are_ours(modules):
         # What is set at the first call alone shows where there was none.
-        there = OTHER.ask(modules, _changed_by_calls, compressor)
+        there = OTHERS[0].ask(modules, _changed_by_calls, compressor)
         changed += [what for what in there if what not in _BY_IMPORTS]
     assert not changed, f"a call changes {changed[0]}, on which the user's program relies"
     _check_given_back(compressor)

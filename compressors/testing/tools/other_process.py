@@ -28,10 +28,19 @@ _FORK, _STAY = b"f", b"s"  # what a question begins with
 _HEAD = 8  # bytes before a message, which say how long it is
 
 
-class OtherProcess:
-    """A child with other ``hash()`` seeds, which lives until this process ends."""
+def are_ours(modules: set[str]) -> bool:
+    """Whether all ``modules`` are Ringlet's own."""
+    return all(module.startswith("ringlet.") for module in modules)
 
-    def __init__(self) -> None:
+
+class OtherProcess:
+    """A child that hashes with ``seed``, and with another one where this process does itself.
+
+    It lives until this process ends.
+    """
+
+    def __init__(self, seed: int = 1) -> None:
+        self._seed = seed
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process that started it: a fork of that has no child
@@ -43,9 +52,8 @@ class OtherProcess:
         Everything is pickled; ``modules`` are those that it takes to load ``args``.
         """
         files = [(m, getattr(sys.modules[m], "__file__", None)) for m in sorted(modules)]
-        plugin = not all(module.startswith("ringlet.") for module in modules)
         question = pickle.dumps((_path(), files, pickle.dumps((function, args))))
-        question = (_FORK if plugin else _STAY) + question
+        question = (_STAY if are_ours(modules) else _FORK) + question
         with self._lock:
             child = self._started()
             assert child.stdin is not None
@@ -72,7 +80,8 @@ class OtherProcess:
             atexit.register(self._close)
         else:
             self._close()
-        seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+        mine = os.environ.get("PYTHONHASHSEED") == str(self._seed)
+        seed = str(self._seed + 100 * mine)
         self._told = tempfile.TemporaryFile()  # noqa: SIM115, as long as the child
         child = self._child = subprocess.Popen(
             [sys.executable, "-c", _CHILD],

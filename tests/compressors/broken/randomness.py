@@ -111,10 +111,12 @@ class SketchOfOneRank(Folded):
 
 
 class OrderOfASet(Cells):
-    """Sends sixths of the codes in the order of a set of strings, which every process shuffles."""
+    """Sends parts of the codes in the order of a set of strings, which every process shuffles."""
+
+    names = ("a", "b", "c", "d", "e", "f")
 
     def order(self, n):
-        places = {name: np.arange(i, n, 6) for i, name in enumerate(["a", "b", "c", "d", "e", "f"])}
+        places = {name: np.arange(i, n, len(self.names)) for i, name in enumerate(self.names)}
         return np.concatenate([places[name] for name in set(places)])
 
     def compress(self, x, ctx):
@@ -128,6 +130,12 @@ class OrderOfASet(Cells):
         codes = np.empty_like(payload["codes"])
         codes[self.order(out.size)] = payload["codes"]
         super().decompress(payload | {"codes": codes}, out, ctx)
+
+
+class OrderOfTwo(OrderOfASet):
+    """The same with a set of two, which every second process has in the same order."""
+
+    names = ("even", "odd")
 
 
 class DitherOfReceiver(Stochastic):
