@@ -21,6 +21,7 @@ from ringlet.compressors.core.lengths import check_lengths, check_parts
 from ringlet.compressors.core.multitensor import MultiTensor
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.packing import packed_size
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class Bucketed(Compressor):
         ctx: Context,
         kernel: Kernel,
     ) -> None:
-        granule, strides, n = self.granule, self.strides(), x.size
+        granule, strides, n, x = self.granule, self.strides(), x.size, unlocked(x)
         key, weight = np.uint64(ctx.key() if self.draws() else 0), np.float32(decay)
 
         def encode(start: int, stop: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_lengths
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 
 
@@ -40,9 +41,11 @@ def target_into(x: Array, residual: Array, decay: float, out: Array, ctx: Contex
         return
     from ringlet.compressors.kernels.cpu.common import feedback
 
+    values = unlocked(x)
+
     def add(start: int, stop: int) -> None:
         at = slice(start, stop)
-        feedback.add(x[at], residual[at], weight, out[at])
+        feedback.add(values[at], residual[at], weight, out[at])
 
     run_ranges(x.size, 1, add)
 
@@ -113,10 +116,11 @@ def advance(x: Array, residual: Array, decay: float, ctx: Context) -> Array:
     check_lengths("error feedback", x.size, residual=residual)
     bad, weight = ctx.workspace.array("candidates", x.size, np.uint32), np.float32(decay)
     counts: dict[int, int] = {}
+    values = unlocked(x)
 
     def add(start: int, stop: int) -> None:
         at = slice(start, stop)
-        counts[start] = feedback.advance(x[at], residual[at], weight, start, bad[at])
+        counts[start] = feedback.advance(values[at], residual[at], weight, start, bad[at])
 
     run_ranges(x.size, 1, add)
     if not any(counts.values()):

@@ -12,6 +12,7 @@ import numpy as np
 
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context, Workspace
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 
 _CHUNK = 1 << 16  # elements summed in one piece, however many threads there are
@@ -80,7 +81,7 @@ def energy(x: Array, workspace: Workspace) -> float:
     """Return ||x||^2 of float32 values, added in float64; NaN or Inf where x has one. CPU only."""
     from ringlet.compressors.kernels.cpu.common import norms as kernels
 
-    sums = workspace.array("squares", -(-x.size // _CHUNK), np.float64)
+    sums, x = workspace.array("squares", -(-x.size // _CHUNK), np.float64), unlocked(x)
 
     def square(start: int, stop: int) -> None:
         kernels.square(x[start:stop], _CHUNK, sums[start // _CHUNK : -(-stop // _CHUNK)])

@@ -19,6 +19,7 @@ from ringlet.compressors.core.errors import PayloadError
 from ringlet.compressors.core.lengths import check_countable, check_parts
 from ringlet.compressors.core.multitensor import Varying
 from ringlet.compressors.core.options import option
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.dense import exponents
 from ringlet.compressors.dense.exponents import BLOCK, LANES, WIDTHS, begins
@@ -55,7 +56,7 @@ class Lossless(Compressor):
             return exponents.encode(x, self.dtype == "fp32", ctx) if found is None else found
         from ringlet.compressors.kernels.cpu.dense.lossless import encoder, surveyor
 
-        exact, count = self.dtype == "fp32", -(-x.size // BLOCK)
+        exact, count, x = self.dtype == "fp32", -(-x.size // BLOCK), unlocked(x)
         tops, widths = np.empty(count, np.uint8), np.empty(count, np.uint8)
         counts = np.empty(count, np.uint16)
         survey, encode = surveyor(exact), encoder(exact)

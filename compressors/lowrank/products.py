@@ -14,6 +14,7 @@ from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.feedback import target_into
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_shapes
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 
 Factors = tuple[Array, Array]  # r x n and r x m
@@ -37,7 +38,7 @@ class Source:
             if array is not None:
                 check_shapes("a residual's product", array=(array, matrix.shape))
         self.shape: tuple[int, int] = matrix.shape
-        self._matrix, self._ctx = matrix, ctx
+        self._matrix, self._ctx = unlocked(matrix) if ctx.xp is np else matrix, ctx
         self._residual, self._weight, self._target = residual, np.float32(decay), target
 
     def times_rows(self, right: Array, out: Array) -> None:

@@ -20,6 +20,7 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError, OptionError
 from ringlet.compressors.core.lengths import check_lengths
 from ringlet.compressors.core.options import option
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.rng import squares
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
@@ -76,7 +77,7 @@ class Hadamard(Modifier):
         from ringlet.compressors.kernels.cpu.modifiers import hadamard
 
         check_lengths(self.label(), x.size, residual=residual)
-        inner, block = self.wrapped_compressor, self.block
+        inner, block, x = self.wrapped_compressor, self.block, unlocked(x)
         key, weight = np.uint64(ctx.key(shared=True)), np.float32(decay)
 
         def ranges(kernel: Any, rotated: Array) -> None:
@@ -166,7 +167,7 @@ class Hadamard(Modifier):
             return
         from ringlet.compressors.kernels.cpu.modifiers import hadamard
 
-        key, block = np.uint64(ctx.key(shared=True)), self.block
+        key, block, x = np.uint64(ctx.key(shared=True)), self.block, unlocked(x)
 
         def rotate(start: int, stop: int) -> None:
             hadamard.rotate(x[start:stop], key, ctx.offset + start, block, out[start:stop])

@@ -9,6 +9,7 @@ import numpy as np
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_lengths
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 
 
@@ -67,9 +68,11 @@ def advance(
     if ctx.xp is np:
         from ringlet.compressors.kernels.cpu.modifiers import state_updates
 
+        values = unlocked(x)
+
         def add(start: int, stop: int) -> None:
             at = slice(start, stop)
-            state_updates.advance(x[at], factor, weight, velocity[at], out[at])
+            state_updates.advance(values[at], factor, weight, velocity[at], out[at])
 
         run_ranges(x.size, 1, add)
     elif not _on_device("advance", ctx, x, momentum, kept=velocity, out=out, bound=scale):

@@ -15,6 +15,7 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.minifloats import E2M1, E4M3, decoded, encoded
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.packing import blanked, pack_bits, packed_size, unpack_bits
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.rng import squares
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
@@ -105,7 +106,8 @@ class NVFP4(Bucketed):
         """Find the unit on the CPU."""
         from ringlet.compressors.kernels.cpu.quantizers.nvfp4 import largest
 
-        kernel, held = largest(residual is not None), x if residual is None else residual
+        kernel, x = largest(residual is not None), unlocked(x)
+        held = x if residual is None else residual
         tops: list[float] = [0.0]
         weight = np.float32(decay)
 

@@ -18,6 +18,7 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.lengths import check_lengths
 from ringlet.compressors.core.options import fixed, option
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.rng import squares
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
@@ -71,6 +72,8 @@ class SharedInt(Compressor):
             if self.prepares:
                 self.prepare(x, prepared, ctx)
                 x = prepared
+            elif ctx.xp is np:
+                x = unlocked(x)
             self.measure(x, extents, ctx)
             extents[...] = yield Round(extents, "max")
             self.encode(x, extents, levels, codes, ctx)

@@ -18,6 +18,7 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_countable
 from ringlet.compressors.core.multitensor import Varying
 from ringlet.compressors.core.options import option
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.rng import squares
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.sparsifiers.selection import Selection
@@ -151,7 +152,7 @@ class TopKSampled(Estimated):
             from ringlet.compressors.kernels.cpu.sparsifiers import estimate
 
             bits = ctx.workspace.array("sample", drawn, np.int32)
-            estimate.sample(x, np.uint64(ctx.key()), bits)
+            estimate.sample(unlocked(x), np.uint64(ctx.key()), bits)
         else:
             places = squares(ctx.xp, ctx.key(), 0, drawn).astype("uint64") * ctx.xp.uint64(x.size)
             taken = x[(places >> ctx.xp.uint64(32)).astype("int64")]
@@ -236,7 +237,7 @@ class SIDCo(Estimated):
             return _in_order(sums), int(held.sum())
         from ringlet.compressors.kernels.cpu.sparsifiers import estimate
 
-        sums, counts = np.empty(chunks), np.empty(chunks, np.int64)
+        sums, counts, x = np.empty(chunks), np.empty(chunks, np.int64), unlocked(x)
 
         def exceed(start: int, stop: int) -> None:
             first, end = start // _CHUNK, -(-stop // _CHUNK)

@@ -18,6 +18,7 @@ from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_countable, check_lengths, check_parts
 from ringlet.compressors.core.options import option
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.rng import squares
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
@@ -136,7 +137,7 @@ class RandomK(Compressor):
             return
         from ringlet.compressors.kernels.cpu.sparsifiers import randomk
 
-        values, finite = payload["values"], []
+        values, finite, x = payload["values"], [], unlocked(x)
         randomk.take(x, self.indices(x.size, ctx), self.scale(x.size), values)
         run_ranges(x.size, 1, lambda start, stop: finite.append(randomk.all_finite(x[start:stop])))
         if not all(finite):
@@ -156,7 +157,7 @@ class RandomK(Compressor):
         from ringlet.compressors.kernels.cpu.sparsifiers import randomk
 
         weight, scale, values = np.float32(decay), self.scale(x.size), payload["values"]
-        chosen = self.indices(x.size, ctx)
+        chosen, x = self.indices(x.size, ctx), unlocked(x)
         old = ctx.workspace.array("old", chosen.size)
         randomk.take_feedback(x, residual, weight, chosen, scale, values, old)
         if advance(x, residual, decay, ctx) is not residual:

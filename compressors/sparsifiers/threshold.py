@@ -19,6 +19,7 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.lengths import check_countable
 from ringlet.compressors.core.multitensor import Varying
 from ringlet.compressors.core.options import option
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.sparsifiers.selection import Selection
 from ringlet.compressors.sparsifiers.topk import largest, largest_array
@@ -116,7 +117,7 @@ def reaching(x: Array, threshold: int, ctx: Context) -> Array:
     """Return the indices (uint32, ascending) of magnitudes with bits of at least ``threshold``."""
     from ringlet.compressors.kernels.cpu.sparsifiers import threshold as kernels
 
-    scratch = ctx.workspace.array("candidates", x.size, np.uint32)
+    scratch, x = ctx.workspace.array("candidates", x.size, np.uint32), unlocked(x)
     counts: dict[int, int] = {}
 
     def collect(start: int, stop: int) -> None:

@@ -17,6 +17,7 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.lengths import check_countable, check_entries, check_lengths
 from ringlet.compressors.core.multitensor import MultiTensor
 from ringlet.compressors.core.options import option
+from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.sparsifiers.selection import Selection
 from ringlet.compressors.specs.registry import register
@@ -106,7 +107,7 @@ def largest_into(
     from ringlet.compressors.kernels.cpu.sparsifiers import topk as kernels
 
     indices, values = check_entries("the largest entries", payload)
-    n, k = x.size, values.size
+    n, k, x = x.size, values.size, unlocked(x)
     check_lengths("the largest entries", n, residual=residual)
     if k > n:
         raise CompressorError(f"{k} entries cannot be the largest of {n}")

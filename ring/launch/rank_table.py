@@ -124,8 +124,6 @@ class RankTable:
                 channel.send(Kind.BEGIN, body)
         elif kind is Kind.PMI and self._pmi is not None:
             replies = self._pmi.take(rank.number, body)
-            if rank.number in self._pmi.aborted and rank.channel:
-                rank.channel.send(Kind.SIGNAL, b"%d" % signal.SIGKILL)  # it waits for that
             for number, line in replies:
                 other = self.ranks[number].channel
                 if other is not None and not other.closed:

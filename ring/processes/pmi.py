@@ -18,6 +18,11 @@ _KEYS, _VALUES = 64, 1024  # characters that a key and a value may have
 Reply = tuple[int, bytes]  # a rank, and the line for it
 
 
+def aborts(line: bytes) -> bool:
+    """Return whether with ``line`` a rank that has called MPI_Abort asks to be ended."""
+    return b"cmd=abort" in line.split()
+
+
 class Pmi:
     """Answers the ranks of one job; ``nodes`` says how many of them each host has, in order."""
 

@@ -24,7 +24,7 @@ from typing import Any
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.interfaces import network
 from ringlet.ring.processes import processes
-from ringlet.ring.processes.pmi import LONGEST
+from ringlet.ring.processes.pmi import LONGEST, aborts
 from ringlet.ring.processes.torchrun import meeting_place
 from ringlet.ring.wire.entry import enter, expect
 from ringlet.ring.wire.keys import STORE_KEY
@@ -160,6 +160,8 @@ class Wrapper:
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
             self.channel.send(Kind.PMI, line)
+            if aborts(line):  # the program goes on otherwise, as if nothing were
+                self._pass_on(signal.SIGKILL)
         if not data or len(self._line) > LONGEST:  # it has let go, or says nothing that makes sense
             self.pmi.close()
             self.pmi = None

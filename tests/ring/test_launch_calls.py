@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import sys
+import textwrap
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -219,7 +220,15 @@ def test_an_exception_on_one_rank_ends_a_job_of_mpiexec() -> None:
 
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=NEEDS["mpi"])])
 def test_mpi_abort_decides_the_exit_code(ringlet: Launcher, transport: str) -> None:
-    code = "from mpi4py import MPI\nc = MPI.COMM_WORLD\nif c.rank == 1: c.Abort(7)\nc.Barrier()\n"
+    code = """
+        import time
+        from mpi4py import MPI
+        if MPI.COMM_WORLD.rank == 1:
+            MPI.COMM_WORLD.Abort(7)
+            time.sleep(600)  # MPICH's returns: whoever started the rank has to end it
+        MPI.COMM_WORLD.Barrier()
+    """
+    code = textwrap.dedent(code)
     returned, _, err = ringlet(code, 2, transport, command=[sys.executable, "-c"]).end()
     assert returned == 7
     assert b"rank 1 called MPI_Abort with code 7; ending the other ranks\n" in err
