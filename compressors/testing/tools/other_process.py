@@ -8,6 +8,7 @@ answers itself: they leave nothing but kernels, which need not be loaded a secon
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import importlib.util
 import os
@@ -118,6 +119,9 @@ def serve() -> None:
     """Answer questions until there are no more: what the child does."""
     source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a plugin prints is no answer
+    importlib.import_module("numpy.random")  # once: plugins draw, and each fork would load it
+    gc.collect()
+    gc.freeze()  # what forks share
     while question := _read(source):
         if question[:1] == _STAY:
             _write(answers, _answer(question[1:]))
