@@ -1,6 +1,6 @@
 """Runs the tests that start processes many times, beside busy processors: `make stress`.
 
-    python tests/stress.py [--times 30] [--busy 2] [TEST ...]
+    python tests/stress.py [--times 30] [--busy 2] [--jobs 3] [TEST ...]
 
 Prints a line a round, and at the end what failed how often; the exit status is 1 if anything did.
 """
@@ -21,11 +21,14 @@ ROOMS = ("ring", "fusion", "frameworks")  # whose tests start processes
 SPIN = "while True: pass"
 
 
-def play(tests: list[str]) -> tuple[int, list[str]]:
-    """Run ``tests`` once; return how many ran, and those that failed."""
+def play(tests: list[str], jobs: int) -> tuple[int, list[str]]:
+    """Run ``tests`` once, ``jobs`` files at a time; return how many ran, and those that failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junitxml={report}"]
+        if jobs > 1:  # as `make test` does
+            command += ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
+            command += ["--max-worker-restart", "0"]
         done = subprocess.run([*command, *tests], stdout=subprocess.PIPE, text=True, check=False)
         if not report.exists():
             raise SystemExit(done.stdout)
@@ -45,6 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=30)
     parser.add_argument("--busy", type=int, default=2, help="processes that do nothing but run")
+    parser.add_argument("--jobs", type=int, default=3, help="test files at a time")
     parser.add_argument("tests", nargs="*", metavar="TEST")
     options = parser.parse_args()
     tests = options.tests or [str(TESTS / room) for room in ROOMS]
@@ -53,7 +57,7 @@ def main() -> int:
     try:
         for number in range(1, options.times + 1):
             start = time.monotonic()
-            ran, wrong = play(tests)
+            ran, wrong = play(tests, options.jobs)
             failures.update(wrong)
             took = time.monotonic() - start
             print(f"round {number}: {ran} ran, {len(wrong)} failed, {took:.0f} s", flush=True)

@@ -26,9 +26,9 @@ FLOORS = {
         kernels/cuda/sparsifiers kernels/cuda/lowrank kernels/cuda/modifiers
         base specs dense quantizers sparsifiers lowrank modifiers states adaptive
         testing/tools testing/checks testing""",
-    "ring": """errors process_owner log callers variables dtypes arguments communicator float16
-        rank_order interrupt addresses safe_files wire transports pipeline control collectives cost
-        rendezvous hosts processes launch placed elastic functions command""",
+    "ring": """errors process_owner log collector callers variables dtypes arguments communicator
+        float16 rank_order interrupt addresses safe_files wire transports pipeline control
+        collectives cost rendezvous hosts processes launch placed elastic functions command""",
     "fusion": """errors limits devices requests planning codecs recording process_set buckets
         negotiation queue worker extensions observe autotune lifetime background_loop engine""",
     # Keras stands on TensorFlow's operations, and TensorFlow's optimizer and tape on Keras.

@@ -13,8 +13,8 @@ import numpy as np
 
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.core.compile_lock import compile_lock
-from ringlet.job.collector import paused
 from ringlet.ring.collectives import weighted_sums
+from ringlet.ring.collector import paused
 
 log = logging.getLogger("ringlet")
 

@@ -31,6 +31,7 @@ from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.requests.legality import check_values
 from ringlet.fusion.requests.request import Request
+from ringlet.ring.collector import paused
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 
@@ -158,7 +159,7 @@ class Group:
         once = {(str(m.compressor), m.place.name): m for m in self.members.values() if m.encoded}
         if not once:
             return
-        with compile_lock():
+        with compile_lock(), paused():
             for member in once.values():
                 place = member.place
                 try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import subprocess
@@ -19,7 +18,7 @@ from hypothesis import given
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from ringlet.compressors import parse
-from ringlet.job import collector, elastic, warm_up
+from ringlet.job import elastic, warm_up
 
 pytest.importorskip("torch")
 
@@ -387,19 +386,6 @@ def test_one_bit_tells_states_apart(array, data):
     one, two = ({"model": {"w": each}, "batch": 3} for each in (array, other))
     assert elastic._fingerprint(one) != elastic._fingerprint(two)
     assert elastic._fingerprint(one) != elastic._fingerprint(one | {"batch": 4})
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_the_garbage_collector_is_paused_and_left_as_it_was(collects):
-    before = gc.isenabled()
-    (gc.enable if collects else gc.disable)()
-    try:
-        with contextlib.suppress(KeyError), collector.paused():
-            assert not gc.isenabled()
-            raise KeyError
-        assert gc.isenabled() is collects
-    finally:
-        (gc.enable if before else gc.disable)()
 
 
 def test_a_newcomer_loads_what_it_can(monkeypatch, caplog):
