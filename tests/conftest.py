@@ -55,6 +55,8 @@ import fork_server  # noqa: E402 - when the environment is as every test finds i
 
 PRELOADED = re.compile(r'preloaded\("(\w+)"')
 SLOW_SERVERS = ("tensorflow", "jax")  # take seconds to start
+# One worker would be at them when the others have ended. By module, or by compressor.
+LONGEST = ("tests/compressors/test_broken.py", "tests/compressors/test_kit.py")
 
 
 @functools.cache
@@ -77,12 +79,17 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep files together that start programs from one of SLOW_SERVERS: one worker starts it."""
+    """Keep files together that start programs from one of SLOW_SERVERS: one worker starts it.
+
+    And share LONGEST out by the first parameter of their tests.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class ByServer(LoadFileScheduling):
         def _split_scope(self, nodeid):
             path = super()._split_scope(nodeid)
+            if path in LONGEST:
+                return f"{path}::{nodeid.partition('[')[2].partition('-')[0]}"
             return server_of(config.rootpath / path) or path
 
     return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
