@@ -193,6 +193,7 @@ def test_a_checkpoint_continues_bit_for_bit(kind, before, way):
             hvd.broadcast_optimizer_state(resumed, 0)
         train(again, resumed, loss_again, 5)
         assert torch.equal(model.weight, again.weight)
+        assert resumed.residual_norm() == optimizer.residual_norm() > 0
 
     ringlet.run(work, np=2, transport="local")
 

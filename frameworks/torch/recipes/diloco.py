@@ -150,6 +150,10 @@ class DiLoCo(torch.optim.Optimizer):
         if shards:
             self._ringlet.load_shards(shards)
 
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of what outer steps' compression holds back on this rank."""
+        return self._ringlet.memory.norm()
+
     @property
     def _ringlet(self) -> Reducer:
         reducer: Reducer = self.outer._ringlet
