@@ -9,10 +9,11 @@ from numba import njit
 
 @njit(nogil=True)
 def copy(x: Any, out: Any) -> None:
-    """Fill ``out`` with as many values of ``x``.
+    """Fill ``out`` with as many values of ``x``; nothing is to be done where they are one.
 
     ``out[:] = x`` does that too. But for the error where shapes differ Numba compiles Python's
     formatting of texts first, which takes seconds.
     """
-    for i in range(out.size):
-        out[i] = x[i]
+    if x.ctypes.data != out.ctypes.data:
+        for i in range(out.size):
+            out[i] = x[i]

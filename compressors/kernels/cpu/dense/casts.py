@@ -30,10 +30,48 @@ class Casts(NamedTuple):
     accumulate: Any  # (bits, out): out += bits
     widen: Any  # (bits, factor, out): out = factor * bits
     narrow: Any  # (x, factor, out): the same from float32 to half precision
-    rescale: Any  # (bits, factor, out): the same from half precision to half precision
+    rescale: Any  # (bits, factor, out): the same from half precision to half precision, or in place
     encode_many: Any  # (tensors, payloads, decay)
     encode_feedback_many: Any  # (tensors, payloads, decay)
     decode_many: Any  # (outs, payloads, scale): out = scale * the sum of its payloads
+
+
+@njit(inline="always")
+def _narrow(value: Any, half: bool) -> Any:
+    return f32_to_f16(value) if half else f32_to_bf16(value)
+
+
+@njit(inline="always")
+def _widen(bits: Any, half: bool) -> Any:
+    return f16_to_f32(bits) if half else bf16_to_f32(bits)
+
+
+@njit(inline="always")
+def _encode(x: Any, out: Any, half: bool) -> None:
+    for i in range(x.size):
+        out[i] = _narrow(x[i], half)
+
+
+@njit(inline="always")
+def _encode_feedback(x: Any, residual: Any, decay: Any, out: Any, half: bool) -> None:
+    for i in range(x.size):
+        target = x[i] + decay * residual[i]
+        bits = _narrow(target, half)
+        lost = target - _widen(bits, half)
+        out[i] = bits
+        residual[i] = lost if is_finite(lost) else residual[i]
+
+
+@njit(inline="always")
+def _decode(bits: Any, out: Any, half: bool) -> None:
+    for i in range(bits.size):
+        out[i] = _widen(bits[i], half)
+
+
+@njit(inline="always")
+def _accumulate(bits: Any, out: Any, half: bool) -> None:
+    for i in range(bits.size):
+        out[i] += _widen(bits[i], half)
 
 
 def _family(half: bool) -> Casts:
@@ -42,52 +80,45 @@ def _family(half: bool) -> Casts:
 
     @njit(nogil=True, cache=True)
     def encode(x: Any, out: Any) -> None:
-        for i in range(x.size):
-            out[i] = f32_to_f16(x[i]) if half else f32_to_bf16(x[i])
+        _encode(x, out, half)
 
     @njit(nogil=True, cache=True)
     def encode_feedback(x: Any, residual: Any, decay: Any, out: Any) -> None:
-        for i in range(x.size):
-            target = x[i] + decay * residual[i]
-            bits = f32_to_f16(target) if half else f32_to_bf16(target)
-            lost = target - (f16_to_f32(bits) if half else bf16_to_f32(bits))
-            out[i] = bits
-            residual[i] = lost if is_finite(lost) else residual[i]
+        _encode_feedback(x, residual, decay, out, half)
 
     @njit(nogil=True, cache=True)
     def decode(bits: Any, out: Any) -> None:
-        for i in range(bits.size):
-            out[i] = f16_to_f32(bits[i]) if half else bf16_to_f32(bits[i])
+        _decode(bits, out, half)
 
     @njit(nogil=True, cache=True)
     def accumulate(bits: Any, out: Any) -> None:
-        for i in range(bits.size):
-            out[i] += f16_to_f32(bits[i]) if half else bf16_to_f32(bits[i])
+        _accumulate(bits, out, half)
 
     @njit(nogil=True, cache=True)
     def widen(bits: Any, factor: Any, out: Any) -> None:
         for i in range(bits.size):
-            out[i] = factor * (f16_to_f32(bits[i]) if half else bf16_to_f32(bits[i]))
+            out[i] = factor * _widen(bits[i], half)
 
     @njit(nogil=True, cache=True)
     def narrow(x: Any, factor: Any, out: Any) -> None:
         for i in range(x.size):
-            out[i] = f32_to_f16(factor * x[i]) if half else f32_to_bf16(factor * x[i])
+            out[i] = _narrow(factor * x[i], half)
 
     @njit(nogil=True, cache=True)
     def rescale(bits: Any, factor: Any, out: Any) -> None:
-        for i in range(bits.size):
-            x = factor * (f16_to_f32(bits[i]) if half else bf16_to_f32(bits[i]))
-            out[i] = f32_to_f16(x) if half else f32_to_bf16(x)
+        if bits.ctypes.data == out.ctypes.data:  # compilers use vectors if it has one name
+            for i in range(out.size):
+                out[i] = _narrow(factor * _widen(out[i], half), half)
+        else:
+            for i in range(out.size):
+                out[i] = _narrow(factor * _widen(bits[i], half), half)
 
     @njit(nogil=True, cache=True)
     def encode_many(tensors: Any, payloads: Any, decay: Any) -> None:
         for t in range(payloads.shape[0]):
             n = types.intp(payloads[t, 0])
             x = carray(pointer(tensors[t, 0]), n, np.float32)
-            out = carray(pointer(payloads[t, 1]), n, np.uint16)
-            for i in range(n):
-                out[i] = f32_to_f16(x[i]) if half else f32_to_bf16(x[i])
+            _encode(x, carray(pointer(payloads[t, 1]), n, np.uint16), half)
 
     @njit(nogil=True, cache=True)
     def encode_feedback_many(tensors: Any, payloads: Any, decay: Any) -> None:
@@ -96,12 +127,7 @@ def _family(half: bool) -> Casts:
             x = carray(pointer(tensors[t, 0]), n, np.float32)
             residual = carray(pointer(tensors[t, 1]), n, np.float32)
             out = carray(pointer(payloads[t, 1]), n, np.uint16)
-            for i in range(n):
-                target = x[i] + decay * residual[i]
-                bits = f32_to_f16(target) if half else f32_to_bf16(target)
-                lost = target - (f16_to_f32(bits) if half else bf16_to_f32(bits))
-                out[i] = bits
-                residual[i] = lost if is_finite(lost) else residual[i]
+            _encode_feedback(x, residual, decay, out, half)
 
     @njit(nogil=True, cache=True)
     def decode_many(outs: Any, payloads: Any, scale: Any) -> None:
@@ -111,11 +137,9 @@ def _family(half: bool) -> Casts:
             for rank in range(payloads.shape[0]):
                 bits = carray(pointer(payloads[rank, t, 1]), n, np.uint16)
                 if rank == 0:
-                    for i in range(n):
-                        out[i] = f16_to_f32(bits[i]) if half else bf16_to_f32(bits[i])
+                    _decode(bits, out, half)
                 else:
-                    for i in range(n):
-                        out[i] += f16_to_f32(bits[i]) if half else bf16_to_f32(bits[i])
+                    _accumulate(bits, out, half)
             if scale != types.float32(1.0):
                 for i in range(n):
                     out[i] *= scale

@@ -27,25 +27,24 @@ def rotate(x: Any, key: Any, start: Any, block: int, out: Any) -> None:
     words = np.empty(64, np.uint32)
     for first in range(0, x.size, block):
         target = out[first : min(first + block, x.size)]
-        _flip(x[first : first + target.size], key, start + first, block, words, target)
+        copy(x[first : first + target.size], target)
+        _flip(target, key, start + first, block, words)
         _transform(target, block)
 
 
 @njit(nogil=True, cache=True)
 def restore(x: Any, key: Any, start: Any, block: int, add: bool, out: Any) -> None:
     """Fill ``out`` with what ``rotate`` turned into ``x``, or ``add`` it. May work in place."""
-    words, work = np.empty(64, np.uint32), np.empty(block, np.float32)
+    words, work = np.empty(64, np.uint32), np.empty(block if add else 0, np.float32)
     for first in range(0, x.size, block):
         target = out[first : min(first + block, x.size)]
-        values = work[: target.size]
+        values = work[: target.size] if add else target
         copy(x[first : first + target.size], values)
         _transform(values, block)
+        _flip(values, key, start + first, block, words)
         if add:
-            _flip(values, key, start + first, block, words, values)
             for i in range(target.size):
                 target[i] += values[i]
-        else:
-            _flip(values, key, start + first, block, words, target)
 
 
 @njit(nogil=True, cache=True)
@@ -59,7 +58,7 @@ def rotate_sum(
         values, held = x[first : first + target.size], residual[first : first + target.size]
         for i in range(target.size):
             target[i] = values[i] + decay * held[i]
-        _flip(target, key, start + first, block, words, target)
+        _flip(target, key, start + first, block, words)
         _transform(target, block)
 
 
@@ -74,29 +73,33 @@ def keep(x: Any, residual: Any, decay: Any, key: Any, start: Any, block: int, de
         target = decoded[first : min(first + block, x.size)]
         values, held = x[first : first + target.size], residual[first : first + target.size]
         _transform(target, block)
-        _flip(target, key, start + first, block, words, target)
+        _flip(target, key, start + first, block, words)
         for i in range(target.size):
             lost = (values[i] + decay * held[i]) - target[i]
             held[i] = lost if is_finite(lost) else held[i]
 
 
 @njit(nogil=True, cache=True)
-def _flip(x: Any, key: Any, start: Any, block: int, words: Any, out: Any) -> None:
-    """Change signs: bit i // 64 of random number i % 64 decides on element i of a group."""
+def _flip(values: Any, key: Any, start: Any, block: int, words: Any) -> None:
+    """Change signs: bit i // 64 of random number i % 64 decides on element i of a group.
+
+    In place: between two arrays that may be one, compilers use no vectors.
+    """
     group = min(block, 2048)
-    for begin in range(0, x.size, group):
+    for begin in range(0, values.size, group):
         counter = _U((start + begin) // group * 64)
         for j in range(64):
             words[j] = squares(key, counter + _U(j))
-        end = min(begin + group, x.size)
+        end = min(begin + group, values.size)
         for row in range((end - begin) // 64):
             first, shift = _U(begin + 64 * row), types.uint32(31 - row)
             for j in range(64):
                 sign = (words[j] << shift) & types.uint32(0x80000000)
-                out[first + _U(j)] = bits_f32(f32_bits(x[first + _U(j)]) ^ sign)
+                at = first + _U(j)
+                values[at] = bits_f32(f32_bits(values[at]) ^ sign)
         for i in range((end - begin) // 64 * 64, end - begin):
             sign = (words[i % 64] << types.uint32(31 - i // 64)) & types.uint32(0x80000000)
-            out[begin + i] = bits_f32(f32_bits(x[begin + i]) ^ sign)
+            values[begin + i] = bits_f32(f32_bits(values[begin + i]) ^ sign)
 
 
 @njit(nogil=True, cache=True)
