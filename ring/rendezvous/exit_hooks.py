@@ -19,6 +19,8 @@ from ringlet.ring.wire.kv_client import SCHEME, Client
 from ringlet.ring.wire.kv_store import Op
 
 PATIENCE = 2.0  # seconds that a rank on its way out spends on its report
+# In what torch raises when a connection ends: where gloo noticed, and NCCL's name for it.
+_SIGNS_OF_LOSS = ("gloo/transport/", "ncclRemoteError")
 
 
 def leave_on_exception(always: bool) -> None:
@@ -42,10 +44,11 @@ def _hook(always: bool) -> None:
     asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        failed.append(error)
+        loss = _loss(error)
+        failed.append(loss or error)
         show(kind, error, trace)
-        if isinstance(error, PeerLost):
-            report_loss(error, os.environ)
+        if loss is not None:
+            report_loss(loss, os.environ)
 
     def leave() -> None:
         if always and asked and not failed:
@@ -68,6 +71,16 @@ def _hook(always: bool) -> None:
     leave_now, sys.exit = sys.exit, exit_with
     sys.excepthook = note
     atexit.register(leave)  # runs after the handlers that are registered later
+
+
+def _loss(error: BaseException) -> PeerLost | None:
+    """Return ``error`` if it says that a rank is lost, as torch's own collectives say it too."""
+    if isinstance(error, PeerLost):
+        return error
+    text = str(error)
+    if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOSS):
+        return PeerLost(text.strip().split("\n")[0])
+    return None
 
 
 def report_loss(error: PeerLost, env: Mapping[str, str]) -> bool:

@@ -163,6 +163,25 @@ for step in range(20):
 """
 
 
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", LOST_PEER),
+        ("NCCL error, ncclRemoteError: A call failed possibly due to a network error", LOST_PEER),
+        ("mat1 and mat2 shapes cannot be multiplied", 1),
+    ],
+)
+def test_a_connection_that_torch_has_lost_is_an_effect(said: str, code: int) -> None:
+    """Others may be quicker to end than the rank whose failure they learn of."""
+    program = (
+        "from ringlet.ring.rendezvous.exit_hooks import leave_on_exception\n"
+        f"leave_on_exception(always=False)\nraise RuntimeError({said!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == code
+    assert said in done.stderr
+
+
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_launcher_names_who_failed_where_torch_made_the_job(kind: str) -> None:
