@@ -14,9 +14,10 @@ from ringlet.compressors.core.context import Array
 
 
 def unlocked(x: Array) -> Array:
-    """Return ``x``, a NumPy array; if it is read-only, the same memory as one that is not.
+    """Return ``x``, or if it is read-only the same memory as an array that is not.
 
-    For kernels that only read it.
+    ``x`` is a NumPy array of any shape, of a dtype that is NumPy's own; it is for kernels that only
+    read it. Nothing is copied.
     """
     return x if x.flags.writeable else np.asarray(_Memory(x))
 
