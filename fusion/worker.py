@@ -334,7 +334,7 @@ class Worker:
             for member in bucket.members:  # a batch's know it, for not all may have as many
                 member.contributors = verdict.contributors
         # What is raised here breaks the engine; failures that all ranks know of are left in it.
-        peers = bucket.among(group.peers)
+        peers = bucket.among(group.peers).next_track()
         steps = bucket.exchange(peers, verdict.sizes, self.recorder, verdict.epoch)
         done = partial(self._exchanged, group, verdict)
         self._exchanges.launch(steps, bucket.trace, peers, sum(verdict.sizes), done)

@@ -11,7 +11,7 @@ place in an exchange ("lane"):
 
 Exchanges begin in one order on all ranks, lanes are first in, first out, and every lane has a
 communicator of its own (``Communicator.sibling``). So collectives meet their like, whenever ranks
-come to them.
+come to them. Exchanges that were given different lanes do not wait for each other at all.
 """
 
 from __future__ import annotations
@@ -64,10 +64,12 @@ class Flight:
 
     ``done`` is called at its end, ``timed(start, end, nbytes, lane)`` after each collective, both
     on the owner's thread; ``enter(lane)`` before each on the thread that makes it. Lanes count from
-    1; 0 is the owner.
+    1; 0 is the owner. An exchange that overlaps with others begins behind ``lanes_before``.
     """
 
-    __slots__ = ("done", "end", "enter", "error", "lane", "start", "steps", "timed", "wire")
+    __slots__ = (
+        "done", "end", "enter", "error", "lane", "lanes_before", "start", "steps", "timed", "wire"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -75,8 +77,10 @@ class Flight:
         done: Callable[[], None],
         timed: Callable[[float, float, float, int], None],
         enter: Callable[[int], None] | None = None,
+        lanes_before: int = 0,
     ) -> None:
         self.steps, self.done, self.timed, self.enter = steps, done, timed, enter
+        self.lanes_before = lanes_before
         self.lane = 0  # of its last collective
         self.start = self.end = 0.0
         self.error: BaseException | None = None  # of the collective
@@ -122,7 +126,7 @@ class Pipeline:
         self._parked: Flight | None = None  # until it is alone; nothing begins meanwhile
         self._under_way = 0
         self._landed: SimpleQueue[Flight | None] = SimpleQueue()  # None: lost on the way
-        self._lanes: list[SimpleQueue[Flight | None]] = []
+        self._lanes: dict[int, SimpleQueue[Flight | None]] = {}
         self._threads: list[threading.Thread] = []
         notify(self)
 
@@ -142,6 +146,7 @@ class Pipeline:
         One that is not ``overlapping`` has no lanes: it runs to its end now, after all others.
         """
         if overlapping:
+            flight.lane = flight.lanes_before
             self._waiting.append(flight)
             self._begin()
             return
@@ -186,7 +191,7 @@ class Pipeline:
         """End the lanes. Where one waits in a collective, ``interrupt`` is called to end that."""
         if self._under_way:
             interrupt()
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.put(None)
         deadline = time.monotonic() + _PATIENCE_S
         for thread in self._threads:
@@ -222,8 +227,8 @@ class Pipeline:
             flight.done()
 
     def _lane(self, number: int) -> SimpleQueue[Flight | None]:
-        if number == len(self._lanes):
-            self._lanes.append(SimpleQueue())
+        if number not in self._lanes:
+            self._lanes[number] = SimpleQueue()
             name = f"{self._name}{number}"
             thread = threading.Thread(target=self._serve, args=(number,), name=name, daemon=True)
             self._threads.append(thread)
@@ -240,3 +245,4 @@ class Pipeline:
                 self._landed.put(flight)
                 with suppress(Exception):  # the owner may have gone meanwhile
                     self._wake()
+            del flight  # and the memory that it refers to

@@ -95,7 +95,7 @@ class Group:
         self.epoch = self.turn = 0
         self.step = step
         self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
-        self._early = early and not peers.comm.base.far  # where a sum waits long for another's
+        self._early = early
         self._hierarchical, self._verify = limits.hierarchical, limits.share
         self._declared = list(members)
         distinct = {id(member.declared): member for member in members}.values()

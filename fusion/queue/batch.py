@@ -100,7 +100,7 @@ class Batch:
             if isinstance(bucket.members[0].compressor, NoCompression):
                 nbytes = sum(member.nbytes for member in bucket.members)
                 done = partial(self._plain_done, index, recorder)
-                peers = bucket.among(self.peers)
+                peers = bucket.among(self.peers).next_track()
                 steps = self._plain(bucket, peers, recorder)
                 exchanges.launch(steps, self.begin_bucket(index), peers, nbytes, done)
             else:

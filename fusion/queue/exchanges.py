@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ringlet.fusion.process_set import Peers
+from ringlet.fusion.process_set import LANES, Peers
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.pipeline import Flight, Pipeline, Steps
@@ -38,8 +38,9 @@ class Exchanges:
         recorder, busy = self._recorder, self.pipeline.busy
         enter = partial(recorder.enter, trace) if recorder.observers else None
         timed = partial(recorder.communicated, trace) if counted else _ignore
-        flight = Flight(steps, done, timed, enter)
-        self.pipeline.add(flight, peers.overlaps and (busy or nbytes > SMALL))
+        flight = Flight(steps, done, timed, enter, LANES * peers.track)
+        pays = busy or peers.far or nbytes > SMALL
+        self.pipeline.add(flight, peers.overlaps and pays)
 
 
 def _ignore(start: float, end: float, nbytes: float, lane: int) -> None:

@@ -21,7 +21,7 @@ from ringlet.ring.errors import PeerLost, unavailable
 from ringlet.ring.interrupt import Connections, interrupt_all, remember, watched
 from ringlet.ring.rank_order import Scratch
 from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
-from ringlet.ring.transports.process_group import TAG, ProcessGroupCommunicator
+from ringlet.ring.transports.process_group import ProcessGroupCommunicator
 
 DESCRIPTORS = 1 << 16  # that a rank may have open, if the system lets it
 LONGEST = 0.5  # seconds that a message takes, whatever a rank may say
@@ -97,7 +97,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
     def _sibling(self, number: int) -> GlooCommunicator | None:
         # The same connections: what a message belongs to, its tag says.
         sibling = copy.copy(self)
-        sibling._tag, sibling._scratch = TAG + number, Scratch()
+        sibling._tag, sibling._scratch = self._tag + number, Scratch()
         sibling._subsets, sibling._siblings = [], {}
         sibling.before_close = lambda: None
         return sibling

@@ -7,8 +7,9 @@ So large sums go to gloo's ring; the rest is made of sends and receives, and wha
 reduce, or is small, is combined here in rank order.
 
 A message of gloo's takes two journeys, as the receiver says first that it is ready, and its ring of
-n ranks takes 2 (n - 1) messages one after the other. Between sites that is most of a step: where
-messages take long, sums of up to 1 MiB are made here, by ranks that send to each other directly.
+n ranks takes 2 (n - 1) messages one after the other. Between sites that is most of a step. Where
+messages take long, all sums are made here, in two messages: ranks send to each other directly, and
+all at once, as a connection takes several journeys until it fills its share of the line.
 
 gloo ends the process when ranks disagree about a length: agree before you call. It does not tell
 who waits for a message that had begun to arrive when its connection ended: that ends here.
@@ -21,7 +22,7 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,9 @@ SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats 
 WINDOW = 1 << 20  # bytes under way at once
 LOOK = timedelta(seconds=0.5)  # between two looks whether the connections still stand
 TURN = 1 << 18  # bytes that one collective sends before another one's turn, between hosts
-FAR = 2e-3  # seconds to the farthest rank from which the number of messages matters most,
-FAR_SMALL = 1 << 20  # bytes up to which it does: not by how much, or runs would differ in rounding
+FAR = 2e-3  # seconds to the farthest rank from which the number of messages matters most: not by
+# how much, or runs would differ in rounding
 FAR_BYTES = 12_500_000  # a second, as lines between sites carry them
-FAR_TURN = 2 * 125_000_000  # bytes of a turn for each second that a message takes
 BOTH = (ReduceOp.SUM, ReduceOp.PRODUCT)  # do not depend on the sign an integer is read with
 ALL = (*BOTH, ReduceOp.MIN, ReduceOp.MAX)
 # What gloo reduces, as which type, and for which operations. Its minima of floats lose NaNs.
@@ -85,15 +85,14 @@ class ProcessGroupCommunicator(Communicator):
         # Small buffers are combined by all ranks at once, large ones around gloo's ring.
         if buffer.size == 0:
             return
-        direct = self.far and buffer.nbytes <= FAR_SMALL
         # Far away a second stage takes as long as it saves where all that one gathers is this much.
-        most = max(SMALL, int(2 * self._delay * FAR_BYTES)) if direct else SMALL
+        most = max(SMALL, int(2 * self._delay * FAR_BYTES)) if self.far else SMALL
         if op in BOTH and buffer.nbytes * self.size <= most:
             pieces = self._scratch.take(buffer.size * self.size, buffer.dtype)
             self._allgather(buffer, pieces, [buffer.size] * self.size)
             combine(np.split(pieces, self.size), [buffer], op, name)
             return
-        if direct or not self.reduces(op, name):
+        if not self.reduces(op, name):
             combine_everywhere(self, buffer, op, name, self._scratch)
             return
         options = self._dist.AllreduceOptions()
@@ -104,13 +103,13 @@ class ProcessGroupCommunicator(Communicator):
         self._wait("allreduce", lambda group: self._finish(group.allreduce([values], options)))
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
-        """Whether gloo knows the dtype and the operation.
+        """Whether gloo knows the dtype and the operation, and its ring is short enough.
 
         Between hosts that includes sums of float16, rounded at every hop: adding them takes less
         time than the wire, which a ring fills better. Those of bfloat16 would lose too much by it;
         of two ranks alone they are rounded once here as well.
         """
-        if dtype == "float16" and not self._spread:
+        if self.far or (dtype == "float16" and not self._spread):
             return False
         if dtype == "bfloat16" and self.size != 2:
             return False
@@ -173,24 +172,26 @@ class ProcessGroupCommunicator(Communicator):
         """Send and receive one byte tensor to and from every other rank.
 
         Ranks meet in shifts, each with one partner in either direction: many senders to one
-        receiver at once lose packets. Shifts that are small together are not waited for.
+        receiver at once lose packets. Shifts that are small together are not waited for, and none
+        is where messages take long.
         """
         longest = max(map(len, (*sends, *receives)))
-        turn = max(TURN, int(self._delay * FAR_TURN))
-        most, window = (turn, turn) if self._spread else (max(1, longest), WINDOW)
-        shifts = []  # to whom, what, from whom, into what
-        for start, shift in product(range(0, longest, most), range(1, self.size)):
-            to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-            part = slice(start, start + most)
-            shifts.append((to, sends[to][part], source, receives[source][part]))
-        # Begun one by one below: who is far away hears a shift in advance that this rank is ready.
-        receiving = (self._receive(group, source, piece) for _, _, source, piece in shifts)
-        begun = list(islice(receiving, int(self.far)))
+        rank, size = self.rank, self.size
+        shifts = [((rank + n) % size, (rank - n) % size) for n in range(1, size)]  # to, from
         works: list[Any] = []
+        if self.far:  # who is far away hears at once that this rank is ready for all
+            for _, source in shifts:
+                works += self._receive(group, source, receives[source])
+            for to, _ in shifts:
+                works += self._send(group, to, sends[to])
+            _complete(works)
+            return
+        most, window = (TURN, TURN) if self._spread else (max(1, longest), WINDOW)
         waiting = 0
-        for to, send, _, receive in shifts:
-            begun += islice(receiving, 1)
-            works += begun.pop(0) + self._send(group, to, send)
+        for start, (to, source) in product(range(0, longest, most), shifts):
+            part = slice(start, start + most)
+            send, receive = sends[to][part], receives[source][part]
+            works += self._receive(group, source, receive) + self._send(group, to, send)
             waiting += len(send) + len(receive)
             if waiting > window:
                 _complete(works)

@@ -192,11 +192,8 @@ def test_mixed_precision_travels_in_two_streams():
     assert len({hash_ for _, hash_ in results}) == 1
 
 
-@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_sums_between_near_ranks_begin_while_others_are_computed(early, far, monkeypatch):
-    monkeypatch.setattr(LocalCommunicator, "far", far)
-
+def test_sums_begin_while_others_are_computed(early):
     def body(engine):
         requests = [Request(f"t{i}", shape=(1 << 16,)) for i in range(16)]  # 4 MiB together
         for spec in ("none", "fp16", "int8 | ef"):
@@ -206,7 +203,7 @@ def test_sums_between_near_ranks_begin_while_others_are_computed(early, far, mon
                 group.submit(request.name, np.full(1 << 16, engine.rank + 1, np.float32))
             group.wait(60)
             sizes = [len(bucket.members) for bucket in group.buckets]
-            short = early and not far and spec != "int8 | ef"
+            short = early and spec != "int8 | ef"
             assert sizes == ([4, 12] if short else [16]), spec
         return group.hash
 

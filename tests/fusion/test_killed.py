@@ -15,10 +15,11 @@ WORKER = Path(__file__).with_name("worker_killed.py")
 pytest.importorskip("torch")
 
 
-def test_survivors_name_a_rank_that_is_killed(tmp_path):
+@pytest.mark.parametrize("distance", ["near", "far"])
+def test_survivors_name_a_rank_that_is_killed(distance, tmp_path):
     phases = runpy.run_path(str(WORKER))["PHASES"]
     process = subprocess.Popen(
-        [sys.executable, WORKER, tmp_path, *phases],
+        [sys.executable, WORKER, tmp_path, distance, *phases],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

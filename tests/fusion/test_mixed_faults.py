@@ -296,18 +296,19 @@ def test_a_declaration_that_fails_on_one_rank_is_told_to_all(fault):
     assert x == 1.5
 
 
-def test_nothing_is_kept_of_a_step_but_what_was_asked_for():
+@pytest.mark.parametrize("n", [5000, 1 << 16])  # of which the larger one waits on a lane
+def test_nothing_is_kept_of_a_step_but_what_was_asked_for(n):
     def body(engine):
-        group = engine.declare("g", [Request("w", shape=(5000,))], [parse("none")], [{}])
+        group = engine.declare("g", [Request("w", shape=(n,))], [parse("none")], [{}])
         kept = []
         for name in ("w", "single", "single"):
-            x = ones(5000)
+            x = ones(n)
             kept.append(weakref.ref(x))
             if name == "w":
                 group.submit("w", x)
                 group.wait(WAIT)
             else:
-                engine.submit(Request(name, shape=(5000,)), x).wait(WAIT)
+                engine.submit(Request(name, shape=(n,)), x).wait(WAIT)
             del x
         submit(engine, "last").wait(WAIT)
         gc.collect()

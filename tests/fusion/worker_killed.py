@@ -1,4 +1,6 @@
-"""Three ranks of which one is killed in a phase of an exchange: ``worker_killed.py FOLDER PHASE``.
+"""Three ranks of which one is killed in a phase of an exchange.
+
+    worker_killed.py FOLDER near|far PHASE...
 
 The ranks are forked, so that torch is imported once. Prints what each survivor raised.
 """
@@ -37,24 +39,27 @@ def doomed(original):
     return call
 
 
-def prepare(phase):
+def prepare(phase, far):
     """Let this process die in ``phase``."""
     compressor = type(parse(SPEC))
+    plain = "_alltoall" if far else "_allreduce"
     where = {
         "encode": (compressor, "encode_into"),
         "sum": (compressor, "sum_into"),
         "decode": (compressor, "decompress"),
         "first collective": (ProcessGroupCommunicator, "_alltoall"),
         "second collective": (ProcessGroupCommunicator, "_allgather"),
-        "plain": (ProcessGroupCommunicator, "_allreduce"),
+        "plain": (ProcessGroupCommunicator, plain),
     }[phase]
     setattr(*where, doomed(getattr(*where)))
 
 
-def train(folder, phase, rank):
+def train(folder, phase, far, rank):
     """Train until something is raised."""
     store = FileStore(str(Path(folder) / phase.replace(" ", "-")), SIZE)
     comm = GlooCommunicator(store, rank, SIZE, timeout=60.0, host="127.0.0.1")
+    if far:
+        comm._delay, comm._spread = 0.01, True
     engine = Engine(comm, open_control, Limits(fusion_threshold=1 << 18))
     spec = "none" if phase == "plain" else SPEC
     n = 400_000
@@ -65,7 +70,7 @@ def train(folder, phase, rank):
             if rank == VICTIM and step == 2:
                 if phase == "idle":
                     os.kill(os.getpid(), signal.SIGKILL)
-                prepare(phase)
+                prepare(phase, far)
             group.submit("w", x)
             group.wait(60)
     except RingError as error:
@@ -76,14 +81,15 @@ def train(folder, phase, rank):
 
 def main():
     pieces.PIECE = 50_000
-    for phase in sys.argv[2:]:
+    far = sys.argv[2] == "far"
+    for phase in sys.argv[3:]:
         children = []
         for rank in range(SIZE):
             child = os.fork()
             if child == 0:
                 code = 1
                 try:
-                    train(sys.argv[1], phase, rank)
+                    train(sys.argv[1], phase, far, rank)
                     code = 0
                 except BaseException:
                     traceback.print_exc()

@@ -24,7 +24,7 @@ def steps_of(*calls):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=8),
+    st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2)), max_size=8),
     st.integers(1, 4),
     st.integers(0, 99),
 )
@@ -34,24 +34,26 @@ def test_every_lane_keeps_the_order_whenever_ranks_come(flights, depth, seed):
 
     def body(comm):
         rng = np.random.default_rng([seed, comm.rank])
-        lanes = [comm, *(comm.sibling(i) for i in (1, 2))]
+        lanes = [[comm, *(comm.sibling(i) for i in (1, 2))]]
+        lanes += [[comm.sibling(i) for i in range(3 * track, 3 * track + 3)] for track in (1, 2)]
         pipeline = Pipeline(nothing, depth)
         arrays = [np.full(3, 10.0**i) for i, _ in enumerate(flights)]
         ended, times = [], []
 
-        def steps(i, collectives, inline):
+        def steps(i, collectives, track, inline):
             for lane in range(collectives):
                 if rng.random() < 0.3:
                     time.sleep(0.002)
-                where = comm if inline else lanes[lane]
+                where = lanes[track][0 if inline else lane]
                 yield Wire(partial(where.allreduce, arrays[i]), 24)
 
-        for i, (collectives, overlapping) in enumerate(flights):
+        for i, (collectives, overlapping, track) in enumerate(flights):
             pipeline.add(
                 Flight(
-                    steps(i, collectives, not overlapping),
+                    steps(i, collectives, track, not overlapping),
                     lambda i=i: ended.append(i),
                     lambda start, end, nbytes, lane: times.append((end >= start, nbytes, lane)),
+                    lanes_before=3 * track,
                 ),
                 overlapping,
             )
@@ -61,12 +63,12 @@ def test_every_lane_keeps_the_order_whenever_ranks_come(flights, depth, seed):
         assert not pipeline.busy
         pipeline.stop(nothing)
         assert sorted(ended) == list(range(len(flights)))
-        assert len(times) == sum(n for n, _ in flights)
+        assert len(times) == sum(n for n, _, _ in flights)
         assert all(later and nbytes == 24 for later, nbytes, _ in times)
         return arrays
 
     for arrays in run_local(body, 3):
-        for i, (array, (collectives, _)) in enumerate(zip(arrays, flights, strict=True)):
+        for i, (array, (collectives, _, _)) in enumerate(zip(arrays, flights, strict=True)):
             np.testing.assert_array_equal(array, 10.0**i * 3**collectives)
 
 
