@@ -265,6 +265,14 @@ class Communicator(ABC):
         """
         return False
 
+    @property
+    def gathered(self) -> int:
+        """Bytes over all ranks up to which ``allreduce`` gathers everything: one message, not two.
+
+        The same on all ranks.
+        """
+        return 0
+
     def sums_in_float32(self, dtype: str) -> bool:
         """Whether sums of ``dtype``, a 16-bit float, are formed in float32 and rounded once.
 

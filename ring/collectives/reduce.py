@@ -29,7 +29,7 @@ def allreduce_steps(
     """
     rank, size = comm.rank, comm.size
     nbytes = (size - 1) / size * buffer.nbytes
-    if comm.reduces(op, dtype) or buffer.nbytes * size < LEAST:
+    if comm.reduces(op, dtype) or buffer.nbytes * size < max(LEAST, comm.gathered):
         yield Wire(partial(comm.allreduce, buffer, op, dtype), 2 * nbytes)
         return
     counts = even_counts(buffer.size, size)

@@ -85,9 +85,7 @@ class ProcessGroupCommunicator(Communicator):
         # Small buffers are combined by all ranks at once, large ones around gloo's ring.
         if buffer.size == 0:
             return
-        # Far away a second stage takes as long as it saves where all that one gathers is this much.
-        most = max(SMALL, int(2 * self._delay * FAR_BYTES)) if self.far else SMALL
-        if op in BOTH and buffer.nbytes * self.size <= most:
+        if op in BOTH and buffer.nbytes * self.size <= self.gathered:
             pieces = self._scratch.take(buffer.size * self.size, buffer.dtype)
             self._allgather(buffer, pieces, [buffer.size] * self.size)
             combine(np.split(pieces, self.size), [buffer], op, name)
@@ -119,6 +117,14 @@ class ProcessGroupCommunicator(Communicator):
     def far(self) -> bool:
         """Whether messages are known to take so long that their number matters most."""
         return self._delay >= FAR
+
+    @property
+    def gathered(self) -> int:
+        """Bytes over all ranks up to which they are gathered to be summed.
+
+        Far away a second message takes as long as it saves where these are so many.
+        """
+        return max(SMALL, int(2 * self._delay * FAR_BYTES)) if self.far else SMALL
 
     def sums_in_float32(self, dtype: str) -> bool:
         """Whether this has to sum ``dtype`` itself."""

@@ -8,8 +8,9 @@ from engines import with_engines
 
 from ringlet.compressors import parse
 from ringlet.fusion import Request
-from ringlet.ring import PeerLost
-from ringlet.ring.transports.local import LocalCommunicator
+from ringlet.ring import PeerLost, ReduceOp
+from ringlet.ring.collectives.reduce import allreduce_steps
+from ringlet.ring.transports.local import LocalCommunicator, run_local
 
 SPECS = ["none", "fp16", "int8 | ef", "topk(ratio=0.1) | ef", "powersgd(rank=2) | ef"]
 SIZE = 3
@@ -99,3 +100,22 @@ def test_a_rank_that_is_lost_ends_what_waits_on_any_track(monkeypatch):
 
     monkeypatch.setattr(LocalCommunicator, "_alltoall", alltoall)
     with_engines(SIZE, body, fusion_threshold=1 << 14)
+
+
+@pytest.mark.parametrize(("gathered", "n"), [(0, 20_000), (1 << 18, 20_000), (1 << 18, 30_000)])
+def test_what_is_gathered_at_once_is_not_sent_in_two_messages(gathered, n, monkeypatch):
+    monkeypatch.setattr(LocalCommunicator, "gathered", gathered)
+    monkeypatch.setattr(LocalCommunicator, "reduces", lambda *_: False)
+
+    def body(comm):
+        x = np.full(n, comm.rank + 1.0, np.float32)
+        room = np.empty(2 * x.nbytes, np.uint8)
+        steps = allreduce_steps(comm, comm, x, ReduceOp.SUM, "float32", lambda k: room[:k])
+        wires = 0
+        for wire in steps:
+            wire.call()
+            wires += 1
+        return wires, float(x.min()), float(x.max())
+
+    wires = 1 if n * 4 * SIZE < gathered else 2
+    assert run_local(body, SIZE) == [(wires, 6.0, 6.0)] * SIZE
