@@ -24,6 +24,8 @@ _ENDING_S = 0.5  # how long the end of a rank may take to be known, once its con
 _NAMING_S = 2.0  # how long to wait for the coordinator's word on a connection that broke
 _LAST_S = 2.0  # for exchanges under way when a rank has left
 _SENT_S = 0.3  # for what a rank had sent before it was lost
+_LOOK_S = 0.5  # between two looks whether connections still stand that exchanges need
+_LOOKS = 3  # in a row that found one ended: gloo tells of most, and what had come is worked on
 _LEAVING_S = 10.0  # how long to wait until the coordinator has heard the goodbye
 
 
@@ -96,6 +98,7 @@ class Loop:
         self._extensions, self._life = extensions, life
         self._announcements = Announcements(control)
         self._check_every, self._checked = check_every, time.monotonic()
+        self._looked, self._severed = time.monotonic(), 0  # and how often in a row
         hold(self)  # the coordinator tells why a collective failed
 
     def run(self) -> None:
@@ -155,6 +158,7 @@ class Loop:
         while (message := self._announcements.next()) is not None:
             worker.dispatch(message)
         worker.pipeline.advance()
+        self._look_at_connections()
         while self.released:
             worker.release(self.released.popleft())
         if worker.complete:
@@ -167,7 +171,26 @@ class Loop:
         worker = self._worker
         if worker.complete or worker.pipeline.ready or self._life.closing:
             return 0.0
-        return self._requester.patience(self._check_every)
+        patience = self._requester.patience(self._check_every)
+        if worker.pipeline.busy:
+            return _LOOK_S if patience is None else min(patience, _LOOK_S)
+        return patience
+
+    def _look_at_connections(self) -> None:
+        """Raise PeerLost where an exchange can never end: gloo does not tell of every message.
+
+        What a rank that has left in good order sent before may still be on its way to a lane.
+        """
+        now = time.monotonic()
+        if not self._worker.pipeline.busy:
+            self._severed = 0
+        elif now - self._looked >= _LOOK_S:
+            self._looked = now
+            severed = self._worker.severed()
+            self._severed = self._severed + 1 if severed else 0
+            if self._severed == _LOOKS:
+                why = "a connection ended while a message was on its way"
+                raise PeerLost(why, severed=severed)
 
     def _look_for_stalls(self) -> None:
         if self._check_every is not None:

@@ -9,7 +9,7 @@ from ringlet.ring.communicator import Communicator
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 
 LANES = 4  # communicators of an exchange, as many as it makes collectives one after the other
-TRACKS = 4  # exchanges that do not wait for each other where messages take long
+TRACKS = 4  # exchanges that do not wait for each other where all messages take long
 
 
 @dataclass
@@ -20,8 +20,9 @@ class Peers:
     several overlap; there are none where the transport has none. ``flat`` are the same ranks on one
     level: themselves where there is no other.
 
-    Where messages take long, even the first collectives of exchanges do not wait for each other:
-    exchanges take turns on ``tracks``, these peers and others with communicators of their own.
+    Where messages between all of them take long, even the first collectives of exchanges do not
+    wait for each other: they take turns on ``tracks``, these peers and others with communicators of
+    their own.
     """
 
     number: int
@@ -36,7 +37,7 @@ class Peers:
         found = [self.comm.sibling(i) for i in range(1, LANES) if self.comm.size > 1]
         self.siblings = tuple(sibling for sibling in found if sibling is not None)
         self.tracks = (self,)
-        if self.far and self.siblings and not self.track:
+        if self.all_far and self.siblings and not self.track:
             self.tracks += tuple(self._beside(number) for number in range(1, TRACKS))
         self._launched = 0
         levels = levels_of(self.comm)
@@ -58,9 +59,9 @@ class Peers:
         return bool(self.siblings)
 
     @property
-    def far(self) -> bool:
-        """Whether messages are known to take long; the same on all ranks."""
-        return unwatched(self.comm).far
+    def all_far(self) -> bool:
+        """Whether messages between any two are known to take long; the same on all ranks."""
+        return unwatched(self.comm).all_far
 
     def lane(self, number: int) -> Communicator:
         """Return the communicator of an exchange's collective ``number``, from 0."""

@@ -105,6 +105,10 @@ class Worker:
         """Finish ``handle`` when the answer to ``key`` comes; False if one is awaited already."""
         return self._expected.setdefault(key, handle) is handle
 
+    def severed(self) -> list[int]:
+        """Return the ranks to which a connection has ended that exchanges under way need."""
+        return self._exchanges.severed()
+
     def answer(self, key: Hashable, error: Exception | None = None) -> None:
         """Finish what waits for ``key``, if anything does. From any thread."""
         expected = self._expected.pop(key, None)

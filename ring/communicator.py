@@ -273,6 +273,15 @@ class Communicator(ABC):
         """
         return 0
 
+    @property
+    def all_far(self) -> bool:
+        """Whether that is so between any two ranks, not just the farthest; the same on all."""
+        return False
+
+    def severed(self) -> list[int]:
+        """Return ``origin`` of the ranks to which a connection has ended, as far as is known."""
+        return []
+
     def sums_in_float32(self, dtype: str) -> bool:
         """Whether sums of ``dtype``, a 16-bit float, are formed in float32 and rounded once.
 

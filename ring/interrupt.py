@@ -96,17 +96,18 @@ class Connections:
         """Return the descriptors of the connections to ``rank``."""
         return [descriptor for descriptor, other in self._ranks.items() if other == rank]
 
-    def round_trip(self) -> float:
-        """Return the seconds to the farthest end and back: of each the least that was seen.
+    def round_trips(self) -> tuple[float, float]:
+        """Return the seconds to the nearest end and back, and to the farthest one.
 
-        0 where the system does not tell.
+        Of each the least that was seen; 0 where the system does not tell.
         """
-        least = [0]
+        least: list[int] = []
         for descriptor in filter(self._is_open, self._known):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
                 told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
                 least += struct.unpack_from("I", told.ljust(_MIN_RTT + 4, b"\0"), _MIN_RTT)
-        return max(each for each in least if each != _UNKNOWN) / 1e6
+        seen = [each / 1e6 for each in least if each != _UNKNOWN] or [0.0]
+        return min(seen), max(seen)
 
     def severed(self) -> list[int]:
         """Return the ranks at the other ends of connections that have ended, ascending."""

@@ -79,7 +79,8 @@ class Bucket(ABC):
         ``turn`` says which of its sums are compared; the same on all ranks.
         """
         if not self.place.ordered:  # one tensor may be more than a bucket's limit
-            self.place.pool.reserve(self._uncompressed)
+            # Shards of a sum may differ by a value, and what arrives is made as long for each.
+            self.place.pool.reserve(self._uncompressed + 8 * self.size)
         self.trace = Trace()
         self.told, self.digest, self.turn = self.digest, 0, turn
         return self.trace

@@ -95,7 +95,8 @@ class Group:
         self.epoch = self.turn = 0
         self.step = step
         self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
-        self._early = early
+        # Where a sum waits long for another's messages, a bucket more costs more than it hides.
+        self._early = early and (len(peers.tracks) > 1 or not peers.comm.base.far)
         self._hierarchical, self._verify = limits.hierarchical, limits.share
         self._declared = list(members)
         distinct = {id(member.declared): member for member in members}.values()

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringlet.fusion.observe.merge import CLOCK
+from ringlet.fusion.process_set import LANES, TRACKS
 from ringlet.fusion.recording.events import BucketDone, Span, StepDone
 
 Event = dict[str, Any]
-_LANES = ("first", "second", "third")
+_LANES = ("first", "second", "third", "fourth")
 _SINGLES = "operations that are not fused"  # the track that they share
 ENGINE, PROGRAM, WIRE = 1, 2, 10  # threads of the trace; lanes count on from WIRE
 
@@ -92,7 +93,10 @@ class Renderer:
         yield self._meta("process_name", 0, {"name": process})
         yield self._meta("process_sort_index", 0, {"sort_index": self._rank})
         threads = {ENGINE: "engine", PROGRAM: "tensors handed in, steps", PROGRAM + 1: "program"}
-        threads |= {WIRE + i: f"wire, {n} collectives" for i, n in enumerate(_LANES, 1)}
+        for track in range(TRACKS):
+            wire = f"wire {track + 1}" if track else "wire"
+            lanes = enumerate(_LANES, WIRE + 1 + LANES * track)
+            threads |= {tid: f"{wire}, {which} collectives" for tid, which in lanes}
         for tid, name in threads.items():
             yield self._meta("thread_name", tid, {"name": name})
             yield self._meta("thread_sort_index", tid, {"sort_index": tid})

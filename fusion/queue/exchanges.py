@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 from ringlet.fusion.process_set import LANES, Peers
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
+from ringlet.fusion.recording.watched_communicator import unwatched
+from ringlet.ring.communicator import Communicator
 from ringlet.ring.pipeline import Flight, Pipeline, Steps
 
 WIRE_THREAD = "ringlet-wire-"
@@ -19,6 +22,7 @@ class Exchanges:
 
     def __init__(self, recorder: Recorder, wake: Callable[[], None], rank: int, depth: int) -> None:
         self._recorder = recorder
+        self._under_way: Counter[Communicator] = Counter()
         self.pipeline = Pipeline(wake, depth, name=f"{WIRE_THREAD}{rank}-")
 
     def launch(
@@ -30,7 +34,7 @@ class Exchanges:
         done: Callable[[], None],
         counted: bool = True,
     ) -> None:
-        """Run ``steps``, which move about ``nbytes``, after all before; then call ``done``.
+        """Run ``steps``, which move about ``nbytes``, then call ``done``. Exchanges begin in order.
 
         Returns before the end if the transport can wait in other threads and that pays. What is
         not ``counted`` is no part of the statistics, which are those of reductions.
@@ -38,9 +42,21 @@ class Exchanges:
         recorder, busy = self._recorder, self.pipeline.busy
         enter = partial(recorder.enter, trace) if recorder.observers else None
         timed = partial(recorder.communicated, trace) if counted else _ignore
-        flight = Flight(steps, done, timed, enter, LANES * peers.track)
-        pays = busy or peers.far or nbytes > SMALL
+        comm = unwatched(peers.comm)
+
+        def ended() -> None:
+            self._under_way[comm] -= 1
+            done()
+
+        self._under_way[comm] += 1
+        flight = Flight(steps, ended, timed, enter, LANES * peers.track)
+        pays = busy or peers.all_far or nbytes > SMALL
         self.pipeline.add(flight, peers.overlaps and pays)
+
+    def severed(self) -> list[int]:
+        """Return the ranks to which a connection has ended that exchanges under way need."""
+        busy = [comm for comm, number in self._under_way.items() if number]
+        return sorted({rank for comm in busy for rank in comm.severed()})
 
 
 def _ignore(start: float, end: float, nbytes: float, lane: int) -> None:

@@ -65,12 +65,13 @@ class GlooCommunicator(ProcessGroupCommunicator):
         if size > 1:
             self._connect()
             connections = self._connections
-            here = json.dumps([socket.gethostname(), connections.ends(), connections.round_trip()])
+            here = json.dumps([socket.gethostname(), connections.ends(), connections.round_trips()])
             told = map(json.loads, self.allgather_bytes(here.encode()))
             hosts, ends, trips = zip(*told, strict=True)
             connections.introduce(ends)
             self._spread = len(set(hosts)) == size
-            self._delay = min(LONGEST, max(trips) / 2)
+            self._nearest = min(nearest for nearest, _ in trips) / 2
+            self._delay = min(LONGEST, max(farthest for _, farthest in trips) / 2)
 
     def _subset(self, ranks: list[int]) -> GlooCommunicator | None:
         self._asked += 1
@@ -105,7 +106,8 @@ class GlooCommunicator(ProcessGroupCommunicator):
     def _release(self) -> None:
         self._finalizer()
 
-    def _severed(self) -> list[int]:
+    def severed(self) -> list[int]:
+        """Return the ranks to which a connection has ended."""
         return [self.origin[rank] for rank in self._connections.severed()]
 
     def _close(self) -> None:

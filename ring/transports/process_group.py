@@ -8,11 +8,14 @@ reduce, or is small, is combined here in rank order.
 
 A message of gloo's takes two journeys, as the receiver says first that it is ready, and its ring of
 n ranks takes 2 (n - 1) messages one after the other. Between sites that is most of a step. Where
-messages take long, all sums are made here, in two messages: ranks send to each other directly, and
-all at once, as a connection takes several journeys until it fills its share of the line.
+messages take long, sums are made here, in one message or two: ranks send to each other directly,
+and all at once, as a connection takes several journeys until it fills its share of the line. Only
+where some ranks are near each other do large sums go around the ring, which crosses a line between
+two sites twice: ranks that send directly cross it once for each rank.
 
 gloo ends the process when ranks disagree about a length: agree before you call. It does not tell
-who waits for a message that had begun to arrive when its connection ended: that ends here.
+who waits for a message that had begun to arrive when its connection ended. That ends here for
+gloo's own collectives; for sends and receives whoever waits has to look at ``severed``.
 """
 
 from __future__ import annotations
@@ -38,8 +41,10 @@ SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats 
 WINDOW = 1 << 20  # bytes under way at once
 LOOK = timedelta(seconds=0.5)  # between two looks whether the connections still stand
 TURN = 1 << 18  # bytes that one collective sends before another one's turn, between hosts
-FAR = 2e-3  # seconds to the farthest rank from which the number of messages matters most: not by
-# how much, or runs would differ in rounding
+PIECE = 1 << 24  # bytes of a message between far ranks, which has to arrive before the time-out
+FAR = 2e-3  # seconds to the farthest rank from which the number of messages matters most,
+FAR_SMALL = 1 << 20  # bytes up to which it does even where some ranks are near: not by how much, or
+# runs would differ in rounding
 FAR_BYTES = 12_500_000  # a second, as lines between sites carry them
 BOTH = (ReduceOp.SUM, ReduceOp.PRODUCT)  # do not depend on the sign an integer is read with
 ALL = (*BOTH, ReduceOp.MIN, ReduceOp.MAX)
@@ -71,15 +76,12 @@ class ProcessGroupCommunicator(Communicator):
         self._scratch = Scratch()
         self._tag = TAG
         self._spread = False  # whether every rank is known to be on a host of its own
-        self._delay = 0.0  # seconds to the farthest rank, if known; the same on all ranks
+        # Seconds to the nearest and to the farthest rank, if known; the same on all ranks.
+        self._nearest = self._delay = 0.0
 
     @abstractmethod
     def _release(self) -> None:
         """Let go of the group; idempotent."""
-
-    def _severed(self) -> list[int]:
-        """Return the ranks to which there is no connection any more, as far as that is known."""
-        return []
 
     def _allreduce(self, buffer: Array, op: ReduceOp, name: str) -> None:
         # Small buffers are combined by all ranks at once, large ones around gloo's ring.
@@ -90,7 +92,8 @@ class ProcessGroupCommunicator(Communicator):
             self._allgather(buffer, pieces, [buffer.size] * self.size)
             combine(np.split(pieces, self.size), [buffer], op, name)
             return
-        if not self.reduces(op, name):
+        direct = self.far and buffer.nbytes <= FAR_SMALL
+        if direct or not self.reduces(op, name):
             combine_everywhere(self, buffer, op, name, self._scratch)
             return
         options = self._dist.AllreduceOptions()
@@ -101,13 +104,13 @@ class ProcessGroupCommunicator(Communicator):
         self._wait("allreduce", lambda group: self._finish(group.allreduce([values], options)))
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
-        """Whether gloo knows the dtype and the operation, and its ring is short enough.
+        """Whether gloo knows the dtype and the operation, and its ring is the fastest way.
 
         Between hosts that includes sums of float16, rounded at every hop: adding them takes less
         time than the wire, which a ring fills better. Those of bfloat16 would lose too much by it;
         of two ranks alone they are rounded once here as well.
         """
-        if self.far or (dtype == "float16" and not self._spread):
+        if self.all_far or (dtype == "float16" and not self._spread):
             return False
         if dtype == "bfloat16" and self.size != 2:
             return False
@@ -125,6 +128,11 @@ class ProcessGroupCommunicator(Communicator):
         Far away a second message takes as long as it saves where these are so many.
         """
         return max(SMALL, int(2 * self._delay * FAR_BYTES)) if self.far else SMALL
+
+    @property
+    def all_far(self) -> bool:
+        """Whether that is so between any two ranks."""
+        return self._nearest >= FAR
 
     def sums_in_float32(self, dtype: str) -> bool:
         """Whether this has to sum ``dtype`` itself."""
@@ -205,11 +213,13 @@ class ProcessGroupCommunicator(Communicator):
         _complete(works)
 
     def _receive(self, group: Any, source: int, piece: Any) -> list[Any]:
-        """Start to receive what is not empty; both ends know which pieces are."""
-        return [group.recv([piece], source, self._tag)] if len(piece) else []
+        """Start to receive what is not empty, in pieces; both ends know which these are."""
+        pieces = piece.split(PIECE) if len(piece) else ()
+        return [group.recv([part], source, self._tag) for part in pieces]
 
     def _send(self, group: Any, to: int, piece: Any) -> list[Any]:
-        return [group.send([piece], to, self._tag)] if len(piece) else []
+        pieces = piece.split(PIECE) if len(piece) else ()
+        return [group.send([part], to, self._tag) for part in pieces]
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         if buffer.size == 0:
@@ -239,7 +249,7 @@ class ProcessGroupCommunicator(Communicator):
             traceback.clear_frames(error.__traceback__)
             reason = str(error).strip().split("\n")[0]
             text = f"{self.name} {what} failed on rank {self.origin[self.rank]}: {reason}"
-            self._error = PeerLost(text, severed=self._severed())
+            self._error = PeerLost(text, severed=self.severed())
             if not held():
                 self._release()  # ranks that wait for this one learn of it
         except BaseException as error:
@@ -258,7 +268,7 @@ class ProcessGroupCommunicator(Communicator):
                 if work.is_completed():  # or was, a moment after the time had passed
                     work.wait()
                     return
-                severed += bool(self._severed())
+                severed += bool(self.severed())
                 if severed < 2:  # what gloo does tell of takes a moment
                     continue
             for group in self._groups:  # its end would wait for that thread

@@ -41,9 +41,9 @@ def told(record_property, folder, case, n):
     return [line[2] for line in lines], longest
 
 
-@pytest.mark.parametrize("n", [4, 1 << 20])
-def test_a_connection_that_breaks_is_named_by_its_two_ranks(record_property, tmp_path, n):
-    texts, longest = told(record_property, tmp_path, "reset", n)
+@pytest.mark.parametrize(("case", "n"), [("reset", 4), ("reset", 1 << 20), ("cut", 1 << 25)])
+def test_a_connection_that_breaks_is_named_by_its_two_ranks(record_property, tmp_path, case, n):
+    texts, longest = told(record_property, tmp_path, case, n)
     assert len(texts) == 3
     (text,) = set(texts)
     assert text.startswith("PeerLost [1, 2]: the connection between rank 1 and rank 2 broke")

@@ -44,7 +44,7 @@ def test_results_are_those_of_ranks_that_are_near(monkeypatch):
         return real(self, number)
 
     monkeypatch.setattr(LocalCommunicator, "sibling", sibling)
-    monkeypatch.setattr(LocalCommunicator, "far", True)
+    monkeypatch.setattr(LocalCommunicator, "all_far", True)
     far = with_engines(SIZE, train, **limits)
     assert made == {1, 2, 3, 4, 8, 12}
     assert near == far
@@ -54,7 +54,7 @@ def test_results_are_those_of_ranks_that_are_near(monkeypatch):
 @pytest.mark.parametrize(("spec", "sums"), [("none", 2), ("fp16", 2), ("powersgd(rank=2)", 4)])
 def test_a_sum_does_not_wait_for_the_one_before(spec, sums, monkeypatch):
     """One sum ends after another only; with a communicator in common nobody would come back."""
-    monkeypatch.setattr(LocalCommunicator, "far", True)
+    monkeypatch.setattr(LocalCommunicator, "all_far", True)
     real, worlds, others_end = LocalCommunicator._allreduce, [], threading.Barrier(2 * SIZE)
 
     def allreduce(self, buffer, op, name):
@@ -83,7 +83,7 @@ def test_a_sum_does_not_wait_for_the_one_before(spec, sums, monkeypatch):
 
 
 def test_a_rank_that_is_lost_ends_what_waits_on_any_track(monkeypatch):
-    monkeypatch.setattr(LocalCommunicator, "far", True)
+    monkeypatch.setattr(LocalCommunicator, "all_far", True)
     real, lost = LocalCommunicator._alltoall, threading.Event()
 
     def alltoall(self, *args):

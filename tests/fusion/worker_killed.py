@@ -59,7 +59,7 @@ def train(folder, phase, far, rank):
     store = FileStore(str(Path(folder) / phase.replace(" ", "-")), SIZE)
     comm = GlooCommunicator(store, rank, SIZE, timeout=60.0, host="127.0.0.1")
     if far:
-        comm._delay, comm._spread = 0.01, True
+        comm._nearest, comm._delay, comm._spread = 0.01, 0.01, True
     engine = Engine(comm, open_control, Limits(fusion_threshold=1 << 18))
     spec = "none" if phase == "plain" else SPEC
     n = 400_000

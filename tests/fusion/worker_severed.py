@@ -1,6 +1,7 @@
 """Three ranks between which something breaks: ``worker_severed.py FOLDER CASE SIZE``.
 
-``reset``: the connection of ranks 1 and 2 ends, and all live. ``forked`` and ``cloned``: rank 1 is
+``reset``: the connection of ranks 1 and 2 ends, and all live; ``cut``: while messages are on their
+way, and as between ranks that are all far apart. ``forked`` and ``cloned``: rank 1 is
 killed while a child of it lives, made by Python or by C, which runs none of Python's hooks. Ranks
 reduce SIZE elements until then. ``frozen`` and ``killed``: rank 1 is stopped, or killed, while
 ranks gather SIZE elements, so many that it is in the middle of a message. Each survivor prints what
@@ -33,6 +34,12 @@ def live_on():
         signal.pause()
 
 
+def cut(comm):
+    """End the connections between ranks 1 and 2."""
+    for descriptor in comm._connections.to(2):
+        comm._connections.cut(descriptor)
+
+
 def break_something(case, comm, folder):
     """Do what the case is about, on rank 1."""
     if case in ("forked", "cloned"):
@@ -47,8 +54,9 @@ def break_something(case, comm, folder):
         threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
         return
     if case == "reset":
-        for descriptor in comm._connections.to(2):
-            comm._connections.cut(descriptor)
+        cut(comm)
+    elif case == "cut":
+        threading.Timer(0.05, cut, (comm,)).start()
     else:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -57,14 +65,19 @@ def train(folder, case, n, rank):
     """Reduce until something is raised."""
     store = FileStore(str(folder / "store"), SIZE)
     comm = GlooCommunicator(store, rank, SIZE, timeout=100.0, host="127.0.0.1")
+    if case == "cut":
+        comm._nearest, comm._delay, comm._spread = 0.01, 0.01, True
     engine = Engine(comm, open_control)
     x, y = np.ones(n, np.float32), np.ones(n, np.float32)
     try:
         for step in range(100_000):
-            if rank == 1 and step == (2 if case in ("frozen", "killed") else 20):
+            if rank == 1 and step == (20 if case in ("reset", "forked", "cloned") else 2):
                 break_something(case, comm, folder)
             if case in ("frozen", "killed"):
                 engine.submit(Request("g", "allgather", shape=(n,)), x).wait(90)
+                continue
+            if case == "cut":
+                engine.submit(Request("x", shape=(n,)), x).wait(90)
                 continue
             handles = [
                 engine.submit(Request("x", shape=(n,)), x),
@@ -103,7 +116,7 @@ def main():
         if rank == 1 and case == "frozen":
             os.kill(children[rank], signal.SIGKILL)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(children[rank], 0)[1]))
-    assert codes == [0, 0, 0 if case == "reset" else -signal.SIGKILL], codes
+    assert codes == [0, 0, 0 if case in ("reset", "cut") else -signal.SIGKILL], codes
 
 
 if __name__ == "__main__":

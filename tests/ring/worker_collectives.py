@@ -265,8 +265,9 @@ def main():
         rank, size = int(sys.argv[4]), int(sys.argv[5])
         store = FileStore(sys.argv[3], size)
         comm = GlooCommunicator(store, rank, size, timeout=60.0, host="127.0.0.1")
-        if float(sys.argv[6]):  # as between hosts that are far apart
-            comm._delay, comm._spread = float(sys.argv[6]), True
+        if sys.argv[6] != "near":
+            comm._delay, comm._spread = 0.01, True
+            comm._nearest = 0.01 if sys.argv[6] == "all far" else 0.0
     digests = play_all(comm)
     if comm.rank == 0:
         with open(out, "w") as file:
