@@ -48,6 +48,10 @@ ALONE = Wire(_nothing)
 Steps = Generator[Wire, None, None]  # what a collective raises is thrown into it
 
 
+def _no_steps() -> Steps:
+    yield from ()
+
+
 def resume(steps: Steps, error: BaseException | None = None) -> Wire | None:
     """Return the next collective of ``steps``, which the last one's error is thrown into; or None.
 
@@ -107,6 +111,10 @@ class Flight:
         except BaseException as error:
             self.error = error
         self.end = time.perf_counter()
+
+    def let_go(self) -> None:
+        """Refer to no memory any more: a lane may hold this until its next exchange."""
+        self.steps, self.wire, self.done = _no_steps(), ALONE, _nothing
 
     def landed(self) -> None:
         """Tell of the collective."""
@@ -224,7 +232,9 @@ class Pipeline:
             self._lane(flight.lane - 1).put(flight)
         else:
             self._under_way -= 1
-            flight.done()
+            done = flight.done
+            flight.let_go()
+            done()
 
     def _lane(self, number: int) -> SimpleQueue[Flight | None]:
         if number not in self._lanes:
@@ -245,4 +255,3 @@ class Pipeline:
                 self._landed.put(flight)
                 with suppress(Exception):  # the owner may have gone meanwhile
                     self._wake()
-            del flight  # and the memory that it refers to
