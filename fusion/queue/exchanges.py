@@ -46,6 +46,8 @@ class Exchanges:
 
         def ended() -> None:
             self._under_way[comm] -= 1
+            if not self._under_way[comm]:  # which nobody may use any more
+                del self._under_way[comm]
             done()
 
         self._under_way[comm] += 1
@@ -55,8 +57,7 @@ class Exchanges:
 
     def severed(self) -> list[int]:
         """Return the ranks to which a connection has ended that exchanges under way need."""
-        busy = [comm for comm, number in self._under_way.items() if number]
-        return sorted({rank for comm in busy for rank in comm.severed()})
+        return sorted({rank for comm in self._under_way for rank in comm.severed()})
 
 
 def _ignore(start: float, end: float, nbytes: float, lane: int) -> None:
