@@ -275,7 +275,7 @@ class Communicator(ABC):
 
     @property
     def all_far(self) -> bool:
-        """Whether that is so between any two ranks, not just the farthest; the same on all."""
+        """Whether ``far`` holds between any two ranks, not just the farthest; the same on all."""
         return False
 
     def severed(self) -> list[int]:

@@ -10,8 +10,8 @@ A message of gloo's takes two journeys, as the receiver says first that it is re
 n ranks takes 2 (n - 1) messages one after the other. Between sites that is most of a step. Where
 messages take long, sums are made here, in one message or two: ranks send to each other directly,
 and all at once, as a connection takes several journeys until it fills its share of the line. Only
-where some ranks are near each other do large sums go around the ring, which crosses a line between
-two sites twice: ranks that send directly cross it once for each rank.
+where some ranks are near each other do large sums go around the ring. Over a line between two sites
+it sends each sum less than twice; ranks that send directly do so once for each rank of a site.
 
 gloo ends the process when ranks disagree about a length: agree before you call. It does not tell
 who waits for a message that had begun to arrive when its connection ended. That ends here for
@@ -41,7 +41,7 @@ SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats 
 WINDOW = 1 << 20  # bytes under way at once
 LOOK = timedelta(seconds=0.5)  # between two looks whether the connections still stand
 TURN = 1 << 18  # bytes that one collective sends before another one's turn, between hosts
-PIECE = 1 << 24  # bytes of a message between far ranks, which has to arrive before the time-out
+PIECE = 1 << 24  # bytes of a message, which has to arrive within gloo's time-out
 FAR = 2e-3  # seconds to the farthest rank from which the number of messages matters most,
 FAR_SMALL = 1 << 20  # bytes up to which it does even where some ranks are near: not by how much, or
 # runs would differ in rounding
@@ -131,7 +131,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @property
     def all_far(self) -> bool:
-        """Whether that is so between any two ranks."""
+        """Whether messages take that long between any two ranks."""
         return self._nearest >= FAR
 
     def sums_in_float32(self, dtype: str) -> bool:
