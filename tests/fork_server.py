@@ -53,17 +53,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TORCH = ["torch._dynamo", "torch.distributed.fsdp", "ringlet.torch", "ringlet.ring.functions.call"]
-DIGITS = "sklearn.model_selection"  # which examples and tests that train import
+OURS = ["ringlet.torch", "ringlet.ring.functions.call", "pytest", "encodings.idna"]
+LAUNCHER = [
+    "ringlet.ring.command.cli",
+    "ringlet.ring.hosts.batch_hosts",
+    "ringlet.ring.launch.machine",
+]
+TORCH = ["torch._dynamo", "torch.distributed.fsdp", *OURS, *LAUNCHER]
+JAX = ["ringlet.jax", "jax.experimental.buffer_callback", "jaxlib.mlir.dialects.mhlo"]
+DIGITS = "sklearn.datasets"  # which examples and tests that train import
 FRAMEWORKS = {
     "torch": [*TORCH, DIGITS],
-    "tensorflow": [*TORCH, DIGITS, "ringlet.tensorflow", "ringlet.keras", "ringlet.jax"],
-    "jax": [*TORCH, DIGITS, "ringlet.jax", "orbax.checkpoint", "flax.nnx"],
+    "tensorflow": [*TORCH, DIGITS, "ringlet.tensorflow", "ringlet.keras", *JAX],
+    "jax": [*TORCH, DIGITS, *JAX, "orbax.checkpoint", "flax.nnx"],
 }
 # What is imported instead, or as well, where these variables are set.
 VARIANTS = {
     "KERAS_BACKEND=torch": [*TORCH, "ringlet.keras"],
-    "KERAS_BACKEND=jax": [*TORCH, "ringlet.jax", "ringlet.keras"],
+    "KERAS_BACKEND=jax": [*TORCH, *JAX, "ringlet.keras"],
     "TF_USE_LEGACY_KERAS=1": [*FRAMEWORKS["tensorflow"], "tf_keras"],
 }
 # Their kernels are loaded in advance too.
@@ -340,7 +347,6 @@ def _see_environment(program: Program) -> None:
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = given + [path for path in sys.path if path not in PATHS]
-    importlib.invalidate_caches()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) and env.get("OMP_NUM_THREADS", "").isdecimal():
@@ -531,16 +537,6 @@ def serve(link: socket.socket) -> None:
         link.sendall(pid)
 
 
-def _load_kernels() -> None:
-    import numpy
-
-    from ringlet.compressors import Context, parse
-    from ringlet.compressors.base.precompile import precompile
-
-    for spec in SPECS:
-        precompile(parse(spec), Context(shape=(64,), numel=64, xp=numpy))
-
-
 def _collapse_pages() -> None:
     """Put this process's memory into huge pages, where Linux (6.1) can: to fork takes a third then.
 
@@ -566,13 +562,14 @@ def main() -> None:
         # make test-huggingface's environment is without scikit-learn, and trains on no digits.
         if name != DIGITS or importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
-    _load_kernels()
+    importlib.import_module("ringlet.job.warm_up").warm_up(SPECS)
     subprocess.Popen = Popen
-    for each in list(weakref.finalize._registry):  # a thousand operators of torch's
-        each.atexit = False
+    weakref.finalize._registry.clear()  # a thousand operators of torch's, each asked at the end
+    importlib.invalidate_caches()  # each finder of hundreds, which forks need not do again
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000, 50, 50)  # the usual ones took a tenth of what programs take
     _collapse_pages()
     serve(socket.socket(fileno=int(number)))
 

@@ -48,7 +48,6 @@ def peaks(run, warm=3, steps=2):
     for step in range(warm):
         run(step, inputs[step])
     found = []
-    gc.collect()
     gc.disable()
     tracemalloc.start()
     try:
