@@ -261,8 +261,7 @@ def become(
             if callable(signal.getsignal(number)):
                 usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, usual)
-        gc.collect()  # what is left refers to descriptors that are closed below: it must stay
-        gc.freeze()
+        gc.freeze()  # what nobody refers to may hold descriptors that are closed below: it stays
         _place(descriptors)
         if cwd is not None:
             os.chdir(cwd)
