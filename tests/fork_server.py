@@ -346,6 +346,8 @@ def _see_environment(program: Program) -> None:
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = given + [path for path in sys.path if path not in PATHS]
+    sys.path_importer_cache.clear()  # empty in a server: to tell each of hundreds takes longer
+    importlib.invalidate_caches()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) and env.get("OMP_NUM_THREADS", "").isdecimal():
@@ -564,7 +566,7 @@ def main() -> None:
     importlib.import_module("ringlet.job.warm_up").warm_up(SPECS)
     subprocess.Popen = Popen
     weakref.finalize._registry.clear()  # a thousand operators of torch's, each asked at the end
-    importlib.invalidate_caches()  # each finder of hundreds, which forks need not do again
+    sys.path_importer_cache.clear()
     gc.collect()
     gc.freeze()
     gc.enable()
