@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Python compiles the modules that it imports, a third of what pip would compile.
+INSTALL := python -m pip install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu test-mxnet test-huggingface lint types workflows check clean
 
@@ -56,14 +58,13 @@ test-gpu:
 	@sh tests/run_gpu.sh
 
 # MXNet asks for a NumPy that nothing else here runs with, and works with another: no dependencies.
-MXVENV := .venv-mxnet
-test-mxnet: $(MXVENV)/.made
-	$(MXVENV)/bin/python -m pytest tests/mxnet
+# In a folder of its own, so that what else the environment holds stays as its packages ask.
+MXNET := .mxnet
+test-mxnet: $(VENV)/.test $(MXNET)/.made
+	PYTHONPATH=$(CURDIR)/$(MXNET) $(BIN)/python -m pytest -n 2 --dist loadfile tests/mxnet
 
-$(MXVENV)/.made: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(MXVENV)
-	$(MXVENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,mpi,run]' hypothesis pytest pytest-timeout requests
-	$(MXVENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps mxnet
+$(MXNET)/.made: constraints.txt | $(VENV)/.made
+	$(BIN)/$(INSTALL) --no-deps --target $(MXNET) --upgrade mxnet
 	touch $@
 
 # Accelerate, Transformers' Trainer and Lightning, whose users register our DDP hook.
@@ -73,7 +74,7 @@ test-huggingface: $(INTEROP_VENV)/.made
 
 $(INTEROP_VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEROP_VENV)
-	$(INTEROP_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[interop]' hypothesis pytest pytest-timeout
+	$(INTEROP_VENV)/bin/$(INSTALL) --editable '.[interop]' hypothesis pytest pytest-timeout
 	touch $@
 
 lint: $(VENV)/.test
@@ -95,11 +96,11 @@ $(ACTIONLINT)/.made:
 check: lint types test
 
 clean:
-	rm -rf $(VENV) $(MXVENV) $(INTEROP_VENV) $(ENGINES_VENV) $(ACTIONLINT) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(MXNET) $(INTEROP_VENV) $(ENGINES_VENV) $(ACTIONLINT) .kernels build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(ENGINES_VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENGINES_VENV)
-	$(ENGINES_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,run,engines]'
+	$(ENGINES_VENV)/bin/$(INSTALL) --editable '.[torch,run,engines]'
 	touch $@
 
 $(VENV)/.made:
@@ -108,14 +109,16 @@ $(VENV)/.made:
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,mpi,run,examples]'
+	$(BIN)/$(INSTALL) --editable '.[torch,mpi,run,examples]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/$(INSTALL) --editable '.[docs]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.demo pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps tf_keras # asks for tensorflow, but tensorflow-cpu is here
-	touch $@
+# It holds what the demo needs too. Byte code is made here once, and not by each of pytest's workers.
+$(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
+	$(BIN)/$(INSTALL) --editable '.[test]'
+	$(BIN)/$(INSTALL) --no-deps tf_keras # asks for tensorflow, but tensorflow-cpu is here
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -c 'import torch._dynamo, torch.distributed.fsdp, tensorflow, flax.nnx, orbax.checkpoint'
+	touch $(VENV)/.demo $@

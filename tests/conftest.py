@@ -56,7 +56,7 @@ import fork_server  # noqa: E402 - when the environment is as every test finds i
 PRELOADED = re.compile(r'preloaded\("(\w+)"')
 SLOW_SERVERS = ("tensorflow", "jax")  # take seconds to start
 # One worker would be at them when the others have ended. By module, or by compressor.
-LONGEST = ("tests/compressors/test_broken.py", "tests/compressors/test_kit.py")
+BROKEN, KIT = "tests/compressors/test_broken.py", "tests/compressors/test_kit.py"
 
 
 @functools.cache
@@ -67,12 +67,20 @@ def server_of(path):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the files that take longest, so that no worker is alone in the end."""
+    """Begin with the files that take longest, so that no worker is alone in the end.
+
+    BROKEN starts no fork server: one worker is at it while two start theirs and compile kernels.
+    """
     rooms = ["ring", "frameworks", "fusion", "gpu", "compressors"]
 
     def turn(item):
         room = item.path.parent.name
-        return not server_of(item.path), rooms.index(room) if room in rooms else 9
+        broken = item.nodeid.startswith(BROKEN)
+        return (
+            not server_of(item.path),
+            not broken,
+            rooms.index(room) if room in rooms else 9,
+        )
 
     items.sort(key=turn)
 
@@ -81,14 +89,14 @@ def pytest_collection_modifyitems(items):
 def pytest_xdist_make_scheduler(config, log):
     """Keep files together that start programs from one of SLOW_SERVERS: one worker starts it.
 
-    And share LONGEST out by the first parameter of their tests.
+    And share BROKEN and KIT out by the first parameter of their tests.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class ByServer(LoadFileScheduling):
         def _split_scope(self, nodeid):
             path = super()._split_scope(nodeid)
-            if path in LONGEST:
+            if path in (BROKEN, KIT):
                 return f"{path}::{nodeid.partition('[')[2].partition('-')[0]}"
             return server_of(config.rootpath / path) or path
 

@@ -1,4 +1,4 @@
-"""ringlet.mxnet on real ranks: `make test-mxnet` runs it, in an environment of its own."""
+"""ringlet.mxnet on real ranks: `make test-mxnet` installs MXNet and runs it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.preloaded("torch")
 CHECKS = ("reductions", "movements", "one semantics", "training", "module", "mistakes")
 SIZE = 2
 

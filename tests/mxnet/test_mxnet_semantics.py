@@ -17,6 +17,7 @@ from semantics_job import Matrix, cells, table
 
 from ringlet.compressors.core.payload import WIRE_VERSION
 
+pytestmark = pytest.mark.preloaded("torch")
 FRAMEWORKS = ("torch", "mxnet", "mxnet_module")
 
 
