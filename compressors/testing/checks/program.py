@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import pickle
 import random
 import sys
 import threading
@@ -82,11 +83,11 @@ def _calls(compressor: Compressor) -> None:
         simulate(compressor, [x, -2 * x], step=1)
 
 
-def _surroundings() -> dict[str, str]:
+def _surroundings() -> dict[str, object]:
     """Return what a process has once, by what it is called."""
-    found = {
-        "NumPy's own generator (np.random)": str(np.random.get_state()),
-        "Python's own generator (random)": repr(random.getstate()),
+    found: dict[str, object] = {
+        "NumPy's own generator (np.random)": pickle.dumps(np.random.get_state()),
+        "Python's own generator (random)": random.getstate(),
         "what np.seterr() sets": repr(np.geterr()),
         "what np.set_printoptions() sets": repr(np.get_printoptions()),
         _FILTERS: repr(warnings.filters),
@@ -98,8 +99,9 @@ def _surroundings() -> dict[str, str]:
     }
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_rng_state"):
-        found["PyTorch's own generator (torch.manual_seed)"] = repr(torch.get_rng_state().tolist())
-        found["what torch.set_num_threads() sets"] = repr(torch.get_num_threads())
+        state = torch.get_rng_state().numpy().tobytes()
+        found["PyTorch's own generator (torch.manual_seed)"] = state
+        found["what torch.set_num_threads() sets"] = torch.get_num_threads()
     return found
 
 

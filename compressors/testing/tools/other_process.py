@@ -119,7 +119,9 @@ def serve() -> None:
     """Answer questions until there are no more: what the child does."""
     source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a plugin prints is no answer
-    importlib.import_module("numpy.random")  # once: plugins draw, and each fork would load it
+    # Once: plugins draw and checks are made of these, and each fork would load them.
+    for name in ("numpy.random", "ringlet.compressors.testing.catalogue"):
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what forks share
     while question := _read(source):
