@@ -64,8 +64,7 @@ class NcclCommunicator(GpuCommunicator):
         """End what is under way because a rank was lost; for any thread."""
         if self._handle:
             where = f"NCCL of rank {self.origin[self.rank]}"
-            self._error = self._error or PeerLost(f"{where} was ended: another rank was lost")
-            self._abandon()
+            self._abandon(PeerLost(f"{where} was ended: another rank was lost"))
 
     def synchronize(self) -> None:
         """Wait for what is in CuPy's current stream; PeerLost if it does not end in time."""
@@ -211,12 +210,13 @@ class NcclCommunicator(GpuCommunicator):
 
     def _abort(self, error: RingError) -> None:
         """End what is under way, so that the GPU does not wait forever, and raise."""
-        self._error = self._error or error
-        self._abandon()
+        self._abandon(error)
         raise error
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: RingError) -> None:
+        """End what is under way; who is told of ``error`` finds it ended."""
         with self._lock:
+            self._error = self._error or error
             handle, self._handle = self._handle, 0
             if handle:
                 self._library.call("CommAbort", handle)

@@ -280,6 +280,35 @@ def test_a_lost_rank_ends_what_waits(ranks):
     assert ranks(work) == [1] * 3
 
 
+def test_who_is_told_of_a_lost_rank_finds_ended_what_waited(ranks):
+    def work(comm):
+        comm._library.run = comm._library.state = lambda *args: IN_PROGRESS
+        comm._timeout = 20
+        told, early, lock = threading.Event(), [], comm._lock
+        ending = threading.Timer(0.1, comm.interrupt)
+
+        class Late:
+            """A lock that the thread which ends it gets as late as the other one allows."""
+
+            def __enter__(self):
+                if threading.current_thread() is ending:
+                    early.append(told.wait(0.3))
+                lock.acquire()
+
+            def __exit__(self, *args):
+                lock.release()
+
+        comm._lock = Late()
+        ending.start()
+        with pytest.raises(PeerLost, match="another rank was lost"):
+            comm.allreduce(device([1]))
+        told.set()
+        ending.join()
+        return early
+
+    assert ranks(work) == [[False]] * SIZE
+
+
 def test_ranks_take_the_gpus_in_turn(monkeypatch):
     runtime = types.SimpleNamespace(getDeviceCount=lambda: 2)
     gpus = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
