@@ -120,5 +120,6 @@ $(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
 	$(BIN)/$(INSTALL) --editable '.[test]'
 	$(BIN)/$(INSTALL) --no-deps tf_keras # asks for tensorflow, but tensorflow-cpu is here
-	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -c 'import torch._dynamo, torch.distributed.fsdp, tensorflow, flax.nnx, orbax.checkpoint'
+	for modules in torch._dynamo,torch.distributed.fsdp tensorflow,flax.nnx,orbax.checkpoint; do \
+		TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -c "import $$modules" & done; wait
 	touch $(VENV)/.demo $@

@@ -15,14 +15,16 @@ FURTHER_LENGTHS = (
     511, 512, 720, 1023, 1024, 1025, 4096,
 )  # fmt: skip
 LARGE = (1 << 22) + (1 << 18) + 3  # beyond 65536 buckets of 64
-_LONG = 8192  # values, more of which are not kept to be copied again
+_LONG, _LONGER = 8192, 1 << 20  # values, more of which are seldom kept to be copied again, or never
 # Of short vectors with values of any kind.
 _SMALL = (1, 1, 2, 2, 3, 5, 8, 13, 21, 34, 48, 55, 63, 65, 72, 80)
 
 
 def gaussian(n: int, seed: int, scale: float = 1.0) -> Array:
     """Return n normal float32 values."""
-    return (_normal if n > _LONG else _normal_again)(n, seed, scale).copy()
+    if n > _LONGER:
+        return _normal(n, seed, scale)
+    return (_long_again if n > _LONG else _normal_again)(n, seed, scale).copy()
 
 
 def _normal(n: int, seed: int, scale: float) -> Array:
@@ -32,11 +34,19 @@ def _normal(n: int, seed: int, scale: float) -> Array:
 
 # Checks draw the same few for every compressor; to draw them takes longer than most calls do.
 _normal_again = functools.lru_cache(1000)(_normal)
+_long_again = functools.lru_cache(8)(_normal)
 
 
 def heavy_tailed(n: int, seed: int) -> Array:
     """Return n values of Student's t with 3 degrees of freedom, a few entries far out."""
+    return (_heavy_tailed if n > _LONG else _heavy_tailed_again)(n, seed).copy()
+
+
+def _heavy_tailed(n: int, seed: int) -> Array:
     return np.random.default_rng(seed).standard_t(3, n).astype(np.float32)
+
+
+_heavy_tailed_again = functools.lru_cache(1000)(_heavy_tailed)
 
 
 def spiky(n: int, seed: int) -> Array:
