@@ -121,5 +121,5 @@ $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
 	$(BIN)/$(INSTALL) --editable '.[test]'
 	$(BIN)/$(INSTALL) --no-deps tf_keras # asks for tensorflow, but tensorflow-cpu is here
 	for modules in torch._dynamo,torch.distributed.fsdp tensorflow,flax.nnx,orbax.checkpoint; do \
-		TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -c "import $$modules" & done; wait
+		TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -c "import $$modules" 2>/dev/null & done; wait
 	touch $(VENV)/.demo $@
