@@ -1,14 +1,16 @@
 """What the conformance kit is made of: its examples, how it makes them smaller, whom it asks."""
 
+import importlib
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ringlet.compressors.testing import CheckFailed
-from ringlet.compressors.testing.tools import inputs, named_check
+from ringlet.compressors.testing.tools import inputs, named_check, other_process
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.other_process import OtherProcess
 from ringlet.compressors.testing.tools.patience import given_up_after
@@ -107,6 +109,68 @@ def test_another_process_finds_nothing_that_an_earlier_question_left(other):
     assert ask(other, left) is False
 
 
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Return a function that writes a module, imports it, and returns its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names = []
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.import_module(name)
+        names.append(name)
+        return name
+
+    yield write
+    for name in names:
+        del sys.modules[name]
+
+
+def test_modules_are_loaded_once_for_many_questions(other, module, tmp_path):
+    """Those of a plugin may take seconds, PyTorch's for example."""
+    lines = tmp_path / "lines"
+    name = module("slow_one", f"open({str(lines)!r}, 'a').write('loaded ')\ndef one(): return 1")
+    assert [other.ask({name}, sys.modules[name].one) for _ in range(3)] == [1] * 3
+    assert lines.read_text().split() == ["loaded"] * 2  # here and there
+    assert ask(other, printed) == 7
+    assert other.ask({name}, sys.modules[name].one) == 1
+
+
+def test_what_is_edited_is_loaded_anew(other, module, tmp_path):
+    module("beside", "VALUE = 1")
+    name = module("of_two", "import beside\ndef value(): return beside.VALUE")
+    assert other.ask({name}, sys.modules[name].value) == 1
+    (tmp_path / "beside.py").write_text("VALUE = 1 + 1")
+    assert other.ask({name}, sys.modules[name].value) == 2
+
+
+def test_a_module_that_starts_threads_finds_them_in_another_process(other, module):
+    name = module(
+        "with_threads",
+        "import queue, threading\n"
+        "asked, told = queue.Queue(), queue.Queue()\n"
+        "serve = lambda: [told.put(question + 1) for question in iter(asked.get, None)]\n"
+        "threading.Thread(target=serve, daemon=True).start()\n"
+        "def one(n):\n"
+        "    asked.put(n)\n"
+        "    return told.get(timeout=30)\n",
+    )
+    assert [other.ask({name}, sys.modules[name].one, n) for n in range(3)] == [1, 2, 3]
+    sys.modules[name].asked.put(None)
+
+
+def test_a_module_that_loads_nowhere_else_is_told(other, module, tmp_path):
+    name = module("only_here", "def one(): return 1")
+    (tmp_path / "only_here.py").write_text("raise ValueError('not there')")
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="ValueError: not there"):
+            other.ask({name}, sys.modules[name].one)
+    (tmp_path / "only_here.py").write_text("import os; os._exit(4)")
+    with pytest.raises(AssertionError, match="ended with status 1024"):
+        other.ask({name, __name__}, sys.modules[name].one)
+    assert ask(other, printed) == 7
+
+
 def test_another_process_that_ends_is_told_and_the_next_one_answers(other):
     with pytest.raises(AssertionError, match="ended with status"):
         ask(other, ended)
@@ -116,6 +180,28 @@ def test_another_process_that_ends_is_told_and_the_next_one_answers(other):
 def test_another_process_tells_what_went_wrong(other):
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         ask(other, divmod, 1, 0)
+
+
+def endless(told):
+    Path(told).write_text(str(os.getpid()))
+    while True:
+        time.sleep(1)
+
+
+def test_what_gives_no_answer_is_ended_wherever_it_runs(monkeypatch, tmp_path):
+    process, told = OtherProcess(), tmp_path / "pid"
+    assert ask(process, printed) == 7
+    monkeypatch.setattr(other_process, "_PATIENCE", 1.0)
+    with pytest.raises(AssertionError, match="gave no answer in 1 s"):
+        ask(process, endless, str(told))
+    line = Path(f"/proc/{told.read_text()}/cmdline")  # empty once the process has ended
+    end = time.monotonic() + 30
+    while line.exists() and line.read_bytes():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    monkeypatch.undo()
+    assert ask(process, printed) == 7
+    process._close()
 
 
 def test_a_child_that_is_gone_is_started_anew():

@@ -1,8 +1,9 @@
 """Another process to ask: one that knows nothing of this one, and hashes otherwise.
 
-It is started once and answers each question in a fork of its own, so that no plugin finds there
-what another one, or an earlier question, has left. What is asked of Ringlet's own compressors it
-answers itself: they leave nothing but kernels, which need not be loaded a second time.
+It is started once. A fork of it loads the modules of a plugin, which may take seconds, and answers
+each question about them in a fork of its own: no plugin finds there what another one, or an earlier
+question, has left. What is asked of Ringlet's own compressors it answers itself: they leave nothing
+but kernels, which need not be loaded a second time.
 """
 
 from __future__ import annotations
@@ -14,18 +15,25 @@ import importlib.util
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
 _CHILD += "from ringlet.compressors.testing.tools.other_process import serve; serve()"
 _PATIENCE = 120.0  # seconds for an answer, which may begin with compiling kernels
 _FORK, _STAY = b"f", b"s"  # what a question begins with
+_READY = b"ready"
+_TASKS = Path("/proc/self/task")  # those of libraries too, OpenMP's for example
+_NOT_EDITED = {"ringlet", *sys.stdlib_module_names}
 _HEAD = 8  # bytes before a message, which say how long it is
 
 
@@ -53,7 +61,8 @@ class OtherProcess:
         Everything is pickled; ``modules`` are those that it takes to load ``args``.
         """
         files = [(m, getattr(sys.modules[m], "__file__", None)) for m in sorted(modules)]
-        question = pickle.dumps((_path(), files, pickle.dumps((function, args))))
+        needed = pickle.dumps((_path(), files, () if are_ours(modules) else _sources()))
+        question = pickle.dumps((needed, pickle.dumps((function, args))))
         question = (_STAY if are_ours(modules) else _FORK) + question
         with self._lock:
             child = self._started()
@@ -90,6 +99,7 @@ class OtherProcess:
             stdout=subprocess.PIPE,
             stderr=self._told,
             env={**os.environ, "PYTHONHASHSEED": seed},
+            process_group=0,
         )
         self._owner = os.getpid()
         assert child.stdin is not None
@@ -103,16 +113,22 @@ class OtherProcess:
         if child is None or told is None or self._owner != os.getpid():
             return ""
         if kill:
-            child.kill()
+            _kill(child)
         try:
             child.communicate(timeout=5)  # which ends its input, and with that the child
         except (subprocess.TimeoutExpired, BrokenPipeError):
-            child.kill()
+            _kill(child)
             child.wait()
         self._child = self._told = None
         with told:
             told.seek(0)
             return told.read().decode(errors="replace").strip()[-2000:]
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End a child and its forks, one of which may have no end of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def serve() -> None:
@@ -124,30 +140,99 @@ def serve() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what forks share
+    loaded: _Loaded | None = None
     while question := _read(source):
+        needed, asked = pickle.loads(question[1:])
         if question[:1] == _STAY:
-            _write(answers, _answer(question[1:]))
+            _write(answers, _load_all(needed) or _answer(asked))
             continue
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if not pid:
-            with os.fdopen(writing, "wb") as out:
-                out.write(_answer(question[1:]))
+        if loaded is not None and loaded.needed != needed:
+            loaded.close()
+            loaded = None
+        loaded = loaded or _Loaded(needed)
+        _write(answers, loaded.answer(asked))
+    if loaded is not None:
+        loaded.close()
+
+
+class _Loaded:
+    """A fork that has loaded what is ``needed``: a path, modules and their files, and sources.
+
+    It stands for others that need the same, pickled: as long as nobody has changed a source.
+    """
+
+    def __init__(self, needed: bytes) -> None:
+        self.needed = needed
+        (asking, question), (answering, answer) = os.pipe(), os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            os.close(question)
+            os.close(answering)
+            with os.fdopen(asking, "rb") as source, os.fdopen(answer, "wb") as answers:
+                self._serve(source, answers)
             os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as found:
-            reply = found.read()
-        status = os.waitpid(pid, 0)[1]
-        _write(answers, reply or pickle.dumps((f"it ended with status {status}", None)))
+        os.close(asking)
+        os.close(answer)
+        self._questions, self._answers = os.fdopen(question, "wb"), os.fdopen(answering, "rb")
+        # Forks of it would be without threads that modules start: they load all by themselves.
+        self._usable = _read(self._answers) == _READY
+
+    def answer(self, asked: bytes) -> bytes:
+        """Return the answer to a question."""
+        if not self._usable:
+            return _in_a_fork(lambda: _load_all(self.needed) or _answer(asked))
+        _write(self._questions, asked)
+        return _read(self._answers)
+
+    def close(self) -> None:
+        """End it."""
+        with self._questions, self._answers:
+            pass
+        os.waitpid(self._pid, 0)
+
+    def _serve(self, source: IO[bytes], answers: IO[bytes]) -> None:
+        wrong = _load_all(self.needed)
+        gc.freeze()
+        _write(answers, _READY if _threads() == 1 else b"has threads")
+        while asked := _read(source):
+            _write(answers, wrong or _in_a_fork(partial(_answer, asked)))
 
 
-def _answer(question: bytes) -> bytes:
-    """Return what went wrong, or nothing, and the result."""
+def _threads() -> int:
+    """Return how many threads this process has; where nobody can tell, how many are Python's."""
+    return len(os.listdir(_TASKS)) if _TASKS.is_dir() else threading.active_count()
+
+
+def _in_a_fork(function: Callable[[], bytes]) -> bytes:
+    """Return what ``function`` returns in a fork, or, pickled, that it ended before."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with os.fdopen(writing, "wb") as out:
+            out.write(function())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as found:
+        reply = found.read()
+    status = os.waitpid(pid, 0)[1]
+    return reply or pickle.dumps((f"it ended with status {status}", None))
+
+
+def _load_all(needed: bytes) -> bytes:
+    """Load modules; return what went wrong, as an answer, or nothing."""
     try:
-        path, files, asked = pickle.loads(question)
+        path, files, _ = pickle.loads(needed)
         sys.path[:] = path
         for name, file in files:
             _load(name, file)
+    except BaseException:
+        return pickle.dumps((traceback.format_exc().strip(), None))
+    return b""
+
+
+def _answer(asked: bytes) -> bytes:
+    """Return what went wrong, or nothing, and the result; pickled."""
+    try:
         function, args = pickle.loads(asked)
         return pickle.dumps(("", function(*args)))
     except BaseException:
@@ -163,6 +248,17 @@ def _load(name: str, file: str | None) -> None:
             raise
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
+
+
+def _sources() -> list[tuple[str, int]]:
+    """Return the files of modules that nobody has installed, and when they were changed."""
+    edited = set()
+    for name, module in list(sys.modules.items()):
+        # Not as an attribute: some modules import others when they are asked for any.
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if file and "-packages" not in file and name.partition(".")[0] not in _NOT_EDITED:
+            edited.add(file)
+    return [(file, os.stat(file).st_mtime_ns) for file in sorted(edited) if os.path.isfile(file)]
 
 
 def _path() -> list[str]:
