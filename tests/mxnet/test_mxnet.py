@@ -15,6 +15,32 @@ CHECKS = ("reductions", "movements", "one semantics", "training", "module", "mis
 SIZE = 2
 
 
+# What docs/mxnet.md has users install, with what that asks for; and a program that finds no more.
+NEEDED = ("ringlet", "numpy", "numba", "llvmlite", "mpi4py", "mxnet")
+NEEDED += ("requests", "urllib3", "idna", "certifi", "charset_normalizer")
+WITHOUT_MORE = f"""
+import sys
+
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in (*sys.stdlib_module_names, *{NEEDED}) and not top.startswith("_"):
+            raise ModuleNotFoundError(f"no {{name}} here", name=name)
+
+sys.meta_path.insert(0, Nothing())
+import ringlet.mxnet as hvd
+import mxnet as mx
+
+hvd.init()
+for spec in ("none", "fp16", "int8 | ef"):
+    total = hvd.allreduce(mx.nd.ones(3) * hvd.rank(), op=hvd.Sum, name=spec, compression=spec)
+    assert total.asnumpy().tolist() == [1] * 3
+assert "torch" not in sys.modules
+hvd.shutdown()
+print("done")
+"""
+
+
 class HalfPrecision:
     """A cast that a program has written for Horovod."""
 
@@ -160,6 +186,14 @@ def job():
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks(job, check):
     assert job.stdout.count(f">: {check}\n") == SIZE, job.stdout + job.stderr
+
+
+def test_the_packages_that_the_page_names_are_enough():
+    # Interpreters with this flag are not forked from one that has imported more.
+    program = [sys.executable, "-W", "default", "-c", WITHOUT_MORE]
+    run = [sys.executable, "-m", "ringlet", "run", "-np", str(SIZE), *program]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.count(">: done\n") == SIZE, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("script", ["gluon_mnist", "module_mnist"])
