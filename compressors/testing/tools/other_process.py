@@ -34,6 +34,7 @@ _FORK, _STAY = b"f", b"s"  # what a question begins with
 _READY = b"ready"
 _TASKS = Path("/proc/self/task")  # those of libraries too, OpenMP's for example
 _NOT_EDITED = {"ringlet", *sys.stdlib_module_names}
+_INSTALLED = "/site-packages/", "/dist-packages/"
 _HEAD = 8  # bytes before a message, which say how long it is
 
 
@@ -166,11 +167,13 @@ class _Loaded:
         (asking, question), (answering, answer) = os.pipe(), os.pipe()
         self._pid = os.fork()
         if not self._pid:
-            os.close(question)
-            os.close(answering)
-            with os.fdopen(asking, "rb") as source, os.fdopen(answer, "wb") as answers:
-                self._serve(source, answers)
-            os._exit(0)
+            try:
+                os.close(question)
+                os.close(answering)
+                with os.fdopen(asking, "rb") as source, os.fdopen(answer, "wb") as answers:
+                    self._serve(source, answers)
+            finally:
+                os._exit(0)  # also where nobody listens any more: the caller's frames are another's
         os.close(asking)
         os.close(answer)
         self._questions, self._answers = os.fdopen(question, "wb"), os.fdopen(answering, "rb")
@@ -208,9 +211,11 @@ def _in_a_fork(function: Callable[[], bytes]) -> bytes:
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
-        with os.fdopen(writing, "wb") as out:
-            out.write(function())
-        os._exit(0)
+        try:
+            with os.fdopen(writing, "wb") as out:
+                out.write(function())
+        finally:
+            os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as found:
         reply = found.read()
@@ -252,13 +257,17 @@ def _load(name: str, file: str | None) -> None:
 
 def _sources() -> list[tuple[str, int]]:
     """Return the files of modules that nobody has installed, and when they were changed."""
-    edited = set()
+    files = set()
     for name, module in list(sys.modules.items()):
         # Not as an attribute: some modules import others when they are asked for any.
         file = getattr(module, "__dict__", {}).get("__file__")
-        if file and "-packages" not in file and name.partition(".")[0] not in _NOT_EDITED:
-            edited.add(file)
-    return [(file, os.stat(file).st_mtime_ns) for file in sorted(edited) if os.path.isfile(file)]
+        if file and name.partition(".")[0] not in _NOT_EDITED:
+            files.add(file)
+    found = []
+    for file in sorted(file for file in files if not any(place in file for place in _INSTALLED)):
+        with suppress(OSError):  # it may be of an archive, or gone
+            found.append((file, os.stat(file).st_mtime_ns))
+    return found
 
 
 def _path() -> list[str]:
