@@ -40,6 +40,7 @@ class ReduceOp(enum.IntEnum):
 
 
 _MOST = 1 << 28  # bytes of control data from one rank
+FAR = 2e-3  # seconds that a message takes from which the number of messages matters most
 
 _COMBINING: dict[int, ReduceOp] = {
     op: op for op in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
@@ -259,7 +260,7 @@ class Communicator(ABC):
 
     @property
     def far(self) -> bool:
-        """Whether messages are known to take so long that their number matters most.
+        """Whether messages are known to take ``FAR`` or longer, so that their number matters most.
 
         The same on all ranks.
         """

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from ringlet.compressors import Compressor, Context, Workspace, parse
 from ringlet.compressors.base.contract import storage
 from ringlet.job.capabilities import gpu_path
 from ringlet.ring.command.cli import UsageError, add_hosts, reach_of, size_of
-from ringlet.ring.communicator import Communicator
+from ringlet.ring.communicator import FAR, Communicator
+from ringlet.ring.cost.cost_model import Workload
 from ringlet.ring.cost.link_probe import MeasuredLink, measure_links
 from ringlet.ring.errors import RingError
 from ringlet.ring.hosts.hosts import chosen_hosts
@@ -49,13 +50,20 @@ to be put right."""
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What compressing a tensor costs: seconds to encode and to decode, payload per input byte."""
+    """What compressing a tensor costs: seconds to encode and to decode, payload per input byte.
+
+    ``sums`` is the number of exchanges that it takes, one after the other.
+    """
 
     spec: str
     combine: str
     encode: float
     decode: float
     ratio: float
+    sums: int = 1
+
+
+UNCOMPRESSED = CodecCost("none", "sum", 0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -258,9 +266,9 @@ def _verdict(
         print("\nNo verdict: a link could not be measured.")
         return
     print(
-        "\nPredicted for float32 gradients (bytes over the slowest link / its rate, plus codec"
-        f" time measured\non a {SIDE} x {SIDE} tensor; no overlap with computing; accuracy is"
-        " another matter, see docs/convergence.md):"
+        "\nPredicted for float32 gradients (bytes over the slowest link / its rate, its delays, and"
+        f" codec time\nmeasured on a {SIDE} x {SIDE} tensor; no overlap with computing; accuracy is"
+        " another matter, see\ndocs/convergence.md):"
     )
     predicted = _predicted(codecs, hosts, links)
     for one in predicted:
@@ -268,7 +276,7 @@ def _verdict(
             f"  {one.spec:<18} {one.gain:5.1f} x  {one.verdict:<20}"
             f" wire {1e3 * one.wire_seconds:7.1f} ms, codec {1e3 * one.codec_seconds:6.1f} ms"
         )
-    plain = _crossing("sum", 1.0, hosts) * 4.0 * SIDE * SIDE / min(link.rate for link in links)
+    plain = _wire(UNCOMPRESSED, hosts, links)
     chosen = _best([asdict(one) for one in predicted])
     print(f"Uncompressed: {1e3 * plain:.1f} ms. Fastest by this model: compression={chosen!r}.")
 
@@ -277,15 +285,14 @@ def _predicted(
     codecs: Sequence[CodecCost], hosts: Sequence[str], links: Sequence[MeasuredLink]
 ) -> list[SpecPrediction]:
     """Return what each codec would gain on the slowest of ``links``."""
-    per_byte = 4.0 * SIDE * SIDE / min(link.rate for link in links)
-    plain = _crossing("sum", 1.0, hosts) * per_byte
+    plain = _wire(UNCOMPRESSED, hosts, links)
     found = []
     for codec in codecs:
-        crossing = _crossing(codec.combine, codec.ratio, hosts) * per_byte
+        wire = _wire(codec, hosts, links)
         spent = _work(codec, len(hosts))
-        gain = plain / (crossing + spent)
+        gain = plain / (wire + spent)
         verdict = "pays" if gain >= PAYS else "costs" if gain < 1 / PAYS else "makes no difference"
-        found.append(SpecPrediction(codec.spec, gain, verdict, crossing, spent))
+        found.append(SpecPrediction(codec.spec, gain, verdict, wire, spent))
     return found
 
 
@@ -293,6 +300,21 @@ def _best(predicted: Sequence[dict[str, Any]]) -> str:
     """Return the spec that gains most, "none" where none pays."""
     best = max(predicted, key=lambda one: float(one["gain"]), default=None)
     return str(best["spec"]) if best and best["gain"] >= PAYS else "none"
+
+
+def _wire(codec: CodecCost, hosts: Sequence[str], links: Sequence[MeasuredLink]) -> float:
+    """Return the seconds that the payload of a tensor takes over the slowest of ``links``."""
+    rate, latency = min(link.rate for link in links), max(link.latency for link in links)
+    nbytes = 4.0 * SIDE * SIDE * _crossing(codec.combine, codec.ratio, hosts)
+    return nbytes / rate + latency * _delays(codec, hosts, links)
+
+
+def _delays(codec: CodecCost, hosts: Sequence[str], links: Sequence[MeasuredLink]) -> float:
+    """Return how many messages between hosts wait for each other, as the cost model counts them."""
+    places = len(set(hosts))
+    far = places == len(hosts) and min(link.latency for link in links) >= FAR
+    combine = "allreduce" if codec.combine in ("sum", "rounds") else codec.combine
+    return codec.sums * Workload(combine, 0, places, far=far).terms().alpha
 
 
 def _crossing(combine: str, ratio: float, hosts: Sequence[str]) -> float:
@@ -324,22 +346,23 @@ def _codec(compressor: Compressor) -> CodecCost:
         Context(shape=(SIDE, SIDE), numel=x.size, workspace=Workspace()),
     )
     if traits.combine == "rounds":
-        sent = 0
+        sent = sums = 0
 
         def run() -> None:
-            nonlocal sent
-            sent = 0
+            nonlocal sent, sums
+            sent = sums = 0
             exchange = compressor.exchange(x, out, context)
             try:
                 item = next(exchange)
                 while True:
                     sent += item.values.nbytes
+                    sums += 1
                     item = exchange.send(item.values.copy())
             except StopIteration:
                 return
 
         seconds = _median(run)
-        return CodecCost(str(compressor), "rounds", seconds, 0.0, sent / x.nbytes)
+        return CodecCost(str(compressor), "rounds", seconds, 0.0, sent / x.nbytes, sums)
     payload = {}
     if traits.fixed_size:
         payload = {
@@ -377,7 +400,7 @@ def _median(run: object) -> float:
 def _slowest(comm: Communicator, codec: CodecCost) -> CodecCost:
     told = comm.allgather_bytes(json.dumps([codec.encode, codec.decode]).encode())
     encode, decode = (max(column) for column in zip(*map(json.loads, told), strict=True))
-    return CodecCost(codec.spec, codec.combine, encode, decode, codec.ratio)
+    return replace(codec, encode=encode, decode=decode)
 
 
 def _allreduce_rate(comm: Communicator) -> float:

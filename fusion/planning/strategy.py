@@ -16,7 +16,7 @@ from typing import Literal
 from ringlet.compressors import Compressor, CompressorError, NoCompression
 from ringlet.compressors.base.contract import storage
 from ringlet.fusion.limits import UNKNOWN, Link
-from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.communicator import FAR, ReduceOp
 from ringlet.ring.cost.cost_model import Constants, Workload
 from ringlet.ring.dtypes import FLOATS
 
@@ -96,8 +96,9 @@ def cheaper(compressor: Compressor, numel: int, size: int, link: Link) -> Strate
     nbytes = 4.0 * numel
     ratio = payload / nbytes if numel else 0.0
     constants = Constants(link.latency, 1 / link.bandwidth, encode=ENCODE, decode=DECODE)
-    gather = Workload("allgather", nbytes, size, ratio).seconds(constants)
-    scatter = Workload("scatter_reduce", nbytes, size, ratio).seconds(constants)
+    far = link.latency >= FAR
+    gather = Workload("allgather", nbytes, size, ratio, far=far).seconds(constants)
+    scatter = Workload("scatter_reduce", nbytes, size, ratio, far=far).seconds(constants)
     return "scatter_reduce" if scatter < gather else "allgather"
 
 

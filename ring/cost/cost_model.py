@@ -10,7 +10,9 @@ before compression, of which the fraction r travels, P ranks, L of them on each 
                     + scatter_reduce of n / L bytes among H ranks
 
 (two_level with r = 1 has an allreduce between hosts instead). One alpha of each compressed
-collective is for what ranks tell each other of the payloads they received. For the terms see
+collective is for what ranks tell each other of the payloads they received. Ranks that are far apart
+(``Communicator.all_far``) send to all others at once: their P - 1 messages cost one alpha. For the
+terms see
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 IJHPCA 2005. Nothing here knows of congestion, stragglers or caches: ranges are those of the
 measurement's own scatter.
@@ -47,8 +49,9 @@ class Constants:
 class Workload:
     """One collective: ``nbytes`` before compression, over ``ranks``, ``local_size`` a host.
 
-    ``ratio`` is the fraction of bytes that travels: 0.25 for int8 of float32. Raises ValueError for
-    an unknown collective, and for ranks that do not fill their hosts.
+    ``ratio`` is the fraction of bytes that travels: 0.25 for int8 of float32. ``far``: the delays
+    of a rank's messages to the others overlap. Raises ValueError for an unknown collective, and for
+    ranks that do not fill their hosts.
     """
 
     collective: str
@@ -56,6 +59,7 @@ class Workload:
     ranks: int
     ratio: float = 1.0
     local_size: int = 1
+    far: bool = False
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
@@ -69,15 +73,16 @@ class Workload:
     def terms(self) -> Constants:
         """Return what each constant is multiplied by."""
         n, p, r = self.nbytes, self.ranks, self.ratio
+        others = min(1, p - 1) if self.far else p - 1
         if self.collective == "allreduce":
-            return Constants(2 * (p - 1), 2 * (p - 1) / p * n, (p - 1) / p * n)
+            return Constants(2 * others, 2 * (p - 1) / p * n, (p - 1) / p * n)
         if self.collective == "allgather":
-            return Constants(2 * (p - 1), (p - 1) * r * n, 0.0, n, p * n)
+            return Constants(2 * others, (p - 1) * r * n, 0.0, n, p * n)
         if self.collective == "scatter_reduce":
-            return Constants(3 * (p - 1), 2 * (p - 1) / p * r * n, 0.0, (1 + 1 / p) * n, 2 * n)
+            return Constants(3 * others, 2 * (p - 1) / p * r * n, 0.0, (1 + 1 / p) * n, 2 * n)
         share = self.local_size
         kind = "allreduce" if r == 1.0 else "scatter_reduce"
-        between = Workload(kind, n / share, p // share, r).terms()
+        between = Workload(kind, n / share, p // share, r, far=self.far).terms()
         return Constants(
             between.alpha,
             between.beta,

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ringlet.ring.communicator import Communicator, ReduceOp
+from ringlet.ring.communicator import FAR, Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import PeerLost, unavailable
 from ringlet.ring.interrupt import held
@@ -42,9 +42,8 @@ WINDOW = 1 << 20  # bytes under way at once
 LOOK = timedelta(seconds=0.5)  # between two looks whether the connections still stand
 TURN = 1 << 18  # bytes that one collective sends before another one's turn, between hosts
 PIECE = 1 << 24  # bytes of a message, which has to arrive within gloo's time-out
-FAR = 2e-3  # seconds to the farthest rank from which the number of messages matters most,
-FAR_SMALL = 1 << 20  # bytes up to which it does even where some ranks are near: not by how much, or
-# runs would differ in rounding
+FAR_SMALL = 1 << 20  # bytes up to which the number of messages matters most even where some ranks
+# are near: not by how much, or runs would differ in rounding
 FAR_BYTES = 12_500_000  # a second, as lines between sites carry them
 BOTH = (ReduceOp.SUM, ReduceOp.PRODUCT)  # do not depend on the sign an integer is read with
 ALL = (*BOTH, ReduceOp.MIN, ReduceOp.MAX)

@@ -15,7 +15,7 @@ import pytest
 from ringlet.__main__ import main
 from ringlet.cli import doctor
 from ringlet.cli.assumed_link import assumed_link
-from ringlet.cli.doctor import CodecCost, _compare, _crossing, _verdict
+from ringlet.cli.doctor import CodecCost, _compare, _crossing, _verdict, _wire
 from ringlet.job.capabilities import gpu_path
 from ringlet.ring.command.cli import UsageError
 from ringlet.ring.cost.link_probe import MeasuredLink
@@ -191,15 +191,32 @@ def test_the_verdict_depends_on_the_link(capsys: pytest.CaptureFixture[str]) -> 
     assert "No verdict" in capsys.readouterr().out
 
 
+def test_delays_count_once_for_ranks_that_are_far_apart_and_in_every_round() -> None:
+    four = ["a", "b", "c", "d"]
+
+    def wire(combine: str, sums: int, latency: float, hosts: list[str]) -> float:
+        codec = CodecCost("spec", combine, 0.0, 0.0, 0.0, sums)  # of no bytes: delays alone
+        return _wire(codec, hosts, [MeasuredLink("a", "b", latency, 1e9)])
+
+    assert wire("sum", 1, 1e-3, four) == pytest.approx(6e-3)
+    assert wire("sum", 1, 1e-2, four) == pytest.approx(2e-2)
+    assert wire("rounds", 2, 1e-2, four) == pytest.approx(4e-2)
+    assert wire("allgather", 1, 1e-2, four) == pytest.approx(2e-2)
+    assert wire("scatter_reduce", 1, 1e-2, four) == pytest.approx(3e-2)
+    # A ring crosses the line between two sites as often as there are hosts, not ranks.
+    assert wire("sum", 1, 1e-2, ["a", "a", "b", "b"]) == pytest.approx(2e-2)
+    assert wire("sum", 1, 1e-2, ["a", "a", "b", "b", "c", "c"]) == pytest.approx(4e-2)
+
+
 def test_codecs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SIDE", 64)
-    for spec, combine, ratio in (
-        ("fp16", "sum", 0.5),
-        ("int8", "scatter_reduce", 0.25),
-        ("topk(ratio=0.01)", "allgather", 0.02),
-        ("powersgd(rank=4)", "rounds", 0.125),
+    for spec, combine, sums, ratio in (
+        ("fp16", "sum", 1, 0.5),
+        ("int8", "scatter_reduce", 1, 0.25),
+        ("topk(ratio=0.01)", "allgather", 1, 0.02),
+        ("powersgd(rank=4)", "rounds", 2, 0.125),
     ):
         codec = doctor._codec(doctor.parse(spec))
-        assert codec.combine == combine
+        assert (codec.combine, codec.sums) == (combine, sums)
         assert codec.encode > 0
         assert codec.ratio == pytest.approx(ratio, rel=0.2)

@@ -51,6 +51,17 @@ def test_the_formulas_give_the_published_example():
         assert got == pytest.approx(expected, abs=1.0)
 
 
+def test_ranks_that_are_far_apart_pay_a_delay_once():
+    wire = Constants(alpha=10e-3)
+    for ranks in (2, 4, 64):
+        for collective, delays in (("allreduce", 2), ("allgather", 2), ("scatter_reduce", 3)):
+            far = Workload(collective, 1e6, ranks, 0.25, far=True)
+            assert far.seconds(wire) == pytest.approx(delays * 10e-3)
+            near = Workload(collective, 1e6, ranks, 0.25)
+            assert near.seconds(wire) == pytest.approx((ranks - 1) * delays * 10e-3)
+    assert Workload("allreduce", 1e6, 1, far=True).seconds(wire) == 0
+
+
 def test_without_noise_the_fit_finds_the_constants():
     model = fit(measured((2, 4), SIZES, 0.0, 0))
     for name, value in vars(TRUTH).items():
