@@ -113,7 +113,7 @@ ROWS = (
     ),
     Row(
         10,
-        "Inf or NaN in one rank's gradients, with every compressor and loss scale",
+        "Inf or NaN in one rank's gradients, with every compressor and a loss scale of `precision`",
         "All ranks skip that step, and residuals stay as they were.",
         ("frameworks/test_precision.py",),
     ),

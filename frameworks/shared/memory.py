@@ -9,8 +9,10 @@ from typing import Any
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
+from ringlet.compressors.modifiers.residuals import forget, wide
 from ringlet.compressors.states import owed, rescale, resize, take_over
 from ringlet.job.session import current, is_initialized
+from ringlet.ring.dtypes import Array
 from ringlet.shared.residual_store import norm
 
 _COUNTERS = frozenset({"step"})
@@ -122,6 +124,20 @@ class Memory:
         """Return the Euclidean norm of what is held back on this rank."""
         with self.lock, at_work():
             return norm(self.states)
+
+    def take_residuals(self) -> dict[str, Array]:
+        """Return the residuals (flat float32), by tensor, and hold them back no more.
+
+        Of each tensor whose compressor keeps one in units of the gradient.
+        """
+        taken = {}
+        with self.lock, at_work():
+            for name, state, compressor in self._compressed():
+                residual = wide(state)
+                if residual is not None and "residual" in compressor.traits().gradient_units:
+                    taken[name] = residual
+                    forget(state)
+        return taken
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals, which are in units of a loss scale that has changed."""

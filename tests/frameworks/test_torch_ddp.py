@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import io
+import logging
+import os
 import tempfile
 import time
 import warnings
@@ -398,6 +400,29 @@ def case_another_process_group_than_the_jobs():
                 wrapped(inputs(0)).square().mean().backward()
                 grads.append(torch.cat([p.grad.to_dense().flatten() for p in own.parameters()]))
             assert torch.allclose(*grads, atol=1e-6)
+
+
+def case_who_waits_for_ranks_without_a_hook_says_so():
+    """Rank 1 comes once rank 0 has told of it; in truth it would never come."""
+    started()
+    told = Path(hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)) / "told"
+
+    class Telling(logging.Handler):
+        def emit(self, record):
+            if "has waited" in record.getMessage():
+                told.with_suffix(".part").write_text(record.getMessage())
+                told.with_suffix(".part").rename(told)
+
+    handler = Telling()
+    logging.getLogger("ringlet").addHandler(handler)
+    with mock.patch.dict(os.environ, {"RINGLET_STALL_CHECK_TIME_SECONDS": "0.2"}):
+        if hvd.rank() == 1:
+            deadline = time.monotonic() + 60
+            while not told.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        hvd.ddp_hook("int8")
+    logging.getLogger("ringlet").removeHandler(handler)
+    assert "rank 0 has waited 0.2 s in hvd.ddp_hook() for the other 1 rank(s)" in told.read_text()
 
 
 def case_a_model_that_is_gone_leaves_no_residuals():

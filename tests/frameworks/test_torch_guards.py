@@ -298,6 +298,138 @@ def test_a_grad_scaler_of_ones_own_waits_for_gradients():
     ranks(work)
 
 
+def test_a_grad_scaler_waits_in_steps_of_fewer_passes_too():
+    """The last batches of an epoch: what it sees is reduced, and is the same on all ranks."""
+
+    def work():
+        model, twin = network(), network()
+        optimizer = wrap(model, backward_passes_per_step=2)
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+        scaler, other = (torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2))
+        for epoch in range(3):
+            for batch in range(3):
+                draw = torch.Generator().manual_seed(10 * epoch + batch)
+                x = torch.randn(hvd.size(), 4, 8, generator=draw) * 5
+                spoiled = float("inf") if (epoch, batch) == (1, 2) else 1.0
+                own = spoiled if hvd.rank() == 1 else 1.0
+                scaler.scale(model(x[hvd.rank()]).square().mean() * own).backward()
+                other.scale(twin(x.flatten(0, 1)).square().mean() * spoiled).backward()
+                if batch == 0:
+                    continue
+                for each, scale, net in ((optimizer, scaler, model), (plain, other, twin)):
+                    scale.unscale_(each)
+                    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                    scale.step(each)
+                    scale.update()
+                    each.zero_grad()
+        assert scaler.get_scale() == other.get_scale() == 32.0
+        assert hvd.replicas_equal(model.state_dict())
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+    ranks(work)
+
+
+def test_a_grad_scaler_takes_no_gradient_on_one_rank_for_zeros():
+    def work():
+        body, head = network(), nn.Linear(4, 2)
+        hvd.broadcast_parameters(head.state_dict(), 0)
+        both = wrap(body), wrap(head)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(hvd.rank()))
+        for step in range(3):
+            hidden = body(x)
+            used = step != 1 or hvd.rank() == 0
+            out = head(hidden) if used else hidden
+            scaler.scale(out.square().mean()).backward()
+            before = head.weight.detach().clone()
+            for optimizer in both:
+                scaler.step(optimizer)
+            scaler.update()
+            assert not torch.equal(head.weight, before)
+            for optimizer in both:
+                optimizer.zero_grad()
+        assert hvd.replicas_equal(head.state_dict())
+        assert hvd.replicas_equal(body.state_dict())
+
+    ranks(work)
+
+
+@pytest.mark.parametrize("kind", ["op=Adasum", "OneBitAdam", "DiLoCo"])
+def test_a_grad_scaler_is_refused_where_ranks_meet_in_step(kind):
+    """On every rank, and before one of them skips its step."""
+
+    def work():
+        model = network()
+        named = list(model.named_parameters())
+        if kind == "op=Adasum":
+            optimizer = wrap(model, op=hvd.Adasum)
+        elif kind == "OneBitAdam":
+            optimizer = hvd.OneBitAdam(named, lr=0.1)
+        else:
+            optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), named)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(model(torch.ones(4, 8)).sum() * (float("inf") if hvd.rank() else 1)).backward()
+        if hvd.size() > 1:
+            with pytest.raises(RuntimeError, match=f"does not go together with {kind}: ranks meet"):
+                scaler.step(optimizer)
+            optimizer.zero_grad()
+            backward(model)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+
+    ranks(work)
+    ranks(work, np=1)
+
+
+@pytest.mark.parametrize("predivide", [1.0, 2.0])
+@pytest.mark.parametrize("spec", ["topk(ratio=0.05) | ef", "topk(ratio=0.05) | ef(dtype='int8')"])
+def test_one_rank_that_is_left_gives_back_what_all_held_back(spec, predivide):
+    """Nothing travels there any more, so that nothing else would deliver it."""
+
+    def weight():
+        return nn.Parameter(torch.zeros(80, 64))
+
+    def made(p):
+        inner = torch.optim.SGD([p], lr=1.0)
+        return hvd.DistributedOptimizer(
+            inner, [("weight", p)], compression=spec, gradient_predivide_factor=predivide
+        )
+
+    def saving():
+        p = weight()
+        optimizer, draw = made(p), torch.Generator().manual_seed(hvd.rank())
+        owed = torch.zeros(80, 64)
+        for _ in range(6):
+            optimizer.zero_grad()
+            own = torch.randn(80, 64, generator=draw)
+            owed += hvd.allreduce(own, name="owed")
+            (p * own).sum().backward()
+            optimizer.step()
+        return optimizer.state_dict(), owed + p.detach()  # p is minus what was delivered
+
+    def loading():
+        p = weight()
+        optimizer = made(p)
+        optimizer.load_sharded([state for state, _ in saved])
+        assert optimizer.residual_norm() > 0
+        for _ in range(2):
+            optimizer.zero_grad()
+            (p * 0.5).sum().backward()
+            optimizer.step()
+        assert optimizer.residual_norm() == 0
+        return -p.detach() - 1.0
+
+    saved = ranks(saving, np=2)
+    (delivered,) = ranks(loading, np=1)
+    rounded = 0.05 if "int8" in spec else 1e-4
+    torch.testing.assert_close(delivered, saved[0][1], rtol=0, atol=rounded)
+
+
 @pytest.mark.parametrize("spec", ["topk(ratio=0.1) | ef", "int8 | momentum_correction"])
 def test_parameters_that_are_added_or_unfrozen_leave_residuals_alone(spec):
     def work():

@@ -19,12 +19,12 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes
 from ringlet.torch.ops.reductions import grouped_allreduce_
+from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
 
-class AdasumMixin:
+class AdasumMixin(RefusesScaler):
     """What the optimizer's class gains."""
 
-    param_groups: list[dict[str, Any]]
     _ringlet_named: dict[str, torch.nn.Parameter]
     _ringlet_compression: Any
     _ringlet_process_set: ProcessSet
@@ -47,6 +47,10 @@ class AdasumMixin:
             "_ringlet_process_set": options.process_set,
             "_ringlet_label": current().unnamed("AdasumOptimizer"),
         }
+
+    @property
+    def _scaler_meets(self) -> str:
+        return "op=Adasum"
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:  # Horovod's, and its users', name

@@ -103,6 +103,7 @@ class Reducer:
         self._declarations = 0  # under the present label
         self._finalizer: Any = None
         self._alone = False  # whether it is known that nobody else reduces
+        self._owing = False  # whether ranks that are no more have left residuals to this one
         self._included = process_set.included()
         warn_of_unmatched(options.router, named)
         self._start = 0 if before is None else self._inherit(before)  # steps before the group's
@@ -157,6 +158,7 @@ class Reducer:
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
         """Go on with what all ranks of an earlier job saved."""
         self._restored(self.memory.load_shards(shards))
+        self._owing = self._included and self._size() == 1
 
     @property
     def included(self) -> bool:
@@ -220,6 +222,8 @@ class Reducer:
             self.renewed = False
             if changed is not None and self.cure:
                 raise RuntimeError(self._too_early(changed))
+            if self._owing:
+                self._pay_back()
             return
         if changed is not None:
             why = self._too_early(changed)
@@ -294,6 +298,16 @@ class Reducer:
             wide = torch.tensor(loss, dtype=torch.float64)
             return allreduce(wide, name=name, op=self._op, process_set=process_set).item()
         return loss
+
+    def _pay_back(self) -> None:
+        """Add what ranks held back to gradients: the one that is left sends nothing."""
+        self._owing = False
+        for name, residual in self.memory.take_residuals().items():
+            p = self.parameters[name]
+            owed = torch.as_tensor(residual, device=p.device).reshape(p.shape) * self._predivide
+            with torch.no_grad():
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = (owed + grad).to(p.dtype)
 
     def take_back(self) -> None:
         """Forget the step at hand, which has failed: compressors remember what was before it."""
@@ -426,7 +440,8 @@ class Reducer:
     def _too_early(self, name: str) -> str:
         return (
             f"the gradient of {name!r} was changed between backward() and synchronize() or step(), "
-            f"when it is being reduced: {self.cure or _CLIP}"
+            f"when it is being reduced: {self.cure or _CLIP}. A second backward() changes it too. "
+            "The step is given up, on all ranks; zero_grad() begins the next one"
         )
 
     def _give_up(self, why: str) -> None:
@@ -500,7 +515,10 @@ class Reducer:
             raise RuntimeError(
                 f"the gradient of {name!r} was computed more than backward_passes_per_step="
                 f"{self.passes} times before step() of the DistributedOptimizer: call its step(), "
-                "not that of what it wraps, and raise backward_passes_per_step to accumulate"
+                "not that of what it wraps, and raise backward_passes_per_step to accumulate. If "
+                "another loss's backward() reaches it, as a generator's does a discriminator, call "
+                "requires_grad_(False) on it meanwhile; torch.utils.checkpoint takes "
+                "use_reentrant=False"
             )
         group = self._group
         assert group is not None

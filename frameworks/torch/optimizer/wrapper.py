@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
 from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.optimizer.scaler_looks import of_scaler
 from ringlet.torch.precision.masters import PRECISION_KEY, Masters, scale_in
 from ringlet.torch.precision.policy_checks import acts, check_policy, check_wire
 
@@ -59,8 +59,7 @@ class _Distributed:
         ``precision`` has brought masters or a loss scale, of which a GradScaler knows nothing.
         """
         masters = self._ringlet_masters
-        involved = self._ringlet.in_flight or masters is not None
-        if involved and _of_scaler(sys._getframe(1)):
+        if (self._ringlet_due or masters is not None) and of_scaler(sys._getframe(1)):
             if masters is not None:
                 raise RuntimeError(
                     "this optimizer's precision has masters or a loss scale of its own: call "
@@ -74,6 +73,12 @@ class _Distributed:
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._ringlet_groups = groups
+
+    @property
+    def _ringlet_due(self) -> bool:
+        """Whether gradients of the step at hand are to be waited for, perhaps of other ranks."""
+        taken = self._ringlet_implied or self._ringlet_synchronized
+        return not taken or self._ringlet.in_flight or self._ringlet.renewed
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch hands over what it loaded, and writes to __dict__, where a property hides it.
@@ -349,8 +354,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
       model: float32 masters, a loss scale (see ``scale``), in what sums accumulate, and its wire if
       ``compression`` is None.
 
-    Raises Mismatch, the same on every rank, when ranks hold different parameters, arguments or
-    classes of optimizers;
+    Raises Mismatch, the same on every rank, when ranks hold different parameters, arguments (but
+    ``backward_passes_per_step``, which each rank counts for itself) or classes of optimizers;
     ValueError for names that do not fit the parameters; SpecError for a bad ``compression``.
     """
     options = Options.among(locals())
@@ -409,13 +414,6 @@ def _described(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return "the model" if isinstance(value, torch.nn.Module) else f"a {type(value).__name__}"
-
-
-def _of_scaler(frame: FrameType) -> bool:
-    """Whether a GradScaler, or a subclass of it, runs in ``frame``."""
-    if "grad_scaler" in frame.f_globals["__name__"]:
-        return True
-    return isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)
 
 
 def _agree_on_class(base: type, process_set: ProcessSet) -> None:

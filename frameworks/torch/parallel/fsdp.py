@@ -95,7 +95,7 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
     if not traits.fixed_size or traits.combine == "rounds":
         raise InvalidArgument(
             f"{str(compressor)!r} cannot compress a reduce-scatter, whose pieces have a fixed size "
-            "and one receiver each; use a quantiser, a cast or block_topk"
+            "and one receiver each; use a cast, a quantiser, topk or block_topk"
         )
     made = []
     for name, each in modules:

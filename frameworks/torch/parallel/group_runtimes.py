@@ -6,7 +6,11 @@ A program may have several groups, such as one for experts beside one for what a
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +19,8 @@ from ringlet.job.session import Runtime, current, init, is_initialized
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.torch.elastic.epoch_group import EpochGroup
+
+log = logging.getLogger("ringlet")
 
 _own: dict[Any, Runtime] = {}  # of groups whose ranks are not the job's
 
@@ -33,7 +39,8 @@ def runtime_of(group: Any = None) -> Runtime:
     mine = None if known is None else (known.identity, known.size)
     told: list[Any] = [None] * max(dist.get_world_size(group), 1)
     if len(told) > 1:
-        dist.all_gather_object(told, mine, group)
+        with _watched(group):
+            dist.all_gather_object(told, mine, group)
     else:
         told = [mine]
     if all(each is None for each in told):
@@ -47,3 +54,23 @@ def runtime_of(group: Any = None) -> Runtime:
         found = _own[group] = Runtime(connect_group(group), limits_from(env), wishes_from(env))
         atexit.register(found.close)
     return found
+
+
+@contextmanager
+def _watched(group: Any) -> Iterator[None]:
+    """Warn when ranks of ``group`` have not come for long: torch's own time-out is half an hour."""
+    seconds = limits_from(os.environ).stall_warning
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    text = (
+        f"rank {rank} has waited {seconds:g} s in hvd.ddp_hook() for the other {size - 1} rank(s) "
+        "of its process group: all of them have to call it. One that does not call it waits for "
+        "these in its first backward()"
+    )
+    timer = threading.Timer(seconds, log.warning, (text,))
+    timer.daemon = True
+    if seconds > 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -16,12 +16,13 @@ from ringlet.job.session import current
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named
 from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 from ringlet.torch.optimizer.wrapper import DistributedOptimizer
 
 _KEY = "ringlet_diloco"  # in a state_dict, beside the inner optimizer's state
 
 
-class DiLoCo(torch.optim.Optimizer):
+class DiLoCo(RefusesScaler, torch.optim.Optimizer):
     """Steps ``inner`` on each rank alone; every ``every`` steps ranks agree again.
 
     The outer step takes the average over ranks of (last agreed - own) parameters for a gradient
@@ -64,11 +65,6 @@ class DiLoCo(torch.optim.Optimizer):
         self.outer: Any = DistributedOptimizer(outer, self._agreed.items(), compression)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's parameter groups."""
-        return self.inner.param_groups
-
-    @property
     def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's state, by parameter."""
         return self.inner.state
@@ -96,6 +92,9 @@ class DiLoCo(torch.optim.Optimizer):
         if outer:
             self._agree()
         return outer if closure is None else loss
+
+    def _shown_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

@@ -20,9 +20,10 @@ from ringlet.shared.optimizer_options import Options
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, renamed, reshard, saved, shards_of
 from ringlet.torch.optimizer.naming import Named, routed, wrapped_in
 from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
 
-class OneBitAdam(torch.optim.Optimizer):
+class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
     """Adam on averaged gradients for ``warmup`` steps; then on compressed averaged momentum.
 
     In the second phase every rank folds its own gradient into the common momentum, ranks average

@@ -30,13 +30,18 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
-def dtype_of(tensor: torch.Tensor) -> str:
+def dtype_of(tensor: torch.Tensor, what: str = "tensors") -> str:
     """Return the name of the tensor's dtype; TypeError for one that cannot travel."""
     try:
         return _NAMES[tensor.dtype]
     except KeyError:
-        listed = ", ".join(DTYPES)
-        raise TypeError(f"tensors of {tensor.dtype} cannot be reduced; use {listed}") from None
+        remedy = f"use {', '.join(DTYPES)}"
+        if tensor.is_complex():
+            remedy = (
+                "pass torch.view_as_real(tensor); a model with complex parameters trains in "
+                "DistributedDataParallel with hvd.ddp_hook"
+            )
+        raise TypeError(f"{what} of {tensor.dtype} cannot travel: {remedy}") from None
 
 
 def check(tensor: Any, what: str = "tensor") -> None:
@@ -54,7 +59,7 @@ def check(tensor: Any, what: str = "tensor") -> None:
         )
     if tensor.device.type == "meta":
         raise TypeError(f"{what} is on the meta device and has no values; materialise it first")
-    dtype_of(tensor)
+    dtype_of(tensor, what)
 
 
 def taken_as_it_is(tensor: torch.Tensor) -> bool:
