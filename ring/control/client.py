@@ -30,6 +30,7 @@ from ringlet.ring.wire.framing import OVERHEAD, Incoming, Outgoing
 from ringlet.ring.wire.handshake import Keys, receive
 
 # One text, however its end shows: a reset or an end of the stream, in sending or in receiving.
+_GIVEN_UP = "not all ranks joined the control plane: rank 0's error says which are missing"
 _GONE = "rank 0, the coordinator, is gone: its connection closed without a goodbye"
 
 
@@ -59,9 +60,14 @@ class TcpControl(ControlPlane):
         live.add(self)
 
     def wait_open(self, deadline: float) -> None:
-        """Return once all ranks have joined; OSError when ``deadline`` (monotonic) comes first."""
-        data = receive(self._sock, OVERHEAD, deadline)
-        if self._incoming.feed(data) != [(READY, b"")]:
+        """Return once all ranks have joined; OSError when ``deadline`` (monotonic) comes first.
+
+        Raises PeerLost, which names nobody, where rank 0 has given up.
+        """
+        told = self._incoming.feed(receive(self._sock, OVERHEAD, deadline))
+        if told == [(GOODBYE, b"")]:
+            raise PeerLost(_GIVEN_UP)
+        if told != [(READY, b"")]:
             raise ProtocolError("the control plane's hub did not keep to the protocol")
         self._sock.settimeout(None)
 

@@ -12,6 +12,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from ringlet.ring.control.frame_kinds import (
     GOODBYE,
@@ -37,6 +38,9 @@ from ringlet.ring.wire.handshake import CLAIM, REFUSED, Claim, Keys, Listening
 
 BACKLOG = 256 << 20  # bytes that may wait for a slow reader before it counts as lost
 PENDING = 64  # strangers at a time; the oldest makes room
+_LOOK = 0.1  # seconds between two looks whether ranks that have not joined are still there
+
+Severed = Callable[[], list[int]]  # ranks to which other connections have ended
 
 
 class _Peer:
@@ -76,7 +80,7 @@ class TcpHub(ControlPlane):
         self._pending: list[_Peer] = []
         self._peers: dict[int, _Peer] = {}
         self._opened = threading.Event()
-        self._left_early: int | None = None
+        self._left_early: tuple[int, str | None] | None = None  # and why
         self._closed = False
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
@@ -89,16 +93,27 @@ class TcpHub(ControlPlane):
         self._thread = threading.Thread(target=self._run, name="ringlet control", daemon=True)
         self._thread.start()
 
-    def wait_open(self, timeout: float) -> None:
-        """Return once all ranks have joined; raise PeerLost naming those that have not."""
-        if self._opened.wait(timeout) and self._left_early is None:
-            return
+    def wait_open(self, timeout: float, severed: Severed = list) -> None:
+        """Return once all ranks have joined; raise PeerLost naming those that have not.
+
+        At once where one of them is ``severed``, or its heartbeat has told that it is lost.
+        """
+        deadline = time.monotonic() + timeout
+        missing: list[int] = []
+        why = "did not join the control plane"
+        while not self._opened.wait(_LOOK):
+            if missing := severed():
+                why += ": the connection to it has ended"
+                break
+            if time.monotonic() >= deadline:
+                missing = [r for r in range(1, self.size) if r not in self._peers]
+                break
         if self._left_early is not None:
-            missing = [self._left_early]
-        else:
-            missing = [r for r in range(1, self.size) if r not in self._peers]
-        names = ", ".join(map(str, missing))
-        raise PeerLost(f"ranks {names} did not join the control plane", missing)
+            missing, told = [self._left_early[0]], self._left_early[1]
+            why += f": {told}" if told else ""
+        if missing:
+            names = ", ".join(map(str, missing))
+            raise PeerLost(f"rank{'s' * (len(missing) > 1)} {names} {why}", missing)
 
     def send(self, message: bytes) -> None:
         """Call the handler from this thread."""
@@ -120,6 +135,8 @@ class TcpHub(ControlPlane):
             if peer is not None:
                 peer.why = why
                 shut(peer.sock)
+            elif not self._opened.is_set():
+                self._leave_early(rank, why)
 
     def wake(self) -> None:
         """Make ``receive`` return."""
@@ -257,12 +274,16 @@ class TcpHub(ControlPlane):
             self._peers.pop(peer.rank, None)
             peer.sock.close()
         if not self._opened.is_set():
-            self._left_early = self._left_early or peer.rank
-            self._opened.set()
+            self._leave_early(peer.rank, peer.why)
         elif peer.polite:
             self._coordinator.goodbye(peer.rank)
         else:
             self._coordinator.lost(peer.rank, peer.why)
+
+    def _leave_early(self, rank: int, why: str | None) -> None:
+        """Note that a rank was lost before all had joined: ``wait_open`` raises."""
+        self._left_early = self._left_early or (rank, why)
+        self._opened.set()
 
     def _stop_listening(self) -> None:
         self._selector.unregister(self._listener)

@@ -14,7 +14,7 @@ from ringlet.ring.addresses import listen, own_address
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control.client import TcpControl
 from ringlet.ring.control.frame_kinds import HANDSHAKE, prepare
-from ringlet.ring.control.hub import TcpHub
+from ringlet.ring.control.hub import Severed, TcpHub
 from ringlet.ring.control.in_process import LocalControl, LocalHub
 from ringlet.ring.control.plane import ControlPlane, Handler
 from ringlet.ring.control.pulse import Pulse, seconds_from, start
@@ -57,7 +57,8 @@ def open_control(
             listener = address, int(pulse)
             beating = start(comm.rank, comm.size, limit, secret, listener, timeout)
         try:
-            control = join((address, int(port)), secret, comm.rank, comm.size, timeout)
+            where = address, int(port)
+            control = join(where, secret, comm.rank, comm.size, timeout, lambda: _severed(comm))
         except BaseException:
             if beating is not None:
                 beating.kill()
@@ -90,7 +91,7 @@ def open_control(
         _watch(hub, process, heartbeat, comm)
     try:
         comm.broadcast_bytes(salt + f"{address} {ports} {heartbeat!r}".encode())
-        hub.wait_open(timeout)
+        hub.wait_open(timeout, lambda: _severed(comm))
     except BaseException:
         hub.close()
         raise
@@ -111,9 +112,17 @@ def _watch(
 
 
 def join(
-    where: tuple[str, int], secret: bytes, rank: int, size: int, timeout: float = TIMEOUT
+    where: tuple[str, int],
+    secret: bytes,
+    rank: int,
+    size: int,
+    timeout: float = TIMEOUT,
+    severed: Severed = list,
 ) -> TcpControl:
-    """Connect rank ``rank`` to the hub at ``where`` and wait until all ranks have joined."""
+    """Connect rank ``rank`` to the hub at ``where`` and wait until all ranks have joined.
+
+    Raises PeerLost where that cannot be, as far as it is known at once where ranks are ``severed``.
+    """
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
@@ -127,15 +136,26 @@ def join(
             control = TcpControl(sock, keys, rank, size)
             control.wait_open(deadline)
             return control
-        except (OSError, ProtocolError) as error:
+        except (OSError, ProtocolError, PeerLost) as error:
             if sock is not None:
                 sock.close()
             if control is not None:
                 control.close()
+            text = f"rank {rank} could not join the control plane at {where[0]}:{where[1]}"
+            if lost := severed():
+                names = ", ".join(map(str, lost))
+                raise PeerLost(f"{text}: the connection to {names} has ended", lost) from error
+            if isinstance(error, PeerLost):
+                raise
             if isinstance(error, ProtocolError) or time.monotonic() + 0.05 >= deadline:
-                text = f"rank {rank} could not join the control plane at {where[0]}:{where[1]}"
                 raise PeerLost(f"{text}: {error}", [0]) from error
         time.sleep(0.05)
+
+
+def _severed(comm: Communicator) -> list[int]:
+    """Return the ranks of ``comm`` to which its own connections have ended."""
+    ended = comm.severed()
+    return [rank for rank in range(comm.size) if ended and comm.origin[rank] in ended]
 
 
 def _host() -> bytes:

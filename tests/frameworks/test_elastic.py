@@ -94,6 +94,14 @@ def jobs(tmp_path_factory):
             ["-np", "3", "--min-np", "1", "--heartbeat-seconds", "1"],
             {"do": {"0": [25, "SIGKILL"]}, "seated": 2},
         ),
+        "killed joining": (
+            ["-np", "4", "--min-np", "2", "--heartbeat-seconds", "1"],
+            {"do": {"2": [25, "SIGKILL"]}, "joining": [1, "SIGKILL"]},
+        ),
+        "frozen joining": (
+            ["-np", "4", "--min-np", "2", "--heartbeat-seconds", "1"],
+            {"do": {"2": [25, "SIGKILL"]}, "joining": [1, "SIGSTOP"]},
+        ),
         "replaced": (
             [
                 "-np",
@@ -254,6 +262,16 @@ def test_who_freezes_before_it_meets_the_others_is_ended(jobs, measured):
     (last,) = [line for line in lines if "done" in line]
     assert (last["started"], last["equal"]) == (1, True)
     measured(lines, "a rank killed, another frozen before it meets the third, heartbeat 1 s")
+
+
+@pytest.mark.parametrize("how", ["killed joining", "frozen joining"])
+def test_who_is_lost_between_meeting_the_others_and_the_control_plane(jobs, measured, how):
+    done, lines = jobs(how)
+    assert done.returncode == 0, done.stderr
+    assert [size for size, _ in epochs(lines)] == [4, 2]  # of epoch 2 nothing came
+    last = [line for line in lines if "done" in line]
+    assert [(line["started"], line["equal"]) for line in last] == [(0, True), (3, True)]
+    measured(lines, f"a rank killed, another {how} the control plane, heartbeat 1 s")
 
 
 def test_a_script_may_replace_all_hosts_at_once(jobs):

@@ -9,7 +9,9 @@ file that lists hosts, and what rank 0 writes to it, by the number of ranks ther
 "commit" or "step"; ``own``: whether each rank's state holds something of its own; ``redundancy``;
 ``groups`` of parameters; ``die``: by that first rank, [method of Copies, epoch, batch] in which to
 kill itself; ``freeze``: the first rank that stops when it hears that hosts have changed;
-``seated``: the one that stops when it has a rank of epoch 2, before it meets the others.
+``seated``: the one that stops when it has a rank of epoch 2, before it meets the others;
+``joining``: the one that is sent a signal, which is named too, when it has met them there, and is
+to join the control plane.
 """
 
 import json
@@ -25,6 +27,7 @@ import numpy as np
 
 from ringlet.job.elastic import HostsUpdatedInterrupt
 from ringlet.job.residual_copies import Copies
+from ringlet.ring.control import opening
 from ringlet.ring.rendezvous import epochs
 from ringlet.ring.rendezvous.epochs import told_specs
 
@@ -69,6 +72,16 @@ if plan.get("seated") == started:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     epochs.take_rank = stop_when_seated
+
+if plan.get("joining", [None])[0] == started:
+    join = opening.join
+
+    def end_when_met(*args):
+        if os.environ["RINGLET_EPOCH"] == "2":
+            os.kill(os.getpid(), getattr(signal, plan["joining"][1]))
+        return join(*args)
+
+    opening.join = end_when_met
 
 if framework == "torch":
     import torch

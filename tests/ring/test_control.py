@@ -505,11 +505,46 @@ def test_one_rank_cannot_join_twice_and_a_missing_rank_is_named():
         second = socket.create_connection(where, timeout=WAIT)
         with pytest.raises(Unwelcome):
             prove(second, 1, 3)
-        with pytest.raises(PeerLost, match="ranks 2 did not join") as caught:
+        with pytest.raises(PeerLost, match="rank 2 did not join") as caught:
             hub.wait_open(0.05)
         assert caught.value.ranks == (2,)
         first.close()
         second.close()
+
+
+def test_who_is_lost_before_it_has_joined_is_named_at_once():
+    """By the heartbeat, or by the end of another connection; not when the time is up."""
+    with star(3, Echo(), ranks=[]) as (hub, _, _):
+        with pytest.raises(PeerLost, match=r"^rank 2 did not join .*: the connection") as caught:
+            hub.wait_open(WAIT, lambda: [2])
+        assert caught.value.ranks == (2,)
+        hub.lose(1, "no sign of life for 1 s")
+        with pytest.raises(PeerLost, match=r"^rank 1 did not join .*: no sign of life") as caught:
+            hub.wait_open(WAIT)
+        assert caught.value.ranks == (1,)
+
+
+def test_those_who_wait_for_others_to_join_hear_that_rank_0_gives_up():
+    listener = listen("127.0.0.1")
+    hub, told = TcpHub(Echo(), 3, SECRET, listener), []
+    where = listener.getsockname()[:2]
+
+    def enter():
+        with pytest.raises(PeerLost, match="rank 0's error says which are missing") as caught:
+            join(where, SECRET, 1, 3, WAIT)
+        told.append(caught.value.ranks)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    deadline = time.monotonic() + WAIT
+    while not hub._peers and time.monotonic() < deadline:
+        time.sleep(0.001)
+    hub.close()
+    thread.join(WAIT)
+    assert told == [()]  # rank 0 lives, and is not to be ended
+    with pytest.raises(PeerLost, match="the connection to 0 has ended") as caught:
+        join(where, SECRET, 1, 3, WAIT, lambda: [0])
+    assert caught.value.ranks == (0,)
 
 
 def test_a_forked_child_gets_a_clear_error_and_holds_no_connection():
