@@ -141,7 +141,7 @@ ROWS = (
     ),
     Row(
         13,
-        "no memory for a buffer",
+        "no memory for a fusion buffer",
         "All ranks give the step up and go on with smaller buckets, or raise one `MemoryError`.",
         ("fusion/test_memory.py",),
     ),

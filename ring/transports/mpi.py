@@ -9,6 +9,7 @@ as bytes.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -165,6 +166,12 @@ def _types(mpi: Any) -> dict[np.dtype[Any], Any]:
     return {np.dtype(name): getattr(mpi, constant) for name, constant in named.items()}
 
 
+def _finalize(mpi: Any) -> None:
+    """Do at exit what mpi4py does where it has initialised MPI itself."""
+    if not mpi.Is_finalized():
+        mpi.Finalize()
+
+
 def _import_mpi() -> Any:
     try:
         import mpi4py
@@ -175,6 +182,9 @@ def _import_mpi() -> Any:
         raise unavailable("mpi", str(error), REMEDY) from error
     except RuntimeError as error:  # mpi4py is there, but finds no MPI library
         raise unavailable("mpi", str(error), REMEDY) from error
+    if not MPI.Is_initialized():  # the program has told mpi4py not to
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(_finalize, MPI)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         remedy = "Import ringlet before MPI is initialised, so that it can ask for more."
         raise unavailable("mpi", "MPI runs at a thread level that allows one thread only", remedy)

@@ -39,6 +39,30 @@ def test_the_table_of_cases(size, tmp_path):
     assert {case: digests[case] for case in exact} == {case: local[case] for case in exact}
 
 
+@pytest.mark.mpi
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec in this virtual environment")
+@pytest.mark.parametrize("end", ["", "MPI.Finalize()"])
+def test_a_program_may_leave_the_initialisation_of_mpi_to_us(end):
+    """As Horovod's do that want to split COMM_WORLD; who ends MPI need not be us then."""
+    code = (
+        "import mpi4py; mpi4py.rc.initialize = False\n"
+        "from mpi4py import MPI\n"
+        "import numpy as np\n"
+        "from ringlet.ring.transports.mpi import MpiCommunicator\n"
+        "comm = MpiCommunicator()\n"
+        "values = np.ones(3)\n"
+        "comm.allreduce(values)\n"
+        "comm.close()\n"
+        "import os; os.write(1, f'{values.sum()} {MPI.Is_initialized()}\\n'.encode())\n"
+        f"{end}"
+    )
+    done = subprocess.run(
+        [MPIEXEC, "-n", "2", sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=120, env=os.environ | OPEN_MPI,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split()) == (0, ["6.0", "True"] * 2), done.stderr
+
+
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(TransportUnavailable, match=r"pip install 'ringlet\[mpi\]'"):
