@@ -49,6 +49,7 @@ class _Distributed:
     _ringlet_synchronized: bool
     _ringlet_implied: bool
     _ringlet_skip: bool
+    _ringlet_stepping: bool  # whether the wrapped optimizer is at work, and takes its groups
     _ringlet_masters: Masters | None
 
     @property
@@ -77,6 +78,8 @@ class _Distributed:
     @property
     def _ringlet_due(self) -> bool:
         """Whether gradients of the step at hand are to be waited for, perhaps of other ranks."""
+        if self._ringlet_stepping:
+            return False
         taken = self._ringlet_implied or self._ringlet_synchronized
         return not taken or self._ringlet.in_flight or self._ringlet.renewed
 
@@ -175,11 +178,11 @@ class _Distributed:
         self._ringlet_synchronized = False
         masters = self._ringlet_masters
         if masters is None:
-            return inner.step()
+            return self._step_alone()
         masters.see_changes()
         if masters.overflow:
             step_skipped(self._ringlet.step, "overflow")
-        result = None if masters.overflow else inner.step()
+        result = None if masters.overflow else self._step_alone()
         masters.put_parameters()
         masters.advance(self._ringlet)
         return result
@@ -311,6 +314,15 @@ class _Distributed:
         self._ringlet_original.param_groups = self._ringlet_groups
         self._ringlet_original.state = self.state
 
+    def _step_alone(self) -> Any:
+        """Take the wrapped optimizer's step."""
+        inner: Any = super()
+        self._ringlet_stepping = True
+        try:
+            return inner.step()
+        finally:
+            self._ringlet_stepping = False
+
     def _scale_now(self) -> float:
         return 1.0 if self._ringlet_masters is None else self._ringlet_masters.scale.scale
 
@@ -398,7 +410,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         distributed._ringlet_groups = optimizer.param_groups
     distributed._ringlet_original = optimizer
     distributed._ringlet_synchronized = False
-    distributed._ringlet_skip = False
+    distributed._ringlet_skip = distributed._ringlet_stepping = False
     result: Opt = distributed
     return result
 
