@@ -53,13 +53,15 @@ ROWS = (
     Row(
         2,
         "`SIGSTOP`: a rank, or its whole process group, freezes",
-        "It is named within the heartbeat and 2 s. Elastic: it is ended, and its epoch shuts it "
-        "out.",
+        "It is named within the heartbeat and 2 s, once `init` has returned. Elastic: it is ended, "
+        "and its epoch shuts it out.",
         (
             "ring/test_control_pulse.py",
             "frameworks/test_elastic.py::test_a_frozen_rank_is_ended_and_the_others_go_on",
             "frameworks/test_elastic.py::test_who_freezes_while_ranks_are_numbered_anew_is_ended",
             "frameworks/test_elastic.py::test_who_freezes_before_it_meets_the_others_is_ended",
+            "frameworks/test_elastic.py::"
+            "test_who_is_lost_between_meeting_the_others_and_the_control_plane",
         ),
     ),
     Row(
