@@ -33,7 +33,9 @@ def install() -> None:
     held = next(cls for cls in base.__mro__ if "variables" in vars(cls)).variables
     base.variables = property(lambda self: Variables(held.fget(self)), doc=held.__doc__)
     base.lr = property(_rate, _set_rate, doc="The learning rate.")
-    written: Any = keras.Model.compile
+    # The class that has it: load_model takes an own compile of a model's class for a custom one.
+    trainer: Any = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+    written = trainer.compile
 
     @functools.wraps(written)
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +45,7 @@ def install() -> None:
             kwargs.setdefault("jit_compile", False)
         return written(self, *args, **kwargs)
 
-    keras.Model.compile = compile
+    trainer.compile = compile
 
 
 def _rate(optimizer: Any) -> Any:

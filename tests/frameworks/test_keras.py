@@ -15,6 +15,7 @@ import pytest
 import ringlet
 import ringlet.keras as hvd
 from ringlet.compressors import Router
+from ringlet.keras.optimizer import Distributed
 from ringlet.keras.value_collectives import variables_equal
 from ringlet.shared.arrays import all_finite, numpy_dtype
 from ringlet.shared.gradients import GradientReducer, Settings, Slot
@@ -521,6 +522,47 @@ def case_horovods_names():
     assert done == [1]
     both = importlib.import_module("ringlet.tensorflow.keras")
     assert both.callbacks.MetricAverageCallback is hvd.callbacks.MetricAverageCallback
+
+
+def case_saved_models_under_the_alias():
+    ringlet.install_as_horovod()
+    import horovod.keras
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(4)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.03, momentum=0.9))
+    model.compile(
+        optimizer, "mse", metrics=["mae"], loss_weights=2.0, experimental_run_tf_function=False
+    )
+    fit(model, epochs=1)
+    optimizer.lr = 0.015
+    path = Path(tempfile.mkdtemp()) / "model.keras"
+    model.save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = keras.models.load_model(path)
+        again = horovod.keras.load_model(path)
+    for each in (plain, again):
+        assert each.compiled
+        assert each.get_compile_config()["loss_weights"] == 2.0
+        assert each.evaluate(*data(0), verbose=0, return_dict=True).keys() == {"loss", "mae"}
+        assert isinstance(each.optimizer, Distributed) is (each is again)
+        assert float(each.optimizer.lr) == np.float32(0.015)
+        kept = zip(each.optimizer.variables(), optimizer.variables(), strict=True)
+        assert all(np.array_equal(a, b) for a, b in kept)
+    for each in (model, again):
+        fit(each, epochs=1, shuffle=False)
+    assert int(again.optimizer.iterations) == 8
+    assert all(map(np.array_equal, again.get_weights(), model.get_weights()))
+    assert variables_equal(again.weights)
+
+    class Own(keras.Model):
+        def compile(self, *args, **kwargs):
+            super().compile(*args, **kwargs)
+
+    mine = Own(model.inputs, model.outputs)
+    with pytest.warns(UserWarning, match="method is custom"):  # as Keras has it
+        mine.compile_from_config(model.get_compile_config())
 
 
 CASES = [name for name in dir() if name.startswith("case_")]
