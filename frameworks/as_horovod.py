@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from ringlet.horovod import children
 from ringlet.horovod.aliases import Aliases
 from ringlet.ring.functions import parcels
 
@@ -30,14 +31,16 @@ def _tell_place(env: MutableMapping[str, str]) -> None:
 def install_as_horovod() -> None:
     """Let ``import horovod`` and its submodules mean Ringlet, in this process. Idempotent.
 
-    HOROVOD_RANK and its likes are set as well, for programs that read them. Raises ImportError
-    when Horovod itself is imported already.
+    It does so in children of multiprocessing as well, and in no other program that is started.
+    HOROVOD_RANK and its likes are set, for programs that read them. Raises ImportError when Horovod
+    itself is imported already.
     """
     if any(isinstance(finder, Aliases) for finder in sys.meta_path):
         return
     if "horovod" in sys.modules:
         raise ImportError("horovod is imported already; call install_as_horovod() before that")
     sys.meta_path.insert(0, Aliases())
+    children.inherit()
     _tell_place(os.environ)
     parcels.runner[:] = ["-m", "ringlet.as_horovod"]  # ranks of horovod.run() import it as well
 

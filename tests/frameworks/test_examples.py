@@ -166,3 +166,61 @@ def test_horovod_run_gives_its_ranks_horovod(tmp_path):
     rank = "(2, 'ringlet.torch', 'ringlet', [1.0, 1.0, 1.0], 3, 0.1)"
     assert f"[{rank}, {rank}]" in done.stdout
     assert "[(1, 'ringlet.torch', 'ringlet', [0.0, 0.0, 0.0], 4, 0.2)]" in done.stdout
+
+
+WITH_CHILDREN = """
+import multiprocessing
+import subprocess
+import sys
+
+import horovod.torch as hvd
+import torch
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return i * torch.ones(1)
+
+
+def tell(queue):
+    code = "import horovod; print(horovod.__version__)"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    queue.put((hvd.__name__, other.stdout.strip()))
+
+
+if __name__ == "__main__":
+    hvd.init()
+    loader = torch.utils.data.DataLoader(
+        Numbers(), 4, num_workers=1, multiprocessing_context=sys.argv[1]
+    )
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.Queue()
+    child = context.Process(target=tell, args=(queue,))
+    child.start()
+    print(sum(float(batch.sum()) for batch in loader), queue.get(timeout=60))
+    child.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "job"),
+    [("spawn", []), ("forkserver", []), ("forkserver", ["-m", "job"])],
+)
+def test_children_of_multiprocessing_import_horovod_and_other_programs_their_own(
+    tmp_path, method, job
+):
+    script = tmp_path / "job.py"
+    script.write_text(WITH_CHILDREN)
+    (tmp_path / "horovod").mkdir()  # a Horovod that is installed
+    (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'of its own'")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "ringlet.as_horovod", *(job or [str(script)]), method],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "120.0 ('ringlet.torch', 'of its own')" in done.stdout
