@@ -7,6 +7,7 @@ nothing does. Each is what Keras 3 calls otherwise, or has no use for.
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import keras
@@ -26,8 +27,9 @@ class Variables(list[Any]):
 def install() -> None:
     """Let Keras take these: arguments of ``compile``, ``optimizer.variables()``, ``optimizer.lr``.
 
-    Under ``compile`` a DistributedOptimizer's model is not compiled by XLA unless that is asked
-    for: Keras would, on a GPU, and communication cannot be part of it.
+    And ``backend.get_value`` and ``set_value`` of its variables, such as that rate. Under
+    ``compile`` a DistributedOptimizer's model is not compiled by XLA unless that is asked for:
+    Keras would, on a GPU, and communication cannot be part of it.
     """
     base: Any = keras.optimizers.Optimizer
     held = next(cls for cls in base.__mro__ if "variables" in vars(cls)).variables
@@ -46,6 +48,11 @@ def install() -> None:
         return written(self, *args, **kwargs)
 
     trainer.compile = compile
+    older: Any = importlib.import_module("keras._tf_keras.keras.backend")  # that of tf.keras
+    get_value, set_value = older.get_value, older.set_value
+    for backend in (older, keras.backend):
+        backend.get_value = functools.partial(_get_value, get_value)
+        backend.set_value = functools.partial(_set_value, set_value)
 
 
 def _rate(optimizer: Any) -> Any:
@@ -54,3 +61,16 @@ def _rate(optimizer: Any) -> Any:
 
 def _set_rate(optimizer: Any, rate: Any) -> None:
     optimizer.learning_rate = rate
+
+
+def _get_value(of_others: Any, variable: Any) -> Any:
+    if isinstance(variable, keras.Variable):
+        return keras.ops.convert_to_numpy(variable)[()]  # of a single one a number, as in Keras 2
+    return of_others(variable)
+
+
+def _set_value(of_others: Any, variable: Any, value: Any) -> None:
+    if isinstance(variable, keras.Variable):
+        variable.assign(value)
+    else:
+        of_others(variable, value)

@@ -165,3 +165,68 @@ def test_every_module_of_horovods_that_is_named_can_be_imported(tmp_path: Path, 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "imported" in done.stdout
     assert "not installed: horovod.torch" not in done.stdout
+
+
+RESET = """
+import os
+
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tensorflow as tf
+
+hvd.init()
+model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+opt = hvd.DistributedOptimizer(tf.optimizers.Adam(0.001 * hvd.size()))
+model.compile(optimizer=opt, loss="mse", experimental_run_tf_function=False)
+x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")
+model.fit(x, y, steps_per_epoch=1, verbose=0)
+state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+
+
+def on_state_reset():
+    before = tf.keras.backend.get_value(state.model.optimizer.lr)
+    tf.keras.backend.set_value(state.model.optimizer.lr, 0.001 * hvd.size())
+    state.model.fit(x, y, steps_per_epoch=1, epochs=1, callbacks=None, verbose=0)
+    print(f"reset {before:.3f} {tf.keras.backend.get_value(state.model.optimizer.lr):.3f}")
+
+
+class Lose(tf.keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1" and state.epoch == 1:
+            os._exit(7)
+
+
+state.register_reset_callbacks([on_state_reset])
+callbacks = [
+    hvd.elastic.UpdateEpochStateCallback(state),
+    hvd.elastic.UpdateBatchStateCallback(state),
+    hvd.elastic.CommitStateCallback(state),
+    Lose(),
+]
+
+
+@hvd.elastic.run
+def train(state):
+    state.model.fit(x, y, batch_size=8, epochs=3 - state.epoch, callbacks=callbacks, verbose=0)
+
+
+train(state)
+print("done", hvd.size(), state.epoch)
+"""
+
+
+def test_a_reset_sets_the_learning_rate_as_keras_2_had_it(tmp_path: Path) -> None:
+    script = tmp_path / "elastic.py"
+    script.write_text(RESET)
+    flags = ["--no-prefix", "-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1"]
+    program = [sys.executable, "-m", "ringlet.as_horovod", str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", "ringlet", "run", *flags, *program],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reset 0.002 0.001" in done.stdout
+    assert "done 1 3" in done.stdout

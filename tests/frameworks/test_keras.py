@@ -510,6 +510,9 @@ def case_horovods_names():
     assert [once([1, 2], a="b"), once((1, 2), a="b"), once([1], a="b")] == [None] * 3
     assert runs == [([1, 2],), ([1],)]
     assert found.util._make_subgraph(lambda x: x + 1)(1).numpy() == 2
+    for variable in (pair[0], keras.Variable(1.0)):
+        tf.keras.backend.set_value(variable, 3)
+        assert f"{tf.keras.backend.get_value(variable):.1f}" == "3.0"
     env = importlib.import_module("horovod.runner.common.util.env")
     assert env.get_env_rank_and_size() == (hvd.rank(), hvd.size())
     assert os.environ["HOROVOD_LOCAL_SIZE"] == str(hvd.size())
@@ -535,7 +538,7 @@ def case_saved_models_under_the_alias():
         optimizer, "mse", metrics=["mae"], loss_weights=2.0, experimental_run_tf_function=False
     )
     fit(model, epochs=1)
-    optimizer.lr = 0.015
+    keras.backend.set_value(optimizer.lr, 0.015)
     path = Path(tempfile.mkdtemp()) / "model.keras"
     model.save(path)
     with warnings.catch_warnings():
@@ -547,7 +550,7 @@ def case_saved_models_under_the_alias():
         assert each.get_compile_config()["loss_weights"] == 2.0
         assert each.evaluate(*data(0), verbose=0, return_dict=True).keys() == {"loss", "mae"}
         assert isinstance(each.optimizer, Distributed) is (each is again)
-        assert float(each.optimizer.lr) == np.float32(0.015)
+        assert keras.backend.get_value(each.optimizer.lr) == np.float32(0.015)
         kept = zip(each.optimizer.variables(), optimizer.variables(), strict=True)
         assert all(np.array_equal(a, b) for a, b in kept)
     for each in (model, again):
