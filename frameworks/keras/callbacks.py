@@ -192,17 +192,23 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(KerasCallback, keras.callbacks.ModelCheckpoint):
-    """Save the best model so far, on rank 0 alone; put it behind MetricAverageCallback."""
+    """Save the best model so far, on rank 0 alone; put it behind MetricAverageCallback.
+
+    ``filepath``, which may be set later as an attribute too, comes last, as Horovod has none.
+    Raises ValueError for a file in the place of the metric's name.
+    """
 
     def __init__(
         self,
-        filepath: Any = "best.keras",
         monitor: str = "val_loss",
         verbose: int = 0,
         mode: str = "auto",
         save_freq: str | int = "epoch",
+        filepath: Any = "best.keras",
         **kwargs: Any,
     ) -> None:
+        if str(monitor).endswith((".keras", ".h5")):
+            raise ValueError(f"monitor is a metric, not a file: pass filepath={str(monitor)!r}")
         kwargs |= {"save_best_only": True, "mode": mode, "save_freq": save_freq}
         super().__init__(filepath, monitor, verbose, **kwargs)
 

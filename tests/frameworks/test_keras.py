@@ -251,7 +251,7 @@ def case_saved_models():
     spec = "topk(ratio=0.1) | ef"
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=spec)
     model.compile(optimizer, "mse")
-    best = hvd.callbacks.BestModelCheckpoint(folder / "best.keras", monitor="loss")
+    best = hvd.callbacks.BestModelCheckpoint("loss", filepath=folder / "best.keras")
     residuals = hvd.callbacks.CompressorStateCheckpoint(folder / "best.keras")
     fit(model, [hvd.callbacks.MetricAverageCallback(), best, residuals])
     hvd.broadcast_object()
@@ -259,6 +259,11 @@ def case_saved_models():
         "best.keras",
         *[f"best.keras.rank{r}of{hvd.size()}" for r in range(hvd.size())],
     }
+    horovods = hvd.callbacks.BestModelCheckpoint("loss", 1, "max", 3)
+    kept = [horovods.monitor, horovods.verbose, horovods.save_freq]
+    assert kept == ["loss", 1, 3]
+    with pytest.raises(ValueError, match=r"pass filepath='best\.keras'"):
+        hvd.callbacks.BestModelCheckpoint("best.keras")
     plain = keras.models.load_model(folder / "best.keras")
     assert type(plain.optimizer) is keras.optimizers.Adam  # Ringlet is not needed to load it
     with warnings.catch_warnings(record=True) as caught:

@@ -61,7 +61,7 @@ def main():
     print("fit", flush=True)
 
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
-    best = hvd.callbacks.BestModelCheckpoint(folder / "best.keras", monitor="loss")
+    best = hvd.callbacks.BestModelCheckpoint("loss", filepath=folder / "best.keras")
     fit(model, best, hvd.callbacks.CompressorStateCheckpoint(folder / "best.keras"))
     hvd.broadcast_object()
     again = hvd.load_model(folder / "best.keras", compression=spec)

@@ -244,7 +244,7 @@ def case_saved_models():
             model.compile(optimizer, "mse")
             last = [hvd.callbacks.CompressorStateCheckpoint(folder / "residuals")]
             if name != "best":  # a SavedModel, which is no file
-                last += [hvd.callbacks.BestModelCheckpoint(str(folder / name), monitor="loss")]
+                last += [hvd.callbacks.BestModelCheckpoint("loss", filepath=str(folder / name))]
             fit(model, [hvd.callbacks.MetricAverageCallback(), *last])
             if name == "best" and rank == 0:
                 model.save(folder / name)
