@@ -17,15 +17,16 @@ from ringlet.horovod import children
 from ringlet.horovod.aliases import Aliases
 from ringlet.ring.functions import parcels
 
-_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 
 
 def _tell_place(env: MutableMapping[str, str]) -> None:
     """Say what horovodrun says to ranks that talk gloo, and to those only."""
     for name in _PLACE:
-        env.pop(f"HOROVOD_{name}", None)
         if env.get("RINGLET_TRANSPORT") == "gloo" and f"RINGLET_{name}" in env:
             env[f"HOROVOD_{name}"] = env[f"RINGLET_{name}"]
+        elif "RINGLET_MEMBER" not in env:  # an elastic job's launcher has set what it promises
+            env.pop(f"HOROVOD_{name}", None)
 
 
 def install_as_horovod() -> None:

@@ -192,6 +192,13 @@ _RINGLET: dict[str, Variable] = {
     "SIZE": Variable(_anything, RANK, "", _LAUNCHER + "how many ranks there are"),
     "LOCAL_RANK": Variable(_anything, RANK, "", _LAUNCHER + "this rank's number on its host"),
     "LOCAL_SIZE": Variable(_anything, RANK, "", _LAUNCHER + "how many ranks this host has"),
+    "CROSS_RANK": Variable(
+        _anything, RANK, "", _LAUNCHER + "this rank's number among those of its local rank"
+    ),
+    "CROSS_SIZE": Variable(
+        _anything, RANK, "", _LAUNCHER + "how many ranks have this one's local rank"
+    ),
+    "HOSTNAME": Variable(_anything, RANK, "", _LAUNCHER + "what this host is called there"),
     "NODE": Variable(
         _anything, RANK, "", _LAUNCHER + "this rank's node, where names of hosts do not tell"
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
@@ -62,6 +63,7 @@ ALIASES = {
     "horovod.runner.common.util": "",
     "horovod.runner.common.util.env": "ringlet.horovod.basics",
 }
+VERSION = "0.28.1"  # of Horovod, whose interface this is
 # Here Horovod keeps the operations, and an object that programs reach for.
 _OPERATIONS = ".mpi_ops"
 _WITH_KERAS = ("horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras")
@@ -76,7 +78,8 @@ class Aliases(MetaPathFinder, Loader):
             return None
         if name not in ALIASES:
             raise ModuleNotFoundError(
-                f"Ringlet has nothing that stands for {name}; see its README for what it covers",
+                f"Ringlet has nothing that stands for {name}; docs/migrating-from-horovod.md lists "
+                "what it covers",
                 name=name,
             )
         return spec_from_loader(name, self, is_package=True)
@@ -91,6 +94,9 @@ class Aliases(MetaPathFinder, Loader):
         if not ALIASES[name]:
             return
         target = importlib.import_module(ALIASES[name])
+        if name == "horovod":  # a module of its own, as programs compare its version
+            vars(module).update(__version__=VERSION, __getattr__=partial(getattr, target))
+            return
         if name.endswith(_OPERATIONS):
             vars(module).update(vars(target) | {"_basics": HorovodBasics(), "__name__": name})
             return

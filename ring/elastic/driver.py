@@ -541,6 +541,8 @@ class Driver:
         env = start.rank_environment(
             base, number, max(size, number + 1), self._transport, self._listener.address, seat, {}
         )
+        peers = [m.number for m in living if m.local == member.local]
+        env |= start.cross_environment(member.host, number, peers)
         if index := member.host.partition("/")[2]:  # of nodes whose hosts have the same name
             env["RINGLET_NODE"] = index
         for name in torchrun.NAMES:

@@ -66,6 +66,8 @@ class Plan:
         env = start.rank_environment(
             base, rank, self.size, self.transport, address, seat, self._users
         )
+        peers = [r for r, s in enumerate(self.site.seats) if s.local_rank == seat.local_rank]
+        env |= start.cross_environment(seat.host, rank, peers)
         if number := seat.host.partition("/")[2]:  # of nodes whose hosts have the same name
             env["RINGLET_NODE"] = number
         return {

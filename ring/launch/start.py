@@ -156,6 +156,15 @@ def rank_environment(
     )
 
 
+def cross_environment(host: str, rank: int, peers: Sequence[int]) -> dict[str, str]:
+    """Return what a rank finds of its host's name and place; ``peers`` have its local rank."""
+    return {
+        "RINGLET_HOSTNAME": host.partition("/")[0],
+        "RINGLET_CROSS_RANK": str(sum(peer < rank for peer in peers)),
+        "RINGLET_CROSS_SIZE": str(len(peers)),
+    }
+
+
 def other_python(name: str, path: str | None) -> str | None:
     """Return what to do if ``name`` is a Python on ``path``, but not the one of Ringlet."""
     found = shutil.which(name, path=path)

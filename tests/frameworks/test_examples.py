@@ -120,7 +120,7 @@ def test_a_script_of_horovods_runs_unchanged(tmp_path, way):
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("['--epochs', '3'] 1.0 True") == 2
+    assert done.stdout.count("['--epochs', '3'] 1.0 True 0.28.1") == 2
     assert done.stdout.count("told: allreduce of tensor 'shape'") == 2
 
 
@@ -163,9 +163,9 @@ def test_horovod_run_gives_its_ranks_horovod(tmp_path):
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    rank = "(2, 'ringlet.torch', 'ringlet', [1.0, 1.0, 1.0], 3, 0.1)"
+    rank = "(2, 'ringlet.torch', 'horovod', [1.0, 1.0, 1.0], 3, 0.1)"
     assert f"[{rank}, {rank}]" in done.stdout
-    assert "[(1, 'ringlet.torch', 'ringlet', [0.0, 0.0, 0.0], 4, 0.2)]" in done.stdout
+    assert "[(1, 'ringlet.torch', 'horovod', [0.0, 0.0, 0.0], 4, 0.2)]" in done.stdout
 
 
 WITH_CHILDREN = """

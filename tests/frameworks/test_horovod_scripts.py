@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ringlet.horovod.aliases import Aliases
 
 pytestmark = pytest.mark.preloaded("tensorflow")
 
@@ -112,6 +115,16 @@ def test_the_table_has_a_row_for_it(name: str) -> None:
 if __name__ == "__main__":
     main()
 
+
+def test_what_the_page_says_is_lacking_cannot_be_imported() -> None:
+    told = DOCUMENT.read_text().partition("Not there are")[2].partition(".\n")[0]
+    lacking = re.findall(r"`(horovod[.\w]*)`", told)
+    assert {"horovod.spark.task", "horovod.ray.elastic_v2"} < {*lacking}
+    for name in lacking:
+        with pytest.raises(ModuleNotFoundError, match=r"migrating-from-horovod\.md lists"):
+            Aliases().find_spec(name)
+
+
 EVERY = """
 import importlib
 import sys
@@ -211,7 +224,8 @@ def train(state):
 
 
 train(state)
-print("done", hvd.size(), state.epoch)
+place = [os.environ[f"HOROVOD_{name}"] for name in ("HOSTNAME", "CROSS_RANK", "CROSS_SIZE")]
+print("done", hvd.size(), state.epoch, *place)
 """
 
 
@@ -229,4 +243,4 @@ def test_a_reset_sets_the_learning_rate_as_keras_2_had_it(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reset 0.002 0.001" in done.stdout
-    assert "done 1 3" in done.stdout
+    assert "done 1 3 localhost 0 2" in done.stdout

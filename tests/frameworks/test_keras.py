@@ -521,6 +521,10 @@ def case_horovods_names():
     env = importlib.import_module("horovod.runner.common.util.env")
     assert env.get_env_rank_and_size() == (hvd.rank(), hvd.size())
     assert os.environ["HOROVOD_LOCAL_SIZE"] == str(hvd.size())
+    assert os.environ["HOROVOD_CROSS_RANK"] == str(hvd.cross_rank())
+    assert os.environ["HOROVOD_CROSS_SIZE"] == str(hvd.cross_size())
+    assert os.environ["HOROVOD_HOSTNAME"] == "localhost"
+    assert importlib.import_module("horovod").__version__ == "0.28.1"
     versions = importlib.import_module("horovod.common.util")
     assert versions.is_version_greater_equal_than("2.10.0", "2.9")
     threads = importlib.import_module("horovod.runner.util.threads")
