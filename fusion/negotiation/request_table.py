@@ -46,7 +46,12 @@ from typing import Any, NamedTuple
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.negotiation.response_cache import ResponseCache
 from ringlet.fusion.negotiation.series_runs import SeriesRuns
-from ringlet.fusion.negotiation.validation import disagreement, named_ranks
+from ringlet.fusion.negotiation.validation import (
+    disagreement,
+    named_ranks,
+    not_everywhere,
+    other_counts,
+)
 from ringlet.fusion.requests.request import Request, dumps
 from ringlet.fusion.requests.series import MARK, place_of, prototype_of
 
@@ -333,8 +338,9 @@ class RequestTable:
     def _refuse(self, unit: _Unit) -> list[bytes]:
         """Return the refusals of a unit's members, or nothing where it can be executed."""
         objections: dict[str, str] = {}
+        uneven = self._uneven(unit)
         for name, asked in unit.asked.items():
-            text = disagreement(asked) or self._missing(name, asked) or self._objection(asked)
+            text = uneven or disagreement(asked) or self._objection(asked)
             if text:
                 objections[name] = text
         if not objections:
@@ -352,16 +358,17 @@ class RequestTable:
     ) -> bytes:
         return m.REFUSED + dumps(m.Refusal(self.number, list(names), list(ranks), text, gone))
 
-    def _missing(self, name: str, asked: Asked) -> str:
-        """Return which active ranks want the rest of a group without this member."""
-        lacking = [rank for rank in self.active if rank not in asked]
-        if not lacking:
-            return ""
-        first = asked[min(asked)]
-        return (
-            f"{first.kind} of tensor {name!r}: it is a member of group {first.group!r} on "
-            f"{named_ranks(sorted(asked))} but not on {named_ranks(lacking)}"
-        )
+    def _uneven(self, unit: _Unit) -> str:
+        """Return how active ranks hold other members, or an empty string.
+
+        It is told for all names alike, as no name may be asked for by every rank.
+        """
+        active = self.active
+        for name, asked in unit.asked.items():
+            lacking = [rank for rank in active if rank not in asked]
+            if lacking:
+                return other_counts(unit.asked.values()) or not_everywhere(name, asked, lacking)
+        return ""
 
     def _objection(self, asked: Asked) -> str:
         """Return why what all active ranks ask for cannot be done now, or an empty string."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ringlet.fusion.requests.request import Request
@@ -70,6 +70,37 @@ def group_disagreement(declared: Mapping[int, list[Request]]) -> str:
         if text:
             return text
     return ""
+
+
+def other_counts(members: Iterable[Mapping[int, Request]]) -> str:
+    """Return how many tensors ranks give a group of ``members``, or an empty string if as many.
+
+    Each of ``members`` has the requests of the ranks that asked for it.
+    """
+    groups: dict[str, dict[int, Request]] = {}  # one request of each rank
+    for asked in members:
+        for rank, request in asked.items():
+            if request.group:
+                groups.setdefault(request.group, {})[rank] = request
+    for group, requests in sorted(groups.items()):
+        ranks_of: dict[int, list[int]] = {}
+        for rank, request in sorted(requests.items()):
+            ranks_of.setdefault(request.group_size, []).append(rank)
+        if len(ranks_of) > 1:
+            first = requests[min(requests)]
+            told = " and ".join(f"{n} on {named_ranks(ranks)}" for n, ranks in ranks_of.items())
+            told = told.replace(" on", " tensor on" if first.group_size == 1 else " tensors on", 1)
+            return f"{first.kind}: group {group!r} has {told}"
+    return ""
+
+
+def not_everywhere(name: str, asked: Mapping[int, Request], lacking: Sequence[int]) -> str:
+    """Return that the ranks ``lacking`` have asked for the rest of a group without ``name``."""
+    first = asked[min(asked)]
+    return (
+        f"{first.kind} of tensor {name!r}: it is a member of group {first.group!r} on "
+        f"{named_ranks(sorted(asked))} but not on {named_ranks(lacking)}"
+    )
 
 
 def differing(what: str, values: Mapping[int, Any]) -> str:

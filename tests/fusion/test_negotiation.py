@@ -152,6 +152,47 @@ def test_groups_must_hold_the_same_tensors():
     ]
 
 
+def grouped(group, *names):
+    alike = {"shape": (2,), "group": group, "group_size": len(names)}
+    return [Request(name, **alike) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (
+            [["g_1of1"], ["g_1of2", "g_2of2"], ["g_1of1"]],
+            "allreduce: group 'g' has 1 tensor on ranks 0, 2 and 2 on rank 1",
+        ),
+        (
+            [["a", "b", "c"], ["a", "b"], ["a"]],
+            "allreduce: group 'g' has 3 tensors on rank 0 and 2 on rank 1 and 1 on rank 2",
+        ),
+        (
+            [["a", "b"], ["a", "b"], ["a", "c"]],
+            "it is a member of group 'g' on rank",  # which one depends on who asked first
+        ),
+    ],
+)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_ranks_that_ask_for_other_members_of_a_group_are_told_the_same(asked, says, order):
+    coordinator, told = Coordinator(SIZE), {}
+    for rank in order:
+        for answer in ask(coordinator, rank, *grouped("g", *asked[rank])):
+            assert answer[:1] == m.REFUSED
+            _, names, ranks, said, _ = loads(answer[1:])
+            for each in ranks:
+                told.setdefault(each, []).extend((name, said) for name in names)
+        assert bool(told) == (rank == order[-1])
+    assert {rank: sorted(name for name, _ in each) for rank, each in told.items()} == {
+        rank: sorted(names) for rank, names in enumerate(asked)
+    }
+    (text,) = {said for each in told.values() for _, said in each}
+    assert says in text
+    again = [ask(coordinator, rank, *grouped("g", "a", "b")) for rank in order][-1]
+    assert executed(again) == ["a", "b"]
+
+
 def test_the_order_of_rank_0_is_the_groups_order():
     coordinator = Coordinator(2)
     a, b = Request("a", shape=(2,)), Request("b", shape=(2,))
