@@ -30,6 +30,7 @@ from ringlet.ring.rank_order import (
     settle_nans,
 )
 from ringlet.ring.transports.mpi_ring import LEAST, ring_allreduce
+from ringlet.ring.transports.mpi_segments import take_names_away
 
 _SHORT = ("int8", "uint8", "int16", "uint16")
 REMEDY = "Install one: pip install 'ringlet[mpi]'"
@@ -59,6 +60,9 @@ class MpiCommunicator(Communicator):
         # Open MPI lets sums of short integers saturate where the processor has AVX (issue 8045).
         self._saturates = "Open MPI" in self._mpi.Get_library_version()
         self._scratch = Scratch()
+        if self._mpi.Comm.Compare(self._comm, self._mpi.COMM_WORLD) != self._mpi.UNEQUAL:
+            self._call(self._comm.Barrier)  # no rank has yet to find a segment by its name
+            take_names_away()
 
     def sums_in_float32(self, dtype: str) -> bool:
         """Whether this has to sum ``dtype`` itself."""

@@ -5,12 +5,14 @@ import os
 import runpy
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
 from ringlet.ring import TransportUnavailable
 from ringlet.ring.dtypes import INTEGERS
+from ringlet.ring.transports import mpi_segments
 from ringlet.ring.transports.local import run_local
 from ringlet.ring.transports.mpi import MpiCommunicator
 
@@ -61,6 +63,57 @@ def test_a_program_may_leave_the_initialisation_of_mpi_to_us(end):
         capture_output=True, text=True, timeout=120, env=os.environ | OPEN_MPI,
     )  # fmt: skip
     assert (done.returncode, done.stdout.split()) == (0, ["6.0", "True"] * 2), done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec in this virtual environment")
+def test_ranks_that_are_killed_leave_no_shared_memory_and_others_end_well(tmp_path):
+    code = (
+        "import os, pathlib, signal, sys, numpy as np\n"
+        "from ringlet.ring.transports.mpi import MpiCommunicator\n"
+        "comm = MpiCommunicator()\n"
+        "comm.barrier()\n"
+        "named = [line.split()[-1] for line in open('/proc/self/maps') if '/mpich_shm_' in line]\n"
+        "left = [path for path in named if os.path.exists(path)]\n"
+        "values = np.ones(1 << 16, np.float32)\n"
+        "comm.subset([0, 1]).allreduce(values)\n"
+        "file = pathlib.Path(sys.argv[1], f'{sys.argv[2]}-{comm.rank}')\n"
+        "file.write_text(f'{left} {values[-1]}')\n"
+        "comm.barrier()\n"
+        "if sys.argv[2] == 'killed': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "comm.close()\n"
+    )
+    for end in ("closed", "killed"):
+        command = [MPIEXEC, "-n", "2", sys.executable, "-c", code, tmp_path, end]
+        env = os.environ | OPEN_MPI
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+        said = [(tmp_path / f"{end}-{rank}").read_text() for rank in range(2)]
+        assert said == ["[] 2.0"] * 2, result.stderr
+        assert (result.returncode == 0) == (end == "closed")
+        assert end == "killed" or not result.stderr
+
+
+def test_only_names_of_mapped_segments_are_taken_away(monkeypatch, tmp_path):
+    mapped, others, renewed = (Path(f"/dev/shm/mpich_shm_{uuid.uuid4().hex}_0") for _ in range(3))
+    for path in (mapped, others, renewed):
+        path.touch()
+    line = "7f47c8636000-7f47c883c000 rw-s 00000000 00:1b {} {}\n"
+    maps = tmp_path / "maps"
+    maps.write_text(
+        line.format(mapped.stat().st_ino, f"                  {mapped}") * 2
+        + line.format(renewed.stat().st_ino + 1, renewed)  # another file has the name by now
+        + line.format(others.stat().st_ino, f"{others} (deleted)")
+        + "7f47c8636000-7f47c883c000 rw-p 00000000 00:00 0\n"
+    )
+    monkeypatch.setattr(mpi_segments, "_MAPS", maps)
+    try:
+        mpi_segments.take_names_away()
+        assert [path.exists() for path in (mapped, others, renewed)] == [False, True, True]
+    finally:
+        for path in (mapped, others, renewed):
+            path.unlink(missing_ok=True)
+    monkeypatch.setattr(mpi_segments, "_MAPS", tmp_path / "nowhere")
+    mpi_segments.take_names_away()
 
 
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
