@@ -17,6 +17,8 @@ from ringlet.compressors.core.errors import CompressorError, OptionError, SpecEr
 from ringlet.compressors.specs.diagnosis import HELP, diagnose, named_file
 from ringlet.compressors.specs.registry import lookup, revision
 
+LONGEST = 2000  # characters of a spec: what diagnoses one may take the square of them
+MOST = 32  # compressors that a spec joins: each is a level of nesting
 _parsing = threading.Lock()  # CPython 3.11 counts the parser's depth wrongly across threads
 _SPACES = str.maketrans("\r\n\t\f", "    ")  # a spec may go over several lines
 _PLACE = re.compile(r"""'[^']*'|"[^"]*"|([^\W\d]\w*(?:\.\w+)*:[^\W\d]\w*(?:\.\w+)*)""")
@@ -30,13 +32,15 @@ def parse(spec: str | Compressor, imports: bool = True) -> Compressor:
 
     ``parse(str(c)) == c``, with ``MODULE:NAME`` for classes that nobody registered. Its module is
     imported, unless that is not wanted (``imports``): then it has to have been. Raises SpecError
-    (with a caret at the place), UnknownCompressor or OptionError.
+    (with a caret at the place), UnknownCompressor or OptionError. A spec has ``LONGEST`` characters
+    and joins ``MOST`` compressors at most.
     """
     if isinstance(spec, Compressor):
         return spec
     if not isinstance(spec, str):
         raise SpecError(f"a compressor spec is a string such as 'int8 | ef', not {spec!r}")
     written = spec.translate(_SPACES).strip()
+    _refuse_endless(written)
     text = _PLACE.sub(_one_name, written)
     if not text:
         raise SpecError("an empty compressor spec; write 'none' for no compression")
@@ -77,6 +81,18 @@ def _bound(compressor: Compressor) -> Compressor:
             f"write for example 'int8 | {name}'"
         )
     return compressor
+
+
+def _refuse_endless(written: str) -> None:
+    for count, what, most in (
+        (len(written), "characters", LONGEST),
+        (written.count("|") + 1, "compressors joined by '|'", MOST),
+    ):
+        if count > most:
+            raise SpecError(
+                f"cannot read the compressor spec: it has {count} {what}, and may have {most}; "
+                f"shorten it: it begins with {written[:40]!r}"
+            )
 
 
 def _one_name(match: re.Match[str]) -> str:
@@ -121,10 +137,14 @@ def _build(node: ast.expr, text: str, imports: bool) -> Compressor:
 def _place(node: ast.expr) -> str | None:
     """Return what to write for ``module.Class`` or ``module.py``; None for anything else."""
     named = node.func if isinstance(node, ast.Call) else node
-    dotted = ast.unparse(named)
-    if not isinstance(named, ast.Attribute) or not dotted.replace(".", "").isidentifier():
+    parts: list[str] = []
+    while isinstance(named, ast.Attribute):
+        parts.append(named.attr)
+        named = named.value
+    if not parts or not isinstance(named, ast.Name):
         return None
-    module, _, name = dotted.rpartition(".")
+    name, *above = parts
+    module = ".".join([named.id, *reversed(above)])
     if name == "py":
         return f"a class in a module is MODULE:NAME, such as {f'{module}:Name'!r}"
     return f"a class in a module is MODULE:NAME: write {f'{module}:{name}'!r}"

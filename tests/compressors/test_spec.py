@@ -23,6 +23,7 @@ from ringlet.compressors import (
     parse,
     resolve,
 )
+from ringlet.compressors.specs.parser import LONGEST, MOST
 
 plain = st.one_of(
     st.just(NoCompression()),
@@ -130,7 +131,21 @@ def test_a_compressor_is_frozen():
         ("fp32", UnknownCompressor, "did you mean 'none'?"),
         ("Half", UnknownCompressor, "did you mean 'fp16'?"),
         ("error_feedback", UnknownCompressor, "did you mean 'ef'?"),
+        (
+            "fp16|" * 390 + "ef",
+            SpecError,
+            "391 compressors joined by '|', and may have 32; shorten",
+        ),
+        (
+            "-" * 20_000,
+            SpecError,
+            "it has 20000 characters, and may have 2000; shorten it: it begins",
+        ),
+        ("~" * 1990 + "int8", SpecError, "expected a compressor"),
+        ("plug." * 390 + "Int6", SpecError, "plug.plug:Int6'"),
+        ("plug" + "()" * 990, SpecError, "expected a compressor"),
     ],
+    ids=lambda value: value[:24] if isinstance(value, str) else value.__name__,
 )
 def test_a_bad_spec_says_what_and_where(spec, kind, says):
     with pytest.raises(kind) as caught:
@@ -139,6 +154,11 @@ def test_a_bad_spec_says_what_and_where(spec, kind, says):
     assert isinstance(caught.value, ValueError)
     trace = "".join(traceback.format_exception(caught.value))
     assert trace.count("Traceback") == 1, "one mistake is told once"
+
+
+def test_the_longest_specs_are_read():
+    assert str(parse("ef" + " | ef" * (MOST - 1))).count("ef") == MOST
+    assert parse("int8(bucket=64," + " " * (LONGEST - 16) + ")") == Int8(bucket=64)
 
 
 def test_nothing_in_a_spec_is_executed(tmp_path):
