@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.failure_report import FailureReport
@@ -158,8 +159,9 @@ class Job:
         first = self._failure.first
         if self._quiet or first is None or self._ending.forwarded:
             return False
-        name = f"rank {first.number}"
-        return self.printer.remind(first.number, name, self._plan.missing_module())
+        name, remedy = f"rank {first.number}", self._plan.missing_module()
+        did = "noticed it first" if first.code == LOST_PEER and not first.lost else "failed first"
+        return self.printer.remind(first.number, name, remedy, did)
 
     def _task(self, rank: int) -> dict[str, Any]:
         return self._plan.task(rank, self._listener.address)

@@ -108,15 +108,18 @@ class Printer:
             data = text.encode(errors="backslashreplace")
         self._queue_bytes(STDERR, b"%b: %b\n" % (self._title, data))
 
-    def remind(self, rank: int, name: str, remedy: str | None = None) -> bool:
+    def remind(
+        self, rank: int, name: str, remedy: str | None = None, did: str = "failed first"
+    ) -> bool:
         """Say again what ``rank``, called ``name``, printed last if others have printed since.
 
-        And the ``remedy`` if it lacked a module. Returns whether anything was said.
+        And what it ``did``, and the ``remedy`` if it lacked a module. Returns whether anything was
+        said.
         """
         last = [line.decode(errors="replace") for line in self._last.get(rank, ())]
         lines = [] if self._speaker == rank else last
         if lines:
-            self.note(f"{name} failed first; its last lines were:")
+            self.note(f"{name} {did}; its last lines were:")
         for line in lines:
             self._say(f"| {line}")  # as it was printed
         if remedy is None or not any("ModuleNotFoundError" in line for line in last):

@@ -119,8 +119,9 @@ class GlooCommunicator(ProcessGroupCommunicator):
         with watched() as connections:
             options = self._options()
             prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
-            barrier = StoreBarrier(prefixed, self.rank, self.size, self._timeout)
+            barrier = StoreBarrier(prefixed, self.rank, self.size, self._timeout, self.origin)
             barrier.keyed(self._key is not None)
+            barrier.meet()
             try:
                 group = self._dist.ProcessGroupGloo(prefixed, self.rank, self.size, options)
             except (RuntimeError, TimeoutError) as error:

@@ -15,7 +15,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from ringlet.ring.wire.keys import SECRET
 
 PATIENCE = 60.0  # seconds for the proofs, once all ranks are connected
 LONGEST = 2000  # characters of what a step has failed of
+LISTED = 6  # ranks that a sentence names
 LOOK = 0.05  # seconds between two looks at what the others say
 NONCE = 32
 _WELL, _TAKEN, _LOST = "well", "taken", "lost"  # how a step has ended for the ranks together
@@ -38,10 +40,19 @@ class StoreBarrier:
     """Where the ranks of a group wait for each other, in their store; ``name`` is the group's.
 
     ``timeout`` (seconds) bounds every wait. A rank that fails says so once; then everybody fails.
+    ``origin`` are the group's ranks as the job numbers them.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: float,
+        origin: Sequence[int] | None = None,
+    ) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._origin = tuple(range(size) if origin is None else origin)
         self._timeout = timedelta(seconds=timeout)
         if rank == 0:
             store.set("proof/name", secrets.token_bytes(NONCE))
@@ -60,6 +71,40 @@ class StoreBarrier:
         """Return how many ranks have one."""
         return int(self._store.add("proof/keys", 0))
 
+    def meet(self) -> None:
+        """Wait until all ranks have come; PeerLost names those who have not, alike on every rank.
+
+        Until then nobody connects: who waits in gloo cannot tell for whom.
+        """
+        self._store.set(f"proof/here {self._rank}", _WELL)
+        if self._store.add("proof/here", 1) == self._size:
+            self._store.compare_set("proof/all here", "", _WELL)  # the others may have given up
+        try:
+            self._wait("proof/all here")
+        except _TimedOut:
+            if not (absent := self._absent()):
+                raise
+            self._say(_LOST, self._not_come(absent))
+        try:
+            self._hear("here")
+        except PeerLost as error:
+            raise PeerLost(str(error), [self._origin[rank] for rank in self._absent()]) from None
+
+    def _absent(self) -> list[int]:
+        """Return the ranks that have not come; none if whoever keeps the store has gone."""
+        with suppress(RuntimeError):
+            return [r for r in range(self._size) if not self._store.check([f"proof/here {r}"])]
+        return []
+
+    def _not_come(self, absent: Sequence[int]) -> str:
+        everybody = self._origin == tuple(range(self._size))
+        where = "init()" if everybody else f"the group of {_ranks(self._origin)}"
+        have = "have" if len(absent) > 1 else "has"
+        return (
+            f"{_ranks([self._origin[rank] for rank in absent])} {have} not reached {where} within"
+            f" {self._timeout.total_seconds():g} s: see what hangs there before it, or was stopped"
+        )
+
     def pass_together(self, step: str) -> None:
         """Wait until all ranks have come to ``step``; raise what one of them has failed of."""
         if self._store.add(f"proof/{step}", 1) == self._size:
@@ -68,11 +113,15 @@ class StoreBarrier:
 
     def fail(self, how: str, why: str) -> NoReturn:
         """Have everybody fail with ``why``, or with what a rank has failed of before."""
-        if self._store.add("proof/failures", 1) == 1:
-            for step in ("connected", "proved"):
-                self._store.set(f"proof/all {step}", f"{how} {why}")
+        self._say(how, why)
         self._hear("proved")
         raise _error(how, why)  # whatever somebody has left in the store: this rank knows better
+
+    def _say(self, how: str, why: str) -> None:
+        """Have everybody hear ``why``, unless a rank has said something before."""
+        if self._store.add("proof/failures", 1) == 1:
+            for step in ("here", "connected", "proved"):
+                self._store.set(f"proof/all {step}", f"{how} {why}")
 
     def failed(self) -> bool:
         """Whether a rank has failed."""
@@ -92,10 +141,19 @@ class StoreBarrier:
             raise
         except (RuntimeError, TimeoutError) as error:
             seconds = self._timeout.total_seconds()
-            raise PeerLost(
+            raise _TimedOut(
                 f"rank {self._rank} of {self._size} waited {seconds:g} s for the others to connect"
                 f" over gloo: {str(error).splitlines()[0]}"
             ) from error
+
+
+class _TimedOut(PeerLost):
+    """What was waited for did not appear in the store."""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - LISTED} more" if len(ranks) > LISTED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:LISTED]))}{more}"
 
 
 def _error(how: str, why: str) -> RingError:

@@ -18,6 +18,7 @@ import ringlet
 from ringlet.__main__ import COMMANDS, main
 from ringlet.cli.commands import grouped
 from ringlet.cli.progress import Progress
+from ringlet.ring.errors import LOST_PEER
 
 SCRIPT = Path(sys.executable).parent / "ringlet"
 
@@ -351,21 +352,25 @@ def test_what_is_started_is_told_as_a_shell_takes_it() -> None:
     assert ended.stderr == "ringlet run: 1 rank over gloo: true 'int4 | ef'\n"
 
 
-def test_the_rank_that_failed_first_has_the_last_word() -> None:
+@pytest.mark.parametrize(
+    ("code", "did"), [(1, "failed first"), (LOST_PEER, "noticed it first")], ids=["failed", "lost"]
+)
+def test_the_rank_that_failed_first_has_the_last_word(code: int, did: str) -> None:
     # Rank 1 fails; rank 0 prints after that, so that what rank 1 said has to be looked for.
-    code = (
+    program = (
         "import os, sys, signal, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: None)\n"
-        "if os.environ['RINGLET_RANK'] == '1': sys.exit('the cause')\n"
+        "if os.environ['RINGLET_RANK'] == '1':\n"
+        f"    print('the cause', file=sys.stderr, flush=True); os._exit({code})\n"
         "signal.pause(); print('much later', flush=True)"
     )
-    run = [SCRIPT, "run", "--gloo", "-np", "2", sys.executable, "-c", code]
+    run = [SCRIPT, "run", "--gloo", "-np", "2", sys.executable, "-c", program]
     ended = subprocess.run(run, capture_output=True, text=True, check=False, timeout=60)
-    assert ended.returncode == 1
+    assert ended.returncode == code
     assert "much later" in ended.stdout
     assert ended.stderr.startswith("ringlet run: 2 ranks over gloo: ")
     assert ended.stderr.endswith(
-        "ringlet run: rank 1 failed first; its last lines were:\nringlet run: | the cause\n"
+        f"ringlet run: rank 1 {did}; its last lines were:\nringlet run: | the cause\n"
     )
 
 

@@ -9,13 +9,16 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.errors import LaunchError, ProtocolError
+from ringlet.ring.errors import LaunchError, PeerLost, ProtocolError
 from ringlet.ring.rendezvous.connect import loopback
 from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
 from ringlet.ring.transports.local import run_local
@@ -133,6 +136,71 @@ def test_what_anybody_has_left_in_the_store_is_shown_and_not_obeyed() -> None:
     assert str(caught.value).isprintable()
     assert str(caught.value).startswith(r"\x1b]0;title\x07\nringlet run: all is well\u202exx")
     assert len(str(caught.value)) < 3000
+
+
+class Watched:
+    """A store in which nobody's first wait begins before ``count`` ranks have come to wait."""
+
+    def __init__(self, store: Any, count: int) -> None:
+        self._store, self._come = store, threading.Barrier(count)
+        self._own = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def wait(self, names: list[str], timeout: timedelta) -> None:
+        if not hasattr(self._own, "come"):
+            self._own.come = self._come.wait(WAIT)
+        self._store.wait(names, timeout)
+
+
+@pytest.mark.parametrize(
+    ("origin", "text"),
+    [
+        ([0, 1, 2, 3], "ranks 1, 3 have not reached init() within 0.05 s: see what hangs there"),
+        ([2, 4, 5, 7], "ranks 4, 7 have not reached the group of ranks 2, 4, 5, 7 within 0.05 s: "),
+    ],
+)
+def test_ranks_that_do_not_come_are_named_to_all_alike(origin: list[int], text: str) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    watched = Watched(store, 2)
+
+    def rank_main(comm: Communicator) -> PeerLost:
+        with pytest.raises(PeerLost) as caught:
+            StoreBarrier(watched, 2 * comm.rank, 4, 0.05, origin).meet()
+        return caught.value
+
+    errors = run_local(rank_main, 2)
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith(text)
+    assert [error.ranks for error in errors] == [(origin[1], origin[3])] * 2
+    for late in (1, 3):  # they hear the same, and do not wait for who has gone
+        with pytest.raises(PeerLost, match=r"^ranks \d, \d have not reached"):
+            StoreBarrier(store, late, 4, WAIT, origin).meet()
+
+
+def test_when_the_store_has_gone_nobody_is_named() -> None:
+    from torch.distributed import HashStore
+
+    class Gone(HashStore):  # type: ignore[misc]
+        def wait(self, *_: object) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+        def check(self, *_: object) -> bool:
+            raise RuntimeError("Broken pipe")
+
+    with pytest.raises(PeerLost, match=r"^rank 0 of 2 waited .* Connection reset by peer$") as told:
+        StoreBarrier(Gone(), 0, 2, WAIT).meet()
+    assert told.value.ranks == ()
+
+
+def test_ranks_that_come_meet() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    assert run_local(lambda comm: StoreBarrier(store, comm.rank, 3, WAIT).meet(), 3) == [None] * 3
 
 
 def test_whoever_is_silent_in_a_place_is_noticed_too(jobs: Jobs, tmp_path: Path) -> None:
