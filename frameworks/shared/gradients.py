@@ -138,8 +138,12 @@ class GradientReducer:
         """
         with self._lock:
             process_set, runtime = self.settings.process_set, current()
-            if not process_set.included() or process_set.size() == 1:
+            if not process_set.included():
                 return self._alone(slots, arrays, outputs)
+            if process_set.size() == 1:
+                if is_elastic():  # where there were more
+                    self._bind(runtime)
+                return self._paid_back(slots, self._alone(slots, arrays, outputs))
             self._bind(runtime)
             if self.settings.guard and not self._all_finite(slots, arrays):
                 return self._overflowed(slots, arrays)
@@ -286,6 +290,21 @@ class GradientReducer:
             else:
                 parts = [part.copy() for part in parts]  # what is given belongs to the framework
             results += parts
+        return results
+
+    def _paid_back(self, slots: Sequence[Slot], results: list[Array]) -> list[Array]:
+        """Add what ranks held back of gradients to those of the one that is left: nothing travels.
+
+        In place, and to the dense ones.
+        """
+        dense = {slot.name for slot in slots if self.settings.dense(slot)}
+        held, place = self.memory.take_residuals(dense), 0
+        for slot in slots if held else ():
+            if slot.name in held:
+                out = results[place]
+                owed = held[slot.name].reshape(out.shape) * np.float32(self.settings.predivide)
+                out[...] = (owed + out).astype(out.dtype)
+            place += 1 if slot.name in dense else slot.inputs
         return results
 
     def _all_finite(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -125,15 +125,15 @@ class Memory:
         with self.lock, at_work():
             return norm(self.states)
 
-    def take_residuals(self) -> dict[str, Array]:
-        """Return the residuals (flat float32), by tensor, and hold them back no more.
+    def take_residuals(self, names: Container[str]) -> dict[str, Array]:
+        """Return the residuals (flat float32) of these tensors, and hold them back no more.
 
-        Of each tensor whose compressor keeps one in units of the gradient.
+        Of each one whose compressor keeps it in units of the gradient.
         """
         taken = {}
         with self.lock, at_work():
             for name, state, compressor in self._compressed():
-                residual = wide(state)
+                residual = wide(state) if name in names else None
                 if residual is not None and "residual" in compressor.traits().gradient_units:
                     taken[name] = residual
                     forget(state)

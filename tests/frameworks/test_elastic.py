@@ -261,6 +261,9 @@ def test_who_freezes_before_it_meets_the_others_is_ended(jobs, measured):
     assert [size for size, _ in epochs(lines)] == [3, 1]  # of epoch 2 nothing came
     (last,) = [line for line in lines if "done" in line]
     assert (last["started"], last["equal"]) == (1, True)
+    # Nothing travels from one rank that is left: its first step has taken what it held back.
+    norms = {line["committed"]: line["norm"] for line in lines if "committed" in line}
+    assert norms[20] > 0 == norms[50]
     measured(lines, "a rank killed, another frozen before it meets the third, heartbeat 1 s")
 
 

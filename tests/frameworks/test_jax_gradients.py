@@ -18,6 +18,7 @@ import ringlet.jax as hvd
 from ringlet.compressors import Compressor, Payload, Traits, resolve
 from ringlet.compressors.testing.tools.simulate import simulate
 from ringlet.jax.held_state import flattened, merge_layouts, nested, store
+from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.session import current
 
 pytestmark = pytest.mark.preloaded("jax")
@@ -369,6 +370,23 @@ def case_join():
         reduced, state = update(grads, state)
         assert reduced["w"][0] == (size if turn < 2 else size - turn + 1)
     assert hvd.join() == size - 1
+
+
+def case_nnx():
+    """Its optimizer shows parameters as variables, and gradients as what these hold."""
+    from flax import nnx
+
+    model = nnx.Linear(60, 70, rngs=nnx.Rngs(0))
+    spec = {"kernel": "int8 | ef", "*": "none"}
+    chained = optax.chain(hvd.reduce_gradients(spec), optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, chained, wrt=nnx.Param)
+    x = np.random.default_rng(hvd.rank()).normal(size=(4, 60)).astype("float32")
+    for _ in range(2):
+        optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
+    assert hvd.replicas_equal(nnx.to_pure_dict(nnx.state(model)))
+    shown = nnx.state(model)
+    for tree in (shown, nnx.to_pure_dict(shown)):
+        assert paths_and_leaves(tree)[0] == ["bias", "kernel"]
 
 
 @pytest.mark.parametrize(("transport", "size"), [("gloo", 2), ("mpi", 3), ("alone", 1)])

@@ -619,6 +619,35 @@ def test_ranks_outside_of_a_process_set_count_alike():
     assert told == [[part, whole], [part, whole], [alone, whole]]
 
 
+@pytest.mark.parametrize("outputs", [False, True])
+def test_one_rank_that_is_left_gives_back_what_was_held_back(outputs):
+    slots = [
+        Slot("rows", "float32", (10_000, 16), sparse=True),
+        Slot("dense", "float32", (6, 50)),
+        Slot("half", "float16", (300,)),
+    ][outputs:]  # results go to arrays where none is sparse
+    own = [np.ones((2, 16), np.float32), np.array([0, 3])][: 0 if outputs else 2]
+    own += [np.full((6, 50), 2, np.float32), np.full(300, 3, np.float16)]
+
+    def work():
+        hvd.init()
+        reducer = GradientReducer("test", Settings(Router("topk(ratio=0.1) | ef"), predivide=2.0))
+        owed = {"dense": np.arange(300, dtype=np.float32), "half": np.full(300, 0.5, np.float32)}
+        for name, residual in owed.items():
+            reducer.memory.states[name] = {"residual": residual.copy(), "step": 3}
+        reducer.memory.states["unused"] = {"residual": np.ones(4, np.float32)}
+        to = [np.empty_like(array) for array in own] if outputs else None
+        *rows, dense, half = reducer.reduce(slots, own, outputs=to)
+        assert all(map(np.array_equal, rows, own))
+        np.testing.assert_array_equal(dense, 2 + 2 * np.arange(300).reshape(6, 50))
+        np.testing.assert_array_equal(half, np.full(300, 4, np.float16))
+        assert reducer.memory.norm() == 2.0  # of what had no gradient
+        again = reducer.reduce(slots, own, outputs=to)
+        assert all(map(np.array_equal, again, own))
+
+    ringlet.run(work, np=1, transport="local")
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_step_that_one_rank_gives_up_ends_on_all_and_holds_back_what_it_held(beside):
     """Where gradients travel as rows, too: nobody waits for those that do not come."""

@@ -302,7 +302,7 @@ class Reducer:
     def _pay_back(self) -> None:
         """Add what ranks held back to gradients: the one that is left sends nothing."""
         self._owing = False
-        for name, residual in self.memory.take_residuals().items():
+        for name, residual in self.memory.take_residuals(self.parameters).items():
             p = self.parameters[name]
             owed = torch.as_tensor(residual, device=p.device).reshape(p.shape) * self._predivide
             with torch.no_grad():
@@ -344,6 +344,7 @@ class Reducer:
         self._rows = self._new_rows()
         self._included = self._process_set.included()
         self.memory.resize(self._size())
+        self._owing = self._included and self._size() == 1
         self.compared = self.parameters
         self._declare(self._start)
 
