@@ -175,6 +175,7 @@ class _Reductions:
         slots, (leaves, tree) = _slots(updates), jax.tree_util.tree_flatten(updates)
         if not leaves:
             return updates, state
+        leaves = [leaf if hasattr(leaf, "shape") else jnp.asarray(leaf) for leaf in leaves]
         keys = [(path, key) for path in sorted(state.held) for key in sorted(state.held[path])]
         remembered = [state.held[path][key] for path, key in keys]
         missing = sorted(set(state.held) - {slot.name for slot in slots})
@@ -305,10 +306,19 @@ class _Reductions:
 
 def _slots(tree: Any) -> tuple[Slot, ...]:
     paths, leaves = paths_and_leaves(tree)
-    return tuple(
-        Slot(path, dtype_of(leaf, f"the gradient of {path!r}"), tuple(leaf.shape))
-        for path, leaf in zip(paths, leaves, strict=True)
-    )
+    slots = []
+    for path, leaf in zip(paths, map(_as_jax_takes_it, leaves), strict=True):
+        slots.append(Slot(path, dtype_of(leaf, f"the gradient of {path!r}"), tuple(leaf.shape)))
+    return tuple(slots)
+
+
+def _as_jax_takes_it(leaf: Any) -> Any:
+    """Return something of the shape and dtype that JAX gives a number, or an array of NumPy's."""
+    if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+        array = np.asarray(leaf)
+        if array.dtype != jax.dtypes.float0:
+            return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
+    return leaf
 
 
 def _of_paths(held: Mapping[str, Mapping[str, Any]], present: Array) -> dict[str, dict[str, Any]]:

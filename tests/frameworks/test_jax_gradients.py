@@ -372,6 +372,18 @@ def case_join():
     assert hvd.join() == size - 1
 
 
+def case_numbers_and_arrays_of_numpy():
+    """Outside of jit, too, they are what JAX makes of them: float32 unless x64 is on."""
+    size, own = hvd.size(), hvd.rank() + 1.0
+    gradients = {"array": np.full(5000, own), "number": own, "scalar": np.float64(own)}
+    for spec in ("none", "int8 | ef"):
+        reduction = hvd.reduce_gradients(spec, op=hvd.Sum)
+        reduced, _ = reduction.update(gradients, reduction.init(gradients))
+        for leaf in jax.tree.leaves(reduced):
+            assert leaf.dtype == "float32"
+            np.testing.assert_allclose(leaf, size * (size + 1) / 2, rtol=0.01)
+
+
 def case_nnx():
     """Its optimizer shows parameters as variables, and gradients as what these hold."""
     from flax import nnx
