@@ -9,13 +9,20 @@ from typing import Any
 
 import keras
 
+from ringlet.job.objects import allgather_object
 from ringlet.job.process_sets import global_process_set
 from ringlet.job.session import current
 from ringlet.keras.callback import KerasCallback
-from ringlet.keras.checkpoint import load_compressor_state, save_compressor_state, state_path
+from ringlet.keras.checkpoint import (
+    load_compressor_state,
+    residuals_beside,
+    save_compressor_state,
+    state_path,
+)
 from ringlet.keras.optimizer_state import learning_rate, scale_velocities, state_variables
 from ringlet.keras.value_collectives import averaged, broadcast_variables
 from ringlet.shared.model_agreement import agree
+from ringlet.shared.residual_store import warn_of_other_ranks
 
 
 class BroadcastGlobalVariablesCallback(KerasCallback):
@@ -221,7 +228,8 @@ class CompressorStateCheckpoint(KerasCallback):
     """Save what compressors remember after every epoch, each rank to a file of its own.
 
     The file is ``filepath`` with ``.rank0of2`` and so on behind it. With ``restore`` it is read at
-    the start of ``fit`` where all ranks find theirs.
+    the start of ``fit`` where all ranks find theirs. Rank 0 warns where none does, and there are
+    residuals of other ranks, or of another number of ranks.
     """
 
     def __init__(self, filepath: Any, restore: bool = True) -> None:
@@ -241,6 +249,16 @@ class CompressorStateCheckpoint(KerasCallback):
                 f"only some ranks find their compressor state at {self.filepath}: all start anew",
                 stacklevel=2,
             )
+        else:
+            self._warn_of_other_ranks()
+
+    def _warn_of_other_ranks(self) -> None:
+        """Warn on rank 0 of residuals that any rank finds, for folders may be of one host."""
+        gathered = allgather_object(residuals_beside(self.filepath))
+        others = dict.fromkeys(whose for found in gathered for whose in found)
+        runtime = current()
+        if others and runtime.rank == 0:
+            warn_of_other_ranks(str(self.filepath), [*others], runtime.size)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write this rank's file."""

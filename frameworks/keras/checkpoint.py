@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,23 @@ def save_compressor_state(optimizer: Any, filepath: Any) -> str:
 
 
 def load_compressor_state(optimizer: Any, filepath: Any) -> None:
-    """Read this rank's compressor state; every rank calls this."""
-    set_compressor_state(optimizer, Path(state_path(filepath)).read_bytes())
+    """Read this rank's compressor state; every rank calls this.
+
+    Raises FileNotFoundError, telling whose files there are, where this rank has none.
+    """
+    path = state_path(filepath)
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        runtime = current()
+        others = residual_store.listed([*_saved(filepath)])
+        text = f"the compressor state of rank {runtime.rank} of {runtime.size} is missing; " + (
+            f"there is that of {others}: load it on as many ranks as saved it, or go on without"
+            if others
+            else "there is no other rank's: call save_compressor_state on every rank first"
+        )
+        raise FileNotFoundError(errno.ENOENT, text, path) from None
+    set_compressor_state(optimizer, data)
 
 
 def saved_beside(filepath: Any) -> tuple[str, list[str]] | None:
@@ -51,11 +68,26 @@ def saved_beside(filepath: Any) -> tuple[str, list[str]] | None:
 
     None where there is none, or nothing was compressed.
     """
-    path = Path(os.fspath(filepath))
-    for found in sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*of*")):
+    for found in _saved(filepath).values():
         if specs := residual_store.specs_in(found.read_bytes()):
             return str(found), specs
     return None
+
+
+def residuals_beside(filepath: Any) -> list[str]:
+    """Return whose residuals, such as "rank0of2", this rank finds beside a checkpoint."""
+    found = _saved(filepath).items()
+    return [whose for whose, path in found if residual_store.holds_residuals(path)]
+
+
+def _saved(filepath: Any) -> dict[str, Path]:
+    """Return the files beside a checkpoint, of any number of ranks, by whose they are."""
+    start = Path(f"{os.fspath(filepath)}.rank")
+    found = {}
+    for path in start.parent.glob(f"{glob.escape(start.name)}*of*"):
+        if numbers := re.fullmatch(r"(\d+)of(\d+)", path.name.removeprefix(start.name)):
+            found[int(numbers[2]), int(numbers[1])] = path
+    return {f"rank{rank}of{size}": found[size, rank] for size, rank in sorted(found)}
 
 
 def state_path(filepath: Any) -> str:

@@ -10,6 +10,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,23 @@ def warn_of_loss(given: Mapping[str, Any] | None, rank: int, size: int, advice: 
     )
 
 
+def warn_of_other_ranks(path: str, others: Sequence[str], size: int) -> None:
+    """Warn that a checkpoint holds the residuals of ``others`` ("rank0of2"), and of none here."""
+    ranks = "1 rank" if len(others) == 1 else f"{len(others)} ranks"
+    warnings.warn(
+        f"the checkpoint {path} holds the residuals of {ranks} ({listed(others)}), this job has "
+        f"{size} and finds none of its own: what compression held back is lost. {_ADVICE}, and on "
+        "as many ranks",
+        stacklevel=outside(),
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return ``names`` for a message, which shows the first ones of many."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
 def remembered(states: Mapping[str, State]) -> bool:
     """Whether there is anything in these states but counts of steps."""
     return any(state.keys() - {"step"} for state in states.values())
@@ -165,6 +183,15 @@ def specs_in(data: bytes) -> list[str]:
         return sorted({str(spec) for spec in specs} - {"none"})
     except Exception:  # whoever loads them is told what is wrong
         return []
+
+
+def holds_residuals(path: Path) -> bool:
+    """Whether there is anything to lose in a file of what ``dumps`` returned; no array is read."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return remembered(json.loads(archive["head"].tobytes())["states"])
+    except Exception:  # no such file, or none that could be gone on with
+        return False
 
 
 def loads(

@@ -303,6 +303,7 @@ def case_saved_models():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(again, [hvd.callbacks.CompressorStateCheckpoint(folder / "best.keras")], epochs=1)
+    saved_by_other_ranks(again, folder, rank)
     foreign = folder / f"best.keras.rank{1 - rank}of2"
     hvd.broadcast_object()
     with pytest.warns(UserWarning, match="residuals of rank"):
@@ -310,6 +311,32 @@ def case_saved_models():
     assert again.optimizer.residual_norm() == 0
     with pytest.raises(ValueError, match="no legacy optimizers"):
         hvd.load_model(folder / "best.keras", legacy_opts=True)
+
+
+def saved_by_other_ranks(model, folder, rank):
+    """Residuals of another number of ranks are told of once, and what holds none is not."""
+    empty, other = folder / "empty.keras", folder / "other[1].keras"  # no pattern, but a name
+    missing = rf"compressor state of rank {rank} of 2 is missing; there is "
+    with pytest.raises(FileNotFoundError, match=missing + "no other rank's: .*of2'$"):
+        hvd.load_compressor_state(model.optimizer, folder / "never.keras")
+    state = (folder / f"best.keras.rank{rank}of2").read_bytes()
+    (folder / f"{other.name}.rank{rank}of3").write_bytes(state)
+    (folder / f"{other.name}.rank{rank}of3.old").write_bytes(state)
+    plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    (folder / f"{empty.name}.rank{rank}of3").write_bytes(hvd.compressor_state(plain))
+    hvd.broadcast_object()
+    with pytest.raises(FileNotFoundError, match=missing + "that of rank0of3, rank1of3: "):
+        hvd.load_compressor_state(model.optimizer, other)
+    for path, tells in ((other, rank == 0), (empty, False)):
+        callback = hvd.callbacks.CompressorStateCheckpoint(path)
+        callback.set_model(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            callback.on_train_begin()
+        told = [str(w.message) for w in caught if "held back is lost" in str(w.message)]
+        assert len(told) == tells, told
+        said = f"{path} holds the residuals of 2 ranks (rank0of3, rank1of3), this job has 2"
+        assert all(said in text for text in told)
 
 
 def case_a_model_that_one_rank_loads():
