@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ringlet.jax.ops.operands import dtype_of
 from ringlet.jax.ops.ordered_calls import Output, call
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.process_sets import ProcessSet, global_process_set
-from ringlet.job.session import current
+from ringlet.job.session import current, is_initialized
 from ringlet.precision import Policy
 from ringlet.precision.reduction import carrier
 from ringlet.ring.callers import public
@@ -38,7 +39,10 @@ Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # dtype and shape, 
 _KIND = "reduce_gradients"
 _LATEST = 24  # schedules are tried at the steps 0, 1, 2, 4, ..., 2 ** _LATEST
 _carried: ContextVar[_CarriedOver | None] = ContextVar("carried over", default=None)
-_SAME_STEP = "restore the state of the same step on every rank"
+_ALIKE = (
+    "give every rank the same gradients and the same compression; make the state by init on every "
+    "rank, or restore the state of the same step on every rank"
+)
 
 
 class ReduceGradientsState(NamedTuple):
@@ -141,6 +145,9 @@ class _Reductions:
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._lock = settings, threading.Lock()
+        self._numbering, self._label = threading.Lock(), ""
+        self._numbered_in: object = None
+        self._numbers: dict[tuple[Slot, ...], Iterator[str]] = {}
         self._runtime: object = None
         self._reducers: dict[tuple[Slot, ...], GradientReducer] = {}
         self._layouts: dict[tuple[Slot, ...], Layouts] = {}
@@ -149,12 +156,12 @@ class _Reductions:
         """Return the state for gradients like ``params``, which may be shapes and dtypes."""
         slots = _slots(params)
         layouts = self._layout(slots)
-        count = max(1, sum(map(len, layouts.values())))  # orbax saves no empty arrays
+        arrays = max(1, sum(map(len, layouts.values())))  # orbax saves no empty arrays
         held = {
             path: {key: np.zeros(shape, numpy_dtype(dtype)) for key, (dtype, shape) in each.items()}
             for path, each in layouts.items()
         }
-        step, present = 0, np.zeros(count, np.uint8)
+        step, present = 0, np.zeros(arrays, np.uint8)
         carried = _carried.get()
         if carried is not None:
             step = carried.over_to(held, present, slots, self._settings)
@@ -175,6 +182,8 @@ class _Reductions:
         slots, (leaves, tree) = _slots(updates), jax.tree_util.tree_flatten(updates)
         if not leaves:
             return updates, state
+        if is_initialized() and self._settings.process_set.included():
+            self._labels(slots)  # while programs are traced, which is in one order on all ranks
         leaves = [leaf if hasattr(leaf, "shape") else jnp.asarray(leaf) for leaf in leaves]
         keys = [(path, key) for path in sorted(state.held) for key in sorted(state.held[path])]
         remembered = [state.held[path][key] for path, key in keys]
@@ -212,6 +221,31 @@ class _Reductions:
         if self._runtime is not current():
             self._runtime, self._reducers, self._layouts = current(), {}, {}
 
+    def _labels(self, slots: tuple[Slot, ...]) -> Iterator[str]:
+        """Return names for what ranks agree on about ``slots``, the same on all of them.
+
+        By the order in which they are asked for first, whether by ``init`` or by ``update``.
+        """
+        with self._numbering:
+            runtime = current()
+            if self._numbered_in is not runtime:
+                self._numbered_in, self._numbers = runtime, {}
+                self._label = runtime.unnamed(_KIND, self._settings.process_set.number())
+            if slots not in self._numbers:
+                label = f"{self._label}.{len(self._numbers)}"
+                self._numbers[slots] = map(f"{label}.{{}}".format, count())
+            return self._numbers[slots]
+
+    def _agree(self, slots: tuple[Slot, ...], called: str, step: int) -> None:
+        """Raise Mismatch, the same on every rank, unless all ranks do the same now.
+
+        One whose compressors remember nothing begins with ``update``, and others with ``init``.
+        """
+        chosen = self._settings.router
+        items = [(slot.name, f"{slot.describe()}, {chosen(slot.name)}") for slot in slots]
+        items += [("the call", called), ("the step", str(step))]
+        agree(_KIND, next(self._labels(slots)), items, self._settings.process_set, _ALIKE)
+
     def _run(
         self,
         slots: tuple[Slot, ...],
@@ -232,9 +266,7 @@ class _Reductions:
             self._bind()
             reducer = self._reducers.get(slots)
             if reducer is None:
-                label = current().unnamed(f"{_KIND}.step", self._settings.process_set.number())
-                items = [("the step", str(step))]
-                agree(_KIND, label, items, self._settings.process_set, _SAME_STEP)
+                self._agree(slots, "update", step)
                 made = GradientReducer(_KIND, self._settings, warns=not self._reducers)
                 reducer = self._reducers[slots] = made
             try:
@@ -287,6 +319,7 @@ class _Reductions:
                 remembering.append(slot)
         if not remembering:
             return {}
+        self._agree(slots, "init", 0)
         reducer = GradientReducer(f"{_KIND}.init", settings, warns=False)
         zeros = [np.zeros(slot.shape, numpy_dtype(slot.dtype)) for slot in remembering]
         seen: dict[str, list[dict[str, Array]]] = {}

@@ -320,6 +320,28 @@ def case_errors():
         hvd.reduce_gradients("int9")
 
 
+def case_init_on_some_ranks_only():
+    """Whoever goes on without ``init`` meets those that call it, and all are told."""
+    size, rank = hvd.size(), hvd.rank()
+    if size == 1:
+        return
+    grads = {"w": jnp.ones(2000)}
+    forgetful = hvd.reduce_gradients("none" if rank else "int8 | ef")
+    for turn in range(2):  # the second one has programs that are compiled
+        with pytest.raises(hvd.HorovodInternalError, match="'w' differs between ranks") as caught:
+            jax.jit(forgetful.update)(grads, forgetful.init(grads))
+        told = set(hvd.allgather_object(str(caught.value)))
+        assert len(told) == 1, turn
+        assert "rank 0: float32[2000], int8 | ef; rank 1: float32[2000], none" in told.pop()
+    state = hvd.reduce_gradients("int8 | ef").init(grads)
+    again = hvd.reduce_gradients("int8 | ef")
+    with pytest.raises(hvd.HorovodInternalError, match="rank 0: init; rank 1: update") as caught:
+        again.update(grads, state if rank else again.init(grads))
+    assert "make the state by init on every rank, or restore" in str(caught.value)
+    reduced, _ = again.update(grads, again.init(grads))
+    assert hvd.replicas_equal(reduced)
+
+
 def declared_after(count):
     """Return how many groups the engine knows, at the latest when they are ``count``."""
     for _ in range(100):
