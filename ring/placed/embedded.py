@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,9 @@ def _enter(ticket: Ticket, store: Client) -> None:
             "RINGLET_SIZE": str(standing.size),
             "RINGLET_LOCAL_RANK": str(standing.local_rank),
             "RINGLET_LOCAL_SIZE": str(standing.local_size),
+            "RINGLET_CROSS_RANK": str(standing.cross_rank),
+            "RINGLET_CROSS_SIZE": str(standing.cross_size),
+            "RINGLET_HOSTNAME": platform.node(),
             "RINGLET_NODE": str(standing.node),
             "RINGLET_RENDEZVOUS": f"{SCHEME}{ticket.address}",
             STORE_KEY: ticket.key,

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.placed.ranking import Standing, standings
+from ringlet.ring.placed.ranking import Standing, across_nodes, standings
 from ringlet.ring.placed.store_server import StoreServer
 from ringlet.ring.rendezvous.environment import check_transport
 from ringlet.ring.variables import check
@@ -52,7 +52,7 @@ def tickets(
     """
     chosen, given = asked_of_ranks(transport, env)
     placed = [n for n in nodes if isinstance(n, Standing)]
-    found = placed if len(placed) == len(nodes) else standings(nodes)
+    found = across_nodes(placed) if len(placed) == len(nodes) else standings(nodes)
     key, own = server.key.hex(), tuple(interfaces)
     return [Ticket(each, server.address, key, chosen, own, given) for each in found]
 

@@ -26,11 +26,11 @@ WORKER = Path(__file__).with_name("worker_placed.py")
 
 def test_ranks_of_a_node_follow_each_other():
     assert standings(["b", "a", "b", "c", "a"]) == [
-        Standing(0, 5, 0, 2, 0),
-        Standing(2, 5, 0, 2, 1),
-        Standing(1, 5, 1, 2, 0),
-        Standing(4, 5, 0, 1, 2),
-        Standing(3, 5, 1, 2, 1),
+        Standing(0, 5, 0, 2, 0, 0, 3),
+        Standing(2, 5, 0, 2, 1, 1, 3),
+        Standing(1, 5, 1, 2, 0, 0, 2),
+        Standing(4, 5, 0, 1, 2, 2, 3),
+        Standing(3, 5, 1, 2, 1, 1, 2),
     ]
     assert standings([]) == []
 

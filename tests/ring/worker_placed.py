@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import pickle
+import platform
 import sys
 import threading
 
@@ -22,6 +23,9 @@ def train():
     place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
     seen = tuple(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     assert os.environ["RINGLET_LOCAL_RANK"] == str(hvd.local_rank())
+    assert os.environ["RINGLET_CROSS_RANK"] == str(hvd.cross_rank())
+    assert os.environ["RINGLET_CROSS_SIZE"] == str(hvd.cross_size())
+    assert os.environ["RINGLET_HOSTNAME"] == platform.node()
     os.environ["LEFT_BEHIND"] = "1"
     return {
         "sum": float(total[0]),
