@@ -35,11 +35,17 @@ def set_compressor_state(optimizer: Any, data: bytes) -> None:
 
 
 def save_compressor_state(optimizer: Any, filepath: Any) -> str:
-    """Write this rank's compressor state beside a checkpoint; return the file's path."""
+    """Write this rank's compressor state beside a checkpoint; return the file's path.
+
+    Files of other numbers of ranks are removed: they belong to what the checkpoint was before.
+    """
     path = Path(state_path(filepath))
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:  # a run that is killed leaves the last file whole
         file.write(compressor_state(optimizer))
+    for whose, older in _saved(filepath).items():
+        if not whose.endswith(f"of{current().size}"):
+            older.unlink(missing_ok=True)  # another rank may have done it
     return str(path)
 
 

@@ -337,6 +337,11 @@ def saved_by_other_ranks(model, folder, rank):
         assert len(told) == tells, told
         said = f"{path} holds the residuals of 2 ranks (rank0of3, rank1of3), this job has 2"
         assert all(said in text for text in told)
+    hvd.broadcast_object()
+    hvd.save_compressor_state(model.optimizer, other)
+    hvd.broadcast_object()
+    left = {path.name.removeprefix(other.name) for path in folder.iterdir() if path.name[0] == "o"}
+    assert left == {".rank0of2", ".rank1of2", ".rank0of3.old", ".rank1of3.old"}
 
 
 def case_a_model_that_one_rank_loads():
