@@ -53,6 +53,7 @@ figures: $(VENV)/.docs
 	$(BIN)/python docs/draw_figures.py
 	$(BIN)/python docs/draw_rooms.py
 	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/list_flags.py
 
 test-gpu:
 	@sh tests/run_gpu.sh

@@ -1,4 +1,4 @@
-"""What is wrong with a spec that cannot be read, where, and what to do."""
+"""What is wrong with a spec that cannot be read, where, and what to do; names: ``registry``."""
 
 from __future__ import annotations
 

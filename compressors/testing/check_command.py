@@ -1,4 +1,4 @@
-"""``ringlet check``: the conformance kit on the command line."""
+"""What ``ringlet check`` does for a compressor: the conformance kit on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts the ranks' traces together: one file, one clock."""
+"""What the ranks' traces are called, and how they come together: one file, one clock."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from functools import partial
 from ringlet.compressors import NoCompression
 from ringlet.fusion.buckets.bucket import SPREAD, Bucket
 from ringlet.fusion.buckets.factory import make_bucket
+from ringlet.fusion.exchanges import Exchanges
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.planning.lookahead import pack
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.planning.pieces import divide
 from ringlet.fusion.process_set import Peers
-from ringlet.fusion.queue.exchanges import Exchanges
 from ringlet.fusion.queue.tensor_queue import TensorQueue
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder

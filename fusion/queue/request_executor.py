@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from ringlet.compressors import Compressor, NoCompression, resolve
 from ringlet.compressors.core.context import State
 from ringlet.fusion.devices.host import Place
+from ringlet.fusion.exchanges import Exchanges
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.process_set import Peers
 from ringlet.fusion.queue.batch import Batch
-from ringlet.fusion.queue.exchanges import Exchanges
 from ringlet.fusion.queue.tensor_queue import TensorQueue
 from ringlet.fusion.queue.unfused_ops import single_steps
 from ringlet.fusion.recording.events import Trace

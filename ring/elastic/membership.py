@@ -281,7 +281,7 @@ class Membership:
             member.limit = now + LEAVE
 
     def _bar(self, member: JobMember, what: str, now: float) -> None:
-        """Use the host of a failed member no more; without its other members, if there are more."""
+        """Bar a failed member's host, as Horovod's blacklist; others there leave if enough stay."""
         host = member.host
         before = self._barred.get(host, _Barred(now, 0))
         until, text = float("inf"), ""

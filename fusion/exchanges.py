@@ -1,4 +1,4 @@
-"""Puts exchanges into the engine's pipeline, and measures them."""
+"""Starts the exchanges of buckets and batches in the pipeline, and measures them."""
 
 from __future__ import annotations
 
