@@ -35,7 +35,7 @@ from ringlet.fusion.process_set import levels_of
 from ringlet.fusion.queue.requester import Requester
 from ringlet.fusion.recording.stats import Stats
 from ringlet.fusion.requests.handle import Expected, Handle, Output, Work
-from ringlet.fusion.requests.legality import check_request, check_values
+from ringlet.fusion.requests.legality import check_request, check_values, usable
 from ringlet.fusion.requests.request import Request, dumps
 from ringlet.fusion.worker import Worker
 from ringlet.ring.communicator import Communicator
@@ -217,8 +217,8 @@ class Engine:
         like = request.prototype or request
         if not self._tensor_queue.was_checked(like, chosen):
             self._tensor_queue.check(like, chosen, self._size_of(request.process_set))
-        if (values.shape, values.dtype) != request.fit:
-            check_values(request, values)
+        if not usable(request, values, output is None):
+            check_values(request, values, output is None)
         work = Work(request, self._signal, values, values if output is None else output, chosen)
         if request.place != "host":
             work.ready = self._worker.place_of(request).ready()
@@ -239,8 +239,8 @@ class Engine:
             compressor = _PLAIN if given is None else given
             like = request.prototype or request
             self._tensor_queue.check(like, compressor, self._size_of(request.process_set))
-            if (values.shape, values.dtype) != request.fit:
-                check_values(request, values)
+            if not usable(request, values, output is None):
+                check_values(request, values, output is None)
             target = values if output is None else output
             works.append(Work(request, self._signal, values, target, compressor))
             if request.place != "host":

@@ -56,10 +56,9 @@ class Connections:
 
     def cut(self, descriptor: int) -> None:
         """End one of them, here and at the other end."""
-        with contextlib.suppress(OSError):
-            if self._is_open(descriptor):
-                with socket.socket(fileno=os.dup(descriptor)) as sock:
-                    sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), self._shared(descriptor) as sock:
+            if sock is not None:
+                sock.shutdown(socket.SHUT_RDWR)
 
     def refuse_more(self) -> None:
         """Let nobody connect to the ports any more; whoever is connected stays.
@@ -69,10 +68,9 @@ class Connections:
         nothing = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
         program = struct.pack("HP", 1, ctypes.addressof(nothing))
         for descriptor in self._listening:
-            with contextlib.suppress(OSError):
-                if self._is_open(descriptor):
-                    with socket.socket(fileno=os.dup(descriptor)) as sock:
-                        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            with contextlib.suppress(OSError), self._shared(descriptor) as sock:
+                if sock is not None:
+                    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def ends(self) -> list[tuple[End, End]]:
         """Return where the connections begin and end, for ``introduce`` on other ranks."""
@@ -102,17 +100,18 @@ class Connections:
         Of each the least that was seen; 0 where the system does not tell.
         """
         least: list[int] = []
-        for descriptor in filter(self._is_open, self._known):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
-                told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
-                least += struct.unpack_from("I", told.ljust(_MIN_RTT + 4, b"\0"), _MIN_RTT)
+        for descriptor in list(self._known):
+            with contextlib.suppress(OSError), self._shared(descriptor) as sock:
+                if sock is not None:
+                    told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
+                    least += struct.unpack_from("I", told.ljust(_MIN_RTT + 4, b"\0"), _MIN_RTT)
         seen = [each / 1e6 for each in least if each != _UNKNOWN] or [0.0]
         return min(seen), max(seen)
 
     def severed(self) -> list[int]:
         """Return the ranks at the other ends of connections that have ended, ascending."""
-        ended = [rank for descriptor, rank in self._ranks.items() if not self._stands(descriptor)]
-        return sorted(set(ended))
+        ranks = list(self._ranks.items())
+        return sorted({rank for descriptor, rank in ranks if not self._stands(descriptor)})
 
     def give_up(self) -> None:
         """Let go of them in a forked child, without a word to the other ends."""
@@ -126,20 +125,38 @@ class Connections:
         self._known.clear()
         self._listening.clear()
 
-    def _is_open(self, descriptor: int) -> bool:
+    def _is_open(self, descriptor: int, known_as: int | None = None) -> bool:
         """Whether it is not closed since, and its number somebody else's."""
+        number = descriptor if known_as is None else known_as
         try:
-            known = self._known.get(descriptor) or self._listening.get(descriptor)
+            known = self._known.get(number) or self._listening.get(number)
             return _identity(descriptor) == known
         except OSError:
             return False
 
+    @contextmanager
+    def _shared(self, descriptor: int) -> Iterator[socket.socket | None]:
+        """Lend a socket for it, or None if it is closed.
+
+        Its owner may close it at any time: the copy is made first, and looked at then.
+        """
+        try:
+            copy = os.dup(descriptor)
+        except OSError:
+            yield None
+            return
+        if not self._is_open(copy, descriptor):
+            os.close(copy)
+            yield None
+            return
+        with socket.socket(fileno=copy) as sock:
+            yield sock
+
     def _stands(self, descriptor: int) -> bool:
-        if not self._is_open(descriptor):
-            return False
-        with socket.socket(fileno=os.dup(descriptor)) as sock:
-            state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        return state == _ESTABLISHED
+        with self._shared(descriptor) as sock:
+            if sock is None:
+                return False
+            return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
 
 
 _known: weakref.WeakKeyDictionary[Communicator, Interruptible] = weakref.WeakKeyDictionary()

@@ -29,7 +29,8 @@ from ringlet.fusion.planning.pieces import divide
 from ringlet.fusion.process_set import Peers
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
-from ringlet.fusion.requests.legality import check_values
+from ringlet.fusion.requests.identity_values import neutral
+from ringlet.fusion.requests.legality import check_values, lies_well
 from ringlet.fusion.requests.request import Request
 from ringlet.ring.collector import paused
 from ringlet.ring.dtypes import Array
@@ -240,8 +241,9 @@ class Group:
             fit, place, pieces = slots[name]
             if name in submitted:
                 raise DuplicateName(f"{name!r} was submitted twice in one step of {self.title!r}")
-            if (values.shape, values.dtype) != fit:
-                self._refuse(self.members[name].request, values)
+            fits = (values.shape, values.dtype) == fit
+            if not (fits and (place is not None or lies_well(values, output is None))):
+                self._refuse(self.members[name].request, values, output is None)
             submitted.add(name)
             if self._observed:
                 self._handed_in.setdefault(name, time.perf_counter())
@@ -256,14 +258,14 @@ class Group:
                 if bucket.missing == 0:
                     complete.append(index)
 
-    def _refuse(self, request: Request, values: Array) -> None:
+    def _refuse(self, request: Request, values: Array, in_place: bool) -> None:
         if values.size != request.numel:
             raise ValueError(
                 f"{request.name!r} has {values.size} elements in step {self.step} of "
                 f"{self.title!r}; it was declared with shape {list(request.shape)}, which is "
                 f"{request.numel}. Declare again what has changed its shape"
             )
-        check_values(request, values)
+        check_values(request, values, in_place)
 
     def missing(self) -> list[str]:
         """Return the members not yet submitted in this step, in order of declaration."""
@@ -412,9 +414,9 @@ class Group:
                 return False
             bucket.phantom = True
             with bucket.place.at_work():
+                xp = bucket.place.xp
                 for member in bucket.members:
-                    zeros = bucket.place.xp.zeros(member.numel, member.request.storage)
-                    member.input = member.output = zeros
+                    member.input = member.output = neutral(member.request, member.numel, xp)
             return True
 
     def bucket_done(self, index: int) -> None:

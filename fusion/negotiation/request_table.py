@@ -52,6 +52,7 @@ from ringlet.fusion.negotiation.validation import (
     not_everywhere,
     other_counts,
 )
+from ringlet.fusion.requests.identity_values import COMPARING
 from ringlet.fusion.requests.request import Request, dumps
 from ringlet.fusion.requests.series import MARK, place_of, prototype_of
 
@@ -378,6 +379,12 @@ class RequestTable:
             return (
                 f"{request.kind} of tensor {request.name!r}: {named_ranks(absent)} "
                 "joined, and until all ranks have joined only allreduce can run"
+            )
+        if absent and request.prescale != 1.0 and request.op in COMPARING:
+            return (
+                f"{request.op.name.title()} of tensor {request.name!r}: {named_ranks(absent)} "
+                "joined, and stands in by a value that may not be scaled: use postscale_factor, or "
+                "scale the tensor before the call"
             )
         return ""
 

@@ -274,7 +274,7 @@ class RequestExecutor:
         request = Request.from_list(told)
         place = self._places[request.place]
         with place.at_work():
-            values = neutral(request, place.xp)
+            values = neutral(request, request.numel, place.xp)
         return Work(request, self._signal, values, values, resolve(request.spec))
 
     def _member_for(self, work: Work) -> Member:

@@ -11,16 +11,17 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 
 _BFLOAT16 = {ReduceOp.MIN: 0x7F80, ReduceOp.MAX: 0xFF80, ReduceOp.PRODUCT: 0x3F80}  # inf, -inf, 1
+COMPARING = frozenset(_BFLOAT16)  # for which other values than zeros stand in
 
 
-def neutral(request: Request, xp: ModuleType = np) -> Array:
-    """Return flat values for ``request``: zeros for sums, else what is neutral to the op.
+def neutral(request: Request, numel: int, xp: ModuleType = np) -> Array:
+    """Return ``numel`` flat values for ``request``: zeros for sums, else what is neutral to the op.
 
     They are an array of the module ``xp``.
     """
     dtype, op = request.storage, request.op
     if op not in _BFLOAT16 or request.kind != "allreduce":
-        zeros: Array = xp.zeros(request.numel, dtype)
+        zeros: Array = xp.zeros(numel, dtype)
         return zeros
     if request.dtype == "bfloat16":
         value: float = _BFLOAT16[op]
@@ -33,5 +34,5 @@ def neutral(request: Request, xp: ModuleType = np) -> Array:
     else:
         limits = np.iinfo(dtype)
         value = limits.max if op is ReduceOp.MIN else limits.min
-    full: Array = xp.full(request.numel, value, dtype)
+    full: Array = xp.full(numel, value, dtype)
     return full

@@ -10,6 +10,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array, storage
 
 REDUCTIONS = ("allreduce", "reducescatter")
+IN_PLACE = ("allreduce", "broadcast")  # whose result has the size of the input
 
 
 def check_request(request: Request, size: int) -> None:
@@ -24,6 +25,8 @@ def check_request(request: Request, size: int) -> None:
         raise ValueError(f"the tensor's name {request.name!r} is no Unicode: {error}") from error
     if any(n < 0 for n in request.shape):
         raise _refusal(ValueError, request, f"shape {list(request.shape)} has a negative size")
+    if not isinstance(request.op, ReduceOp):
+        raise _refusal(TypeError, request, f"op is a ReduceOp, not {request.op!r}")
     if kind in REDUCTIONS:
         _check_reduction(request)
     elif kind == "broadcast" and not 0 <= request.root < size:
@@ -32,10 +35,24 @@ def check_request(request: Request, size: int) -> None:
         _check_splits(request, size)
 
 
-def check_values(request: Request, values: Array) -> None:
+def usable(request: Request, values: Array, in_place: bool) -> bool:
+    """Whether ``check_values`` has nothing to say."""
+    if (values.shape, values.dtype) != request.fit:
+        return False
+    return request.place != "host" or lies_well(values, in_place)
+
+
+def lies_well(values: Array, in_place: bool) -> bool:
+    """Whether an array in host memory is contiguous, and can be written to if that is needed."""
+    flags = values.flags
+    return flags.c_contiguous and (flags.writeable or not in_place)
+
+
+def check_values(request: Request, values: Array, in_place: bool) -> None:
     """Raise TypeError or ValueError unless ``values`` are those of ``request``: ``request.fit``.
 
-    Those of a barrier do not matter.
+    They are contiguous, and can be written to where the result lies ``in_place``. Those of a
+    barrier do not matter.
     """
     if request.kind == "barrier":
         return
@@ -44,12 +61,17 @@ def check_values(request: Request, values: Array) -> None:
         raise _refusal(TypeError, request, f"{expected} is needed, not one of {values.dtype}")
     if values.shape != (request.numel,):
         raise _refusal(ValueError, request, f"{expected} is needed, not of shape {values.shape}")
+    if request.place != "host":
+        return
+    if not values.flags.c_contiguous:
+        raise _refusal(ValueError, request, f"{expected} is needed, which is contiguous")
+    if in_place and not values.flags.writeable and request.kind in IN_PLACE:
+        what = "the result replaces the values, which are read-only: give an output, or a copy"
+        raise _refusal(ValueError, request, what)
 
 
 def _check_reduction(request: Request) -> None:
     op, dtype = request.op, request.dtype
-    if not isinstance(op, ReduceOp):
-        raise _refusal(TypeError, request, f"op is a ReduceOp, not {op!r}")
     if request.kind == "reducescatter":
         if op is ReduceOp.ADASUM:
             raise _refusal(ValueError, request, "op is Average, Sum, Min, Max or Product")

@@ -61,6 +61,8 @@ class Request:
             raise TypeError(f"a tensor's name is a string, not {self.name!r}")
         plain = self.__dict__  # the quick way to set attributes of a frozen instance
         plain["root"] = operator.index(self.root)
+        plain["process_set"] = operator.index(self.process_set)
+        plain["group_size"] = operator.index(self.group_size)
         plain["shape"] = tuple(map(operator.index, self.shape))
         plain["splits"] = tuple(map(operator.index, self.splits))
         plain["prescale"] = float(self.prescale)

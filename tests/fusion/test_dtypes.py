@@ -96,6 +96,7 @@ REFUSED = [
     (Request("x", "alltoall", splits=(0, 0, 0)), ValueError, "over 2 ranks"),
     (Request("x", "alltoall", shape=(1,), splits=(2, -1)), ValueError, "do not divide 1 rows"),
     (Request("x", shape=(4,), op=7), TypeError, "op is a ReduceOp, not 7"),
+    (Request("x", "broadcast", shape=(4,), op=7), TypeError, "op is a ReduceOp, not 7"),
     (Request("x", shape=(-1, -4)), ValueError, "negative"),
     (Request("\ud800", shape=(4,)), ValueError, "name"),
 ]
@@ -134,6 +135,26 @@ def test_what_cannot_be_done_is_not_declared(request_, said):
     assert with_engines(2, body) == [4.0, 4.0]
 
 
+def test_numbers_of_numpy_are_numbers():
+    def body(engine):
+        numbers = {"process_set": np.int64(0), "group": "g", "group_size": np.int64(1)}
+        request = Request("x", shape=(np.int64(4),), op=ReduceOp.SUM, **numbers)
+        return engine.submit(request, np.ones(4, np.float32)).wait(60).tolist()
+
+    assert with_engines(2, body) == [[2.0] * 4] * 2
+
+
+def test_read_only_values_have_a_result_of_their_own():
+    def body(engine):
+        values = np.frombuffer(np.ones(4, np.float32).tobytes(), np.float32)
+        request = Request("x", shape=(4,), op=ReduceOp.SUM)
+        added = engine.submit(request, values, np.empty(4, np.float32)).wait(60).tolist()
+        rows = engine.submit(Request("y", "allgather", shape=(4,)), values).wait(60).tolist()
+        return added, rows
+
+    assert with_engines(2, body) == [([2.0] * 4, [1.0] * 8)] * 2
+
+
 def test_ranks_whose_peer_was_refused_learn_of_it_when_that_asks_for_something_else():
     def body(engine):
         def ask(dtype, op):
@@ -158,8 +179,11 @@ def test_ranks_whose_peer_was_refused_learn_of_it_when_that_asks_for_something_e
         (np.ones((2, 2), np.float32), ValueError),
         (np.ones(4, np.float64), TypeError),
         (np.ones(4, np.complex64), TypeError),
+        (np.ones(8, np.float32)[::2], ValueError),
+        (np.broadcast_to(np.float32(1), (4,)).view(), ValueError),
+        (np.frombuffer(bytes(16), np.float32), ValueError),
     ],
-    ids=["longer", "not flat", "wider", "complex"],
+    ids=["longer", "not flat", "wider", "complex", "strided", "one for all", "read only"],
 )
 def test_values_that_are_not_the_request_s_are_refused(values, kind):
     def body(engine):

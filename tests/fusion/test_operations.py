@@ -190,6 +190,34 @@ def test_ranks_that_joined_leave_minima_and_products_alone(dtype):
     assert with_engines(3, body)[0] == [[two] * 3] * 3
 
 
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_what_stands_in_for_a_rank_that_joined_is_not_scaled(op):
+    def body(engine):
+        results = []
+        if engine.rank == 0:
+            for name, factors in (("pre", {"prescale": 2.0}), ("post", {"postscale": 2.0})):
+                handle = engine.submit(Request(name, shape=(3,), op=op, **factors), ones(3, 3.0))
+                try:
+                    results.append(handle.wait(60).tolist())
+                except Mismatch as error:
+                    results.append(str(error))
+        engine.join()
+        return results
+
+    told, result = with_engines(2, body)[0]
+    assert f"{op.name.title()} of tensor 'pre': rank 1 joined" in told
+    assert result == [6.0] * 3
+
+
+def test_a_broadcast_with_an_output_sends_the_values():
+    def body(engine):
+        values, output = ones(4, engine.rank + 1.0), ones(4, -7.0)
+        request = Request("x", "broadcast", shape=(4,), root=1)
+        return engine.submit(request, values, output).wait(60).tolist(), values.tolist()
+
+    assert with_engines(2, body) == [([2.0] * 4, [1.0] * 4), ([2.0] * 4, [2.0] * 4)]
+
+
 @pytest.mark.parametrize("spec", ["none", "int8(bucket=32) | ef", "topk(ratio=0.05)", "powersgd"])
 def test_groups_go_on_when_a_rank_has_joined(spec):
     def body(engine):

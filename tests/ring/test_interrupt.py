@@ -78,6 +78,29 @@ def test_what_was_closed_has_ended_whoever_has_the_number_now(pair: Pair) -> Non
     os.close(number)
 
 
+@pytest.mark.parametrize("taken", [False, True], ids=["closed", "closed and taken"])
+def test_what_is_closed_while_it_is_looked_at_has_ended(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    near, one, far, _ = pair
+    near.introduce([[], far.ends()])
+    number, copy, nothing = one.fileno(), os.dup, os.open(os.devnull, os.O_RDONLY)
+
+    def closing(descriptor: int) -> int:
+        assert descriptor == number
+        one.close()
+        if taken:
+            os.dup2(nothing, number)
+        return copy(number)
+
+    monkeypatch.setattr(os, "dup", closing)
+    assert near.severed() == [1]
+    monkeypatch.undo()
+    os.close(nothing)
+    if taken:
+        os.close(number)
+
+
 def test_addresses_that_nobody_knows_name_nobody(pair: Pair) -> None:
     near, _, _, _ = pair
     near.introduce([[(("10.0.0.1", 1), ("10.0.0.2", 2))], []])
