@@ -145,11 +145,12 @@ def test_demo_is_a_spec_and_a_sign():
     assert outcome(train) < 0.05
 
 
-def made(kind, model):
+def made(kind, model, spec=None):
+    named = model.named_parameters()
     if kind == "onebit":
-        return hvd.OneBitAdam(model.named_parameters(), lr=0.01, warmup=4)
+        return hvd.OneBitAdam(named, lr=0.01, warmup=4, compression=spec or "onebit | ef")
     inner = torch.optim.Adam(model.parameters(), lr=0.01)
-    return hvd.DiLoCo(inner, model.named_parameters(), every=3, compression="topk(ratio=0.1) | ef")
+    return hvd.DiLoCo(inner, named, every=3, compression=spec or "topk(ratio=0.1) | ef")
 
 
 def train(model, optimizer, loss, steps):
@@ -227,16 +228,17 @@ def test_what_was_loaded_is_saved_again_before_a_step(kind, way):
 
 
 @pytest.mark.filterwarnings("ignore:what compressors remember was loaded on rank")
+@pytest.mark.parametrize("spec", [None, "randomk(ratio=0.1, unbiased=False) | ef", "powersgd | ef"])
 @pytest.mark.parametrize("kind", ["onebit", "diloco"])
-def test_rank_0_alone_may_load_and_broadcast(kind):
+def test_rank_0_alone_may_load_and_broadcast(kind, spec):
     def work():
         hvd.init()
         model, loss = problem()
-        optimizer = made(kind, model)
+        optimizer = made(kind, model, spec)
         train(model, optimizer, loss, 6)
         kept = stored({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         again, _ = problem()
-        resumed = made(kind, again)
+        resumed = made(kind, again, spec)
         if hvd.rank() == 0:
             again.load_state_dict(kept["model"])
             resumed.load_state_dict(kept["optimizer"])
@@ -298,6 +300,59 @@ def test_diloco_refuses_settings_out_of_range(options):
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=next(iter(options))):
         hvd.DiLoCo(inner, model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "onebit", "adasum"])
+def test_parameters_that_are_unfrozen_or_added_are_refused(kind):
+    """Ranks would not agree on them: each would have its own."""
+
+    def train():
+        hvd.init()
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        hvd.broadcast_parameters(model.state_dict())
+        model[0].requires_grad_(False)
+        named = list(model.named_parameters())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "diloco":
+            optimizer = hvd.DiLoCo(inner, named, every=2)
+        elif kind == "onebit":
+            optimizer = hvd.OneBitAdam(named, warmup=1)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        else:
+            optimizer = hvd.DistributedOptimizer(inner, named, op=hvd.Adasum)
+
+        def step(closure=None):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4) * (hvd.rank() + 1)).sum().backward()
+            optimizer.step(closure)
+
+        step()
+        step()
+        model[0].requires_grad_(True)
+        for closure in (None, lambda: None):
+            with pytest.raises(RuntimeError, match="unfrozen after"):
+                step(closure)
+        if kind == "diloco":
+            with pytest.raises(ValueError, match="does not name"):
+                hvd.DiLoCo(inner, named[:2])
+
+    ringlet.run(train, np=2, transport="local")
+
+
+def test_a_scheduler_of_adasums_original_goes_on_after_loading():
+    def train():
+        hvd.init()
+        model = torch.nn.Linear(3, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), op=hvd.Adasum)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+    ringlet.run(train, np=2, transport="local")
 
 
 @pytest.mark.parametrize(

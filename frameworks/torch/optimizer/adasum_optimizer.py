@@ -6,7 +6,7 @@ are averaged, steps that are orthogonal add up, so that the learning rate need n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes
 from ringlet.torch.ops.reductions import grouped_allreduce_
+from ringlet.torch.optimizer.naming import refuse_strays
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
 
@@ -26,6 +27,7 @@ class AdasumMixin(RefusesScaler):
     """What the optimizer's class gains."""
 
     _ringlet_named: dict[str, torch.nn.Parameter]
+    _ringlet_known: frozenset[torch.nn.Parameter]
     _ringlet_compression: Any
     _ringlet_process_set: ProcessSet
     _ringlet_label: str
@@ -43,6 +45,7 @@ class AdasumMixin(RefusesScaler):
             )
         return {
             "_ringlet_named": named,
+            "_ringlet_known": frozenset(named.values()),
             "_ringlet_compression": compressor,
             "_ringlet_process_set": options.process_set,
             "_ringlet_label": current().unnamed("AdasumOptimizer"),
@@ -55,6 +58,13 @@ class AdasumMixin(RefusesScaler):
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:  # Horovod's, and its users', name
         return {p: name for name, p in self._ringlet_named.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what the optimizer saved; a scheduler of the original goes on with its groups."""
+        inner: Any = super()
+        inner.load_state_dict(state_dict)
+        self._ringlet_original.param_groups = self.param_groups
+        self._ringlet_original.state = self.__dict__["state"]
 
     def synchronize(self) -> None:
         """Do nothing: gradients are each rank's own."""
@@ -73,9 +83,14 @@ class AdasumMixin(RefusesScaler):
         inner: Any = super()
         self._ringlet_original._opt_called = True
         start = {name: p.detach().clone() for name, p in self._ringlet_named.items()}
+        taking_part = bool(start) and self._ringlet_process_set.included()
+        if taking_part and closure is None:
+            self._refuse_strays()
         result = inner.step(closure)
-        if not start or not self._ringlet_process_set.included():
+        if not taking_part:
             return result
+        if closure is not None:
+            self._refuse_strays()
         with torch.no_grad():
             deltas = [p.detach() - start[name] for name, p in self._ringlet_named.items()]
             combined = grouped_allreduce_(
@@ -88,5 +103,10 @@ class AdasumMixin(RefusesScaler):
             for (name, p), delta in zip(self._ringlet_named.items(), combined, strict=True):
                 p.copy_(start[name] + delta)
         return result
+
+    def _refuse_strays(self) -> None:
+        cure = "wrap the original optimizer again, on all ranks"
+        groups = self.param_groups
+        refuse_strays(groups, self._ringlet_known, "DistributedOptimizer", cure)
 
     step.hooked = True  # type: ignore[attr-defined]

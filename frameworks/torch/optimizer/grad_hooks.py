@@ -43,7 +43,7 @@ class GradHooks:
             register: Any = p.register_post_accumulate_grad_hook
             self._hooks.append(register(_hook(self._owner, ready, name)))
 
-    def __contains__(self, p: torch.Tensor) -> bool:
+    def __contains__(self, p: object) -> bool:
         return id(p) in self._ids
 
 

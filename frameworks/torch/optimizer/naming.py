@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -188,3 +188,19 @@ def grouped_names(
         raise ValueError("groups holds a parameter that the optimizer does not train")
     _refuse("groups holds parameters several times", _repeated(flat))
     return found
+
+
+def refuse_strays(
+    param_groups: Iterable[Mapping[str, Any]], known: Container[torch.Tensor], kind: str, cure: str
+) -> None:
+    """Raise RuntimeError if a parameter has a gradient and is none of ``known``, those of ``kind``.
+
+    It would be another one on each rank from the next step on.
+    """
+    for i, group in enumerate(param_groups):
+        for j, p in enumerate(group["params"]):
+            if p.grad is not None and p not in known:
+                raise RuntimeError(
+                    f"parameter {j} of group {i}, shape {list(p.shape)}, was added or unfrozen "
+                    f"after {kind} was made, so its gradient is not reduced; {cure}"
+                )

@@ -32,7 +32,7 @@ from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.ops.replica_check import Comparison
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
-from ringlet.torch.optimizer.naming import warn_of_unmatched
+from ringlet.torch.optimizer.naming import refuse_strays, warn_of_unmatched
 from ringlet.torch.optimizer.parameter_memory import ParameterMemory
 from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.tensors.placement import HOST, place_of
@@ -215,7 +215,8 @@ class Reducer:
                 "another DistributedOptimizer was made for the same parameters; use that one"
             )
         self.join_epoch()
-        self._refuse_strays(param_groups)
+        cure = "wrap the original optimizer again, on all ranks; residuals stay"
+        refuse_strays(param_groups, self._hooks, "DistributedOptimizer", cure)
         changed = self._handed.changed(self.parameters)
         if self._group is None:
             self._handed.clear()
@@ -478,16 +479,6 @@ class Reducer:
     def _begin(self) -> None:
         self.memory.began(fresh=not self.in_flight)
         self.in_flight = True
-
-    def _refuse_strays(self, param_groups: list[dict[str, Any]]) -> None:
-        for i, group in enumerate(param_groups):
-            for j, p in enumerate(group["params"]):
-                if p.grad is not None and p not in self._hooks:
-                    raise RuntimeError(
-                        f"parameter {j} of group {i}, shape {list(p.shape)}, was added or unfrozen "
-                        "after DistributedOptimizer was made, so its gradient is not reduced; "
-                        "wrap the original optimizer again, on all ranks; residuals stay"
-                    )
 
     def _take_over(self) -> None:
         self._hooks.take_over()

@@ -14,7 +14,7 @@ import torch
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.session import current
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
-from ringlet.torch.optimizer.naming import Named
+from ringlet.torch.optimizer.naming import Named, name_parameters, refuse_strays
 from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 from ringlet.torch.optimizer.wrapper import DistributedOptimizer
@@ -55,7 +55,8 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         self.inner, self.every, self.steps = inner, every, 0
         # Groups and state are the inner optimizer's: there is nothing to set up but torch's hooks.
         super().__setstate__({"defaults": inner.defaults})
-        self._parameters = {n: p for n, p in named_parameters if p.requires_grad}
+        self._parameters = name_parameters(inner, named_parameters)
+        self._known = frozenset(self._parameters.values())
         self._agreed = {
             n: torch.nn.Parameter(p.detach().clone()) for n, p in self._parameters.items()
         }
@@ -86,12 +87,21 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
             with torch.no_grad():
                 for name, p in self._parameters.items():
                     self._agreed[name].copy_(p)
-        loss = self.inner.step(closure) if closure is not None else self.inner.step()
+        if closure is None:
+            self._refuse_strays()
+            loss = self.inner.step()
+        else:
+            loss = self.inner.step(closure)
+            self._refuse_strays()
         self.steps += 1
         outer = self.steps % self.every == 0
         if outer:
             self._agree()
         return outer if closure is None else loss
+
+    def _refuse_strays(self) -> None:
+        cure = "make a new DiLoCo of all parameters, on all ranks"
+        refuse_strays(self.inner.param_groups, self._known, "DiLoCo", cure)
 
     def _shown_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups

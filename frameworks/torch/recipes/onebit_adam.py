@@ -6,19 +6,17 @@ speed", ICML 2021.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.session import current
 from ringlet.shared.compression import as_router
 from ringlet.shared.optimizer_options import Options
-from ringlet.torch.optimizer.checkpoint import STATE_KEY, renamed, reshard, saved, shards_of
-from ringlet.torch.optimizer.naming import Named, routed, wrapped_in
+from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
+from ringlet.torch.optimizer.naming import Named, refuse_strays
 from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
@@ -61,8 +59,6 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         self._names = {p: name for name, p in named.items()}
         self._compression: Spec | Routes = compression
         self._compressing = False
-        self._loaded: Callable[[], None] | None = None  # brings residuals, once they are in use;
-        self._waiting: Callable[[], Any] | None = None  # until then they are saved from here
         # What is reduced travels as the gradient of a stand-in: a gradient first, momentum later.
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
         uncompressed = Options(compression="none")
@@ -75,6 +71,8 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        cure = "make a new OneBitAdam of all parameters, on all ranks"
+        refuse_strays(self.param_groups, self._names, "OneBitAdam", cure)
         self._switch()
         self.steps += 1
         frozen = self._compressing
@@ -111,11 +109,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         Save it on every rank, as DistributedOptimizer's.
         """
         state = super().state_dict()
-        kept = (
-            self._reducer.memory.saved(self._reducer.step)
-            if self._waiting is None
-            else self._waiting()
-        )
+        kept = self._reducer.memory.saved(self._reducer.step)
         if kept is not None:
             state[STATE_KEY] = kept
         return state
@@ -123,15 +117,16 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts without residuals, if it did not."""
         self._load_inner(state_dict)
-        self._loaded = lambda: self._reducer.load(state_dict.get(STATE_KEY))
-        self._waiting = lambda: copy.deepcopy(state_dict.get(STATE_KEY))
+        self._reducer.memory.change(as_router(self._chosen()))
+        self._reducer.load(state_dict.get(STATE_KEY))
 
     def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
         own, shards = shards_of(state_dicts, current().rank)
         self._load_inner(own)
-        self._loaded = lambda: self._reducer.load_shards(shards) if shards else None
-        self._waiting = lambda: self._resharded(shards) if shards else None
+        self._reducer.memory.change(as_router(self._chosen()))
+        if shards:
+            self._reducer.load_shards(shards)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
@@ -159,23 +154,15 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         """
         if self._compressing != (self.steps >= self.warmup):
             self._compressing = not self._compressing
-            self._reducer.set_compression(self._compression if self._compressing else "none")
-        loaded, self._loaded, self._waiting = self._loaded, None, None
-        if loaded is not None:
-            loaded()
+            self._reducer.set_compression(self._chosen())
 
-    def _resharded(self, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return this rank's part of ``shards`` as it would be saved once they are in use."""
-        names, router = list(self._carriers), as_router(self._compression)
-        compressors = {name: routed(router, name, wrapped_in(names)) for name in names}
-        tensors = {name: (compressors[name], p.numel()) for name, p in self._carriers.items()}
-        states: dict[str, State] = {name: {} for name in names}
-        here = current().rank, current().size
-        given = [renamed(shard, names) for shard in shards]
-        return saved(states, *here, reshard(states, given, *here, tensors), compressors)
+    def _chosen(self) -> Spec | Routes:
+        """Return how what is reduced is compressed in the next step."""
+        return self._compression if self.steps >= self.warmup else "none"
 
     def _each(self) -> list[tuple[dict[str, Any], torch.nn.Parameter]]:
-        return [(group, p) for group in self.param_groups for p in group["params"]]
+        groups = self.param_groups
+        return [(group, p) for group in groups for p in group["params"] if p in self._names]
 
     def _update(
         self, group: dict[str, Any], p: torch.Tensor, reduced: torch.Tensor | None, frozen: bool
