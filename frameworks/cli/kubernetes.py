@@ -19,7 +19,7 @@ class WantedJob:
     """A job of ``nodes`` pods with ``slots`` ranks each, as the command line asks for it.
 
     ``fewest`` and ``most`` bound the pods of an elastic job (None: it is none). ``volumes`` are
-    claims and the paths they appear at. ``secret`` is what pods know each other by.
+    claims, each with a path that it appears at. ``secret`` is what pods know each other by.
     """
 
     name: str
@@ -31,7 +31,7 @@ class WantedJob:
     gpus: int = 0
     resources: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-    volumes: Mapping[str, str] = field(default_factory=dict)
+    volumes: Sequence[tuple[str, str]] = ()
     options: Sequence[str] = ()
     restarts: int = 0
     fewest: int | None = None
@@ -60,16 +60,19 @@ class WantedJob:
     def mounts(self) -> list[Document]:
         """Return where volumes appear in a container."""
         return [
-            {"name": f"volume{i}", "mountPath": path}
-            for i, path in enumerate(self.volumes.values())
+            {"name": f"volume{self._claimed().index(claim)}", "mountPath": path}
+            for claim, path in self.volumes
         ]
 
     def claims(self) -> list[Document]:
         """Return the volumes of a pod."""
         return [
             {"name": f"volume{i}", "persistentVolumeClaim": {"claimName": claim}}
-            for i, claim in enumerate(self.volumes)
+            for i, claim in enumerate(self._claimed())
         ]
+
+    def _claimed(self) -> list[str]:
+        return list(dict.fromkeys(claim for claim, _ in self.volumes))
 
     def container(self, name: str, command: Sequence[str] | None, secret: bool) -> Document:
         """Return a container of a pod."""

@@ -6,6 +6,7 @@ import argparse
 import re
 import secrets
 import sys
+from collections.abc import Sequence
 
 from ringlet.cli.kubernetes import ELASTIC, KINDS, WantedJob
 from ringlet.cli.yaml_text import yaml_text
@@ -131,7 +132,7 @@ def _wanted(options: argparse.Namespace) -> WantedJob:
         gpus=gpus,
         resources={name: value for name, value in resources.items() if value is not None},
         env=env,
-        volumes=dict(map(_volume, options.volume)),
+        volumes=_volumes(options.volume),
         options=passed,
         restarts=number["restarts"] or 0,
         fewest=(fewest or nodes) if fewest or most else None,
@@ -148,6 +149,14 @@ def _number(options: argparse.Namespace, name: str, least: int) -> int | None:
         flag = "--" + name.replace("_", "-")
         raise UsageError(f"{flag} takes a number of at least {least}, not {text!r}")
     return int(text)
+
+
+def _volumes(texts: Sequence[str]) -> list[tuple[str, str]]:
+    found = list(map(_volume, texts))
+    paths = [path for _, path in found]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise UsageError(f"--volume lets two claims appear at {twice[0]}")
+    return found
 
 
 def _volume(text: str) -> tuple[str, str]:

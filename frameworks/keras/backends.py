@@ -66,6 +66,21 @@ def reduce_gradients(
     return _reduce_torch(reducer, accumulator, names, gradients, cohorts)
 
 
+def one_if_finite(gradients: Sequence[Any]) -> Any:
+    """Return 1 (float32), or NaN where one of ``gradients`` is not finite; None is none."""
+    ops = keras.ops
+    rows = [getattr(g, "values", g) if hasattr(g, "dense_shape") else g for g in gradients]
+    finite = [ops.all(ops.isfinite(values)) for values in rows if values is not None]
+    alike = ops.all(ops.stack(finite)) if finite else ops.ones((), "bool")
+    return ops.where(alike, ops.ones((), "float32"), float("nan"))
+
+
+def spoiled(gradient: Any, ones: Any) -> Any:
+    """Return ``gradient``, or NaN in its place where ``ones`` is NaN: a sum of ones elsewhere."""
+    one = keras.ops.cast(keras.ops.divide(ones, ones), gradient.dtype)
+    return keras.ops.divide(gradient, one)
+
+
 def when(ends: Any, apply: Callable[[], Any]) -> Any:
     """Call ``apply`` where a step ends, which in a graph is known when it runs."""
     if isinstance(ends, bool):  # without TensorFlow

@@ -28,8 +28,9 @@ from ringlet.shared.residual_store import warn_of_other_ranks
 class BroadcastGlobalVariablesCallback(KerasCallback):
     """Start all ranks from rank ``root_rank``'s weights and optimizer state.
 
-    Before the first batch, or after it where the model has no weights until then. Random seeds
-    stay each rank's own. ``device`` and ``local_variables`` are accepted for Horovod's sake.
+    Before the first batch, or after it where the model of some rank has no weights until then.
+    Random seeds stay each rank's own. ``device`` and ``local_variables`` are accepted for
+    Horovod's sake.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -39,9 +40,10 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
         self._done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast if there is something to broadcast."""
+        """Broadcast if all ranks have something to broadcast."""
         self._done = False
-        if self.model.built and self.model.weights:
+        built = bool(self.model.built and self.model.weights)
+        if averaged([built], "keras.broadcast_variables.built")[0] == 1.0:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -27,6 +27,8 @@ class Distributed(Reducing):
     built: bool
     _ringlet_reduce = staticmethod(backends.reduce_gradients)
     _ringlet_divide = staticmethod(keras.ops.divide)
+    _ringlet_ones = staticmethod(backends.one_if_finite)
+    _ringlet_spoiled = staticmethod(backends.spoiled)
 
     @backends.as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -13,6 +13,8 @@ from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, name_of
 from ringlet.shared.wrapping import wrapped
+
+_LOCAL = "local gradients are finite"  # what stands for them among what ranks reduce
 
 
 class Reducing:
@@ -29,6 +31,9 @@ class Reducing:
     _ringlet_scale_local: bool
     _ringlet_reduce: Callable[..., tuple[Any, list[Any]]]
     _ringlet_divide: Callable[[Any, Any], Any]
+    _ringlet_skips: bool  # whether it skips a step for gradients that are not finite
+    _ringlet_ones: Callable[[Sequence[Any]], Any]  # 1, or NaN where one of them is not finite
+    _ringlet_spoiled: Callable[[Any, Any], Any]  # a gradient, or NaN where its second one is NaN
 
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of ``variable`` as it is on this rank."""
@@ -58,7 +63,10 @@ class Reducing:
     def _ringlet_reduced(self, gradients: list[Any], variables: list[Any]) -> tuple[Any, list[Any]]:
         shared = [i for i, v in enumerate(variables) if identity(v) not in self._ringlet_local]
         results = list(gradients)
-        self._ringlet_kept(results, variables, [i for i in range(len(results)) if i not in shared])
+        local = [i for i in range(len(results)) if i not in shared]
+        if local:
+            self._ringlet_refuse_common_norm()
+        self._ringlet_kept(results, variables, local)
         chosen = [variables[i] for i in shared]
         names = unique([name_of(v, i) for i, v in enumerate(chosen)])
         given = [gradients[i] for i in shared]
@@ -67,9 +75,19 @@ class Reducing:
         if scale is not None:
             given = self._ringlet_quotients(given, scale)
         groups = cohorts(chosen, self._ringlet_groups)
+        watched = bool(local) and self._ringlet_skips
+        if watched:  # the ranks have to skip a step together for what one of them alone has, too
+            ones = self._ringlet_ones([gradients[i] for i in local])
+            chosen, names = [*chosen, ones], [*names, _LOCAL]
+            given, groups = [*given, ones], [*groups, ""]
         ends, done = self._ringlet_reduce(
             self._ringlet, chosen, names, given, groups, self._ringlet_accumulator
         )
+        if watched:
+            *done, ones = done
+            for i in local:
+                if results[i] is not None:
+                    results[i] = self._ringlet_spoiled(results[i], ones)
         if scale is not None:
             done = self._ringlet_quotients(done, 1.0 / scale)
         for i, gradient in zip(shared, done, strict=True):
@@ -90,6 +108,14 @@ class Reducing:
             _, given = self._ringlet_reduce(stay, chosen, names, given, [""] * len(local), sums)
         for i, gradient in zip(local, given, strict=True):
             results[i] = gradient
+
+    def _ringlet_refuse_common_norm(self) -> None:
+        own: Any = getattr(self, "inner_optimizer", self)
+        if getattr(own, "global_clipnorm", None):
+            raise ValueError(
+                "global_clipnorm takes the norm of all gradients, and those of local layers are "
+                "other ones on each rank, so that shared weights would drift apart: use clipnorm"
+            )
 
     def _ringlet_quotients(self, gradients: list[Any], by: Any) -> list[Any]:
         return [None if g is None else self._ringlet_divide(g, by) for g in gradients]
@@ -126,6 +152,7 @@ def made_of(
         _ringlet_staying=(Staying("local variables", settings), options.accumulator()),
         _ringlet_groups=options.grouping,
         _ringlet_local=set(),
+        _ringlet_skips=isinstance(optimizer, scales),
         _ringlet_scale_local=options.scale_local_gradients,
     )
     if name is not None:

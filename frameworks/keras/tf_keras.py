@@ -52,6 +52,18 @@ class DistributedOfTfKeras(Reducing):
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(by, gradient.dtype)
 
+    @staticmethod
+    def _ringlet_ones(gradients: Sequence[Any]) -> Any:
+        import tensorflow as tf
+
+        dense = [getattr(g, "values", g) for g in gradients if g is not None]
+        finite = [tf.reduce_all(tf.math.is_finite(values)) for values in dense]
+        return tf.where(tf.reduce_all([True, *finite]), 1.0, float("nan"))
+
+    @staticmethod
+    def _ringlet_spoiled(gradient: Any, ones: Any) -> Any:
+        return DistributedOfTfKeras._ringlet_divide(gradient, ones / ones)
+
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce gradients over all ranks, then apply them like the wrapped optimizer.
 

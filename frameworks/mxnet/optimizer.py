@@ -14,6 +14,7 @@ from ringlet.mxnet.nd_views import view
 from ringlet.shared.gradients import GradientReducer, Slot
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
+from ringlet.shared.variable_names import numbered_groups
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):
@@ -126,9 +127,8 @@ class DistributedTrainer(mx.gluon.Trainer):
 
 
 def _slots(names: Sequence[str], arrays: Sequence[Any], groups: int = 0) -> tuple[Slot, ...]:
-    each = -(-len(names) // groups) if groups else 0
+    cohorts = numbered_groups(len(names), groups) if groups else [""] * len(names)
     return tuple(
-        Slot(name, np.dtype(array.dtype).name, tuple(array.shape), False,
-             str(i // each) if each else "")
-        for i, (name, array) in enumerate(zip(names, arrays, strict=True))
-    )  # fmt: skip
+        Slot(name, np.dtype(array.dtype).name, tuple(array.shape), False, cohort)
+        for name, array, cohort in zip(names, arrays, cohorts, strict=True)
+    )

@@ -48,8 +48,7 @@ def cohorts(variables: Sequence[Any], groups: int | Sequence[Sequence[Any]] | No
     if isinstance(groups, int):
         if groups < 0:
             raise ValueError(f"groups must be a positive number or lists of variables: {groups}")
-        each = -(-len(variables) // groups)
-        return [str(i // each) for i in range(len(variables))]
+        return numbered_groups(len(variables), groups)
     of: dict[int, str] = {}
     for number, group in enumerate(groups):
         if not isinstance(group, Iterable):
@@ -58,6 +57,11 @@ def cohorts(variables: Sequence[Any], groups: int | Sequence[Sequence[Any]] | No
             if of.setdefault(identity(variable), str(number)) != str(number):
                 raise ValueError(f"{name_of(variable)!r} is in more than one of the groups")
     return [of.get(identity(variable), "") for variable in variables]
+
+
+def numbered_groups(count: int, groups: int) -> list[str]:
+    """Return in which of ``groups`` each of ``count`` variables is, as even as they can be."""
+    return [str(i * min(groups, count) // count) for i in range(count)]
 
 
 def local_variables(layers: Any) -> list[Any]:

@@ -116,7 +116,8 @@ def _loss(job: _TorchTraining, model: Any, batch: Batch) -> tuple[Any, float]:
             f" not {tuple(loss.shape)} for {len(features)} rows"
         )
     weight = torch.from_numpy(np.array(weights, np.float32))
-    return (rows.reshape(-1) * weight).sum() / weight.sum(), float(weight.sum())
+    total = weight.sum()  # 0 where none of these rows counts
+    return (rows.reshape(-1) * weight).sum() / total.clamp(min=1e-30), float(total)
 
 
 def _mean(total: Any) -> float:

@@ -119,6 +119,40 @@ def case_local_layers():
     kernels = hvd.allgather(model.layers[0].kernel)
     assert not np.array_equal(kernels[:16], kernels[16:])
     assert len(kernels) == 16 * size
+    # What overflows in a local layer of one rank skips the step on all.
+    for passes in (1, 2):
+        model = made()
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), 1024.0)
+        optimizer = hvd.PartialDistributedOptimizer(
+            scaled, local_layers=model.layers[0], backward_passes_per_step=passes
+        )
+        variables = model.trainable_variables
+        before = [v.numpy() for v in variables]
+        for spoilt, steps in ((rank == size - 1, 0), (False, 1)):
+            gradients = [np.full(v.shape, 1024.0, "float32") for v in variables]
+            gradients[0] *= np.inf if spoilt else 1.0
+            for _ in range(passes):
+                optimizer.apply(list(map(keras.ops.convert_to_tensor, gradients)), variables)
+            assert int(optimizer.iterations) == steps
+            assert float(optimizer.dynamic_scale) == 512.0
+        moved = [b - v.numpy() for v, b in zip(variables, before, strict=True)]
+        assert np.allclose(moved[0], 1024 / 512 * passes / size, rtol=1e-3)
+        assert np.allclose(moved[-1], 1024 / 512 * passes, rtol=1e-3)
+    clipped = keras.optimizers.SGD(0.01, global_clipnorm=1.0)
+    optimizer = hvd.PartialDistributedOptimizer(clipped, local_layers=model.layers[0])
+    with pytest.raises(ValueError, match="global_clipnorm takes the norm of all gradients"):
+        optimizer.apply(list(map(keras.ops.convert_to_tensor, gradients)), variables)
+
+
+def case_a_model_that_one_rank_has_built():
+    """One that loads it, say: ranks broadcast after the first batch, when all have weights."""
+    for built in ([0], [1], [0, 1], []):
+        model = keras.Sequential([keras.layers.Dense(4)])
+        if hvd.rank() in built:
+            model.build((None, 16))
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], epochs=1)
+        assert variables_equal(model.weights)
 
 
 def case_learning_rates():

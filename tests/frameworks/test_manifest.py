@@ -21,6 +21,18 @@ def test_ranks_are_as_many_as_gpus(capsys):
     assert '- "--slots"\n        - "8"' in capsys.readouterr().out
 
 
+def test_a_claim_may_appear_at_several_paths(capsys):
+    given = ["--volume", "data:/a", "--volume", "more:/b", "--volume", "data:/c"]
+    assert main(["manifest", *NEEDED, *given, "python", "train.py"]) == 0
+    lines = list(map(str.strip, capsys.readouterr().out.splitlines()))
+    mounts = lines[lines.index("volumeMounts:") + 1 :][:6]
+    names, paths = mounts[::2], mounts[1::2]
+    assert names == ["- name: volume0", "- name: volume1", "- name: volume0"]
+    assert [path.rpartition("/")[2].rstrip('"') for path in paths] == ["a", "b", "c"]
+    claims = [line.partition(": ")[2] for line in lines if line.startswith("claimName:")]
+    assert claims == ["data", "more"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -31,6 +43,10 @@ def test_ranks_are_as_many_as_gpus(capsys):
         (NEEDED, "a command is missing"),
         ([*NEEDED, "--nodes", "no", "x"], "--nodes takes a number of at least 1, not 'no'"),
         ([*NEEDED, "--volume", "data", "x"], "--volume takes CLAIM:/PATH"),
+        (
+            [*NEEDED, "--volume", "data:/a", "--volume", "more:/a", "x"],
+            "--volume lets two claims appear at /a",
+        ),
         (["--kind", "TrainJob", *NEEDED[2:], "--min-nodes", "1", "x"], "those of Job, MPIJob"),
         (
             ["--kind", "RayJob", *NEEDED[2:], "--nodes", "2", "--min-nodes", "3", "x"],

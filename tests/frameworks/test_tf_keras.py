@@ -177,6 +177,24 @@ def case_local_layers():
     fit(model)
     assert variables_equal(model.layers[1].weights)
     assert not variables_equal(model.layers[0].weights)
+    # What overflows in a local layer of one rank skips the step on all.
+    scaling = tf_keras.mixed_precision.LossScaleOptimizer
+    for make in (tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD):
+        model = made()
+        optimizer = hvd.PartialDistributedOptimizer(
+            scaling(make(0.01), initial_scale=1024.0), local_layers=model.layers[0]
+        )
+        variables = model.trainable_variables
+        for spoilt, stays in ((hvd.rank() == 1, True), (False, False)):
+            before = [v.numpy() for v in variables]
+            gradients = [tf.ones(v.shape) for v in variables]
+            gradients[0] *= np.inf if spoilt else 1.0
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            assert float(optimizer.loss_scale) == 512.0
+            assert [np.array_equal(*each) for each in zip(before, variables, strict=True)] == [
+                stays
+            ] * 4
+        assert variables_equal(model.layers[1].weights)
 
 
 def case_mixed_float16():
