@@ -150,7 +150,7 @@ def _reduce_torch(
     gradients: Sequence[Any],
     cohorts: Sequence[str],
 ) -> tuple[bool, list[Any]]:
-    from ringlet.torch.tensors.views import as_tensor, check, dtype_of, flat
+    from ringlet.torch.tensors.views import as_tensor, check, dtype_of, flat, on_host
 
     slots, arrays = [], []
     for name, gradient, cohort in zip(names, gradients, cohorts, strict=True):
@@ -159,7 +159,7 @@ def _reduce_torch(
         check(gradient, f"the gradient of {name!r}")
         dtype, shape = dtype_of(gradient), tuple(gradient.shape)
         slots.append(Slot(name, dtype, shape, False, cohort))
-        array = flat(gradient.detach().contiguous())
+        array = flat(on_host(gradient))
         arrays.append(array.view(numpy_dtype(dtype)).reshape(shape))
     given = accumulator.add(slots, arrays)
     if given is None:
@@ -174,5 +174,5 @@ def _reduce_torch(
         array = next(results)
         dtype, shape = dtype_of(gradient), tuple(gradient.shape)
         plain = array.view(np.uint16) if dtype == "bfloat16" else array
-        done.append(as_tensor(plain.reshape(-1), dtype, shape))
+        done.append(as_tensor(plain.reshape(-1), dtype, shape).to(gradient.device))
     return True, done

@@ -19,6 +19,7 @@ from ringlet.keras.optimizer import Distributed
 from ringlet.keras.value_collectives import variables_equal
 from ringlet.shared.arrays import all_finite, numpy_dtype
 from ringlet.shared.gradients import GradientReducer, Settings, Slot
+from ringlet.shared.variable_names import numbered_groups
 
 pytestmark = pytest.mark.preloaded("tensorflow")
 
@@ -142,6 +143,12 @@ def case_local_layers():
     optimizer = hvd.PartialDistributedOptimizer(clipped, local_layers=model.layers[0])
     with pytest.raises(ValueError, match="global_clipnorm takes the norm of all gradients"):
         optimizer.apply(list(map(keras.ops.convert_to_tensor, gradients)), variables)
+
+
+def test_groups_are_as_many_as_are_asked_for():
+    assert numbered_groups(6, 4) == ["0", "0", "1", "2", "2", "3"]
+    assert numbered_groups(2, 4) == ["0", "1"]
+    assert numbered_groups(0, 4) == []
 
 
 def case_a_model_that_one_rank_has_built():

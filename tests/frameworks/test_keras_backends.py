@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.preloaded("tensorflow")
 CHECKS = ("fit", "residuals and models", "values", "mistakes")
 OWN = {
-    "torch": ("mixed float16", "precision", "accumulation", "compiled"),
+    "torch": ("mixed float16", "precision", "accumulation", "elsewhere", "compiled"),
     "jax": ("bfloat16", "refusals"),
 }
 
@@ -103,6 +103,7 @@ def on_torch(made, fit):
     import torch
 
     import ringlet.keras as hvd
+    from ringlet.keras import backends
     from ringlet.keras.value_collectives import variables_equal
     from ringlet.precision import DynamicScale, Policy, StaticScale
 
@@ -157,6 +158,18 @@ def on_torch(made, fit):
         expected = (i + 1) // 2 * (size + 1)
         assert np.allclose(keras.ops.convert_to_numpy(x), -expected)
     print("accumulation", flush=True)
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    from test_torch_devices import Far, Sending
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    with Sending():  # gradients that are not in host memory, and come back to where they were
+        far = Far(torch.full((3,), rank + 1.0))
+        given = optimizer._ringlet, [x], ["x"], [far], [""], optimizer._ringlet_accumulator
+        _, (mean,) = backends.reduce_gradients(*given)
+        assert mean.device.type == "lazy"
+        assert mean.inner.tolist() == [(size + 1) / 2] * 3
+    print("elsewhere", flush=True)
 
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8 | ef")
     model = made(optimizer)
