@@ -54,13 +54,13 @@ class Batch:
         self._tensor_queue = tensor_queue
         self._works: dict[Member, Work] = {}
         self._missing: dict[Member, int] = {}  # pieces of a tensor that are not done
-        self._left = 0
-        self._voted: set[int] = set()  # buckets that were voted on, and are not done
+        self._undone: set[int] = set()  # buckets that are not done
+        self._voted: set[int] = set()  # of those, the ones that are voted on
 
     def begin(self, number: int, works: Iterable[Work], contributors: Sequence[int]) -> None:
         """Take the members' arrays of this time, and by how many ranks means are to be divided."""
         self.number, self.epoch = number, 0
-        self._left = len(self.buckets)
+        self._undone = set(range(len(self.buckets)))
         for member, work, ranks in zip(self.members, works, contributors, strict=True):
             member.contributors = ranks
             member.input, member.output, member.ready = work.input, work.output, work.ready
@@ -126,11 +126,11 @@ class Batch:
     @property
     def finished(self) -> bool:
         """Whether every bucket was reduced, or the batch failed."""
-        return self._left == 0
+        return not self._undone
 
     def bucket_done(self, index: int) -> None:
         """Count a bucket, and let its callers go on."""
-        self._left -= 1
+        self._undone.discard(index)
         self._voted.discard(index)
         bucket = self.buckets[index]
         if bucket.digest:
@@ -147,10 +147,10 @@ class Batch:
     def fail(self, error: Exception, turn: int | None = None) -> None:
         """End what is left of the batch with ``error``."""
         self.epoch += 1
-        self._left = 0
+        for index in self._undone:  # members of the others may be in another batch already
+            self.buckets[index].fail()
+        self._undone.clear()
         self._voted.clear()
-        for bucket in self.buckets:
-            bucket.fail()
         ended = {bucket.place: bucket.mark for bucket in self.buckets if bucket.mark is not None}
         for member, work in self._works.items():
             if member.place in ended:
