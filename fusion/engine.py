@@ -318,7 +318,7 @@ class Engine:
         return peers.size
 
     def _bucket_ready(self, group: Group, index: int, epoch: int) -> None:
-        self._worker.complete.append((group, index, epoch))
+        self._worker.complete.add(group, index, epoch)
         self._control.wake()
 
 

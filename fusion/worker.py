@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -14,6 +14,7 @@ from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.fusion.buckets.group import Group, Ready
 from ringlet.fusion.devices.host import Place
+from ringlet.fusion.encoding_queue import EncodingQueue
 from ringlet.fusion.errors import (
     BrokenElsewhere,
     CompressionFailed,
@@ -62,7 +63,7 @@ class Worker:
         self.rank = comm.rank
         self.recorder = Recorder()
         self.sets = {0: Peers(0, tuple(range(comm.size)), comm)}
-        self.complete: deque[tuple[Group | Batch, int, int]] = deque()
+        self.complete = EncodingQueue()
         self.joined: set[int] = set()
         self._control, self._limits = control, limits
         host = Place(reserved=limits.fusion_threshold)
@@ -206,16 +207,11 @@ class Worker:
             raise BrokenElsewhere(loads(message[1:]))
 
     def encode_next(self) -> None:
-        """Compress one of the ``complete`` buckets, and vote for it.
-
-        The one that the next forward pass needs first: of the layers declared first.
-        """
-        complete = self.complete
-        chosen = max(complete.copy(), key=_urgency) if len(complete) > 1 else complete[0]
-        complete.remove(chosen)
-        group, index, epoch = chosen
-        if epoch != group.epoch:
+        """Compress one of the ``complete`` buckets, and vote for it."""
+        chosen = self.complete.take()
+        if not chosen.current:
             return  # of a step that failed meanwhile
+        group, _, index, epoch = chosen
         bucket = group.buckets[index]
         if not bucket.more:
             group.begin_bucket(index)
@@ -354,7 +350,7 @@ class Worker:
         if self.recorder.observers:
             group.observed(verdict.bucket, self.recorder)
         if group.buckets[verdict.bucket].more:
-            self.complete.append((group, verdict.bucket, verdict.epoch))
+            self.complete.add(group, verdict.bucket, verdict.epoch)
             return
         group.bucket_done(verdict.bucket)
         self._forget(group)
@@ -370,7 +366,7 @@ class Worker:
 
     def _vote_on(self, batch: Batch, index: int) -> None:
         self._groups[batch.number] = batch
-        self.complete.append((batch, index, batch.epoch))
+        self.complete.add(batch, index, batch.epoch)
 
     def _declared(self, message: bytes) -> None:
         process_set, name, number, order = loads(message[1:])
@@ -417,7 +413,7 @@ class Worker:
         if vote.process_set not in self.joined or not isinstance(group, Group):
             return
         if group.epoch == vote.epoch and group.submit_zeros(vote.bucket):
-            self.complete.append((group, vote.bucket, vote.epoch))
+            self.complete.add(group, vote.bucket, vote.epoch)
 
     # -- process sets, ranks that join, refusals ------------------------------------------------
 
@@ -498,9 +494,3 @@ _KINDS: dict[str, type[RingError]] = {
     "mismatch": Mismatch,
     "gone": Mismatch,  # of a process set that was removed; PeerLost names ranks that left
 }
-
-
-def _urgency(item: tuple[Group | Batch, int, int]) -> float:
-    """Return how soon a bucket is needed: somebody waits for a batch, then the last one planned."""
-    group, index, _ = item
-    return index if isinstance(group, Group) else float("inf")

@@ -30,8 +30,8 @@ FLOORS = {
         float16 rank_order interrupt addresses safe_files wire transports pipeline control
         collectives cost rendezvous hosts processes launch placed elastic functions command""",
     "fusion": """errors limits devices requests planning codecs recording process_set exchanges
-        buckets negotiation queue worker extensions observe autotune lifetime background_loop
-        engine""",
+        buckets negotiation queue encoding_queue worker extensions observe autotune lifetime
+        background_loop engine""",
     # Keras stands on TensorFlow's operations, and TensorFlow's optimizer and tape on Keras.
     "frameworks": """precision metrics job observe shared horovod report cli as_horovod
         data_loaders ray dask

@@ -56,6 +56,10 @@ def encode_when(engine, may):
     worker.encode_next = encode_next
 
 
+def name_of(found):
+    return found.owner.buckets[found.bucket].members[0].name
+
+
 @pytest.mark.parametrize("spec", ["lossless", "int8", "fp16", "topk(ratio=0.5)"])
 def test_a_tensor_that_was_done_is_reduced_again_while_its_batch_fails(spec):
     def body(engine):
@@ -72,7 +76,7 @@ def test_a_tensor_that_was_done_is_reduced_again_while_its_batch_fails(spec):
                 return False
             early, late = handles
             if not early.done():
-                return waiting[0][0].buckets[waiting[0][1]].members[0].name == "early"
+                return name_of(waiting.first()) == "early"
             return len(waiting) == 2 or late.done()  # both batches are at hand, or one failed
 
         encode_when(engine, may)
@@ -86,3 +90,45 @@ def test_a_tensor_that_was_done_is_reduced_again_while_its_batch_fails(spec):
         return float(right[0])
 
     assert with_engines(2, body, fusion_threshold=1) == [pytest.approx(2, rel=0.01)] * 2
+
+
+def test_buckets_of_a_run_that_failed_are_not_encoded_for_the_next():
+    """The plan is the same, and so are the indices: a bucket would be voted on twice."""
+    tensors = {"a": Moody(), "b": Moody()}
+
+    def body(engine):
+        for _ in range(3):  # by number from the second time on
+            for handle in submit(engine, tensors):
+                handle.wait(WAIT)
+        if engine.rank == 0:
+            Moody.bad.set()
+        states, failed, again, encoded = engine.states, [], [], []
+
+        def may(waiting):
+            first = waiting.first()
+            if not failed or not failed[0].done():
+                # Rank 0 finds the fault in the first bucket; rank 1 has not begun yet.
+                going = bool(failed) and engine.rank == 0 and len(waiting) == 2
+            else:
+                left = 1 if engine.rank == 0 else 2  # of the run that failed
+                going = bool(encoded) or len(waiting) == left + 2
+            if going and failed and failed[0].done():
+                encoded.append(name_of(first))
+            return going
+
+        encode_when(engine, may)
+        failed += submit(engine, tensors)
+        for handle in failed:
+            with pytest.raises(CompressionFailed, match="moody"):
+                handle.wait(WAIT)
+        if engine.rank == 0:
+            Moody.bad.clear()
+        again += submit(engine, tensors)
+        for handle in again:
+            assert (handle.wait(WAIT) == 2).all()
+        assert len(encoded) == (3 if engine.rank == 0 else 4)  # what is stale was looked at
+        for handle in submit(engine, tensors):
+            handle.wait(WAIT)
+        return {name: state["step"] for name, state in states.items()}
+
+    assert with_engines(2, body, fusion_threshold=1) == [{"a": 5, "b": 5}] * 2

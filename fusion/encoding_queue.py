@@ -1,0 +1,62 @@
+"""Buckets that have all of their tensors, and wait to be encoded."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from ringlet.fusion.buckets.group import Group
+from ringlet.fusion.queue.batch import Batch
+
+
+class CompleteBucket(NamedTuple):
+    """A bucket of a group's step, or of a batch, that has all of its tensors.
+
+    ``bucket`` is its index, ``number`` and ``epoch`` are its owner's from when it was complete: a
+    batch has another number each time that it serves, and its epochs begin anew.
+    """
+
+    owner: Group | Batch
+    number: int
+    bucket: int
+    epoch: int
+
+    @property
+    def current(self) -> bool:
+        """Whether the step or batch is still the same, and has not failed."""
+        return self.epoch == self.owner.epoch and self.number == self.owner.number
+
+
+class EncodingQueue:
+    """Complete buckets. Any thread adds to them; the engine's thread takes from them."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[CompleteBucket] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, owner: Group | Batch, index: int, epoch: int) -> None:
+        """Add a bucket of ``owner``, by its index. From any thread."""
+        self._waiting.append(CompleteBucket(owner, owner.number, index, epoch))
+
+    def first(self) -> CompleteBucket:
+        """Return what is to be encoded next. IndexError if nothing is.
+
+        That is what the next forward pass needs first: of the layers declared first.
+        """
+        waiting = self._waiting
+        if len(waiting) == 1:
+            return waiting[0]
+        return max(waiting.copy(), key=_urgency)
+
+    def take(self) -> CompleteBucket:
+        """Remove and return ``first``, which may not be ``current`` any more."""
+        chosen = self.first()
+        self._waiting.remove(chosen)
+        return chosen
+
+
+def _urgency(found: CompleteBucket) -> float:
+    """Return how soon it is needed: somebody waits for a batch, then the bucket planned last."""
+    return found.bucket if isinstance(found.owner, Group) else float("inf")
