@@ -266,6 +266,9 @@ class Worker:
     def _retire(self, group: Group) -> None:
         """Tell that this rank's caller is gone. Others may train on, while this rank has joined."""
         group.retire()
+        self._release(group)
+
+    def _release(self, group: Group | Batch) -> None:
         with suppress(PeerLost):  # the engine's thread finds out why, and tells
             self._control.send(m.RELEASE + dumps([group.peers.number, group.number]))
 
@@ -392,7 +395,9 @@ class Worker:
             PeerLost(text, gone) if failed.kind == "gone" and gone else _KINDS[failed.kind](text)
         )
         group.fail(error, None if failed.kind == "mismatch" else turn)
-        if isinstance(group, Group) and group.peers.number in self.joined and not gone:
+        if isinstance(group, Batch):
+            self._release(group)
+        elif group.peers.number in self.joined and not gone:
             group.pass_over()
         self._forget(group)
 

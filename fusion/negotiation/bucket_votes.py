@@ -17,6 +17,9 @@ time, and ranks count its steps alike. The states of a group's step, and what an
     rank r leaves        fails on all ranks               the next step fails with its first vote
     the set is removed   fails on all ranks               its groups are forgotten
 
+A batch is a group of one step. It is forgotten when it is decided, or once all ranks have heard
+that it failed (``release``): until then their older votes and failures may come.
+
 Ranks may be apart in what they know: one may fail several steps while another one has not begun the
 first of them. So a failure says which step it ends, and each rank ends just that one. Steps are
 counted in *turns* since the declaration: the steps of schedules may go back.
@@ -138,7 +141,10 @@ class BucketVotes:
         return [m.pack_go(verdict)]
 
     def release(self, peers: RequestTable, rank: int, group: int) -> list[bytes]:
-        """Note that a rank has no use for a group; forget it once no rank has."""
+        """Note that a rank has no use for a group; forget it once no rank has.
+
+        Of a batch that failed a rank says so once it has heard that, and nothing more of it.
+        """
         ranks = self._released.setdefault(group, set())
         ranks.add(rank)
         if not ranks.issuperset(peers.ranks):
@@ -146,7 +152,9 @@ class BucketVotes:
         del self._released[group]
         self._of.pop(group, None)
         name = self._names.pop(group, None)
-        self._turns.pop((peers.number, name or ""), None)
+        if name is None:
+            return []  # a batch, which ranks have forgotten
+        self._turns.pop((peers.number, name), None)
         return [m.FORGET + dumps(group)]
 
     def joined(self, peers: RequestTable) -> list[bytes]:
@@ -217,6 +225,7 @@ class BucketVotes:
             if ballot.peers is peers and retire:
                 del self._of[number]
                 self._names.pop(number, None)
+                self._released.pop(number, None)
         return told
 
     def waiting(self) -> dict[str, tuple[RequestTable, Wait]]:

@@ -75,7 +75,18 @@ class Rank:
         self.calling = None
         self.declaring = set()
         self.groups = {}
+        self.batches = {}  # that have to be voted on, by number: groups of one step
+        self.reduced = set()  # batches
         self.left = False
+
+    def runs(self, number, process_set, requests):
+        """Begin a batch, which is voted on if anything in it is compressed."""
+        if any(r.kind == "allreduce" and r.spec != "none" for r in requests):
+            self.batches[number] = Group(number, process_set)
+
+    def find(self, number):
+        """Return a group, or a batch."""
+        return self.groups.get(number) or self.batches.get(number)
 
     def send(self, message, asks=()):
         """Queue a message; ``asks`` are the requests that it makes."""
@@ -98,8 +109,9 @@ class World:
         self.votes = {}  # by group and bucket: the ranks, with their turns
         self.turns = {}  # of groups: turn, and the buckets that were told to go
         self.counts = dict.fromkeys(
-            ["executed", "called", "refused", "reduced", "failed", "evicted"], 0
+            ["executed", "called", "refused", "reduced", "failed", "evicted", "run", "undone"], 0
         )
+        self.batches = {}  # the process sets of batches, by number
 
     @property
     def alive(self):
@@ -140,7 +152,7 @@ class World:
         kind = draw(["allreduce", "allreduce", "allgather", "broadcast"])
         rows = draw([2, 2, 2, 3]) if kind != "broadcast" else 2
         names = GROUPS[group] if group else draw(NAMES)
-        spec = draw(["none"] * 6 + ["fp16"])
+        spec = draw(["none", "none", "fp16"])
         return [
             Request(name, kind, shape=(rows, 2), spec=spec, process_set=number, group=group,
                     group_size=len(names) if group else 0)
@@ -297,6 +309,22 @@ class World:
         group.voted.update(range(Group.BUCKETS))
         self.give_up(rank, group, draw(["compression", "memory"]))
 
+    def batch(self, draw):
+        """A rank votes on a bucket of a batch, or cannot encode it."""
+        busy = [rank for rank in self.alive if rank.batches]
+        if not busy:
+            return
+        rank = draw(busy)
+        batch = rank.batches[draw(sorted(rank.batches))]
+        left = [b for b in range(Group.BUCKETS) if b not in batch.voted]
+        if not left:
+            return
+        if draw([True, True, False]):
+            self.cast(rank, batch, draw(left))
+        else:
+            batch.voted.update(range(Group.BUCKETS))
+            self.give_up(rank, batch, draw(["compression", "memory"]))
+
     def abandon(self, draw):
         """The program gives up the step, begun or not."""
         rank, group = self.group(draw)
@@ -345,7 +373,7 @@ class World:
         submit, submit, submit_everywhere, submit_everywhere, submit_everywhere, join, call_sets,
         call, call, call_everywhere, call_everywhere, call_everywhere,
         declare, declare_everywhere, vote, vote, step_everywhere, step_everywhere, fail, abandon,
-        collect, collect, leave, *[transmit] * 8, *[deliver] * 8,
+        collect, collect, leave, *[batch] * 6, *[transmit] * 8, *[deliver] * 8,
     )  # fmt: skip
 
     # -- the network ----------------------------------------------------------------------------
@@ -373,8 +401,9 @@ class World:
         kind, body = told[:1], None if told[:1] in (m.GO, m.EXECUTE_HITS) else told[1:]
         assert kind != m.BROKEN, body
         if kind == m.EXECUTE:
-            number, _, items = loads(body)
+            number, batch, items = loads(body)
             items = [m.Item._make(item) for item in items]
+            self.batches[batch] = number
             self.execute(number, {item.name: item for item in items})
         elif kind == m.EXECUTE_SERIES:
             number, _, runs = loads(body)
@@ -382,7 +411,8 @@ class World:
             self.counts["called"] += len(names)
             self.execute(number, dict.fromkeys(names))
         elif kind == m.EXECUTE_HITS:
-            number, _, bits = m.unpack_execute_hits(told)
+            number, batch, bits = m.unpack_execute_hits(told)
+            self.batches[batch] = number
             cache = self.coordinator._sets[number]._cache
             self.execute(number, {cache[i].name: None for i in m.ids_of(bits)})
         elif kind == m.REFUSED:
@@ -415,6 +445,8 @@ class World:
             assert verdict.sizes == tuple(10 + rank for rank in self.sets[number])
 
     def set_of(self, group):
+        if group in self.batches:
+            return self.batches[group]
         found = {r.groups[group].process_set for r in self.ranks if group in r.groups}
         assert len(found) == 1
         return found.pop()
@@ -453,11 +485,14 @@ class World:
         body = None if kind in (m.GO, m.WANTED, m.EXECUTE_HITS) else loads(told[1:])
         if kind == m.EXECUTE:
             rank.version += 1
-            number, _, items = body
-            for item in map(m.Item._make, items) if number in rank.sets else ():
-                self.learn(rank, number, item)
+            number, batch, items = body
+            if number in rank.sets:
+                items = map(m.Item._make, items)
+                rank.runs(batch, number, [self.learn(rank, number, item) for item in items])
         elif kind == m.EXECUTE_HITS:
-            number, _, bits = m.unpack_execute_hits(told)
+            number, batch, bits = m.unpack_execute_hits(told)
+            if number in rank.sets:
+                rank.runs(batch, number, [rank.cached[number, i][0] for i in m.ids_of(bits)])
             for i in m.ids_of(bits) if number in rank.sets else ():
                 request, sizes = rank.cached[number, i]
                 assert rank.asked.pop((number, request.name)) == request
@@ -511,6 +546,7 @@ class World:
                     del rank.ids[before[0]]
             rank.cached[number, item.cache_id] = request, item.sizes
             rank.ids[request] = item.cache_id
+        return request
 
     def change(self, rank, change):
         if rank.number in change.called:
@@ -528,10 +564,11 @@ class World:
         rank.declaring = {key for key in rank.declaring if key[0] != number}
         rank.asked = {key: r for key, r in rank.asked.items() if key[0] != number}
         rank.groups = {n: g for n, g in rank.groups.items() if g.process_set != number}
+        rank.batches = {n: b for n, b in rank.batches.items() if b.process_set != number}
         rank.ids = {r: i for r, i in rank.ids.items() if r.process_set != number}
 
     def go(self, rank, at, verdict):
-        group = rank.groups.get(verdict.group)
+        group = rank.find(verdict.group)
         if group is None or verdict.epoch != group.epoch:
             return
         assert not group.failed
@@ -541,17 +578,26 @@ class World:
             return
         assert verdict.bucket not in group.done
         group.done.add(verdict.bucket)
-        if group.reduced:
+        if group.reduced and verdict.group in rank.batches:
+            self.counts["run"] += 1
+            del rank.batches[verdict.group]
+            rank.reduced.add(verdict.group)
+        elif group.reduced:
             self.counts["reduced"] += 1
             if group.zeros:
                 assert len(group.zeros) == Group.BUCKETS, "zeros for a part of a step"
                 group.collect()
 
     def failed(self, rank, failed):
-        group = rank.groups.get(failed.group)
+        assert failed.group not in rank.reduced, "a batch failed that was reduced"
+        group = rank.find(failed.group)
         if group is None or group.epoch != failed.epoch:
             return
         assert failed.kind != "mismatch", failed.text
+        if rank.batches.pop(failed.group, None) is not None:
+            self.counts["undone"] += 1
+            rank.send(m.RELEASE + dumps([group.process_set, failed.group]))
+            return
         self.counts["failed"] += 1
         group.epoch += 1
         assert failed.turn > group.turn or (failed.turn == group.turn and not group.reduced)
@@ -579,10 +625,14 @@ class World:
         if not any(rank.left for rank in self.ranks):
             for rank in self.ranks:
                 assert not rank.asked, f"rank {rank.number} waits for {rank.asked}"
+                assert not rank.batches
                 assert not rank.declaring
                 assert rank.calling is None
                 assert not rank.joined
             self.compare()
+            votes = self.coordinator._votes
+            kept = (votes._of.keys() | votes._released.keys()) & self.batches.keys()
+            assert not kept, f"batches {kept} are over, and not forgotten"
         for rank in self.ranks:
             if not rank.left:
                 rank.left = True
@@ -597,6 +647,11 @@ class World:
         assert not any(self.waiting)
 
     def catch_up(self):
+        for rank in self.alive:
+            for batch in rank.batches.values():
+                for bucket in range(Group.BUCKETS):
+                    if bucket not in batch.voted:
+                        self.cast(rank, batch, bucket)
         for number, members in list(self.sets.items()):
             ranks = [self.ranks[r] for r in members if not self.ranks[r].left]
             wanted = {}

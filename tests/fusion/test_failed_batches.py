@@ -132,3 +132,17 @@ def test_buckets_of_a_run_that_failed_are_not_encoded_for_the_next():
         return {name: state["step"] for name, state in states.items()}
 
     assert with_engines(2, body, fusion_threshold=1) == [{"a": 5, "b": 5}] * 2
+
+
+def test_nothing_is_left_of_batches_that_failed():
+    def body(engine):
+        Moody.bad.set()
+        for _ in range(10):
+            with pytest.raises(CompressionFailed, match="moody"):
+                submit(engine, {"a": Moody()})[0].wait(WAIT)
+        # A rank tells that it has heard of a failure before it asks for anything else.
+        engine.submit(Request("b", "barrier"), np.empty(0, np.float32), at_once=True).wait(WAIT)
+        votes = engine._coordinator._votes if engine.rank == 0 else None
+        return votes and (len(votes._of), len(votes._released))
+
+    assert with_engines(2, body)[0] == (0, 0)
