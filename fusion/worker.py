@@ -220,9 +220,10 @@ class Worker:
         try:
             nbytes = bucket.encode(self.recorder)
         except MemoryError:
-            raw = sum(member.nbytes for member in bucket.members)
-            text = f"abandoned: no memory in step {group.step}, for a bucket of {raw} bytes"
-            self._give_up(group, "memory", text)
+            what = f"a bucket of {bucket.uncompressed} bytes"
+            biggest = max(each.uncompressed for each in group.buckets)
+            text = f"abandoned: no memory in step {group.step}, for {what}"
+            self._give_up(group, "memory", text, biggest)
             return
         except BaseException as error:  # nobody is inside a collective yet: the step is given up
             self._fail_elsewhere(group, error)
@@ -389,7 +390,7 @@ class Worker:
             return
         text, gone, turn = failed.text, failed.gone, failed.turn
         if isinstance(group, Group) and failed.kind == "memory":
-            text = f"{text}; {group.halve(turn + 1)}"
+            text = f"{text}; {group.halve(turn + 1, failed.biggest)}"
         self.recorder.abandoned(group.title, group.step, text)
         error = (
             PeerLost(text, gone) if failed.kind == "gone" and gone else _KINDS[failed.kind](text)
@@ -401,9 +402,9 @@ class Worker:
             group.pass_over()
         self._forget(group)
 
-    def _give_up(self, group: Group | Batch, kind: str, text: str) -> None:
+    def _give_up(self, group: Group | Batch, kind: str, text: str, biggest: int = 0) -> None:
         at = group.peers.number, group.number, group.epoch, group.turn
-        self._control.send(m.FAILED + dumps(m.Failure(*at, kind, text)))
+        self._control.send(m.FAILED + dumps(m.Failure(*at, kind, text, biggest)))
 
     def _fail_elsewhere(
         self, group: Group | Batch, error: BaseException, kind: str = "compression"

@@ -65,8 +65,8 @@ class Bucket(ABC):
         self.told = 0  # that of the step before, which ranks compare in their votes
         self._plan: int | None = None
         self._lease = Lease(self.place.pool)
-        self._uncompressed = sum(member.nbytes for member in self.members)
-        self.raw_bytes = 2 * (size - 1) / size * self._uncompressed
+        self.uncompressed = sum(member.nbytes for member in self.members)  # bytes
+        self.raw_bytes = 2 * (size - 1) / size * self.uncompressed
         self.trace = Trace()  # of this step
         self._finishing = [member for member in self.members if member.finishes]
         self.failure: ExchangeFailed | None = None
@@ -80,7 +80,7 @@ class Bucket(ABC):
         """
         if not self.place.ordered:  # one tensor may be more than a bucket's limit
             # Shards of a sum may differ by a value, and what arrives is made as long for each.
-            self.place.pool.reserve(self._uncompressed + 8 * self.size)
+            self.place.pool.reserve(self.uncompressed + 8 * self.size)
         self.trace = Trace()
         self.told, self.digest, self.turn = self.digest, 0, turn
         return self.trace
@@ -118,7 +118,7 @@ class Bucket(ABC):
             self.failure = error
             return
         except MemoryError as error:
-            text = f"no memory to receive a bucket of {self._uncompressed} bytes"
+            text = f"no memory to receive a bucket of {self.uncompressed} bytes"
             raise MemoryError(text) from error
         if self.more:
             return

@@ -367,12 +367,15 @@ class Group:
             due = max([ended, *self._failures]) + 2  # a rank may have begun the one before
             self._plan_from(due, limits.fusion_threshold, limits.hierarchical)
 
-    def halve(self, turn: int) -> str:
-        """Plan smaller buckets from ``turn`` on, which no rank has begun; say so."""
+    def halve(self, turn: int, biggest: int) -> str:
+        """Plan smaller buckets from ``turn`` on, which no rank has begun; say so.
+
+        ``biggest`` is what the rank without memory told of its own plan: this rank may be some
+        failed steps behind it, where buckets are larger.
+        """
         with self._lock:
             last = Retune(turn, self._threshold, self._hierarchical)
             last = self._retunes[-1] if self._retunes else last
-            biggest = max(sum(m.nbytes for m in bucket.members) for bucket in self.buckets)
             threshold = max(1, min(last.threshold, biggest) // 2)
             self._plan_from(turn, threshold, last.hierarchical)
         return f"from the next step on buckets have at most {threshold} bytes; repeat the step"

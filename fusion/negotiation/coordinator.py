@@ -172,7 +172,8 @@ class Coordinator:
         peers = self._known(failure.process_set, rank)
         if peers is None:
             return []
-        if failure.kind not in m.KINDS or type(failure.turn) is not int:
+        counts = failure.turn, failure.biggest
+        if failure.kind not in m.KINDS or any(type(each) is not int for each in counts):
             raise ValueError(f"failed in no known way: {failure}")
         return self._votes.fail(peers, failure._replace(text=f"rank {rank}: {failure.text}"))
 

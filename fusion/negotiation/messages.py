@@ -90,7 +90,8 @@ class Verdict(NamedTuple):
 class Failure(NamedTuple):
     """One rank cannot go on with a group's step ``turn``; ``epoch`` counts its failures so far.
 
-    ``kind`` says which error the others raise (``FailedStep.kind``).
+    ``kind`` says which error the others raise (``FailedStep.kind``). ``biggest`` is of "memory":
+    the bytes, before compression, of the largest bucket of that step.
     """
 
     process_set: int
@@ -99,6 +100,7 @@ class Failure(NamedTuple):
     turn: int
     kind: str
     text: str
+    biggest: int = 0
 
 
 KINDS = ("compression", "exchange", "abandoned", "memory", "mismatch", "gone")
@@ -109,7 +111,7 @@ class FailedStep(NamedTuple):
 
     Kinds: "compression", "exchange" (given up by all ranks together), "abandoned", "memory",
     "mismatch" (ranks are not in the same step, or plan it differently: no later step can do better)
-    and "gone".
+    and "gone". ``biggest`` is the failure's: ranks that are a step behind have another plan.
     """
 
     group: int
@@ -117,6 +119,7 @@ class FailedStep(NamedTuple):
     turn: int
     kind: str
     text: str
+    biggest: int = 0
     gone: Sequence[int] = ()
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engines import with_engines
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, OutOfMemory, Request
@@ -120,6 +121,46 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
     assert first == second
     assert first[1] == 2
     assert first[0][0] != first[0][1] == first[0][3]
+
+
+def test_ranks_plan_alike_though_one_fails_twice_before_another_has_begun():
+    sizes = [9237, 7719, 4939, 3037, 9493, 1964, 7886]
+
+    def body(engine):
+        pool = engine._worker.places["host"].pool
+        allocate, hungry = pool._allocate, [engine.rank == 0]
+
+        def bounded(nbytes):
+            if hungry[0]:
+                raise MemoryError
+            return allocate(nbytes)
+
+        pool._allocate = bounded
+        requests = [Request(f"t{i}", shape=(n,), spec="fp16") for i, n in enumerate(sizes)]
+        group = engine.declare("g", requests, [parse("fp16")] * len(sizes), [{} for _ in sizes])
+
+        def step():
+            arrays = [np.full(n, engine.rank + 1, np.float32) for n in sizes]
+            for request, array in zip(requests, arrays, strict=True):
+                group.submit(request.name, array)
+            group.wait(60)
+            return {float(value) for array in arrays for value in array}
+
+        def fail():
+            with pytest.raises(OutOfMemory, match="repeat the step") as caught:
+                step()
+            return str(caught.value)
+
+        texts = [fail(), fail()] if engine.rank == 0 else []
+        # Behind both failures in the order of what ranks hear; rank 1 is still in the first step.
+        engine.submit(Request("b", "barrier"), np.empty(0, np.float32), at_once=True).wait(60)
+        hungry[0] = False
+        texts += [fail(), fail()] if engine.rank == 1 else []
+        assert [step() for _ in range(2)] == [{1.5}] * 2
+        return texts, group.hash
+
+    first, second = with_engines(2, body)
+    assert first == second
 
 
 def starve(engine):

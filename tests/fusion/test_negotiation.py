@@ -209,7 +209,7 @@ def test_votes_of_a_failed_step_do_not_count_for_the_next():
     assert coordinator.on_message(0, old) == []
     failure = m.Failure(0, 7, 0, 0, "compression", "boom")
     (told,) = coordinator.on_message(1, m.FAILED + dumps(failure))
-    assert loads(told[1:]) == [7, 0, 0, "compression", "rank 1: boom", []]
+    assert loads(told[1:]) == [7, 0, 0, "compression", "rank 1: boom", 0, []]
     assert coordinator.on_message(1, m.FAILED + dumps(failure)) == []
     assert coordinator.on_message(1, old) == []
     new = [m.pack_vote(m.Vote(7, 1, 0, 10 + rank, turn=1)) for rank in range(2)]
