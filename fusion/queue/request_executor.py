@@ -110,13 +110,20 @@ class RequestExecutor:
             self._tensor_queue.refuse(name if process_set == 0 else (process_set, name), error)
 
     def remove(self, process_set: int, error: Exception) -> None:
-        """Forget a process set; what was asked for in it fails with ``error``."""
+        """Forget a process set, what compressors remember of its tensors included.
+
+        What was asked for in it fails with ``error``.
+        """
         for request, _ in self._cached.pop(process_set, {}).values():
             self._ids.pop(request, None)
         for key in [key for key in self._plans if key[0] == process_set]:
             del self._plans[key]
         for plan in [plan for plan in self._series_plans if plan[0] == process_set]:
             del self._series_plans[plan]
+        self.digests.pop(process_set, None)
+        for kept in (self.states, self._members):
+            for each in [each for each in list(kept) if _is_of(process_set, each)]:
+                del kept[each]
         self._tensor_queue.refuse_set(process_set, error)
 
     def execute_hits(self, message: bytes, limits: Limits) -> None:
@@ -293,6 +300,11 @@ class RequestExecutor:
         else:
             self._members.move_to_end(request.key)
         return member
+
+
+def _is_of(process_set: int, key: Hashable) -> bool:
+    """Whether a request's key is one of a process set, other than that of all ranks."""
+    return isinstance(key, tuple) and key[0] == process_set
 
 
 def _fits(member: Member, work: Work) -> bool:

@@ -94,6 +94,28 @@ def test_process_sets_run_beside_each_other_and_average_over_their_own():
         assert results == [(1.0 + rank % 2 + step, 1.5) for step in range(3)]
 
 
+def test_what_is_remembered_of_a_process_set_goes_with_it():
+    def body(engine):
+        compressor = parse("int8 | ef")
+
+        def reduce(number):
+            request = Request("w", shape=(5000,), spec=str(compressor), process_set=number)
+            engine.submit(request, ones(5000, 1.3), compressor=compressor).wait(60)
+
+        first, second = (engine.add_process_set([0, 1]) for _ in range(2))
+        for number in (0, first, second):
+            reduce(number)
+        engine.remove_process_set(first)
+        keys, members = ["w", (second, "w")], engine._worker.requests._members
+        assert list(engine.states) == list(members) == keys
+        reduce(second)
+        assert [engine.states[key]["step"] for key in keys] == [1, 2]
+        engine.remove_process_set(second)
+        assert list(engine.states) == list(members) == ["w"]
+
+    with_engines(2, body)
+
+
 @pytest.mark.parametrize("spec", ["int8(bucket=32) | ef", "topk(ratio=0.1) | ef", "powersgd"])
 def test_declared_groups_of_a_process_set_compress(spec):
     def body(engine):
