@@ -128,6 +128,11 @@ class HierarchicalCommunicator(Communicator):
         hosts = [self.hosts[rank] for rank in ranks]
         return two_levels(subset, Topology.from_hosts(subset.rank, hosts))
 
+    def severed(self) -> list[int]:
+        """Return ``origin`` of the ranks to which a connection has ended, on any level."""
+        levels = self.flat, self.local, self.cross
+        return sorted({rank for level in levels for rank in level.severed()})
+
     def interrupt(self) -> None:
         """End what waits on any level."""
         self.flat.interrupt()

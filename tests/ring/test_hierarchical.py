@@ -114,6 +114,19 @@ def test_the_control_plane_is_that_of_the_transport():
     assert run_local(run, 4) == [[b"3: here"]] * 4
 
 
+def test_connections_that_have_ended_are_told_of_every_level():
+    def run(comm):
+        two = two_levels(comm, "abab")
+        before = two.severed()
+        two.cross.severed = lambda: [3]
+        two.flat.severed = lambda: [1, 3]
+        found = [before, two.severed()]
+        two.local.severed = lambda: [2]
+        return [*found, two.severed()]
+
+    assert run_local(run, 4) == [[[], [1, 3], [1, 2, 3]]] * 4
+
+
 def test_unequal_hosts_and_foreign_topologies_are_refused():
     with pytest.raises(ValueError, match="2 on a, 1 on b"):
         run_local(lambda comm: two_levels(comm, "aab"), 3)
