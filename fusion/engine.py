@@ -150,7 +150,8 @@ class Engine:
         different tensors, or one of them cannot declare its own, the same on every rank; on that
         rank, what went wrong:
         DuplicateName for a name that stands there twice, what a compressor raised, TypeError or
-        ValueError for what is not defined (``ringlet.fusion.requests.legality``).
+        ValueError for what is not defined (``ringlet.fusion.requests.legality``), ValueError for
+        more than a control message holds.
         """
         size = self._size_of(process_set)
         key = process_set, name
@@ -163,15 +164,15 @@ class Engine:
             handle.detail = self._worker.rehearse(
                 name, requests, compressors, states, step, process_set, early, self._bucket_ready
             )
+            told = ",".join(request.text for request in requests)
+            body = f'[{process_set},{dumps(name).decode()},[{told}],""]'.encode()
+            self._send(m.DECLARE + body)
         except Exception as error:
             # The others have declared it, or will: let them hear why they cannot have the group.
-            self._control.send(m.DECLARE + dumps([*key, [], in_words(error)]))
+            self._ask(key, m.DECLARE + dumps([*key, [], in_words(error)]))
             with suppress(RingError):
                 handle.wait()
             raise
-        told = ",".join(request.text for request in requests)
-        body = f'[{process_set},{dumps(name).decode()},[{told}],""]'.encode()
-        self._control.send(m.DECLARE + body)
         group: Group = handle.wait()
         return group
 
@@ -287,9 +288,20 @@ class Engine:
     def _call(self, key: Hashable, message: bytes) -> Any:
         """Send ``message`` and return what its answer brings."""
         handle = self._expected(key)
+        self._ask(key, message)
+        return handle.wait()
+
+    def _ask(self, key: Hashable, message: bytes) -> None:
+        """Send what ``key`` is the answer to; expect none if it cannot be sent."""
+        try:
+            self._send(message)
+        except BaseException:  # such as ValueError, for a message that is too long
+            self._worker.answer(key)
+            raise
+
+    def _send(self, message: bytes) -> None:
         with suppress(PeerLost):  # the engine's thread finds out why, and tells
             self._control.send(message)
-        return handle.wait()
 
     def _expected(self, key: Hashable) -> Expected:
         """Return what is done when the answer to ``key`` comes."""

@@ -16,6 +16,7 @@ from engines import with_engines
 from ringlet.compressors import CompressorError, parse
 from ringlet.fusion import DuplicateName, Engine, EngineClosed, Limits, Request, StepAbandoned
 from ringlet.fusion.negotiation import messages as m
+from ringlet.fusion.requests.request import dumps
 from ringlet.ring import Mismatch, PeerLost
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.local import run_local
@@ -713,3 +714,68 @@ def test_a_step_whose_results_are_not_used_is_not_compared():
         return found
 
     assert with_engines(2, body) == [[1.0] * 3] * 2
+
+
+def sends_differently(engine, send):
+    """Let declarations of this engine be sent by ``send(real, message)``."""
+    real = engine._control.send
+
+    def instead(message):
+        if message[:1] == m.DECLARE:
+            send(real, message)
+        else:
+            real(message)
+
+    engine._control.send = instead
+
+
+@pytest.mark.parametrize("long", ["requests", "name"])
+def test_a_declaration_that_no_message_holds_can_be_repeated(long):
+    """The others hear why, as far as that can be said; the name is free again."""
+
+    def limited(real, message):
+        if len(message) > 2000:
+            raise ValueError("over the limit")
+        real(message)
+
+    def body(engine):
+        if engine.rank == 1:
+            sends_differently(engine, limited)
+        name = "g" * (3000 if long == "name" and engine.rank == 1 else 1)
+        many = [Request(f"w{i}", shape=(4,)) for i in range(40)]
+
+        def declare(name, requests):
+            plain = [parse("none") for _ in requests]
+            return engine.declare(name, requests, plain, [{} for _ in requests])
+
+        if long == "requests":
+            raised = ValueError if engine.rank == 1 else Mismatch
+            with pytest.raises(raised, match="over the limit"):
+                declare(name, many)
+        elif engine.rank == 1:
+            for _ in range(2):
+                with pytest.raises(ValueError, match="over the limit"):
+                    declare(name, many[:1])
+        group = declare("g", many[:1])
+        x = ones(4, engine.rank)
+        group.submit("w0", x)
+        group.wait(WAIT)
+        return float(x[0])
+
+    assert with_engines(2, body) == [0.5, 0.5]
+
+
+def test_a_declaration_that_cannot_be_sent_is_told_the_cause():
+    def lost(real, message):
+        real(m.SEVERED + dumps([[0], "cut"]))
+        raise PeerLost("nobody is there", [0])
+
+    def body(engine):
+        if engine.rank == 1:
+            sends_differently(engine, lost)
+        with pytest.raises(PeerLost) as caught:
+            engine.declare("g", [Request("w", shape=(4,))], [parse("none")], [{}])
+        return str(caught.value)
+
+    (text,) = set(with_engines(2, body))
+    assert text == "the connection between rank 0 and rank 1 broke, though they are there: cut"
