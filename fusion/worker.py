@@ -212,6 +212,9 @@ class Worker:
         if not chosen.current:
             return  # of a step that failed meanwhile
         group, _, index, epoch = chosen
+        if isinstance(group, Group) and group.unplanned is not None:
+            self._fail_elsewhere(group, group.unplanned)
+            return
         bucket = group.buckets[index]
         if not bucket.more:
             group.begin_bucket(index)
@@ -418,7 +421,11 @@ class Worker:
         group = self._groups.get(vote.group)
         if vote.process_set not in self.joined or not isinstance(group, Group):
             return
-        if group.epoch == vote.epoch and group.submit_zeros(vote.bucket):
+        if group.epoch != vote.epoch:
+            return
+        if group.unplanned is not None:
+            self._fail_elsewhere(group, group.unplanned)
+        elif group.submit_zeros(vote.bucket):
             self.complete.add(group, vote.bucket, vote.epoch)
 
     # -- process sets, ranks that join, refusals ------------------------------------------------

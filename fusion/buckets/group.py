@@ -104,6 +104,7 @@ class Group:
         self._scheduled = any(member.scheduled for member in distinct)
         self._unscaling: Unscaling | None = None
         self.finite = True  # whether the last step's results were, under a loss scale
+        self.unplanned: BaseException | None = None  # why the step at hand has the plan of the last
         self._plan([member.at(step) for member in members])
         self._ready, self._abandoned = ready, abandoned
         self._lock = threading.Lock()
@@ -123,13 +124,13 @@ class Group:
         self._marks: list[Mark] = []  # the ends of what was enqueued for the step at hand
 
     def _plan(self, members: list[Member]) -> None:
-        self.members = {member.request.name: member for member in members}
+        """Plan; what raises leaves the plan as it was."""
         pieces = [piece for member in members for piece in divide(member)]
         planned = plan(pieces, self._threshold, self._lookahead, self._early)
+        buckets = [make_bucket(b, self.peers, self._hierarchical, self._verify) for b in planned]
         self.hash = plan_hash(planned)
-        self.buckets: list[Bucket] = [
-            make_bucket(b, self.peers, self._hierarchical, self._verify) for b in planned
-        ]
+        self.members = {member.request.name: member for member in members}
+        self.buckets: list[Bucket] = buckets
         self.unscale(self._unscaling)
         self._awaited = [len(bucket) for bucket in planned]  # members that were not noted
         self._slots = {
@@ -141,14 +142,21 @@ class Group:
                 self._slots[piece.request.name].pieces.append((piece, i))
 
     def _replan(self) -> None:
-        """Plan anew when a schedule or new limits say so: at the same step on every rank."""
-        due = False
+        """Plan anew when a schedule or new limits say so: at the same step on every rank.
+
+        What raises is kept in ``unplanned``, for the step that cannot be planned to fail with.
+        """
+        due, self.unplanned = self.unplanned is not None, None
         while self._retunes and self._retunes[0].turn <= self.turn:
             due = True
             _, self._threshold, self._hierarchical = self._retunes.pop(0)
-        now = [member.at(self.step) for member in self._declared]
-        if due or [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
-            self._plan(now)
+        try:
+            now = [member.at(self.step) for member in self._declared]
+            if due or [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
+                self._plan(now)
+                self._unfinished = len(self.buckets)
+        except BaseException as error:  # a plugin's, such as SystemExit, or a panic of Rust's
+            self.unplanned = error
 
     @property
     def compression(self) -> str:
@@ -312,7 +320,6 @@ class Group:
             self.step = step
             if self._scheduled:
                 self._replan()
-                self._unfinished = len(self.buckets)
 
     def acknowledge(self) -> None:
         """Note that the caller begins a new step: ``abandon`` gives that one up."""
@@ -509,9 +516,8 @@ class Group:
         self.step += 1
         self.turn += 1
         self._unfinished = len(self.buckets)
-        if self._scheduled or self._retunes:
-            self._replan()  # which may raise
-            self._unfinished = len(self.buckets)
+        if self._scheduled or self._retunes or self.unplanned is not None:
+            self._replan()
 
 
 def _settle(marks: Sequence[Mark], error: Exception | None) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from ringlet.compressors import Compressor, Modifier, Part, Round, Traits, parse, register
 from ringlet.compressors.specs import registry
 from ringlet.fusion import CompressionFailed, Engine, EngineClosed, Limits, Request
+from ringlet.fusion.extensions import ENGINE_THREAD
 from ringlet.fusion.recording.events import Quiet
 from ringlet.ring import Mismatch, RingError
 from ringlet.ring.control.opening import open_control
@@ -447,6 +449,110 @@ def test_a_schedule_that_raises_is_told_with_the_tensor(faults):
 
     (text,) = set(with_engines(body))
     assert "failed in at of tensor 'w0'" in text
+
+
+@pytest.fixture
+def unplanned(faults):
+    """Register "unplanned", which ``at`` a step fails, or has no layout, where ``fails`` says so.
+
+    ``fails`` is asked with the step, by the rank's own thread or its engine's.
+    """
+    plan = SimpleNamespace(fails=lambda step: False, method="at")
+
+    class Shapeless(Compressor):
+        def traits(self):
+            return Traits(fixed_size=True, granularity=1)
+
+        def layout(self, n):
+            raise Panic("no layout")
+
+    @register("unplanned")
+    class Unplanned(Modifier):
+        def at(self, step):
+            if not plan.fails(step):
+                return self
+            if plan.method == "at":
+                raise Panic("no such step")
+            return Shapeless()
+
+    return plan
+
+
+def outcomes(step, count):
+    """Take so many steps of ones; return what they raised, or gave."""
+    found = []
+    for _ in range(count):
+        try:
+            found.append(float(step(np.ones(N, np.float32))[0][0]))
+        except RingError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("method", ["at", "layout"])
+def test_a_step_that_one_rank_cannot_plan_fails_on_all_and_the_next_is_planned(unplanned, method):
+    here = threading.local()
+    unplanned.method = method
+    unplanned.fails = lambda step: step in (2, 3) and getattr(here, "rank", 0) == 1
+
+    def body(engine):
+        here.rank = engine.rank
+        step, _ = stepper(engine, ["scattered | unplanned"], declared=True)
+        return outcomes(step, 6)
+
+    (found,) = set(map(tuple, with_engines(body)))
+    assert [found[i] for i in (0, 1, 4, 5)] == [1.0] * 4
+    for text in found[2:4]:
+        assert text.startswith("CompressionFailed: rank 1: compressor")
+        assert f"failed in {method} of tensor 'w0'" in text
+
+
+def test_a_step_that_a_joined_rank_cannot_plan_fails_on_all(unplanned):
+    engines = f"{ENGINE_THREAD}2"
+    unplanned.fails = lambda step: step == 2 and threading.current_thread().name == engines
+
+    def body(engine):
+        step, _ = stepper(engine, ["scattered | unplanned"], declared=True)
+        found = outcomes(step, 1 if engine.rank == 2 else 4)
+        engine.join()
+        return found
+
+    first, second, third = with_engines(body)
+    assert first == second
+    assert [first[i] for i in (0, 1, 3)] == pytest.approx([1.0, 2 / 3, 2 / 3])
+    assert third == [1.0]
+    assert first[2].startswith("CompressionFailed: rank 2: compressor")
+
+
+def test_all_who_wait_for_a_step_go_on_though_the_next_cannot_be_planned(unplanned):
+    unplanned.fails = lambda step: step == 1
+
+    def body(engine):
+        request = Request("w0", shape=(N,), spec="scattered | unplanned")
+        group = engine.declare("g", [request], [parse(request.spec)], [{}])
+        ended, waiting, errors = group._ended, threading.Event(), []
+        wait_for = ended.wait_for
+
+        def noted(predicate, timeout=None):
+            waiting.set()  # with the lock, which is free again once this thread really waits
+            return wait_for(predicate, timeout)
+
+        def wait():
+            try:
+                group.wait(WAIT)
+            except Exception as error:
+                errors.append(error)
+
+        ended.wait_for = noted
+        other = threading.Thread(target=wait)
+        other.start()
+        assert waiting.wait(WAIT)
+        group.submit("w0", np.ones(N, np.float32))
+        wait()
+        other.join(WAIT)
+        return errors, other.is_alive()
+
+    assert with_engines(body) == [([], False)] * SIZE
 
 
 @pytest.mark.parametrize("kind", KINDS)
