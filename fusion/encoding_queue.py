@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from typing import NamedTuple
 
 from ringlet.fusion.buckets.group import Group
@@ -24,7 +25,8 @@ class CompleteBucket(NamedTuple):
     @property
     def current(self) -> bool:
         """Whether the step or batch is still the same, and has not failed."""
-        return self.epoch == self.owner.epoch and self.number == self.owner.number
+        owner, number, _, epoch = self
+        return epoch == owner.epoch and number == owner.number
 
 
 class EncodingQueue:
@@ -59,4 +61,4 @@ class EncodingQueue:
 
 def _urgency(found: CompleteBucket) -> float:
     """Return how soon it is needed: somebody waits for a batch, then the bucket planned last."""
-    return found.bucket if isinstance(found.owner, Group) else float("inf")
+    return found.bucket if isinstance(found.owner, Group) else inf
