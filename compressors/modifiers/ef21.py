@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ringlet.compressors.base.contract import Payload, Traits
 from ringlet.compressors.base.modifier import Modifier
-from ringlet.compressors.core.context import Array, Context, State
+from ringlet.compressors.core.context import SECOND_STAGE, Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import remembered
 from ringlet.compressors.modifiers.state_updates import commit, difference_into
@@ -27,7 +27,7 @@ class EF21(Modifier):
     Every rank holds its own g ("worker") and the mean of all ("server"), which is the result: two
     float32 per element. Gradients that stand still are approximated ever better; with a
     contraction delta, ||g - x||^2 shrinks by 1 - delta per step. Takes the place of ``ef``. Where
-    anybody's sum is not finite, nobody's g changes.
+    anybody's sum is not finite, nobody's g changes, and so where an exchange fails.
     """
 
     paper: ClassVar[str] = "Richtarik, NeurIPS 2021"
@@ -81,16 +81,24 @@ class EF21(Modifier):
         self._sent(x, payload, ctx)
 
     def finish(self, out: Array, ctx: Context) -> None:
-        """Turn the mean of what was sent into the mean of all g, and let this rank's g follow."""
+        """Turn the mean of what was sent into the mean of all g, and let this rank's g follow.
+
+        So what the owner of a shard knows of its sum: before this, others may not have decoded it.
+        """
         server = remembered("server", out.size, ctx)
         for offset, (n, payload) in ctx.state.pop("sent", {}).items():
             piece = slice(offset, offset + n)
-            sent = ctx.workspace.array("ef21", n)
             at = dataclasses.replace(ctx, offset=offset)
-            self.wrapped_compressor.decompress(payload, sent, at)
+            sent = self._decoded(payload, n, at)
             commit(out[piece], sent, remembered("worker", n, at), server[piece], ctx)
-            for array in payload.values():
-                ctx.workspace.back(array)
+        for key, state in ctx.state.items():
+            if key.startswith(SECOND_STAGE) and isinstance(state, dict) and "sent" in state:
+                x, payload = state.pop("sent")
+                at = dataclasses.replace(ctx, numel=x.size, state=state, offset=0, stage=2)
+                sent = self._decoded(payload, x.size, at)
+                total, known = (remembered(name, x.size, at) for name in ("sum", "known"))
+                commit(sent, x, total, known, at)
+                ctx.workspace.back(x)
 
     def _difference(self, x: Array, ctx: Context) -> Array:
         """Return x - g; the second stage of a reduction compresses a sum of what was sent."""
@@ -103,15 +111,23 @@ class EF21(Modifier):
         return difference
 
     def _sent(self, x: Array, payload: Payload, ctx: Context) -> None:
-        """Remember what was sent: until ``finish``, or for good where the ranks know the same."""
+        """Remember what was sent, and of which sum, until ``finish``."""
+        copies = {name: _lent_copy(array, ctx) for name, array in payload.items()}
         if ctx.stage == 1:
-            copies = {}
-            for name, array in payload.items():
-                copies[name] = ctx.workspace.lend(array.size, array.dtype)
-                copies[name][...] = array
             ctx.state.setdefault("sent", {})[ctx.offset] = (x.size, copies)
-            return
-        sent = ctx.workspace.array("ef21", x.size)
+        else:
+            ctx.state["sent"] = (_lent_copy(x, ctx), copies)
+
+    def _decoded(self, payload: Payload, n: int, ctx: Context) -> Array:
+        """Return what was sent, in scratch memory, and give the payload's back."""
+        sent = ctx.workspace.array("ef21", n)
         self.wrapped_compressor.decompress(payload, sent, ctx)
-        total, known = (remembered(name, x.size, ctx) for name in ("sum", "known"))
-        commit(sent, x, total, known, ctx)
+        for array in payload.values():
+            ctx.workspace.back(array)
+        return sent
+
+
+def _lent_copy(array: Array, ctx: Context) -> Array:
+    copy = ctx.workspace.lend(array.size, array.dtype)
+    copy[...] = array
+    return copy

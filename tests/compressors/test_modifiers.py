@@ -23,6 +23,7 @@ from ringlet.compressors import (
     parse,
 )
 from ringlet.compressors.base.contract import storage
+from ringlet.compressors.core.context import SECOND_STAGE
 from ringlet.compressors.core.threads import MIN_ELEMENTS
 from ringlet.compressors.testing import CheckFailed, check_compressor, simulate
 from ringlet.compressors.testing.checks.claims import check_parts_keep_apart
@@ -141,7 +142,8 @@ def test_ef21_approaches_a_gradient_that_stands_still(ratio, seed):
 def test_ef21_in_two_stages():
     """Shards are compressed again by their owner, who tracks what all ranks know."""
     compressor, n, size = parse("int4(bucket=32) | ef21"), 256, 4
-    states, owners = [{} for _ in range(size)], [{} for _ in range(size)]
+    owners = [{} for _ in range(size)]
+    states = [{f"{SECOND_STAGE}{64 * part}": owner} for part, owner in enumerate(owners)]
     for step in range(60):
         gradients = [normal(rank, n) for rank in range(size)]
         if step == 20:
@@ -159,8 +161,10 @@ def test_ef21_in_two_stages():
         for rank in range(size):
             outs.append(result.copy())
             compressor.finish(outs[-1], context(n, states[rank], rank=rank, size=size, step=step))
-            known = np.concatenate([owner["known"] for owner in owners])
-            np.testing.assert_array_equal(states[rank]["server"], known)
+        known = np.concatenate([owner["known"] for owner in owners])
+        for state, owner in zip(states, owners, strict=True):
+            np.testing.assert_array_equal(state["server"], known)
+            assert owner.keys() == {"sum", "known"}
         assert np.isfinite(outs[0]).all() == (step != 20)
         workers = np.mean([state["worker"] for state in states], axis=0)
         sums = np.concatenate([owner["sum"] for owner in owners])

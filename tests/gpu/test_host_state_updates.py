@@ -1,5 +1,7 @@
 """What modifiers remember, by CUDA kernels on the host: bit for bit what the CPU remembers."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from steps import MODIFIED, steps
@@ -55,15 +57,14 @@ def test_steps_leave_what_they_leave_on_the_cpu(spec, n, host):
 def test_both_stages_of_a_reduction_remember(stage, host):
     made = []
     for where in {}, {"xp": host.module}:
-        c, state = parse("int8 | ef21"), {}
+        c, whole = parse("int8 | ef21"), {}
+        state = whole if stage == 1 else whole.setdefault("stage2.0", {})
         for step in range(2):
             x = np.linspace(-1, step + 1, 700, dtype=np.float32)
-            ctx = Context(
-                name="w", numel=700, shape=(700,), state=state, step=step, stage=stage, **where
-            )
-            payload = encoded(c, x, ctx)
-            if stage == 1:
-                c.finish(x, ctx)
+            ctx = Context(name="w", numel=700, shape=(700,), state=whole, step=step, **where)
+            payload = encoded(c, x, dataclasses.replace(ctx, state=state, stage=stage))
+            c.finish(x, ctx)
+        assert all(array.any() for array in state.values())
         made.append([*payload.values(), *(a for a in state.values() if isinstance(a, np.ndarray))])
     for a, b in zip(*made, strict=True):
         np.testing.assert_array_equal(a, b)
