@@ -61,9 +61,7 @@ def carry_over(
     first, last = innermost(before), innermost(after)
     if isinstance(first, LowRank) and type(first) is type(last):
         kept |= {"left", "right"}
-    forgotten = sorted(state.keys() - kept - units)
-    for key in forgotten:
-        del state[key]
+    forgotten = _without(state, kept | units)
     factor = _share(after, size) / _share(before, size) if average else 1.0
     if factor != 1.0:
         _rescale(state, frozenset(units), factor)
@@ -87,9 +85,7 @@ def fit(
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     if spec is not None and spec != str(compressor):
         if before is None:
-            forgotten = sorted(state.keys() - {"step"})
-            for key in forgotten:
-                del state[key]
+            forgotten = _without(state, {"step"})
         else:
             forgotten = carry_over(state, before, compressor, size, average)
         if forgotten:
@@ -135,7 +131,7 @@ def merged(
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     told = [f"holds {wrong}; its residual is forgotten" for s in states if (wrong := broken(s))]
     states = [_with_sums(plain(state), before) for state in states]
-    held = set[str]().union(*(state.keys() for state in states)) - {"step"}
+    held = {key for state in states for key, value in state.items() if not bare({key: value})}
     if before is None:
         return {}, told + ([_of_another(spec, compressor, sorted(held))] if held else [])
     found = before.consolidate(states)
@@ -238,6 +234,19 @@ def take_over(
             state[name] = more
         elif np.shape(state[name]) == more.shape:
             state[name] = state[name] + more
+
+
+def bare(state: State) -> bool:
+    """Whether there is nothing in ``state``, and in the states in it, but counts of steps."""
+    return all(
+        bare(value) if isinstance(value, dict) else key == "step" for key, value in state.items()
+    )
+
+
+def _without(state: State, kept: set[str]) -> list[str]:
+    """Remove all but ``kept`` from ``state``; return the names of what there was to lose."""
+    others = sorted(state.keys() - kept)
+    return [key for key in others if not bare({key: state.pop(key)})]
 
 
 def _with_sums(state: State, compressor: Compressor | None) -> State:

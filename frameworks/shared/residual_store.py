@@ -18,7 +18,7 @@ import numpy as np
 from ringlet.compressors import Compressor, Router
 from ringlet.compressors.core.context import State
 from ringlet.compressors.modifiers.residuals import energy
-from ringlet.compressors.states import fit
+from ringlet.compressors.states import bare, fit
 from ringlet.ring.callers import outside
 from ringlet.ring.dtypes import Array
 
@@ -134,8 +134,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def remembered(states: Mapping[str, State]) -> bool:
-    """Whether there is anything in these states but counts of steps."""
-    return any(state.keys() - {"step"} for state in states.values())
+    """Whether there is anything in these states, and in the states in them, but counts of steps."""
+    return not all(map(bare, states.values()))
 
 
 def is_own(given: Mapping[str, Any], rank: int, size: int) -> bool:

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from ringlet.compressors.core.context import State
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.devices.convert import from_float32, to_float32
@@ -134,8 +135,10 @@ def _shard_members(
             shape=(n,),
             prescale=1.0,
         )
-        state = member.state.setdefault(f"shard.{member.start}", {})
+        state: State = {}
         cross = comm.cross
+        if member.compressor.traits().stateful:
+            state = member.state.setdefault(f"shard.{member.start}", state)
         shard = Member(
             request,
             member.declared,

@@ -269,6 +269,8 @@ class Member:
 
     def _of_sum(self, start: int) -> State:
         """Return what is remembered of the sum of the shard that begins at ``start`` of this."""
+        if not self.compressor.traits().stateful:
+            return {}  # in the state it would look like something to lose
         of_sum: State = self.state.setdefault(f"{SECOND_STAGE}{self.start + start}", {})
         return of_sum
 

@@ -9,7 +9,12 @@ import warnings
 import numpy as np
 import pytest
 
-from ringlet.compressors import Router
+from ringlet.compressors import Router, parse
+from ringlet.fusion import Engine, Limits, Request
+from ringlet.ring import Topology
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.hierarchical import two_levels
+from ringlet.ring.transports.local import run_local
 from ringlet.shared.residual_store import dumps, loads
 
 
@@ -32,6 +37,40 @@ def test_another_rank_loses_residuals_but_no_steps():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert loads(stored("qsgd"), 1, 2, Router("qsgd")) == ({}, 7)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_compressors_that_remember_nothing_lose_nothing(levels):
+    def rank_main(comm):
+        topology = Topology.from_hosts(comm.rank, ["a", "a", "b", "b"])
+        engine = Engine(two_levels(comm, topology) if levels == 2 else comm, open_control, Limits())
+        try:
+            state, request = {}, Request("w", shape=(6000,), spec="int8")
+            group = engine.declare("model", [request], [parse("int8")], [state])
+            group.submit("w", np.ones(6000, np.float32))
+            group.wait(60)
+            return state
+        finally:
+            engine.shutdown()
+
+    for state in run_local(rank_main, 4):
+        assert state == {"step": 1}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            data = dumps({"w": state}, 0, 4, 1, Router("int8"))
+            assert loads(data, 1, 2, Router("int8")) == ({}, 1)
+
+
+def test_empty_dicts_of_older_files_are_nothing_to_lose():
+    held = {"stage2.0": {}, "stage2.1536": {"step": 2}, "shard.0": {"stage2.0": {}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loads(stored("int8", **held), 1, 2, Router("int8")) == ({}, 7)
+        states, _ = loads(stored("int8", **held), 0, 2, Router("int4"))
+        assert states["w"] == {"step": 5}
+    held["stage2.0"]["residual"] = np.ones(9, np.float32)
+    with pytest.warns(UserWarning, match="residuals of rank 0 of 2"):
+        loads(stored("int8 | ef", **held), 1, 2, Router("int8 | ef"))
 
 
 def test_bytes_of_something_else_are_refused():
