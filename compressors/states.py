@@ -1,13 +1,16 @@
 """What is done to a tensor's state between steps: by a loss scale, a new spec, another world size.
 
 Arrays may be of any array module; ``Traits.gradient_units`` names those in units of the gradient.
+Such units are those of what is compressed: the gradient, prescaled, or its share of the mean
+(``average``) among ``size`` ranks where a compressor divides first. What is held back of the sum
+of a shard is in units of the result instead: of the sum times ``postscale``, or of the mean.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,14 +35,14 @@ def rescale(state: State, compressor: Compressor, factor: float) -> None:
 
 
 def carry_over(
-    state: State, before: Compressor, after: Compressor, size: int, average: bool
-) -> list[str]:
+    state: State, before: Compressor, after: Compressor, size: int, average: bool,
+    postscale: float = 1.0,
+) -> list[str]:  # fmt: skip
     """Keep of ``state`` what ``after`` can go on with; return the names of what is forgotten.
 
     That is the step, the residual of error feedback, factors of the same low-rank compressor, of
     whose rows as many are used as fit, and all in units of the gradient where nothing but options
-    has changed. Such units are those of what is compressed: the gradient, or its share of the mean
-    (``average``) among ``size`` ranks where a compressor divides first.
+    has changed.
     """
     if before == after:
         return []
@@ -48,13 +51,10 @@ def carry_over(
     if _feeds_back(before) and _feeds_back(after):
         kept |= {"rows"}  # the residual of a table whose gradient is sparse
         units |= {"residual"}
-        if sums := _sums(state, before):
-            state["residual"] = _added(state["residual"], sums, 1.0)
-        for start in sums:
-            part = state[f"{SECOND_STAGE}{start}"]
-            forget(part)
-            if not part.keys() - {"step"}:
-                del state[f"{SECOND_STAGE}{start}"]
+        if sums := _sums(state, before, size, average, postscale):
+            state["residual"] = _added(state["residual"], sums)
+        for part in sums:
+            forget(state[f"{SECOND_STAGE}{part.start}"])
     if _classes(before) == _classes(after):
         both = {*before.traits().gradient_units} & {*after.traits().gradient_units}
         units |= {n for n in both if before.units_size(n, _MANY) == after.units_size(n, _MANY)}
@@ -70,7 +70,7 @@ def carry_over(
 
 def fit(
     state: State, spec: str | None, compressor: Compressor, numel: int | None, size: int,
-    average: bool = True,
+    average: bool = True, postscale: float = 1.0,
 ) -> list[str]:  # fmt: skip
     """Keep of a ``state`` that ``spec`` left what fits ``compressor``; return what does not fit.
 
@@ -87,7 +87,7 @@ def fit(
         if before is None:
             forgotten = _without(state, {"step"})
         else:
-            forgotten = carry_over(state, before, compressor, size, average)
+            forgotten = carry_over(state, before, compressor, size, average, postscale)
         if forgotten:
             told.append(_of_another(spec, compressor, forgotten))
     for name in compressor.traits().gradient_units:
@@ -98,8 +98,8 @@ def fit(
             )
         if numel is None:
             continue
-        size = compressor.units_size(name, numel)
-        if getattr(array, "shape", ()) in ((), (size,)):  # or a number
+        wanted = compressor.units_size(name, numel)
+        if getattr(array, "shape", ()) in ((), (wanted,)):  # or a number
             continue
         told.append(f"has {numel} elements; its {name!r}, {described(array)}, is forgotten")
         # What is left is of that other tensor too: factors, a server's sums, parts of shards.
@@ -120,24 +120,27 @@ def fit(
 
 def merged(
     states: Sequence[State], spec: str | None, compressor: Compressor, size: int,
-    average: bool = True,
+    average: bool = True, postscale: float = 1.0,
 ) -> tuple[State, list[str]]:  # fmt: skip
     """Return what every one of ``size`` ranks goes on with, where ``states`` are of others.
 
     ``states`` are those that ``spec`` left, in the order of ranks, the same on every rank. What is
     in units of the gradient is consolidated, the rest forgotten; what ``compressor`` would have
-    gone on with otherwise is told, as ``fit`` does.
+    gone on with otherwise is told, as ``fit`` does. All ranks together hold back what they did of
+    the result, be it a mean or a sum.
     """
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     told = [f"holds {wrong}; its residual is forgotten" for s in states if (wrong := broken(s))]
-    states = [_with_sums(plain(state), before) for state in states]
+    among = len(states), average, postscale
+    states = [_with_sums(plain(state), before, *among) for state in states]
     held = {key for state in states for key, value in state.items() if not bare({key: value})}
     if before is None:
         return {}, told + ([_of_another(spec, compressor, sorted(held))] if held else [])
     found = before.consolidate(states)
     unit = _share(compressor, size) / _share(before, len(states)) if average else 1.0
     for name, array in found.items():
-        found[name] = array * np.float32(unit)
+        more = 1.0 if average or name != "residual" else len(states) / size
+        found[name] = array * np.float32(unit * more)
     units = [name for name in before.traits().gradient_units if name in held - found.keys()]
     told += [f"has another size on some ranks; its {units} are forgotten"] if units else []
     if before != compressor:
@@ -157,13 +160,14 @@ def own(state: State, compressor: Compressor) -> State:
     return compressor.regrouped(found) | rows
 
 
-def owed(state: State, compressor: Compressor) -> State:
+def owed(
+    state: State, compressor: Compressor, size: int, average: bool, postscale: float = 1.0
+) -> State:
     """Return this rank's ``own``, with what it holds back of sums of its shards in its residual.
 
-    What is held back of a sum is in the units that a rank's share of it is in, and owed once: it
-    may be part of any rank's residual.
+    That is owed once, and may be part of any rank's residual, in whose units it is there.
     """
-    return own(_with_sums(plain(state), compressor), compressor)
+    return own(_with_sums(plain(state), compressor, size, average, postscale), compressor)
 
 
 def shared(state: State, compressor: Compressor) -> list[str]:
@@ -190,7 +194,7 @@ def forget_shared(state: State, compressor: Compressor) -> None:
 
 def resize(
     state: State, compressor: Compressor, before: int, after: int, average: bool,
-    owed: bool = False,
+    owed: bool = False, postscale: float = 1.0,
 ) -> None:  # fmt: skip
     """Keep of ``state`` what goes on among ``after`` ranks instead of ``before``, or other ones.
 
@@ -203,7 +207,7 @@ def resize(
     with nothing, and where others ``take_over`` from those that go.
     """
     step = {"step": state["step"]} if "step" in state else {}
-    kept, sums = own(state, compressor), _sums(state, compressor)
+    kept, sums = own(state, compressor), _sums(state, compressor, before, average, postscale)
     state.clear()
     state |= step
     for name, array in kept.items():
@@ -249,33 +253,50 @@ def _without(state: State, kept: set[str]) -> list[str]:
     return [key for key in others if not bare({key: state.pop(key)})]
 
 
-def _with_sums(state: State, compressor: Compressor | None) -> State:
+class _Part(NamedTuple):
+    """What error feedback holds back of a part of a tensor, from element ``start`` on.
+
+    Times ``unit`` it is in the units of the tensor's own residual.
+    """
+
+    start: int
+    held: Any
+    unit: float
+
+
+def _with_sums(
+    state: State, compressor: Compressor | None, size: int, average: bool, postscale: float
+) -> State:
     """Return ``state``, whose residual is float32, with the sums that it holds back in it."""
-    sums = {} if compressor is None else _sums(state, compressor)
-    return state | {"residual": _added(state["residual"], sums, 1.0)} if sums else state
+    sums = [] if compressor is None else _sums(state, compressor, size, average, postscale)
+    return state | {"residual": _added(state["residual"], sums)} if sums else state
 
 
-def _sums(state: State, compressor: Compressor) -> dict[int, Any]:
-    """Return what error feedback holds back of sums of this rank's shards, by where they begin."""
+def _sums(
+    state: State, compressor: Compressor, size: int, average: bool, postscale: float
+) -> list[_Part]:
+    """Return what error feedback holds back of sums of this rank's shards."""
     residual = plain(state).get("residual")
     if residual is None or not _feeds_back(compressor):
-        return {}
-    found = {}
+        return []
+    # A result is a rank's residual times this, which nobody divides a second time.
+    share = postscale / (size if average and not compressor.traits().predivide else 1)
+    found = []
     for key, part in state.items():  # which a file may have told: anything
         place = _OF_SUM.fullmatch(key)
         if place is not None and isinstance(part, dict):
             held: Any = plain(part).get("residual")
             start, fits = int(place[1]), len(getattr(held, "shape", ())) == 1
             if fits and start + held.size <= residual.size:
-                found[start] = held
+                found.append(_Part(start, held, 1.0 / share))
     return found
 
 
-def _added(residual: Any, sums: Mapping[int, Any], unit: float) -> Any:
-    """Return a copy of ``residual`` with ``unit`` times each of the ``sums`` added."""
+def _added(residual: Any, parts: Sequence[_Part], factor: float = 1.0) -> Any:
+    """Return a copy of ``residual`` with ``factor`` times each of the ``parts`` added."""
     total = residual.copy()
-    for start, held in sums.items():
-        total[start : start + held.size] += held * np.float32(unit)
+    for start, held, unit in parts:
+        total[start : start + held.size] += held * np.float32(unit * factor)
     return total
 
 

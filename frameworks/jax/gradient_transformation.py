@@ -130,7 +130,8 @@ class _CarriedOver:
         remembered = _of_paths(old.held, np.asarray(old.present))
         for path, arrays in sorted(held.items()):
             state = jax.tree.map(np.array, nested(remembered.get(path, {})))
-            resize(state, settings.router(path), self._among, among, settings.averages)
+            how = self._among, among, settings.averages, False, settings.predivide
+            resize(state, settings.router(path), *how)
             found = flattened(state)
             for place, (key, array) in enumerate(sorted(arrays.items()), first):
                 given = found.get(key)

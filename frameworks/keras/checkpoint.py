@@ -28,7 +28,8 @@ def set_compressor_state(optimizer: Any, data: bytes) -> None:
     Warns, and starts without residuals, where it was another rank's.
     """
     runtime, reducer = current(), reducer_of(optimizer)
-    where = runtime.rank, runtime.size, reducer.settings.router, reducer.settings.averages
+    settings = reducer.settings
+    where = runtime.rank, runtime.size, settings.router, settings.averages, settings.predivide
     states, step = residual_store.loads(data, *where)
     residual_store.replace(reducer.memory.states, states, step)
     reducer.restart(step)

@@ -76,7 +76,7 @@ class KerasState(ObjectState):
     def held_back(self) -> float | None:
         """Return the norm of what compression holds back on this rank alone."""
         reducer = self._reducer()
-        return None if reducer is None else reducer.memory.norm()
+        return None if reducer is None else reducer.memory.owed_norm()
 
     def keep_steps(self) -> None:
         """Keep what compressors remember from before each step."""

@@ -104,7 +104,7 @@ class GradientReducer:
 
     def __init__(self, kind: str, settings: Settings, title: str = "", warns: bool = True) -> None:
         self.settings, self._warns = settings, warns
-        self.memory = Memory(settings.router, settings.averages)
+        self.memory = Memory(settings.router, settings.averages, settings.predivide)
         self.step = 0
         self._kind, self._label = kind, ""
         self.title = title or kind

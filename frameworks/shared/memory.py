@@ -22,14 +22,21 @@ class Memory:
     """``states`` of compressors, by name of tensor.
 
     ``compressor_of`` returns a tensor's compressor, None where it has none yet. ``averages`` tells
-    whether gradients are averaged, and not added up. ``among`` is the number of ranks whose
+    whether gradients are averaged, and not added up; they are divided by ``predivide`` before they
+    are compressed, and the result is multiplied by it. ``among`` is the number of ranks whose
     gradients were reduced last; with ``owes``, what is owed to a mean stays that where ranks come
     or go. ``lock`` is for frameworks that call from several threads.
     """
 
-    def __init__(self, compressor_of: Callable[[str], Compressor | None], averages: bool) -> None:
+    def __init__(
+        self,
+        compressor_of: Callable[[str], Compressor | None],
+        averages: bool,
+        predivide: float = 1.0,
+    ) -> None:
         self.states: dict[str, State] = {}
         self.compressor_of, self.averages = compressor_of, averages
+        self.predivide = predivide
         self.among, self.owes = 0, False
         self.lock = threading.RLock()
         self._given: dict[str, list[tuple[Mapping[str, Any], int]]] = {}  # of tensors to come
@@ -89,15 +96,23 @@ class Memory:
         """Go on among ``size`` ranks."""
         before, self.among = self.among, size
         if before:
+            how = before, size, self.averages, self.owes, self.predivide
             with self.lock, at_work():
                 for _, state, compressor in self._compressed():
-                    resize(state, compressor, before, size, self.averages, self.owes)
+                    resize(state, compressor, *how)
 
     def own(self) -> dict[str, State]:
         """Return what is held back on this rank alone, by tensor."""
+        how = max(self.among, 1), self.averages, self.predivide
         with self.lock, at_work():
-            held = {name: owed(state, by) for name, state, by in self._compressed()}
+            held = {name: owed(state, by, *how) for name, state, by in self._compressed()}
         return {name: state for name, state in held.items() if state}
+
+    def owed_norm(self) -> float:
+        """Return the Euclidean norm of the residuals that ``own`` returns, in their units."""
+        held = self.own()
+        with at_work():
+            return norm(held)
 
     def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:
         """Add what was another rank's ``own``, of so many, to what is this one's.
@@ -121,7 +136,7 @@ class Memory:
     # -- residuals --------------------------------------------------------------------------------
 
     def norm(self) -> float:
-        """Return the Euclidean norm of what is held back on this rank."""
+        """Return the Euclidean norm of what is held back on this rank, in units of each array."""
         with self.lock, at_work():
             return norm(self.states)
 

@@ -79,13 +79,14 @@ def fit_all(
     tensors: Mapping[str, Tensor],
     size: int,
     average: bool,
+    predivide: float = 1.0,
 ) -> list[str]:
     """Keep of what was ``found`` what fits ``tensors``; return in words what does not."""
     strange = []
     for name, state in found.items():
         if name in tensors:
             compressor, numel = tensors[name]
-            told = fit(state, specs.get(name), compressor, numel, size, average)
+            told = fit(state, specs.get(name), compressor, numel, size, average, predivide)
             strange += [f"{name!r} {what}" for what in told]
     return strange
 
@@ -195,7 +196,12 @@ def holds_residuals(path: Path) -> bool:
 
 
 def loads(
-    data: bytes, rank: int, size: int, router: Router, average: bool = True
+    data: bytes,
+    rank: int,
+    size: int,
+    router: Router,
+    average: bool = True,
+    predivide: float = 1.0,
 ) -> tuple[dict[str, State], int]:
     """Return the states and the step that ``dumps`` wrote.
 
@@ -221,7 +227,7 @@ def loads(
         return {}, int(head["step"])
     states: dict[str, State] = head["states"]
     tensors = {name: (router(name), None) for name in states}
-    strange = fit_all(states, head.get("specs", {}), tensors, size, average)
+    strange = fit_all(states, head.get("specs", {}), tensors, size, average, predivide)
     warn_of_misfits(strange)
     return states, head["step"]
 

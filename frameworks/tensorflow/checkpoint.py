@@ -37,7 +37,8 @@ class CompressorState(tf.train.experimental.PythonState):
     def deserialize(self, string_value: bytes) -> None:
         """Go on with what this rank saved; warns, and starts anew, if another rank saved it."""
         reducer, runtime = self._reducer(), current()
-        where = runtime.rank, runtime.size, reducer.settings.router, reducer.settings.averages
+        settings = reducer.settings
+        where = runtime.rank, runtime.size, settings.router, settings.averages, settings.predivide
         states, step = residual_store.loads(string_value, *where)
         residual_store.replace(reducer.memory.states, states, step)
         reducer.restart(step)

@@ -240,14 +240,16 @@ def test_what_is_held_back_of_a_mean_is_the_same_among_other_ranks(spec, size):
 
 @pytest.mark.parametrize("spec", ["int4 | ef", "fp16 | ef", "int8 | ef(dtype='int8')"])
 @pytest.mark.parametrize("size", [2, 5])
-def test_so_is_what_is_held_back_of_sums_of_shards(spec, size):
+@pytest.mark.parametrize("average", [True, False])
+def test_so_is_what_is_held_back_of_means_and_sums_of_shards(spec, size, average):
     compressor, states = trained(spec, size=3)
     held = np.linspace(-1, 1, 700).astype(np.float32)
     states[1]["stage2.1000"] = {"step": 3, "residual": held}
-    without, _ = merged([s | {"stage2.1000": {}} for s in states], spec, compressor, size)
-    found, told = merged(states, spec, compressor, size)
-    divided = compressor.traits().predivide
-    more = (found["residual"] - without["residual"]) * (size if divided else 3)
+    without, _ = merged([s | {"stage2.1000": {}} for s in states], spec, compressor, size, average)
+    found, told = merged(states, spec, compressor, size, average)
+    more = found["residual"] - without["residual"]
+    if not average or compressor.traits().predivide:  # or every rank's is divided once more
+        more *= size
     np.testing.assert_allclose(more[1000:1700], held, atol=1e-5)
     assert not more[:1000].any()
     assert not more[1700:].any()
@@ -271,13 +273,16 @@ def test_what_a_file_tells_of_sums_may_be_anything(key, held):
         np.testing.assert_array_equal(told["residual"], before)
 
 
-@pytest.mark.parametrize(("after", "factor"), [("int8 | ef", 1.0), ("fp16 | ef", 0.25)])
-def test_another_spec_goes_on_with_what_is_held_back_of_sums(after, factor):
+@pytest.mark.parametrize(
+    ("after", "average", "factor"),
+    [("int8 | ef", True, 1.0), ("fp16 | ef", True, 0.25), ("fp16 | ef", False, 1.0)],
+)
+def test_another_spec_goes_on_with_what_is_held_back_of_sums(after, average, factor):
     _, (state, _) = trained("int4 | ef")
     before, held = state["residual"].copy(), np.ones(700, np.float32)
     state["stage2.1000"] = {"residual": held, "step": 3}
-    assert carry_over(state, parse("int4 | ef"), parse(after), 4, average=True) == []
-    before[1000:1700] += held
+    assert carry_over(state, parse("int4 | ef"), parse(after), 4, average) == []
+    before[1000:1700] += held * np.float32(4 if average else 1)  # a mean among four ranks
     np.testing.assert_allclose(state["residual"], before * np.float32(factor), rtol=1e-6)
     assert not any(key.startswith("stage2") for key in state)
 

@@ -3,10 +3,11 @@
 import numpy as np
 
 
-def residuals(lengths, states, of_sums=1.0):
+def residuals(lengths, states, of_sums):
     """Return the residuals of tensors of so many elements, by name, one behind the other.
 
-    They include what is held back of sums of shards, so many times.
+    They include what is held back of the means of shards, so many times: as many as there are
+    ranks, for a mean is made of a rank's residual by dividing.
     """
     found = []
     for name, n in lengths.items():

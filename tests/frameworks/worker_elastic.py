@@ -113,17 +113,17 @@ if framework == "torch":
 
         setattr(Copies, method, die)
 
-    def residuals(of_sums=1.0):
+    def residuals(of_sums):
         lengths = {name: parameter.numel() for name, parameter in named.items()}
         states = {name: reducer.memory.states[name] for name in named}
         return elastic_residuals.residuals(lengths, states, of_sums)
 
     def owed():
-        return elastic_residuals.owed(residuals(), hvd.size())
+        return elastic_residuals.owed(residuals(hvd.size()), hvd.size())
 
     def held_back():
         """Return the norm of what this rank holds back once there is one rank less."""
-        return float(np.linalg.norm(residuals((hvd.size() - 1) / hvd.size())))
+        return float(np.linalg.norm(residuals(hvd.size() - 1)))
 
     @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=plan.get("redundancy", 0))
     def train(state):
@@ -153,7 +153,8 @@ if framework == "torch":
                     if plan.get("freeze") == started:
                         os.kill(os.getpid(), signal.SIGSTOP)
                     raise
-                tell(committed=state.batch, residual=held_back(), norm=optimizer.residual_norm())
+                norm = float(np.linalg.norm(residuals(hvd.size())))
+                tell(committed=state.batch, residual=held_back(), norm=norm)
 
     train(state)
     equal = hvd.replicas_equal(model.state_dict())

@@ -60,16 +60,16 @@ hook = memory_of(model) if not plan.get("unknown") else HookMemory()
 wrapped = []  # weak references to all DDPs so far
 
 
-def residuals(of_sums=1.0):
+def residuals(of_sums):
     lengths = {name: p.numel() for name, p in model.named_parameters()}
     return elastic_residuals.residuals(lengths, hook.memory.states, of_sums)
 
 
 def owed():
-    return elastic_residuals.owed(residuals(), hvd.size())
+    return elastic_residuals.owed(residuals(hvd.size()), hvd.size())
 
 
-def norm(of_sums=1.0):
+def norm(of_sums):
     return float(np.linalg.norm(residuals(of_sums)))
 
 
@@ -108,7 +108,7 @@ kept = []
 @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=plan.get("redundancy", 0))
 def train(state):
     begins = {"rank": hvd.rank(), "size": hvd.size(), "batch": state.batch}
-    tell(**begins, residual=norm(), owed=owed(), steps=hook.memory.steps)
+    tell(**begins, residual=norm(hvd.size()), owed=owed(), steps=hook.memory.steps)
     ours = kept[0] if kept else reduced()
     if plan.get("keep"):
         kept.append(ours)
@@ -124,7 +124,7 @@ def train(state):
         first = False
         state.batch += 1
         if state.batch % 10 == 0:
-            less = norm((hvd.size() - 1) / hvd.size())  # once there is one rank less
+            less = norm(hvd.size() - 1)  # once there is one rank less
             equal = hvd.replicas_equal(model.named_parameters())
             tell(commits=state.batch, equal=equal, held=less, owed=owed(), size=hvd.size())
             state.commit()

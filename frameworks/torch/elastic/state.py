@@ -66,7 +66,7 @@ class TorchState(ObjectState):
 
     def held_back(self) -> float:
         """Return the norm of what compression holds back on this rank alone."""
-        return math.hypot(*[holder.memory.norm() for holder in self.holders()])
+        return math.hypot(*[holder.memory.owed_norm() for holder in self.holders()])
 
     def keep_steps(self) -> None:
         """Keep what compressors remember from before each step."""

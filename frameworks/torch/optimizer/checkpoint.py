@@ -84,6 +84,7 @@ def restore(
     tensors: Mapping[str, Tensor] | None = None,
     average: bool = True,
     among: int | None = None,
+    predivide: float = 1.0,
     advice: str = ADVICE,
 ) -> int:
     """Overwrite ``states`` with what this rank saved; return the step.
@@ -92,7 +93,7 @@ def restore(
     rank 0 wrote alone holds rank 0's residuals only. It must not be loaded where compressors
     remember what is common to all ranks (PowerSGD, ACP-SGD, EF21): rank 0 alone would go on with
     it. Warns, too, of what does not fit ``tensors``, which is forgotten. Gradients are reduced
-    ``among`` so many of the ``size`` ranks, by default all.
+    ``among`` so many of the ``size`` ranks, by default all, and divided by ``predivide`` before.
     """
     own = given is not None and is_own(given, rank, size)
     holds = given is not None and remembered(given["states"])
@@ -103,7 +104,7 @@ def restore(
     found = {name: mapped(saved_states.get(name, {}), _array) for name in states}
     if tensors is not None:
         strange = [f"{name!r} is not in this job" for name in saved_states if name not in states]
-        strange += fit_all(found, specs, tensors, among or size, average)
+        strange += fit_all(found, specs, tensors, among or size, average, predivide)
         warn_of_misfits(strange)
     for name, state in states.items():
         put(state, found[name])
@@ -122,6 +123,7 @@ def reshard(
     tensors: Mapping[str, Tensor],
     average: bool = True,
     among: int | None = None,
+    predivide: float = 1.0,
 ) -> int:
     """Overwrite ``states`` from what all ranks of an earlier job saved; return the step.
 
@@ -136,7 +138,7 @@ def reshard(
         raise ValueError(f"load_sharded needs the state of every rank once; got ranks {ranks}")
     in_order = sorted(shards, key=lambda shard: int(shard["rank"]))
     if len(shards) == size:
-        return restore(states, in_order[rank], rank, size, tensors, average, among)
+        return restore(states, in_order[rank], rank, size, tensors, average, among, predivide)
     step, strange = max(int(shard["step"]) for shard in shards), []
     specs: dict[str, str] = {}
     for shard in reversed(in_order):  # a rank that remembered nothing names no spec
@@ -144,7 +146,7 @@ def reshard(
     for name, state in states.items():
         compressor, numel = tensors[name]
         parts = [mapped(shard["states"].get(name, {}), _array) for shard in in_order]
-        found, told = merged(parts, specs.get(name), compressor, size, average)
+        found, told = merged(parts, specs.get(name), compressor, size, average, predivide)
         told += fit(found, None, compressor, numel, size, average)
         strange += [f"{name!r} {what}" for what in told]
         counts = [int(part["step"]) for part in parts if "step" in part]

@@ -35,10 +35,11 @@ class ParameterMemory(Memory):
         router: Router,
         averages: bool,
         process_set: ProcessSet,
+        predivide: float = 1.0,
     ) -> None:
         self.parameters, self._process_set = parameters, process_set
         self._depth = wrapped_in(parameters)
-        super().__init__(self._routed(router), averages)
+        super().__init__(self._routed(router), averages, predivide)
         self.states = {name: {} for name in parameters}
         self.loaded = checkpoint.Loaded.NOTHING  # since ranks agreed on it last
 
@@ -59,7 +60,7 @@ class ParameterMemory(Memory):
                     continue
                 state = self.states[name] = before.states[old]
                 then, now = before.compressor_of(old), self.compressor_of(name)
-                carry_over(state, then, now, self._size(), self.averages)
+                carry_over(state, then, now, *before._reduction)
                 if factor != 1.0:
                     rescale(state, now, factor)
 
@@ -71,7 +72,7 @@ class ParameterMemory(Memory):
         with at_work():
             for name, state in self.states.items():
                 then, now = before(name), self.compressor_of(name)
-                forgotten = carry_over(state, then, now, self._size(), self.averages)
+                forgotten = carry_over(state, then, now, *self._reduction)
                 if forgotten:
                     lost.append(f"{now} forgets {forgotten} of {name!r}, which {then} kept")
         if lost and current().rank == 0:
@@ -101,8 +102,8 @@ class ParameterMemory(Memory):
         rank, size = current().rank, current().size
         if kept is not None:
             kept = checkpoint.renamed(kept, self.parameters)
-        where = self.states, kept, rank, size
-        step = checkpoint.restore(*where, self._tensors(), self.averages, self._size())
+        where, how = (self.states, kept, rank, size), (self.averages, self._size(), self.predivide)
+        step = checkpoint.restore(*where, self._tensors(), *how)
         ours = kept is not None and is_own(kept, rank, size)
         holds = kept is not None and remembered(kept["states"])
         self.loaded = checkpoint.Loaded.OWN if ours and holds else checkpoint.Loaded.OTHER
@@ -113,7 +114,8 @@ class ParameterMemory(Memory):
         runtime = current()
         shards = [checkpoint.renamed(shard, self.parameters) for shard in shards]
         where = self.states, shards, runtime.rank, runtime.size
-        step = checkpoint.reshard(*where, self._tensors(), self.averages, self._size())
+        how = self.averages, self._size(), self.predivide
+        step = checkpoint.reshard(*where, self._tensors(), *how)
         self.loaded = checkpoint.Loaded.OWN
         return step
 
@@ -137,6 +139,11 @@ class ParameterMemory(Memory):
 
     def _size(self) -> int:
         return self._process_set.size()
+
+    @property
+    def _reduction(self) -> tuple[int, bool, float]:
+        """What states are of: so many ranks, whether those average, and what they predivide by."""
+        return self.among or self._size(), self.averages, self.predivide
 
     def _tensors(self) -> dict[str, checkpoint.Tensor]:
         return {name: (self.compressor_of(name), p.numel()) for name, p in self.parameters.items()}

@@ -78,7 +78,7 @@ class Reducer:
         self.compared: Mapping[str, torch.Tensor] | None = named  # from the first step on
         self._comparison: Comparison | None = None
         averages = op is ReduceOp.AVERAGE
-        self.memory = ParameterMemory(named, options.router, averages, process_set)
+        self.memory = ParameterMemory(named, options.router, averages, process_set, predivide)
         self.in_flight = False
         self.renewed = False  # whether backward has run since the last ``synchronize``
         self.passes = passes

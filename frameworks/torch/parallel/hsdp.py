@@ -102,7 +102,8 @@ class HsdpState:
         states = self._states()
         tensors = {name: (c, None) for name, c in self._compressors().items()}
         where = dist.get_rank(), dist.get_world_size()
-        checkpoint.restore(states, state, *where, tensors, advice=_ADVICE)
+        among = self._engine.comm.size
+        checkpoint.restore(states, state, *where, tensors, among=among, advice=_ADVICE)
         for each in self._made:
             for name, place in each.places.items():
                 if name in states:
