@@ -9,7 +9,7 @@ of a shard is in units of the result instead: of the sum times ``postscale``, or
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import SECOND_STAGE, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import described
+from ringlet.compressors.core.shard_name import ShardName, is_shard
 from ringlet.compressors.lowrank.powersgd import LowRank
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.modifiers.residuals import broken, forget, plain, widen
@@ -27,6 +28,7 @@ from ringlet.compressors.specs.parser import parse
 
 _OF_SUM = re.compile(re.escape(SECOND_STAGE) + "(0|[1-9][0-9]{0,17})")
 _MANY = 1 << 20  # elements of a tensor that nobody has
+_LOCAL = 1 << 12  # more ranks than a host has, each with a shard of a tensor
 
 
 def rescale(state: State, compressor: Compressor, factor: float) -> None:
@@ -48,13 +50,13 @@ def carry_over(
         return []
     widen(state)  # a residual in fewer bits may be kept in others from now on
     kept, units = {"step"}, set[str]()
-    if _feeds_back(before) and _feeds_back(after):
+    if feeds_back(before) and feeds_back(after):
         kept |= {"rows"}  # the residual of a table whose gradient is sparse
         units |= {"residual"}
-        if sums := _sums(state, before, size, average, postscale):
-            state["residual"] = _added(state["residual"], sums)
-        for part in sums:
-            forget(state[f"{SECOND_STAGE}{part.start}"])
+        if parts := _parts(state, before, size, average, postscale):
+            state["residual"] = _added(state.get("residual"), parts)
+        for part in parts:
+            forget(part.state)
     if _classes(before) == _classes(after):
         both = {*before.traits().gradient_units} & {*after.traits().gradient_units}
         units |= {n for n in both if before.units_size(n, _MANY) == after.units_size(n, _MANY)}
@@ -82,6 +84,15 @@ def fit(
     if wrong is not None:
         told.append(f"holds {wrong}; its residual is forgotten")
         forget(state)
+    of_nobody = [key for key in state if is_shard(key) and ShardName.read(key) is None]
+    lost = [key for key in of_nobody if not bare({key: state.pop(key)})]
+    if lost:
+        told.append(f"is of a Ringlet that told no elements of {lost}, which are forgotten")
+    places = [place for key in state if (place := ShardName.read(key)) is not None]
+    if any(place.numel != numel for place in places) and numel is not None:
+        told.append(f"has {numel} elements; that of shards of {places[0].numel} is forgotten")
+        for key in state.keys() - {"step"}:
+            del state[key]
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     if spec is not None and spec != str(compressor):
         if before is None:
@@ -132,7 +143,7 @@ def merged(
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     told = [f"holds {wrong}; its residual is forgotten" for s in states if (wrong := broken(s))]
     among = len(states), average, postscale
-    states = [_with_sums(plain(state), before, *among) for state in states]
+    states = [_with_parts(plain(state), before, *among) for state in states]
     held = {key for state in states for key, value in state.items() if not bare({key: value})}
     if before is None:
         return {}, told + ([_of_another(spec, compressor, sorted(held))] if held else [])
@@ -143,6 +154,8 @@ def merged(
         found[name] = array * np.float32(unit * more)
     units = [name for name in before.traits().gradient_units if name in held - found.keys()]
     told += [f"has another size on some ranks; its {units} are forgotten"] if units else []
+    if lost := sorted(set[str]().union(*(_left_in_shards(state, before) for state in states))):
+        told.append(f"was reduced over two levels; its {lost} are forgotten")
     if before != compressor:
         forgotten = carry_over(found, before, compressor, size, average=False)
         if forgotten:
@@ -156,18 +169,18 @@ def own(state: State, compressor: Compressor) -> State:
     A residual is float32, whatever it is held as; other arrays are those of ``state``.
     """
     found = plain(state)
-    rows = {"rows": found["rows"]} if "rows" in found and _feeds_back(compressor) else {}
+    rows = {"rows": found["rows"]} if "rows" in found and feeds_back(compressor) else {}
     return compressor.regrouped(found) | rows
 
 
 def owed(
     state: State, compressor: Compressor, size: int, average: bool, postscale: float = 1.0
 ) -> State:
-    """Return this rank's ``own``, with what it holds back of sums of its shards in its residual.
+    """Return this rank's ``own``, with what it holds back of its shards and their sums in it.
 
-    That is owed once, and may be part of any rank's residual, in whose units it is there.
+    What is of sums is owed once, and may be part of any rank's residual, in whose units it is.
     """
-    return own(_with_sums(plain(state), compressor, size, average, postscale), compressor)
+    return own(_with_parts(plain(state), compressor, size, average, postscale), compressor)
 
 
 def shared(state: State, compressor: Compressor) -> list[str]:
@@ -200,22 +213,50 @@ def resize(
 
     That is the step and what is this rank's ``own``. What ranks have in common (factors, the means
     of EF21) others may not have: it is forgotten. Shards belong to other ranks now: what error
-    feedback holds back of their sums goes on in the residual.
+    feedback holds back of them, and of their sums, goes on in the residual.
 
     What is kept stays what it is in units of the gradient. If it is ``owed``, its share of a mean
     stays what it is, as that of sums always does: so the mean over all ranks does where ranks come
     with nothing, and where others ``take_over`` from those that go.
     """
     step = {"step": state["step"]} if "step" in state else {}
-    kept, sums = own(state, compressor), _sums(state, compressor, before, average, postscale)
+    kept, parts = own(state, compressor), _parts(state, compressor, before, average, postscale)
     state.clear()
     state |= step
     for name, array in kept.items():
         unit = _unit(name, compressor, before, after, average, owed)
         state[name] = array if unit == 1.0 else array * np.float32(unit)
-    if sums:
-        unit = _unit("residual", compressor, before, after, average, owed=True)
-        state["residual"] = _added(state["residual"], sums, unit)
+    if parts:
+        where = "residual", compressor, before, after, average
+        factors = [_unit(*where, owed or part.of_sum) for part in parts]
+        state["residual"] = _added(state.get("residual"), parts, factors)
+
+
+def reclaim(
+    state: State, compressor: Compressor, size: int, average: bool, postscale: float,
+    gone: Callable[[str], bool],
+) -> None:  # fmt: skip
+    """Remove the states of parts of the tensor, by key, that are ``gone``.
+
+    What error feedback holds back in them goes on in the residual, if need be a new one.
+    """
+    parts = {key: state.pop(key) for key in [key for key in state if gone(key)]}
+    if not parts or not feeds_back(compressor) or not postscale or broken(state):
+        return
+    widen(state)
+    known = state.get("residual")
+    whole = parts if known is None else parts | {"residual": known}
+    if found := _parts(whole, compressor, size, average, postscale):
+        state["residual"] = _added(known, found)
+
+
+def feeds_back(compressor: Compressor | None) -> bool:
+    """Whether error feedback keeps its residual at the top of the state."""
+    while isinstance(compressor, Modifier):
+        if type(compressor) is ErrorFeedback:
+            return True
+        compressor = compressor.inner
+    return False
 
 
 def take_over(
@@ -254,49 +295,90 @@ def _without(state: State, kept: set[str]) -> list[str]:
 
 
 class _Part(NamedTuple):
-    """What error feedback holds back of a part of a tensor, from element ``start`` on.
+    """What error feedback holds back of a part of a tensor of ``numel``, from element ``start`` on.
 
-    Times ``unit`` it is in the units of the tensor's own residual.
+    Times ``unit`` it is in the units of the tensor's own residual. It is ``held`` in ``state``.
     """
 
     start: int
     held: Any
     unit: float
+    of_sum: bool  # of what all ranks' values add up to, and not of this rank's, or host's
+    numel: int
+    state: State
 
 
-def _with_sums(
+def _with_parts(
     state: State, compressor: Compressor | None, size: int, average: bool, postscale: float
 ) -> State:
-    """Return ``state``, whose residual is float32, with the sums that it holds back in it."""
-    sums = [] if compressor is None else _sums(state, compressor, size, average, postscale)
-    return state | {"residual": _added(state["residual"], sums)} if sums else state
+    """Return ``state``, whose residual is float32, with what it holds back of parts in it."""
+    parts = [] if compressor is None else _parts(state, compressor, size, average, postscale)
+    return state | {"residual": _added(state.get("residual"), parts)} if parts else state
 
 
-def _sums(
+def _parts(
     state: State, compressor: Compressor, size: int, average: bool, postscale: float
 ) -> list[_Part]:
-    """Return what error feedback holds back of sums of this rank's shards."""
-    residual = plain(state).get("residual")
-    if residual is None or not _feeds_back(compressor):
+    """Return what error feedback holds back of this rank's shards, and of sums of its shards."""
+    if not feeds_back(compressor):
         return []
+    divided = average and not compressor.traits().predivide  # behind the sum
     # A result is a rank's residual times this, which nobody divides a second time.
-    share = postscale / (size if average and not compressor.traits().predivide else 1)
-    found = []
+    share = postscale / (size if divided else 1)
+    residual = plain(state).get("residual")
+    shards: list[tuple[ShardName, State, Any]] = []
     for key, part in state.items():  # which a file may have told: anything
+        name = ShardName.read(key)
+        if name is not None and isinstance(part, dict):
+            held = plain(part).get("residual")
+            if getattr(held, "shape", ()) == (name.stop - name.start,):
+                shards.append((name, part, held))
+    if residual is not None:
+        numel = residual.size
+    else:
+        numel = max((name.numel for name, *_ in shards), default=0)
+        if numel > _LOCAL * sum(held.size for *_, held in shards):
+            return []
+    found = _sums(state, 0, numel, 1.0 / share, numel)
+    for name, part, held in shards:
+        if name.numel == numel:
+            unit = size / name.hosts if divided else 1.0  # of a mean inside a host
+            found.append(_Part(name.start, held, unit, False, numel, part))
+            found += _sums(part, name.start, held.size, 1.0 / share, numel)
+    return found
+
+
+def _left_in_shards(state: State, compressor: Compressor) -> set[str]:
+    """Return the names of what is remembered of shards over two levels beside residuals."""
+    left = set[str]()
+    for key, part in state.items():
+        if is_shard(key) and isinstance(part, dict):
+            known = feeds_back(compressor) and ShardName.read(key) is not None
+            names = {name for name in plain(part) if not name.startswith(SECOND_STAGE)}
+            left |= names - ({"step", "residual"} if known else {"step"})
+    return left
+
+
+def _sums(state: State, first: int, length: int, unit: float, numel: int) -> list[_Part]:
+    """Return what is held back of sums of parts of ``length`` elements from ``first`` on."""
+    found = []
+    for key, part in state.items():
         place = _OF_SUM.fullmatch(key)
         if place is not None and isinstance(part, dict):
             held: Any = plain(part).get("residual")
             start, fits = int(place[1]), len(getattr(held, "shape", ())) == 1
-            if fits and start + held.size <= residual.size:
-                found.append(_Part(start, held, 1.0 / share))
+            if fits and start + held.size <= length:
+                found.append(_Part(first + start, held, unit, True, numel, part))
     return found
 
 
-def _added(residual: Any, parts: Sequence[_Part], factor: float = 1.0) -> Any:
-    """Return a copy of ``residual`` with ``factor`` times each of the ``parts`` added."""
-    total = residual.copy()
-    for start, held, unit in parts:
-        total[start : start + held.size] += held * np.float32(unit * factor)
+def _added(residual: Any, parts: Sequence[_Part], factors: Sequence[float] | None = None) -> Any:
+    """Return ``residual``, None for zeros, with ``parts``, each times its factor, added."""
+    held, numel = parts[0].held, parts[0].numel
+    total = np.zeros_like(held, shape=numel) if residual is None else residual.copy()
+    for part, factor in zip(parts, factors or [1.0] * len(parts), strict=True):
+        piece = slice(part.start, part.start + part.held.size)
+        total[piece] += part.held * np.float32(part.unit * factor)
     return total
 
 
@@ -346,15 +428,6 @@ def _times(value: object, factor: float) -> object:
 def _share(compressor: Compressor, size: int) -> float:
     """Return the share of a gradient that is compressed in a mean over ``size`` ranks."""
     return 1.0 / size if compressor.traits().predivide else 1.0
-
-
-def _feeds_back(compressor: Compressor | None) -> bool:
-    """Whether error feedback keeps its residual at the top of the state."""
-    while isinstance(compressor, Modifier):
-        if type(compressor) is ErrorFeedback:
-            return True
-        compressor = compressor.inner
-    return False
 
 
 def _classes(compressor: Compressor) -> list[Any]:

@@ -17,6 +17,7 @@ from itertools import accumulate
 import numpy as np
 
 from ringlet.compressors import Payload
+from ringlet.compressors.core.shard_name import is_shard
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.codecs.small_members import SmallMembers
@@ -84,6 +85,12 @@ class Bucket(ABC):
         self.trace = Trace()
         self.told, self.digest, self.turn = self.digest, 0, turn
         return self.trace
+
+    def settle(self) -> None:
+        """Take up what members' states hold of shards over two levels, which have none here."""
+        with self.place.at_work():
+            for member in self.members:
+                member.reclaim(is_shard)
 
     def encode(self, recorder: Recorder) -> int:
         """Compress this step's values; return the bytes of the payload."""

@@ -23,6 +23,7 @@ def make_bucket(
     digest of its sums, of one in ``verify`` of their spans.
     """
     bucket = _suitable(members, peers, hierarchical)
+    bucket.settle()
     bucket.verify = verify if peers.size > 1 else 0
     return bucket
 

@@ -318,6 +318,8 @@ class Group:
             if self.in_step:
                 raise RuntimeError(f"group {self.title!r} cannot go on at another step in mid-step")
             self.step = step
+            for bucket in self.buckets:  # states may be another job's by now
+                bucket.settle()
             if self._scheduled:
                 self._replan()
 

@@ -1,6 +1,7 @@
 """A bucket over two levels: dense sums inside every host, compressed ones of their shards between.
 
 Each rank compresses its shard of every tensor of the host's sum, with residuals of its own for it.
+What it holds back of a whole tensor, from other ranks or hosts before, goes into the next sum.
 """
 
 from __future__ import annotations
@@ -8,11 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
-from ringlet.compressors.core.context import State
+from ringlet.compressors.core.context import SECOND_STAGE, State
+from ringlet.compressors.core.shard_name import ShardName, is_shard
+from ringlet.compressors.modifiers.residuals import check, forget, widen
+from ringlet.compressors.states import feeds_back
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.devices.convert import from_float32, to_float32
@@ -41,7 +46,16 @@ class TwoLevelBucket(Bucket):
         sizes = [share[rank] for rank in range(local.size) for share in shares]
         self._ends = [0, *accumulate(sizes)]
         self._starts = [[0, *accumulate(share)] for share in shares]
-        self._parts = _shard_members(self.members, [share[local.rank] for share in shares], comm)
+        starts = [
+            member.start + at[local.rank]
+            for member, at in zip(self.members, self._starts, strict=True)
+        ]
+        self._names = [
+            ShardName.of(comm.cross.origin, start, start + share[local.rank], member.request.numel)
+            for member, start, share in zip(self.members, starts, shares, strict=True)
+        ]
+        self._owing: set[int] = set()  # members that paid back, in the step at hand, what they owe
+        self._parts = _shard_members(self.members, self._names, comm)
         self._codec = _ShardCodec(self._parts, _parts_between(self.members[0], comm.cross.size))
         self._buffer: Array = np.empty(0, np.float32)
 
@@ -52,8 +66,11 @@ class TwoLevelBucket(Bucket):
             values = to_float32(member.input, request.dtype, workspace)
             average = request.op is ReduceOp.AVERAGE
             factor = request.prescale / (len(self._counts) if average else 1)
+            owed = self._owed(i)
             for place, piece in self._places(i):
                 np.multiply(values[piece], np.float32(factor), out=self._buffer[place])
+                if owed is not None:
+                    self._buffer[place] += owed[piece] * np.float32(factor / member.prescale)
         return self._buffer.nbytes
 
     def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
@@ -80,6 +97,8 @@ class TwoLevelBucket(Bucket):
                 wide = member.workspace.array("decoded32", member.numel)
             for place, piece in self._places(i):
                 wide[piece] = self._buffer[place]
+            if i in self._owing:
+                self._paid(member, wide)
             from_float32(wide, member.output, dtype, member.workspace)
         recorder.decompressed(self.trace, start_s)
 
@@ -88,6 +107,36 @@ class TwoLevelBucket(Bucket):
         super().let_go()
         for part in self._parts:
             part.forget()
+
+    def settle(self) -> None:
+        """Nothing: every step takes up what there is of other shards."""
+
+    def _owed(self, i: int) -> Array | None:
+        """Return what this rank holds back of all of member ``i``, as float32; None for nothing.
+
+        Raises CompressionFailed where that is of a tensor of another size.
+        """
+        member, state = self.members[i], self.members[i].state
+        self._owing.discard(i)
+        member.reclaim(partial(_is_gone, self._names[i], member))
+        if not feeds_back(member.compressor) or not member.prescale:
+            return None
+        member.call(widen, state)
+        if "residual" not in state:
+            return None
+        member.call(check, state["residual"], member.request.numel, member.context(0, 1))
+        self._owing.add(i)
+        whole: Array = state["residual"]
+        return whole[member.start : member.start + member.numel]
+
+    def _paid(self, member: Member, result: Array) -> None:
+        """Forget what went into ``result``, but for where that is not finite."""
+        whole = member.state.get("residual")
+        if whole is None:  # other pieces of the tensor have paid all that there was
+            return
+        whole[member.start : member.start + member.numel][np.isfinite(result)] = 0
+        if not whole.any():
+            forget(member.state)
 
     def _places(self, i: int) -> list[tuple[slice, slice]]:
         """Return where the shards of member ``i`` lie: in the fusion buffer, in the tensor."""
@@ -122,23 +171,34 @@ def _parts_between(member: Member, hosts: int) -> int:
     return hosts if chosen == "scatter_reduce" else 1
 
 
+def _is_gone(own: ShardName, member: Member, key: str) -> bool:
+    """Whether ``key`` names a part that nobody uses: one of one level, or where ``own`` is now."""
+    if not is_shard(key):
+        return key.startswith(SECOND_STAGE)
+    name = ShardName.read(key)
+    if name is None or name.numel != own.numel:
+        return True
+    other = name.start < member.start + member.numel and name.stop > member.start
+    return other and name != own
+
+
 def _shard_members(
-    members: Sequence[Member], sizes: Sequence[int], comm: HierarchicalCommunicator
+    members: Sequence[Member], names: Sequence[ShardName], comm: HierarchicalCommunicator
 ) -> list[Member]:
     """Return this rank's shards of ``members`` as tensors of their own, among the hosts."""
     shards = []
-    for member, n in zip(members, sizes, strict=True):
+    for member, name in zip(members, names, strict=True):
         request = replace(
             member.request,
             name=f"{member.name}/{comm.local.rank}",
             dtype="float32",
-            shape=(n,),
+            shape=(name.stop - name.start,),
             prescale=1.0,
         )
         state: State = {}
         cross = comm.cross
         if member.compressor.traits().stateful:
-            state = member.state.setdefault(f"shard.{member.start}", state)
+            state = member.state.setdefault(str(name), state)
         shard = Member(
             request,
             member.declared,

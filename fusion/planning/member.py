@@ -19,6 +19,7 @@ from ringlet.compressors import (
     Workspace,
 )
 from ringlet.compressors.core.context import SECOND_STAGE, State
+from ringlet.compressors.states import reclaim
 from ringlet.fusion.devices.convert import from_float32, to_float32
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.errors import CompressionFailed
@@ -317,6 +318,12 @@ class Member:
         if self.foreign and out.size and (_ends(out) == _UNWRITTEN).any():
             error = CompressorError("it left its output unwritten, at least at one end")
             raise CompressionFailed.of(self.compressor, function, self.described, error)
+
+    def reclaim(self, gone: Callable[[str], bool]) -> None:
+        """Let the residual go on with what is held back of parts that are ``gone``, by key."""
+        average = self.request.op is ReduceOp.AVERAGE
+        how = self.size, average, self.request.postscale
+        reclaim(self.state, self.compressor, *how, gone)
 
     @property
     def described(self) -> str:

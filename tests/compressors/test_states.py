@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Compressor, Modifier, Traits, option, parse
-from ringlet.compressors.states import carry_over, fit, merged, rescale, resize
+from ringlet.compressors.states import carry_over, fit, merged, owed, rescale, resize
 from ringlet.compressors.testing import CheckFailed, check_compressor
 from ringlet.compressors.testing.checks.claims import check_gradient_units
 from ringlet.compressors.testing.tools.named_check import Named
@@ -271,6 +271,79 @@ def test_what_a_file_tells_of_sums_may_be_anything(key, held):
         told = state | {f"stage2.{key}": part}
         resize(told, compressor, 2, 2, average=True)
         np.testing.assert_array_equal(told["residual"], before)
+
+
+ONES = np.ones(500, np.float32)
+SHARD = "shard.500.1000.2000.2.0123abcd"
+
+
+@pytest.mark.parametrize(
+    ("key", "held"),
+    [
+        ("shard.0", ONES), ("shard.500.1000.2000.2", ONES), (f"{SHARD}0", ONES), (SHARD, 1.0),
+        (SHARD, ONES[:499]), (SHARD, ONES.reshape(2, 250)), (SHARD, None),
+        ("shard.500.1000.2001.2.0123abcd", ONES), ("shard.500.1000.2000.0.0123abcd", ONES),
+        ("shard.1000.500.2000.2.0123abcd", ONES), ("shard.1501.2001.2000.2.0123abcd", ONES),
+        (f"shard.500.1000.{10**17}.2.0123abcd", ONES), (f"shard.{'9' * 5000}.2.2.2.0123abcd", ONES),
+        ("shard.0500.1000.2000.2.0123abcd", ONES), ("shard.500.1000.-9.2.0123abcd", ONES),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_file_tells_of_shards_may_be_anything(key, held, whole):
+    compressor, (state, _) = trained("int4 | ef")
+    before = state.pop("residual").copy()
+    if whole:
+        state["residual"] = before.copy()
+    elif "2001" in key:
+        return  # it may be of a tensor of that size
+    for part in ({"residual": held}, held):
+        told = state | {key: part}
+        resize(told, compressor, 2, 2, average=True)
+        assert told.keys() == {*state} - {"step"}
+        if whole:
+            np.testing.assert_array_equal(told["residual"], before)
+
+
+def test_what_is_held_back_of_shards_over_two_levels_is_in_the_hosts_units():
+    """Two hosts of two ranks: a mean inside a host is of two, that between hosts of two more."""
+    sums = np.full(100, 3.0, np.float32)
+    state = {SHARD: {"residual": ONES, "stage2.200": {"residual": sums}}}
+    for average, times, of_sums in ((True, 2.0, 4.0), (False, 1.0, 1.0)):
+        found = owed(state, parse("int4 | ef"), 4, average)["residual"]
+        expected = np.zeros(2000)
+        expected[500:1000] = times
+        expected[700:800] += 3 * of_sums
+        np.testing.assert_array_equal(found, expected)
+    assert state[SHARD].keys() == {"residual", "stage2.200"}
+
+
+def test_of_shards_of_another_size_or_an_older_version_nothing_is_left():
+    for spec in ("int4 | ef", "int8 | ef"):
+        state = {"step": 3, "shard.0": {"residual": ONES}}
+        (told,) = fit(state, spec, parse("int4 | ef"), 2000, 4)
+        assert told == "is of a Ringlet that told no elements of ['shard.0'], which are forgotten"
+        assert state == {"step": 3}
+        state = {"step": 3, SHARD: {"residual": ONES}}
+        (told,) = fit(state, spec, parse("int4 | ef"), 3000, 4)
+        assert told == "has 3000 elements; that of shards of 2000 is forgotten"
+        assert state == {"step": 3}
+        state = {"step": 3, SHARD: {"residual": ONES}, "shard.0": {"stage2.0": {}}}
+        assert fit(state, spec, parse("int4 | ef"), 2000, 4) == []
+        assert state.keys() == {"step", SHARD if spec == "int4 | ef" else "residual"}
+
+
+def test_what_other_ranks_can_not_go_on_with_over_two_levels_is_told():
+    for spec in ("int8 | ef21", "topk | momentum_correction"):
+        _, (state, _) = trained(spec)
+        found, told = merged([{SHARD: state}] * 4, spec, parse(spec), 2)
+        assert told == [f"was reduced over two levels; its {sorted(state)} are forgotten"]
+        assert found == {}
+    spec = "int4 | ef"
+    found, told = merged([{"shard.0": {"residual": ONES}}] * 4, spec, parse(spec), 2)
+    assert (found, told) == ({}, ["was reduced over two levels; its ['residual'] are forgotten"])
+    found, told = merged([{SHARD: {"residual": ONES}}] * 4, spec, parse(spec), 2)
+    assert told == []
+    assert found["residual"][500:1000].tolist() == [2.0] * 500
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Engines on in-process ranks."""
 
 from ringlet.fusion import Engine, Limits
+from ringlet.ring import Topology
 from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 from ringlet.ring.transports.local import run_local
 
 
@@ -16,3 +18,17 @@ def with_engines(size, body, **limits):
             engine.shutdown()
 
     return run_local(rank_main, size)
+
+
+def on_hosts(hosts, body, **limits):
+    """Run ``body(engine)`` on ranks that are on ``hosts``; return the results by rank."""
+
+    def rank_main(comm):
+        two = HierarchicalCommunicator(comm, Topology.from_hosts(comm.rank, hosts))
+        engine = Engine(two, open_control, Limits(**limits))
+        try:
+            return body(engine)
+        finally:
+            engine.shutdown()
+
+    return run_local(rank_main, len(hosts))

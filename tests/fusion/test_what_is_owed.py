@@ -5,11 +5,13 @@ In the end ranks reduce zeros, with a compressor that loses nothing: what they h
 
 import numpy as np
 import pytest
-from engines import with_engines
+from engines import on_hosts, with_engines
 
 from ringlet.compressors import parse
 from ringlet.compressors.states import carry_over, merged, owed, resize, take_over
-from ringlet.fusion import Request
+from ringlet.fusion import CompressionFailed, Request
+from ringlet.fusion.codecs.bucket_codec import BucketCodec
+from ringlet.fusion.planning import pieces
 from ringlet.ring import ReduceOp
 
 N = 6000
@@ -18,10 +20,13 @@ CASES = [(ReduceOp.AVERAGE, 1.0), (ReduceOp.AVERAGE, 0.5), (ReduceOp.SUM, 1.0)]
 
 
 class Training:
-    """Ranks that reduce gradients with ``spec``, and what ought to have become of them."""
+    """Ranks that reduce gradients with ``spec``, and what ought to have become of them.
 
-    def __init__(self, size, spec, op, predivide):
-        self.spec, self.op, self.predivide = spec, op, predivide
+    They are on ``hosts``, a letter for each rank, or on one level.
+    """
+
+    def __init__(self, size, spec, op, predivide, hosts=""):
+        self.spec, self.op, self.predivide, self.hosts = spec, op, predivide, hosts
         self.states = [{} for _ in range(size)]
         self.applied, self.exact, self.step = np.zeros(N), np.zeros(N), 0
 
@@ -60,13 +65,16 @@ class Training:
                 total += out
             return total
 
-        total, *others = with_engines(self.size, body)
+        if self.hosts:
+            total, *others = on_hosts(self.hosts, body)
+        else:
+            total, *others = with_engines(self.size, body)
         assert all(np.array_equal(total, other) for other in others)
         self.applied += total
         whole = narrow.astype(np.float64).sum(axis=(0, 1))
         self.exact += whole / self.size if self.averages else whole
 
-    def resize(self, after, lost=()):
+    def resize(self, after, lost=(), hosts=""):
         copies = [
             owed(self.states[rank], self.compressor, self.size, self.averages, self.predivide)
             for rank in lost
@@ -77,7 +85,7 @@ class Training:
             resize(state, self.compressor, before, after, self.averages, True, self.predivide)
         for copy in copies:
             take_over(left[0], self.compressor, copy, before, after, self.averages)
-        self.states = left + [{} for _ in range(after - len(left))]
+        self.states, self.hosts = left + [{} for _ in range(after - len(left))], hosts
 
     def change(self, spec):
         how = self.size, self.averages, self.predivide
@@ -85,12 +93,13 @@ class Training:
         assert told == [[]] * self.size
         self.spec = spec
 
-    def restart(self, size):
+    def restart(self, size, hosts=""):
         how = size, self.averages, self.predivide
         one, told = merged(self.states, self.spec, self.compressor, *how)
         assert told == []
         step = {"step": self.step}
         self.states = [{k: np.copy(v) for k, v in one.items()} | step for _ in range(size)]
+        self.hosts = hosts
 
     def check(self):
         """Check that what is held back comes out once, and nothing else."""
@@ -161,3 +170,112 @@ def test_survivors_that_keep_residuals_as_they_are_owe_to_means_what_they_did_of
     if training.averages:  # four ranks give each residual less weight than three did
         training.exact += own * training.predivide * (1 / 4 - 1 / 3)
     training.check()
+
+
+# -- over two levels ------------------------------------------------------------------------------
+
+HOSTS = ["aabb", "aabbcc", "aaabbb"]
+
+
+@pytest.fixture(params=["whole", "in pieces"])
+def pieces_of(request, monkeypatch):
+    if request.param == "in pieces":
+        monkeypatch.setattr(pieces, "PIECE", 1000)
+
+
+@pytest.mark.usefixtures("pieces_of")
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_ranks_on_several_hosts_are_lost_with_a_copy_and_come(spec, case, hosts):
+    size = len(hosts)
+    training = Training(size, spec, *case, hosts)
+    training.go_on()
+    training.resize(size - 1, lost=[1])
+    training.go_on()
+    training.resize(size, hosts=hosts)
+    training.go_on()
+    training.check()
+
+
+@pytest.mark.usefixtures("pieces_of")
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_another_spec_over_two_levels(spec, case, hosts):
+    training = Training(len(hosts), spec, *case, hosts)
+    training.go_on()
+    training.change("int8(bucket=64) | ef")
+    training.go_on(2)
+    training.change(spec)
+    training.go_on()
+    training.check()
+
+
+@pytest.mark.parametrize(("before", "after"), [("aabb", "aab"), ("aabbcc", "aabb"), ("ab", "aabb")])
+def test_a_checkpoint_of_other_hosts_and_ranks(spec, case, before, after):
+    training = Training(len(before), spec, *case, before)
+    training.go_on()
+    training.restart(len(after), after if after != "aab" else "")
+    training.go_on()
+    training.check()
+
+
+@pytest.mark.usefixtures("pieces_of")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("aabb", "abab"), ("aaabbb", "aabbcc"), ("aabbcc", "aaabbb"), ("aabb", ""), ("", "aabb")],
+)
+def test_as_many_ranks_on_other_hosts(spec, case, before, after):
+    training = Training(len(before or after), spec, *case, before)
+    training.go_on()
+    training.hosts = after
+    training.go_on()
+    training.check()
+    if after == "":
+        assert not any(key.startswith("shard") for state in training.states for key in state)
+
+
+def test_what_ranks_on_several_hosts_owe_counts_once_where_they_keep_it_as_it_is(case):
+    training = Training(6, "int4 | ef", *case, "aabbcc")
+    training.go_on()
+    own, how = np.zeros(N), (6, training.averages, training.predivide)
+    for state in training.states:
+        parts = {key: dict(part) for key, part in state.items() if key != "step"}
+        for part in parts.values():
+            assert {key for key in part if key.startswith("stage2.")}
+            for key in part.keys() - {"residual"}:
+                del part[key]
+        own += owed(parts, training.compressor, *how)["residual"]
+    for state in training.states:
+        resize(state, training.compressor, 6, 7, training.averages, False, training.predivide)
+    training.states.append({})
+    training.hosts = ""
+    if training.averages:
+        training.exact += own * training.predivide * (1 / 7 - 1 / 6)
+    training.check()
+
+
+@pytest.mark.parametrize("spec", ["int8 | ef21", "topk(ratio=0.2) | ef21"])
+def test_ef21_begins_anew_with_the_ranks_that_it_knows_no_means_of(spec):
+    training = Training(4, spec, ReduceOp.AVERAGE, 1.0, "aabb")
+    training.go_on()
+    training.hosts = "abab"  # of which the first rank has the shard that it had
+    training.go_on()  # and compares what ranks have
+
+
+def test_what_is_paid_back_stays_owed_where_the_exchange_fails(monkeypatch):
+    training = Training(4, "topk(ratio=0.1) | ef", ReduceOp.AVERAGE, 1.0)
+    training.go_on()
+    training.hosts = "aabb"
+    decode, left = BucketCodec.decode_sum_into, [1]
+
+    def failing(codec, part, payloads):
+        if codec.members[0].rank == 1 and left:
+            left.clear()
+            raise RuntimeError("it failed once")
+        decode(codec, part, payloads)
+
+    monkeypatch.setattr(BucketCodec, "decode_sum_into", failing)
+    owed_then = sum(state["residual"].astype(np.float64) for state in training.states)
+    with pytest.raises(CompressionFailed):
+        training.go_on(1)
+    assert not left
+    kept = sum(state["residual"].astype(np.float64) for state in training.states)
+    np.testing.assert_array_equal(kept, owed_then)

@@ -128,9 +128,8 @@ def reshard(
     """Overwrite ``states`` from what all ranks of an earlier job saved; return the step.
 
     Where the number of ranks has changed, every rank holds the mean of what is in units of the
-    gradient, so that averages go on as before, with what was held back of sums; what else
-    compressors remembered is forgotten, and what was held back over two levels. Warns of what does
-    not fit ``tensors``. Raises ValueError unless every rank's part is there once.
+    gradient, so that averages go on as before, with what was held back of shards and their sums;
+    what else compressors remembered is forgotten. Warns of what does not fit ``tensors``. Raises ValueError unless every rank's part is there once.
     """
     sizes = {int(shard["size"]) for shard in shards}
     ranks = sorted(int(shard["rank"]) for shard in shards)
