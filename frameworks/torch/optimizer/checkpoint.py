@@ -129,7 +129,8 @@ def reshard(
 
     Where the number of ranks has changed, every rank holds the mean of what is in units of the
     gradient, so that averages go on as before, with what was held back of shards and their sums;
-    what else compressors remembered is forgotten. Warns of what does not fit ``tensors``. Raises ValueError unless every rank's part is there once.
+    what else compressors remembered is forgotten. Warns of what does not fit ``tensors``. Raises
+    ValueError unless every rank's part is there once.
     """
     sizes = {int(shard["size"]) for shard in shards}
     ranks = sorted(int(shard["rank"]) for shard in shards)
