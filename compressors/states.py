@@ -16,13 +16,13 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, wrapped_fields
 from ringlet.compressors.base.modifier import Modifier
-from ringlet.compressors.core.context import SECOND_STAGE, State
+from ringlet.compressors.core.context import SECOND_STAGE, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import described
 from ringlet.compressors.core.shard_name import ShardName, is_shard
 from ringlet.compressors.lowrank.powersgd import LowRank
 from ringlet.compressors.modifiers.ef import ErrorFeedback
-from ringlet.compressors.modifiers.residuals import broken, forget, plain, widen
+from ringlet.compressors.modifiers.residuals import broken, check, forget, plain, widen
 from ringlet.compressors.modifiers.residuals import rescale as rescale_narrow
 from ringlet.compressors.specs.parser import parse
 
@@ -50,7 +50,7 @@ def carry_over(
         return []
     widen(state)  # a residual in fewer bits may be kept in others from now on
     kept, units = {"step"}, set[str]()
-    if feeds_back(before) and feeds_back(after):
+    if _feeds_back(before) and _feeds_back(after):
         kept |= {"rows"}  # the residual of a table whose gradient is sparse
         units |= {"residual"}
         if parts := _parts(state, before, size, average, postscale):
@@ -169,7 +169,7 @@ def own(state: State, compressor: Compressor) -> State:
     A residual is float32, whatever it is held as; other arrays are those of ``state``.
     """
     found = plain(state)
-    rows = {"rows": found["rows"]} if "rows" in found and feeds_back(compressor) else {}
+    rows = {"rows": found["rows"]} if "rows" in found and _feeds_back(compressor) else {}
     return compressor.regrouped(found) | rows
 
 
@@ -241,7 +241,7 @@ def reclaim(
     What error feedback holds back in them goes on in the residual, if need be a new one.
     """
     parts = {key: state.pop(key) for key in [key for key in state if gone(key)]}
-    if not parts or not feeds_back(compressor) or not postscale or broken(state):
+    if not parts or not _feeds_back(compressor) or not postscale or broken(state):
         return
     widen(state)
     known = state.get("residual")
@@ -250,7 +250,21 @@ def reclaim(
         state["residual"] = _added(known, found)
 
 
-def feeds_back(compressor: Compressor | None) -> bool:
+def whole_residual(compressor: Compressor, ctx: Context) -> Any:
+    """Return error feedback's residual of a whole tensor, float32 from now on; None for none.
+
+    Raises CompressorError where it is broken, or of another size than ``ctx.numel``.
+    """
+    if not _feeds_back(compressor):
+        return None
+    widen(ctx.state)
+    residual = ctx.state.get("residual")
+    if residual is not None:
+        check(residual, ctx.numel, ctx)
+    return residual
+
+
+def _feeds_back(compressor: Compressor | None) -> bool:
     """Whether error feedback keeps its residual at the top of the state."""
     while isinstance(compressor, Modifier):
         if type(compressor) is ErrorFeedback:
@@ -320,7 +334,7 @@ def _parts(
     state: State, compressor: Compressor, size: int, average: bool, postscale: float
 ) -> list[_Part]:
     """Return what error feedback holds back of this rank's shards, and of sums of its shards."""
-    if not feeds_back(compressor):
+    if not _feeds_back(compressor):
         return []
     divided = average and not compressor.traits().predivide  # behind the sum
     # A result is a rank's residual times this, which nobody divides a second time.
@@ -353,7 +367,7 @@ def _left_in_shards(state: State, compressor: Compressor) -> set[str]:
     left = set[str]()
     for key, part in state.items():
         if is_shard(key) and isinstance(part, dict):
-            known = feeds_back(compressor) and ShardName.read(key) is not None
+            known = _feeds_back(compressor) and ShardName.read(key) is not None
             names = {name for name in plain(part) if not name.startswith(SECOND_STAGE)}
             left |= names - ({"step", "residual"} if known else {"step"})
     return left

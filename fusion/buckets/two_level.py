@@ -16,8 +16,7 @@ import numpy as np
 
 from ringlet.compressors.core.context import SECOND_STAGE, State
 from ringlet.compressors.core.shard_name import ShardName, is_shard
-from ringlet.compressors.modifiers.residuals import check, forget, widen
-from ringlet.compressors.states import feeds_back
+from ringlet.compressors.states import whole_residual
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.devices.convert import from_float32, to_float32
@@ -116,17 +115,13 @@ class TwoLevelBucket(Bucket):
 
         Raises CompressionFailed where that is of a tensor of another size.
         """
-        member, state = self.members[i], self.members[i].state
+        member = self.members[i]
         self._owing.discard(i)
         member.reclaim(partial(_is_gone, self._names[i], member))
-        if not feeds_back(member.compressor) or not member.prescale:
+        whole: Array | None = member.call(whole_residual, member.compressor, member.context(0, 1))
+        if whole is None or not member.prescale:
             return None
-        member.call(widen, state)
-        if "residual" not in state:
-            return None
-        member.call(check, state["residual"], member.request.numel, member.context(0, 1))
         self._owing.add(i)
-        whole: Array = state["residual"]
         return whole[member.start : member.start + member.numel]
 
     def _paid(self, member: Member, result: Array) -> None:
@@ -136,7 +131,7 @@ class TwoLevelBucket(Bucket):
             return
         whole[member.start : member.start + member.numel][np.isfinite(result)] = 0
         if not whole.any():
-            forget(member.state)
+            del member.state["residual"]
 
     def _places(self, i: int) -> list[tuple[slice, slice]]:
         """Return where the shards of member ``i`` lie: in the fusion buffer, in the tensor."""
