@@ -38,6 +38,10 @@ def jobs():
             ["-np", "4", "--min-np", "3", *TWO_HOSTS, "--blacklist-cooldown-range", "1", "1"],
             kill | {"until": 4, "groups": 2, "spec": SUMS},
         ),
+        "two levels": (
+            ["-np", "4", "--min-np", "3", *TWO_HOSTS, "--blacklist-cooldown-range", "1", "1"],
+            kill | {"until": 4, "spec": SUMS, "levels": 2},
+        ),
         "2 1 2": (
             [
                 "-np",
@@ -81,6 +85,17 @@ def test_what_ranks_owe_outlives_a_rank_and_is_shared_with_a_newcomer(jobs, reco
     said = "what compression held back on rank 1 of before goes on with rank 2 of now: gradients"
     assert said in done.stderr  # of the other host
     assert "is lost" not in done.stderr
+
+
+def test_what_ranks_owe_outlives_two_levels(jobs):
+    done, lines = jobs("two levels")
+    check_end(done, lines, 4)
+    (first, second, third) = epochs(lines)
+    assert (first, second, third[0]) == ((4, 0), (3, 20), 4)
+    check_kept(lines, 3, 20)
+    check_kept(lines, 4, third[1])
+    shards = {line["shards"] for line in committed(lines, 20)}
+    assert shards == {True}
 
 
 def test_what_two_ranks_owe_outlives_one_and_is_given_back_by_the_other(jobs):

@@ -63,6 +63,9 @@ def finished(state):
     return state.batch >= plan["batches"] and hvd.size() == plan.get("until", hvd.size())
 
 
+if plan.get("levels") == 2:  # what the launcher takes for two hosts are two to the ranks as well
+    os.environ["RINGLET_NODE"] = os.environ["HOROVOD_HOSTNAME"]
+    os.environ["RINGLET_HIERARCHICAL_ALLREDUCE"] = "1"
 if plan.get("seated") == started:
     take_rank = epochs.take_rank
 
@@ -146,7 +149,9 @@ if framework == "torch":
             first = False
             state.batch += 1
             if state.batch % 10 == 0:
-                tell(commits=state.batch, owed=owed(), size=hvd.size())
+                kept = {key for each in reducer.memory.states.values() for key in each}
+                shards = any(key.startswith("shard.") for key in kept)
+                tell(commits=state.batch, owed=owed(), size=hvd.size(), shards=shards)
                 try:
                     state.commit()
                 except HostsUpdatedInterrupt:
