@@ -87,6 +87,8 @@ class EF21(Modifier):
         """
         server = remembered("server", out.size, ctx)
         for offset, (n, payload) in ctx.state.pop("sent", {}).items():
+            if not isinstance(offset, int):  # of a step that failed, out of a file of text keys
+                continue
             piece = slice(offset, offset + n)
             at = dataclasses.replace(ctx, offset=offset)
             sent = self._decoded(payload, n, at)

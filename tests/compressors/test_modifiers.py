@@ -139,6 +139,15 @@ def test_ef21_approaches_a_gradient_that_stands_still(ratio, seed):
             assert lost <= (1 - ratio) ** (step + 1) * energy * (1 + 1e-5) + 1e-9
 
 
+def test_what_a_failed_step_left_in_a_file_is_not_taken_for_this_steps():
+    compressor, n = parse("int4(bucket=32) | ef21"), 256
+    states = [{}, {"sent": {"0": [n, {"codes": np.ones(n // 2, np.uint8)}]}}]
+    known = {"sum": np.zeros(n, np.float32), "known": np.zeros(n, np.float32)}
+    for state in states:
+        outs = simulate(compressor, [normal(0, n)], [state | {"stage2.0": known}])
+        np.testing.assert_array_equal(outs[0], simulate(compressor, [normal(0, n)], [{}])[0])
+
+
 def test_ef21_in_two_stages():
     """Shards are compressed again by their owner, who tracks what all ranks know."""
     compressor, n, size = parse("int4(bucket=32) | ef21"), 256, 4
