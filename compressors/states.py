@@ -351,7 +351,7 @@ def _parts(
         numel = residual.size
     else:
         numel = max((name.numel for name, *_ in shards), default=0)
-        if numel > _LOCAL * sum(held.size for *_, held in shards):
+        if not 0 < numel <= _LOCAL * sum(held.size for *_, held in shards):
             return []
     found = _sums(state, 0, numel, 1.0 / share, numel)
     for name, part, held in shards:

@@ -304,6 +304,12 @@ def test_what_a_file_tells_of_shards_may_be_anything(key, held, whole):
             np.testing.assert_array_equal(told["residual"], before)
 
 
+def test_no_residual_is_made_of_nothing():
+    state = {"step": 1, "stage2.0": {"residual": np.empty(0, np.float32)}}
+    resize(state, parse("int4 | ef"), 2, 3, average=True)
+    assert state == {"step": 1}
+
+
 def test_what_is_held_back_of_shards_over_two_levels_is_in_the_hosts_units():
     """Two hosts of two ranks: a mean inside a host is of two, that between hosts of two more."""
     sums = np.full(100, 3.0, np.float32)
