@@ -122,6 +122,16 @@ def case_one_name_asks_for_different_things():
             assert torch.equal(x.detach(), kept), told
 
 
+def case_bfloat16_and_int16_of_one_shape_and_op():
+    """What a call asked for is kept by dtype and shape; these two are of one width."""
+    whole, half = torch.ones(4, dtype=torch.int16), torch.full((4,), 1.5, dtype=torch.bfloat16)
+    for name in (None, "of one width"):
+        for x in (whole, whole, half, half, whole, half):
+            y = hvd.allreduce(x, op=hvd.Sum, name=name)
+            assert y.dtype is x.dtype
+            assert y.tolist() == [x[0].item() * hvd.size()] * 4
+
+
 def case_handles_that_were_waited_for_are_freed_at_once():
     gc.disable()  # no circle of references may keep the tensors of a step
     try:

@@ -75,7 +75,7 @@ def taken_as_it_is(tensor: torch.Tensor) -> bool:
 def as_array(tensor: Any) -> Array | None:
     """Return what the engine can move without a copy, as an array of its shape; else None.
 
-    bfloat16 is int16, by its bits.
+    bfloat16 is uint16, by its bits, as ``storage`` says: int16 is a dtype of its own.
     """
     if not (
         type(tensor) in _PLAIN
@@ -87,7 +87,7 @@ def as_array(tensor: Any) -> Array | None:
     if tensor.requires_grad:  # to detach, and to view, lets the engine's thread in
         tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:
-        tensor = tensor.view(torch.int16)
+        tensor = tensor.view(torch.uint16)
     elif tensor.dtype not in _NAMES:
         return None
     array: Array = tensor.numpy()
@@ -130,7 +130,7 @@ def flat(tensor: torch.Tensor) -> Array:
     """Return a contiguous CPU tensor's memory as a flat array; bfloat16 as uint16."""
     tensor = without_graph(tensor)
     if tensor.dtype is torch.bfloat16:
-        array: Array = tensor.view(torch.int16).numpy().view(np.uint16)
+        array: Array = tensor.view(torch.uint16).numpy()
     else:
         array = tensor.numpy()
     return array if array.ndim == 1 else array.reshape(-1)
