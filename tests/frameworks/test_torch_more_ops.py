@@ -44,6 +44,17 @@ def case_grouped_allreduce():
         hvd.grouped_allreduce([])
 
 
+def case_a_group_in_place_that_overlaps():
+    n, total = 1000, sum(range(1, hvd.size() + 1))
+    for size in (n, 2_000_000):
+        for name in (None, "overlapping"):
+            for _ in range(2):
+                x = filled(hvd.rank() + 1, size)
+                y = hvd.grouped_allreduce_([x, x.view(1, -1), x[5:]], op=hvd.Sum, name=name)
+                assert (x == total).all()
+                assert [each.shape for each in y] == [(size,), (1, size), (size - 5,)]
+
+
 def case_grouped_movements():
     size, rank = hvd.size(), hvd.rank()
     given = [filled(rank, rank + 1, 2), filled(rank, 3)]

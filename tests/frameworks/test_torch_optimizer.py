@@ -282,6 +282,51 @@ def case_tied_weights():
     close(model, wanted)
 
 
+def case_gradients_that_share_memory():
+    """Autograd gives ``b`` and ``c`` one tensor under two shapes, and ``d`` and ``e`` its parts."""
+    n, total = 200_000, sum(range(1, hvd.size() + 1))
+    x = torch.arange(n) % 50 + 1.0
+    for spec in ("none", "fp16", "topk(ratio=0.1) | ef"):
+        for groups in (None, 4):
+            b, c = nn.Parameter(torch.zeros(1, n)), nn.Parameter(torch.zeros(n, 1))
+            d, e = nn.Parameter(torch.zeros(n - 5000)), nn.Parameter(torch.zeros(5000))
+            sgd = torch.optim.SGD([b, c, d, e], lr=1.0)
+            optimizer = hvd.DistributedOptimizer(sgd, compression=spec, op=hvd.Sum, groups=groups)
+            y = b.view(n) + c.view(n) + torch.cat([d, e])
+            (y * x * (hvd.rank() + 1)).sum().backward()
+            assert b.grad.data_ptr() == c.grad.data_ptr()
+            optimizer.synchronize()
+            states = optimizer._ringlet.memory.states
+            owed = [states[f"param.0.{i}"].get("residual") for i in range(4)]
+            held = [0 if r is None else hvd.allreduce(torch.tensor(r), op=hvd.Sum) for r in owed]
+            whole = [p.grad.view(-1) + r for p, r in zip((b, c, d, e), held, strict=True)]
+            for found in (whole[0], whole[1], torch.cat(whole[2:])):
+                torch.testing.assert_close(found, x * total, rtol=1e-3, atol=0, msg=spec)
+            assert len({p.grad.data_ptr() for p in (b, c, d, e)}) == 4
+
+
+def case_a_gradient_that_backward_still_needs():
+    """A layer below is still to be differentiated from the memory that ``b``'s gradient has."""
+    n, total = 300_000, sum(range(1, hvd.size() + 1))
+    for spec in ("none", "fp16"):
+        a, b = nn.Parameter(torch.zeros(n)), nn.Parameter(torch.zeros(1, n))
+        sgd = torch.optim.SGD([a, b], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(sgd, compression=spec, op=hvd.Sum, groups=2)
+        hidden = (a * 1.0).view(1, n).view(n)
+        seen = []
+
+        def look(grad, seen=seen):  # by now a sum in place of b's gradient would be over
+            hvd.allreduce(torch.zeros(n), name="behind")
+            seen.append(grad.clone())
+
+        hidden.register_hook(look)
+        ((b.view(n) + hidden) * (hvd.rank() + 1)).sum().backward()
+        optimizer.synchronize()
+        assert (seen[0] == hvd.rank() + 1).all()
+        assert (a.grad == total).all()
+        assert (b.grad == total).all()
+
+
 def case_channels_last_convolution():
     torch.manual_seed(0)
     single = nn.Conv2d(3, 4, 3).double()

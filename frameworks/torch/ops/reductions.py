@@ -38,6 +38,7 @@ from ringlet.torch.ops.handles import (
     differentiable,
 )
 from ringlet.torch.tensors.placement import flat_at, packed, place_of
+from ringlet.torch.tensors.shared_storage import any_overlap
 from ringlet.torch.tensors.views import (
     DTYPES,
     as_array,
@@ -334,9 +335,10 @@ def _start(
     single: bool = False,
     waits: bool = False,
 ) -> TorchHandle:
-    """Submit a reduction of every tensor into ``outputs``, or new tensors.
+    """Submit a reduction of every tensor into ``outputs``, which are the tensors, or new ones.
 
     The handle returns all outputs, or the ``single`` one; the caller ``waits`` for it at once.
+    Tensors that overlap are all reduced from what they hold now.
     """
     tensors = list(tensors)
     check_some(tensors, "allreduce")
@@ -344,12 +346,14 @@ def _start(
         check(tensor)
         refuse_mean(tensor, op)
     layout = torch.contiguous_format
+    tangled = outputs is not None and len(tensors) > 1 and any_overlap(tensors)
     if outputs is None:
         outputs = [torch.empty_like(tensor, memory_format=layout) for tensor in tensors]
     runtime, number = current(), process_set.number()
     compressor = as_compressor(compression)
     kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-    what, direct = (compressor, op, factors, single, kinds), all(map(taken_as_it_is, tensors))
+    what = compressor, op, factors, single, kinds
+    direct = not tangled and all(map(taken_as_it_is, tensors))
     known = _asked_of(runtime)
     asked = None if name is None else known.get((number, name))
     if asked is not None and asked.is_for(*what) and direct and all(map(taken_as_it_is, outputs)):
@@ -364,6 +368,8 @@ def _start(
     base = name or _unnamed(runtime, number, compressor, single)
     places = [place_of(tensor, op) for tensor in tensors]
     sources = [_source(t, op, compressor, p) for t, p in zip(tensors, places, strict=True)]
+    if tangled:
+        sources = [source.clone() for source in sources]
     plain = compressor if op in SUMS else NoCompression()
     dtypes, shapes = [dtype_of(s) for s in sources], [s.shape for s in sources]
     requests = group_requests(
@@ -389,7 +395,7 @@ def _start(
             asked = _Asked(*what, prototypes, plain, series)
             request = requests[0]
             known[number, None] = known[number, (request.storage, request.shape)] = asked
-    return _submit(runtime, requests, sources, outputs, plain, single, waits)
+    return _submit(runtime, requests, sources, outputs, plain, single, waits, tangled)
 
 
 def _submit(
@@ -400,10 +406,14 @@ def _submit(
     compressor: Compressor,
     single: bool,
     waits: bool,
+    apart: bool,
 ) -> TorchHandle:
-    """Submit ``sources``, and copy the results to ``outputs`` that the engine cannot write to."""
+    """Submit ``sources``, and copy the results to ``outputs`` that the engine cannot write to.
+
+    Nor must it where it is to stay ``apart`` from them.
+    """
     targets = [
-        without_graph(output) if _can_hold(output, source) else source
+        without_graph(output) if not apart and _can_hold(output, source) else source
         for source, output in zip(sources, outputs, strict=True)
     ]
     items = [

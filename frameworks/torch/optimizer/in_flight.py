@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
+from ringlet.torch.tensors.shared_storage import are_shared, overlaps
 from ringlet.torch.tensors.views import as_flat, shares_memory
+
+
+class _Copy(NamedTuple):
+    """A ``copy`` that is reduced instead of the gradient of ``p``.
+
+    ``shared`` if others use the gradient's memory; ``delivered`` if the result goes elsewhere.
+    """
+
+    p: torch.nn.Parameter
+    grad: torch.Tensor
+    copy: torch.Tensor
+    shared: bool
+    delivered: bool
 
 
 class Handed:
     """Gradients of parameters that lie at ``places``, by name.
 
     ``results`` (float32, contiguous, in host memory) take what is reduced of 16-bit parameters; all
-    others are reduced in place.
+    others are reduced in place, but for those whose memory others use too.
     """
 
     def __init__(self, op: ReduceOp) -> None:
@@ -28,26 +43,34 @@ class Handed:
         self._noted: dict[str, tuple[torch.Tensor, int]] = {}  # with torch's counts of changes
         self._sparse: dict[str, int] = {}  # sparse dimensions of gradients that had some
         self._after: list[Callable[[], object]] = []  # what puts results where they belong
+        self._copies: list[_Copy] = []  # what is reduced instead of gradients
 
     def take(
-        self, names: Sequence[str], parameters: Mapping[str, torch.nn.Parameter]
+        self,
+        names: Sequence[str],
+        parameters: Mapping[str, torch.nn.Parameter],
+        arriving: str | None = None,
     ) -> list[tuple[str, Array, Array | None]]:
         """Return, of each name, flat arrays of the gradient and for its result.
 
         The gradient is the one that was noted, else that of the parameter, or zeros. Without the
-        second array the result goes to the first. Raises TypeError or RuntimeError for a gradient
-        that is not what was declared.
+        second array the result goes to the first. ``arriving`` is the name whose hook is running.
+        Raises TypeError or RuntimeError for a gradient that is not what was declared.
         """
         found: list[tuple[str, Array, Array | None]] = []
         places, results, noted = self.places, self.results, self._noted
-        for name in names:  # a model may have hundreds: what is usual is done here, without calls
-            p = parameters[name]
-            grad = noted[name][0] if name in noted else self._unnoted(name, p)
-            view = None
-            if grad.dtype is p.dtype and places[name] == HOST:
+        grads = [
+            noted[name][0] if name in noted else self._unnoted(name, parameters[name])
+            for name in names
+        ]
+        shared = are_shared(grads, names.index(arriving) if arriving in names else None)
+        # A model may have hundreds: what is usual is done here, without calls.
+        for name, grad, others in zip(names, grads, shared, strict=True):
+            p, view = parameters[name], None
+            if grad.dtype is p.dtype and places[name] == HOST and not others:
                 view = as_flat(grad)
             if view is None:
-                view = self._view(name, p, grad)
+                view = self._view(name, p, grad, others)
             elif self._sparse:
                 self._sparse.pop(name, None)
             result = results.get(name) if results else None
@@ -85,6 +108,7 @@ class Handed:
         with torch.no_grad():
             for put in self._after:
                 put()
+            self._put_copies()
 
     def result(self, name: str) -> torch.Tensor | None:
         """Return the last step's result, sparse where the gradient was; None if it is in there."""
@@ -94,9 +118,18 @@ class Handed:
 
     def clear(self) -> None:
         """Begin a new step."""
-        self._after, self._taken, self._noted = [], set(), {}
+        self._after, self._copies, self._taken, self._noted = [], [], set(), {}
 
-    def _view(self, name: str, p: torch.Tensor, grad: torch.Tensor) -> Array:
+    def _put_copies(self) -> None:
+        """Put results where gradients were, or, where two were in one memory, apart from there."""
+        apart = overlaps([each.grad for each in self._copies if each.shared])
+        for p, grad, copy, shared, delivered in self._copies:
+            if shared and apart.pop(0):
+                p.grad = torch.empty_like(grad).copy_(copy)
+            elif not delivered:
+                grad.copy_(copy)
+
+    def _view(self, name: str, p: torch.nn.Parameter, grad: torch.Tensor, shared: bool) -> Array:
         if grad.dtype is not p.dtype:
             raise TypeError(f"the gradient of {name!r} is {grad.dtype}, the parameter {p.dtype}")
         place = self.places[name]
@@ -116,7 +149,9 @@ class Handed:
         if grad.layout is not torch.strided:
             raise TypeError(f"the gradient of {name!r} has layout {grad.layout}; use sparse COO")
         staged = packed(grad, place)
-        if not shares_memory(staged, grad) and name not in self.results:
-            # Of other strides, such as channels_last, or on another device.
-            self._after.append(lambda: grad.copy_(staged))
+        if shared and shares_memory(staged, grad):
+            staged = staged.clone()
+        if shared or not shares_memory(staged, grad):
+            # Or of other strides, such as channels_last, or on another device.
+            self._copies.append(_Copy(p, grad, staged, shared, name in self.results))
         return flat_at(staged, place)

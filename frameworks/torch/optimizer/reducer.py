@@ -524,7 +524,7 @@ class Reducer:
         if (grad := p.grad) is not None:
             self._handed.note(name, grad)
         if due := group.note(name):
-            self._submit(due)
+            self._submit(due, name)
 
     def _gather(self, name: str, p: torch.Tensor) -> None:
         """Gather the rows of a sparse gradient."""
@@ -533,12 +533,15 @@ class Reducer:
         if p.grad is not None:
             self._handed.note(name, p.grad)
 
-    def _submit(self, names: Sequence[str]) -> None:
-        """Hand in the gradients of ``names``, which are complete, or are not to come."""
+    def _submit(self, names: Sequence[str], arriving: str | None = None) -> None:
+        """Hand in the gradients of ``names``, which are complete, or are not to come.
+
+        In the hook of the one that is ``arriving``, if any is.
+        """
         if not names:
             return
         assert self._group is not None
-        tensors = self._handed.take(names, self.parameters)
+        tensors = self._handed.take(names, self.parameters, arriving)
         for name in self._handed.sparse(names):
             self._rows.saw(name)
         self._begin()
