@@ -388,6 +388,42 @@ def case_broadcast():
             hvd.broadcast(torch.ones(1), root)
 
 
+def case_second_derivatives():
+    """The sum of squares of gradients, differentiated: what a gradient penalty is."""
+    size, rank = hvd.size(), hvd.rank()
+    x, total = rank + 1.0, size * (size + 1) / 2
+    of_sum = 36 * size**3 * total**3
+    operations = {
+        "allreduce": (lambda t: hvd.allreduce(t, op=hvd.Sum), of_sum),
+        "average": (hvd.allreduce, 36 * (total / size) ** 3),
+        "fp16": (lambda t: hvd.allreduce(t, op=hvd.Sum, compression="fp16"), of_sum),
+        "group": (lambda t: hvd.grouped_allreduce([t, 2 * t], op=hvd.Sum)[0], of_sum),
+        "alltoall": (hvd.alltoall, 36 * x**3),
+        "splits": (lambda t: hvd.alltoall(t, splits=[1] * size)[0], 36 * x**3),
+        "allgather": (hvd.allgather, 36 * x**3 / size),
+        "gathered group": (lambda t: hvd.grouped_allgather([t, t])[0], 36 * x**3 / size),
+        "broadcast": (lambda t: hvd.broadcast(t, 0), 0.0 if rank else 36 / size),
+        "reducescatter": (lambda t: hvd.reducescatter(t, op=hvd.Sum), of_sum),
+        "scattered group": (lambda t: hvd.grouped_reducescatter([t], op=hvd.Sum)[0], of_sum),
+    }
+    for what, (operation, wanted) in operations.items():
+        own = torch.full((size,), x, dtype=torch.float64, requires_grad=True)
+        (grad,) = torch.autograd.grad((operation(own) ** 3).sum(), own, create_graph=True)
+        assert grad.requires_grad, what
+        ((grad**2).sum() + (own**2).sum()).backward()
+        assert own.grad.tolist() == pytest.approx([wanted + 2 * x] * size), what
+
+
+def case_what_overflows_below_a_broadcast_stays_zero_elsewhere():
+    own = torch.ones(2, requires_grad=True)
+    scaled = hvd.broadcast(own, 0) ** 2 * torch.tensor([float("inf"), 1.0])
+    (grad,) = torch.autograd.grad(scaled.sum(), own, create_graph=True)
+    grad.sum().backward()
+    inf = float("inf")
+    expected = ([inf, 2.0], [inf, 2.0 / hvd.size()]) if hvd.rank() == 0 else ([0.0] * 2, [0.0] * 2)
+    assert (grad.tolist(), own.grad.tolist()) == expected
+
+
 def case_leaves_that_need_gradients():
     p = torch.nn.Parameter(torch.full((3,), float(hvd.rank())))
     assert hvd.allreduce_(p, op=hvd.Max) is p

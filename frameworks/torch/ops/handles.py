@@ -148,7 +148,7 @@ def differentiable(tensors: Any, start: Start, backward: Backward) -> Result:
     """Return the result of the operation that ``start(tensors)`` begins.
 
     Where gradients are wanted they are ``backward(gradients, handle)``: a collective as well, so
-    ranks have to run backward together.
+    ranks have to run backward together. It has to be differentiable itself, for second derivatives.
     """
     tracked = any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
     if not (tracked and torch.is_grad_enabled()):

@@ -122,7 +122,10 @@ def broadcast(
 
     def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         (total,) = _averaged(grads, f"{handle.name}.grad", process_set)
-        return [total if current().rank == root_rank else torch.zeros_like(total)]
+        if current().rank == root_rank:
+            return [total]
+        # Not plain zeros: where gradients are differentiated again, all ranks have to meet again.
+        return [torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0)]
 
     start = lambda given: broadcast_async(given[0], root_rank, name, process_set)  # noqa: E731
     result: torch.Tensor = differentiable([tensor], start, backward)
@@ -196,8 +199,8 @@ def alltoall(
 
     def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         back = grads[0].contiguous()
-        again = alltoall_async(back, handle.sizes, f"{handle.name}.grad", process_set)
-        return [again.wait()[0]]
+        again, _ = alltoall(back, handle.sizes, f"{handle.name}.grad", process_set)
+        return [again]
 
     moved, received = differentiable([tensor], start, backward)
     return moved if splits is None else (moved, received)

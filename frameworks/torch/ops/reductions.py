@@ -119,8 +119,7 @@ def allreduce(
     def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         _refuse_gradient(chosen)
         made, again = f"{handle.name}.grad", grads[0].contiguous()
-        handle = _start_one(again, None, made, chosen, factors, process_set, None, True)
-        return [handle.wait()]
+        return [allreduce(again, None, made, None, chosen, *factors, process_set)]
 
     result: torch.Tensor = differentiable([tensor], start, backward)
     return result
@@ -206,9 +205,7 @@ def grouped_allreduce(
     def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         _refuse_gradient(chosen)
         made, again = f"{handle.name}.grad", [g.contiguous() for g in grads]
-        started = _start(again, None, made, chosen, factors, process_set, None, waits=True)
-        reduced: Tensors = started.wait()
-        return reduced
+        return grouped_allreduce(again, None, made, None, chosen, *factors, process_set)
 
     result: list[torch.Tensor] = differentiable(list(tensors), start, backward)
     return result
