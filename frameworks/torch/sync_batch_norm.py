@@ -57,7 +57,7 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, ...]:
-        channels, wide = x.shape[1], x.float() if x.dtype.itemsize < 4 else x
+        channels, wide = x.shape[1], _widened(x)
         axes = [0, *range(2, x.dim())]
         count = x.numel() // max(channels, 1)
         mean = wide.sum(axes) / max(count, 1)
@@ -73,8 +73,9 @@ class _Normalise(torch.autograd.Function):
         var = (spreads.sum(0) + (counts * (means - merged).square()).sum(0)) / total
         mean, inverse = merged.to(wide.dtype), (var + eps).rsqrt().to(wide.dtype)
         normal = (wide - mean.view(shape)) * inverse.view(shape)
-        ctx.save_for_backward(normal, inverse, weight if weight is not None else normal.new_ones(1))
-        ctx.total, ctx.axes, ctx.shape = float(total), axes, shape
+        factor = weight if weight is not None else normal.new_ones(1)
+        ctx.save_for_backward(x, factor, mean, inverse)
+        ctx.total, ctx.axes, ctx.shape, ctx.eps = float(total), axes, shape, eps
         ctx.affine = weight is not None, bias is not None
         output = normal
         if weight is not None:
@@ -87,13 +88,29 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        normal, inverse, weight = ctx.saved_tensors
+        x, weight, mean, inverse = ctx.saved_tensors
+        values = _widened(x)
+        if torch.is_grad_enabled():  # to be differentiated again: statistics depend on x
+            mean = _summed(values.sum(ctx.axes)) / ctx.total
+            spread = (values - mean.view(ctx.shape)).square().sum(ctx.axes)
+            inverse = (_summed(spread) / ctx.total + ctx.eps).rsqrt()
+        normal = (values - mean.view(ctx.shape)) * inverse.view(ctx.shape)
         wide = grads[0].to(normal.dtype)
         sums = wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)
-        both = allreduce(torch.cat(sums), op=ReduceOp.SUM) / ctx.total
+        both = _summed(torch.cat(sums)) / ctx.total
         mean_grad, mean_product = both.chunk(2)
         scaled = inverse * weight
         inner = wide - mean_grad.view(ctx.shape) - normal * mean_product.view(ctx.shape)
         grad = (inner * scaled.view(ctx.shape)).to(grads[0].dtype)
         has_weight, has_bias = ctx.affine
         return grad, sums[1] if has_weight else None, sums[0] if has_bias else None, None
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in float32 if it has fewer bits."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _summed(own: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all ranks."""
+    return allreduce(own, op=ReduceOp.SUM)

@@ -380,6 +380,27 @@ def case_sync_batch_norm():
     assert torch.allclose(synced.eval()(mine), plain.eval()(mine), atol=1e-9)
 
 
+def case_sync_batch_norm_has_second_derivatives():
+    size, rank = hvd.size(), hvd.rank()
+    draw = torch.Generator().manual_seed(3)
+    whole, weights = torch.randn(2, sum(range(2, size + 2)), 4, 3, generator=draw).double()
+    own = slice(sum(range(2, rank + 2)), sum(range(2, rank + 3)))
+    for affine in (True, False):
+        found = []
+        for make, rows in ((torch.nn.BatchNorm1d, slice(None)), (hvd.SyncBatchNorm, own)):
+            norm, x = make(4, affine=affine).double(), whole[rows].clone().requires_grad_()
+            objective = (norm(x) ** 3 * weights[rows]).sum()
+            (first,) = torch.autograd.grad(objective, x, create_graph=True)
+            (first**2).sum().backward()
+            found.append((first.detach(), x.grad, norm.weight))
+        (first, second, plain), (ours, again, synced) = found
+        torch.testing.assert_close(ours, first[own])
+        torch.testing.assert_close(again, second[own])
+        if affine:
+            total = hvd.allreduce(synced.grad, op=hvd.Sum)
+            torch.testing.assert_close(total, plain.grad)
+
+
 def case_horovod_compressors():
     for compression, dtype in ((hvd.Compression.none, 32), (hvd.Compression.fp16, 16)):
         small, context = compression.compress(torch.ones(3))
