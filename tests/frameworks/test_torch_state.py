@@ -446,6 +446,7 @@ def case_looking_at_param_groups_changes_nothing():
     )
     (a * 1.0).sum().backward()
     assert optimizer.param_groups[0]["lr"] == 1.0
+    exec("assert len(optimizer.param_groups) == 1", {"optimizer": optimizer})  # in no module
     (b * 1.0).sum().backward()
     optimizer.step()
     assert a.tolist() == b.tolist() == [1.0 - hvd.size()] * 4

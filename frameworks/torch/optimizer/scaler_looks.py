@@ -17,7 +17,7 @@ from ringlet.job.session import current
 
 def of_scaler(frame: FrameType) -> bool:
     """Whether a GradScaler, or a subclass of it, runs in ``frame``."""
-    if "grad_scaler" in frame.f_globals["__name__"]:
+    if "grad_scaler" in frame.f_globals.get("__name__", ""):  # which code of exec may lack
         return True
     return isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)
 
