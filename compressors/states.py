@@ -36,6 +36,14 @@ def rescale(state: State, compressor: Compressor, factor: float) -> None:
     _rescale(state, frozenset(compressor.traits().gradient_units), factor)
 
 
+def prescale(state: State, compressor: Compressor, factor: float) -> None:
+    """Multiply what ``state`` holds in units of what is compressed by ``factor``.
+
+    Not what is held back of sums, which is in units of the result.
+    """
+    _rescale(state, frozenset(compressor.traits().gradient_units), factor, sums=False)
+
+
 def carry_over(
     state: State, before: Compressor, after: Compressor, size: int, average: bool,
     postscale: float = 1.0,
@@ -422,12 +430,13 @@ def _parsed(spec: str) -> Compressor | None:
         return None
 
 
-def _rescale(state: State, names: frozenset[str], factor: float) -> None:
+def _rescale(state: State, names: frozenset[str], factor: float, sums: bool = True) -> None:
     if "residual" in names:
         rescale_narrow(state, factor)
     for key, value in state.items():
         if isinstance(value, dict):
-            _rescale(value, names, factor)
+            if sums or not key.startswith(SECOND_STAGE):
+                _rescale(value, names, factor, sums)
         elif key in names:
             state[key] = _times(value, factor)
 

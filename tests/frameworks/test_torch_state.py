@@ -324,6 +324,45 @@ def case_set_compression_carries_residuals_in_their_units():
     assert hvd.replicas_equal(own.state_dict())
 
 
+def case_residuals_follow_the_predivide_factor():
+    """What is held back is of gradients that were divided; it is paid back as it was owed."""
+    n = 5000
+    draw = torch.Generator().manual_seed(hvd.rank())
+    x = torch.randn(n, generator=draw)
+    owed = hvd.allreduce(x)
+
+    def made(p, inner, ratio, factor):
+        spec = f"topk(ratio={ratio}) | ef"
+        return hvd.DistributedOptimizer(
+            inner, [("p", p)], compression=spec, gradient_predivide_factor=factor
+        )
+
+    for way in ("wrapped again", "loaded", "sharded", "loaded from an older file"):
+        p = torch.nn.Parameter(torch.zeros(n))
+        inner = torch.optim.SGD([p], lr=0.0)
+        then, now = (1.0, 4.0) if "older" not in way else (2.0, 2.0)
+        optimizer = made(p, inner, 0.01, then)
+        (p * x).sum().backward()
+        optimizer.step()
+        sent, kept = p.grad.clone(), optimizer.state_dict()
+        if way != "wrapped again":
+            p = torch.nn.Parameter(torch.zeros(n))
+            inner = torch.optim.SGD([p], lr=0.0)
+        optimizer = made(p, inner, 1.0, now)
+        if "older" in way:
+            del kept["ringlet"]["predivide"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # another spec
+            if "loaded" in way:
+                optimizer.load_state_dict(kept)
+            elif way == "sharded":
+                optimizer.load_sharded(hvd.allgather_object(kept))
+        optimizer.zero_grad()
+        (p * 0.0).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(sent + p.grad, owed, rtol=1e-5, atol=1e-5, msg=way)
+
+
 def case_hyperparameters_are_loaded_and_broadcast():
     for base in (torch.optim.SGD, torch.optim.AdamW):
         own = model()

@@ -6,6 +6,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression, Router
-from ringlet.compressors.states import carry_over, forget_shared, rescale, shared
+from ringlet.compressors.states import carry_over, forget_shared, prescale, rescale, shared
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.callers import outside
@@ -23,9 +24,14 @@ from ringlet.shared.residual_store import is_own, remembered
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
 
+_PREDIVIDE = "predivide"  # in a checkpoint
+
 
 class ParameterMemory(Memory):
-    """The memory of ``parameters``, by name, that ``router`` has compressors for."""
+    """The memory of ``parameters``, by name, that ``router`` has compressors for.
+
+    What it holds is of gradients divided by ``predivide``.
+    """
 
     compressor_of: Callable[[str], Compressor]
 
@@ -63,6 +69,7 @@ class ParameterMemory(Memory):
                 carry_over(state, then, now, *before._reduction)
                 if factor != 1.0:
                     rescale(state, now, factor)
+        self._convert(before.predivide)
 
     def change(self, router: Router) -> None:
         """Go on with other compressors. The first rank warns of what is forgotten."""
@@ -92,7 +99,8 @@ class ParameterMemory(Memory):
         runtime = current()
         with at_work():
             where = runtime.rank, runtime.size, step
-            return checkpoint.saved(self.states, *where, self.compressors)
+            record = checkpoint.saved(self.states, *where, self.compressors)
+        return record | {_PREDIVIDE: self.predivide}
 
     def load(self, kept: Mapping[str, Any] | None) -> int:
         """Go on with what this rank ``saved``; return the step.
@@ -102,8 +110,10 @@ class ParameterMemory(Memory):
         rank, size = current().rank, current().size
         if kept is not None:
             kept = checkpoint.renamed(kept, self.parameters)
-        where, how = (self.states, kept, rank, size), (self.averages, self._size(), self.predivide)
+        then = self._predivided(kept)
+        where, how = (self.states, kept, rank, size), (self.averages, self._size(), then)
         step = checkpoint.restore(*where, self._tensors(), *how)
+        self._convert(then)
         ours = kept is not None and is_own(kept, rank, size)
         holds = kept is not None and remembered(kept["states"])
         self.loaded = checkpoint.Loaded.OWN if ours and holds else checkpoint.Loaded.OTHER
@@ -114,8 +124,10 @@ class ParameterMemory(Memory):
         runtime = current()
         shards = [checkpoint.renamed(shard, self.parameters) for shard in shards]
         where = self.states, shards, runtime.rank, runtime.size
-        how = self.averages, self._size(), self.predivide
+        then = self._predivided(shards[0])
+        how = self.averages, self._size(), then
         step = checkpoint.reshard(*where, self._tensors(), *how)
+        self._convert(then)
         self.loaded = checkpoint.Loaded.OWN
         return step
 
@@ -144,6 +156,19 @@ class ParameterMemory(Memory):
     def _reduction(self) -> tuple[int, bool, float]:
         """What states are of: so many ranks, whether those average, and what they predivide by."""
         return self.among or self._size(), self.averages, self.predivide
+
+    def _predivided(self, kept: Mapping[str, Any] | None) -> float:
+        """Return by what gradients were divided; older files do not say, and are taken as ours."""
+        said = (kept or {}).get(_PREDIVIDE)
+        known = isinstance(said, int | float) and 0 < said < math.inf
+        return float(said) if known else self.predivide
+
+    def _convert(self, then: float) -> None:
+        """Make of what is held back of gradients divided by ``then`` what it is here."""
+        if then != self.predivide:
+            with at_work():
+                for name, state in self.states.items():
+                    prescale(state, self.compressor_of(name), then / self.predivide)
 
     def _tensors(self) -> dict[str, checkpoint.Tensor]:
         return {name: (self.compressor_of(name), p.numel()) for name, p in self.parameters.items()}
