@@ -39,9 +39,10 @@ def rescale(state: State, compressor: Compressor, factor: float) -> None:
 def prescale(state: State, compressor: Compressor, factor: float) -> None:
     """Multiply what ``state`` holds in units of what is compressed by ``factor``.
 
-    Not what is held back of sums, which is in units of the result.
+    Not what is held back of sums, nor the mean that EF21 adds up, which are in units of the result.
     """
-    _rescale(state, frozenset(compressor.traits().gradient_units), factor, sums=False)
+    names = frozenset(compressor.traits().gradient_units) - {"server"}
+    _rescale(state, names, factor, sums=False)
 
 
 def carry_over(

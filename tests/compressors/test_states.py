@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Compressor, Modifier, Traits, option, parse
-from ringlet.compressors.states import carry_over, fit, merged, owed, rescale, resize
+from ringlet.compressors.states import carry_over, fit, merged, owed, prescale, rescale, resize
 from ringlet.compressors.testing import CheckFailed, check_compressor
 from ringlet.compressors.testing.checks.claims import check_gradient_units
 from ringlet.compressors.testing.tools.named_check import Named
@@ -78,6 +78,17 @@ def test_parts_and_shards_are_rescaled_as_well():
     assert state["worker"].tolist() == [2.0] * 4
     assert state["stage2.1"]["sum"].tolist() == [2.0, 2.0]
     assert state["stage2.1"]["known"] == 4.0
+
+
+def test_another_factor_before_the_sum_leaves_alone_what_is_of_results():
+    compressor = parse("int4 | ef")
+    state = {"residual": np.ones(4, np.float32), "stage2.2": {"residual": np.ones(2, np.float32)}}
+    prescale(state, compressor, 0.5)
+    assert state["residual"].tolist() == [0.5] * 4
+    assert state["stage2.2"]["residual"].tolist() == [1.0] * 2
+    state = {"worker": np.ones(4, np.float32), "server": np.ones(4, np.float32)}
+    prescale(state, parse("int8 | ef21"), 0.5)
+    assert (state["worker"][0], state["server"][0]) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(

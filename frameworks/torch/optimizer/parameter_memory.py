@@ -160,8 +160,9 @@ class ParameterMemory(Memory):
     def _predivided(self, kept: Mapping[str, Any] | None) -> float:
         """Return by what gradients were divided; older files do not say, and are taken as ours."""
         said = (kept or {}).get(_PREDIVIDE)
-        known = isinstance(said, int | float) and 0 < said < math.inf
-        return float(said) if known else self.predivide
+        if isinstance(said, int | float) and 0 < said < math.inf:
+            return float(said)
+        return self.predivide
 
     def _convert(self, then: float) -> None:
         """Make of what is held back of gradients divided by ``then`` what it is here."""
