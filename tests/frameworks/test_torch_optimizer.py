@@ -230,6 +230,45 @@ def case_a_layer_that_is_frozen_in_mid_training_stays_as_it_is():
         assert hvd.replicas_equal(model.state_dict())
 
 
+def case_a_layer_that_is_frozen_with_gradients_of_zeros_stays_as_it_is():
+    """What error feedback held back does not land in them."""
+    for precision in (None, "bf16"):
+        model = hvd.apply_precision(network(dtype=torch.float32), precision or "fp32")
+        options = {"compression": "topk(ratio=0.05) | ef", "precision": precision}
+        together = wrapped(model, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+        train(model, together, dtype=torch.float32)
+        together.zero_grad(set_to_none=False)
+        frozen = [p.requires_grad_(False) for p in model[2].parameters()]
+        before = [p.detach().clone() for p in frozen]
+        for step in range(2):
+            objective(model, shard(step, hvd.rank(), torch.float32)).backward()
+            together.step()
+            assert all(map(torch.equal, before, frozen)), precision
+            together.zero_grad(set_to_none=False)
+
+
+def case_a_sparse_embedding_that_is_frozen_stays_as_it_is():
+    for rows in (9000, 200):  # gathered, and fused
+        model = nn.Sequential(nn.Embedding(rows, 8, sparse=True), nn.Linear(8, 1))
+        hvd.broadcast_parameters(model.state_dict())
+        table = model[0].weight
+        together = wrapped(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+        for step in range(6):
+            together.zero_grad()
+            if step == 3:
+                table.requires_grad_(False)
+                before = table.detach().clone()
+            model(torch.arange(4) + hvd.rank()).sum().backward()
+            together.step()
+        assert table.grad is None
+        assert torch.equal(table, before), rows
+        table.requires_grad_(True)
+        model(torch.arange(4) + hvd.rank()).sum().backward()
+        together.step()
+        assert not torch.equal(table, before)
+        assert hvd.replicas_equal(model.state_dict())
+
+
 def case_nothing_to_train():
     model = network()
     for p in model.parameters():

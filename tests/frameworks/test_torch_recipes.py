@@ -9,6 +9,7 @@ import torch
 
 import ringlet
 import ringlet.torch as hvd
+from ringlet.ring.errors import Mismatch
 
 
 def problem():
@@ -418,3 +419,29 @@ def test_a_checkpoint_of_onebit_adam_without_steps_is_refused_whole():
         assert made.state[model.weight]["exp_avg"].equal(before[1])
 
     ringlet.run(train, np=1, transport="local")
+
+
+def test_onebit_adam_passes_over_what_is_frozen():
+    """As Adam does, in both phases, on all ranks alike; where they differ all are told."""
+
+    def train():
+        hvd.init()
+        model, loss = problem()
+        extra = torch.nn.Parameter(torch.ones(2000))
+        named = [*model.named_parameters(), ("extra", extra)]
+        optimizer = hvd.OneBitAdam(named, lr=0.01, warmup=3)
+        for step in range(8):
+            extra.requires_grad_(step not in (2, 6))
+            before = extra.detach().clone()
+            optimizer.zero_grad()
+            (loss() + (extra * (hvd.rank() + 1)).sum()).backward()
+            optimizer.step()
+            assert torch.equal(extra, before) is (step in (2, 6)), step
+            assert len(optimizer.state[extra]) == 3
+        optimizer.zero_grad()
+        extra.requires_grad_(hvd.rank() > 0)
+        with pytest.raises(Mismatch, match="set requires_grad alike on all ranks"):
+            optimizer.step()
+        return hvd.replicas_equal(dict(named))
+
+    assert ringlet.run(train, np=2, transport="local") == [True] * 2

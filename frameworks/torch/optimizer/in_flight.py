@@ -9,6 +9,7 @@ import torch
 
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.torch.optimizer.frozen import is_still
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.shared_storage import are_shared, overlaps
 from ringlet.torch.tensors.views import as_flat, shares_memory
@@ -44,6 +45,7 @@ class Handed:
         self._sparse: dict[str, int] = {}  # sparse dimensions of gradients that had some
         self._after: list[Callable[[], object]] = []  # what puts results where they belong
         self._copies: list[_Copy] = []  # what is reduced instead of gradients
+        self._still: dict[str, tuple[torch.nn.Parameter, torch.Tensor | None]] = {}  # and gradients
 
     def take(
         self,
@@ -80,10 +82,10 @@ class Handed:
 
     def _unnoted(self, name: str, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the gradient of ``p``, from now on noted; zeros if it has none."""
+        if is_still(p):  # momenta, weight decay and what was held back must not move it
+            self._still[name] = p, p.grad
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-            if not p.requires_grad:  # frozen since: momenta and weight decay must not move it
-                self._after.append(lambda: setattr(p, "grad", None))
         self.note(name, p.grad)
         return p.grad
 
@@ -109,6 +111,12 @@ class Handed:
             for put in self._after:
                 put()
             self._put_copies()
+            for name, (p, before) in self._still.items():
+                p.grad = before
+                if before is not None and not before.is_sparse:  # a sparse one was not written to
+                    before.zero_()
+                if before is not None and name in self.results:
+                    self.results[name].zero_()
 
     def result(self, name: str) -> torch.Tensor | None:
         """Return the last step's result, sparse where the gradient was; None if it is in there."""
@@ -118,7 +126,8 @@ class Handed:
 
     def clear(self) -> None:
         """Begin a new step."""
-        self._after, self._copies, self._taken, self._noted = [], [], set(), {}
+        self._after, self._copies, self._still = [], [], {}
+        self._taken, self._noted = set(), {}
 
     def _put_copies(self) -> None:
         """Put results where gradients were, or, where two were in one memory, apart from there."""

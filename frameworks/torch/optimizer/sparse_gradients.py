@@ -14,6 +14,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
+from ringlet.torch.optimizer.frozen import is_still
 
 LARGE = 1 << 16  # elements from which a sparse gradient travels as indices and values
 
@@ -34,6 +35,7 @@ class SparseGradients:
         self.seen: set[str] | None = None if as_dense else set()  # until ranks have agreed
         self.dims: dict[str, int] = {}  # what is gathered, and not fused: its sparse dimensions
         self._gathering: dict[str, SparseHandle] = {}
+        self._still: dict[str, torch.Tensor | None] = {}  # gradients of what was frozen
 
     def saw(self, name: str) -> None:
         """Note that a gradient was sparse."""
@@ -47,6 +49,8 @@ class SparseGradients:
     def gather(self, name: str, nothing: bool = False) -> None:
         """Hand in a gradient: no rows where ``nothing`` of it was used on this rank."""
         p = self._parameters[name]
+        if is_still(p):
+            self._still[name] = p.grad
         grad = None if nothing else p.grad
         if grad is None or not grad.is_sparse:
             dense = torch.zeros_like(p) if grad is None else grad
@@ -55,13 +59,14 @@ class SparseGradients:
         self._gathering[name] = sparse_allreduce_async(grad, label, self._op, self._process_set)
 
     def collect(self) -> None:
-        """Wait for the results, which become the parameters' gradients."""
+        """Wait for the results, which become the gradients of all parameters but frozen ones."""
         for name, handle in self._gathering.items():
-            self._parameters[name].grad = handle.wait()
+            rows = handle.wait()
+            self._parameters[name].grad = self._still.get(name, rows)
 
     def release(self) -> list[SparseHandle]:
         """Begin a new step; return what the last one waited for."""
-        handles, self._gathering = list(self._gathering.values()), {}
+        handles, self._gathering, self._still = list(self._gathering.values()), {}, {}
         return handles
 
     def agree(self) -> bool:

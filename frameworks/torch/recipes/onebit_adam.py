@@ -78,13 +78,19 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         frozen = self._compressing
         with torch.no_grad():
             for group, p in self._each():
+                carrier = self._carriers[self._names[p]]
+                still = p.grad is None and not p.requires_grad  # frozen: Adam passes it over
+                carrier.requires_grad_(not still)  # ranks compare what is frozen
+                if still:
+                    carrier.grad = None
+                    continue
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
                 if group["weight_decay"] and not group["decoupled_weight_decay"]:
                     gradient = gradient.add(p, alpha=group["weight_decay"])
                 if frozen:
-                    momentum = self.state[p]["exp_avg"]
+                    momentum = self._moments(p)["exp_avg"]
                     gradient = momentum.lerp(gradient, 1 - group["betas"][0])
-                self._carriers[self._names[p]].grad = gradient.clone()
+                carrier.grad = gradient.clone()
             self._reducer.synchronize([])
             for group, p in self._each():
                 self._update(group, p, self._carriers[self._names[p]].grad, frozen)
@@ -164,14 +170,20 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         groups = self.param_groups
         return [(group, p) for group in groups for p in group["params"] if p in self._names]
 
+    def _moments(self, p: torch.Tensor) -> dict[str, Any]:
+        """Return the state of ``p``, with moments of zeros if it has none."""
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        return state
+
     def _update(
         self, group: dict[str, Any], p: torch.Tensor, reduced: torch.Tensor | None, frozen: bool
     ) -> None:
-        assert reduced is not None
-        state, (beta1, beta2) = self.state[p], group["betas"]
-        if not state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state, (beta1, beta2) = self._moments(p), group["betas"]
         state["step"] = self.steps
+        if reduced is None:
+            return
         if frozen:
             state["exp_avg"].copy_(reduced)
         else:
