@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from operator import is_
 
 import pytest
 import torch
@@ -457,6 +458,45 @@ def test_parameters_that_are_added_or_unfrozen_leave_residuals_alone(spec):
         steps(nn.Sequential(model, head), optimizer)
         assert hvd.replicas_equal(model.state_dict())
         assert hvd.replicas_equal(head.state_dict())
+
+    ranks(work)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16(init=256)"])
+def test_wrapping_again_keeps_masters(precision):
+    """Their values and their momenta: training goes on bit for bit."""
+
+    def trained(again, thawed):
+        model = hvd.apply_precision(network(), precision)
+        model[2].requires_grad_(not thawed)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def made():
+            named, spec = model.named_parameters(), "topk(ratio=0.05) | ef"
+            return hvd.DistributedOptimizer(inner, named, compression=spec, precision=precision)
+
+        optimizer = made()
+        for step in range(6):
+            if step == 3:
+                model[2].requires_grad_(True)
+                if again or thawed:
+                    held = optimizer.master_parameters()
+                    optimizer = made()
+                    assert all(map(is_, held, optimizer.master_parameters()))
+            before = model[2].weight.detach().clone()
+            optimizer.zero_grad()
+            draw = torch.Generator().manual_seed(10 * step + hvd.rank())
+            optimizer.scale(model(torch.randn(4, 8, generator=draw)).square().mean()).backward()
+            optimizer.step()
+            assert torch.equal(before, model[2].weight) is (thawed and step < 3)
+        assert hvd.replicas_equal(model.state_dict())
+        with pytest.raises(ValueError, match="wrap it again with precision="):
+            hvd.DistributedOptimizer(inner, model.named_parameters())
+        return [p.detach().clone() for p in optimizer.master_parameters()]
+
+    def work():
+        assert all(map(torch.equal, trained(False, False), trained(True, False)))
+        trained(True, True)
 
     ranks(work)
 

@@ -20,15 +20,15 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def name_parameters(
-    optimizer: torch.optim.Optimizer, named_parameters: Named | None
+    param_groups: list[dict[str, Any]], named_parameters: Named | None
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the optimizer's trainable parameters by name, in the order of the names.
+    """Return the trainable parameters of an optimizer's groups by name, in the order of the names.
 
     Without ``named_parameters`` names are made from positions in the parameter groups. Names of
     parameters that the optimizer does not hold are left out, with a warning if they are trainable.
     Raises ValueError for repeated names, and parameters named twice or not at all.
     """
-    groups = [group["params"] for group in optimizer.param_groups]
+    groups = [group["params"] for group in param_groups]
     held = {id(p) for params in groups for p in params}
     trainable = [p for params in groups for p in params if p.requires_grad]
     if named_parameters is None:

@@ -39,6 +39,10 @@ _reducers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Reducer]
 )
 
 
+# So with masters, which optimizers hold from then on.
+_masters: weakref.WeakKeyDictionary[torch.optim.Optimizer, Masters] = weakref.WeakKeyDictionary()
+
+
 class _Distributed:
     """What DistributedOptimizer adds to the class of the optimizer that it wraps."""
 
@@ -381,8 +385,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         warnings.warn(
             "num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=outside()
         )
-    named = name_parameters(optimizer, named_parameters)
-    policy = options.policy
+    policy, masters_before = options.policy, _masters.get(optimizer)
+    held = optimizer.param_groups
+    if masters_before is not None:
+        if not acts(policy):
+            raise ValueError(
+                "this optimizer steps on the float32 masters that a precision has brought: wrap it "
+                "again with precision=, or make a new optimizer"
+            )
+        held = masters_before.of_model(held)
+    named = name_parameters(held, named_parameters)
     check_policy(policy, named, options.op)
     check_wire(policy, options.router.compressors)
     _agree_on_class(type(optimizer), process_set)
@@ -398,7 +410,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         _reducers[optimizer] = weakref.ref(reducer)
         masters = None
         if acts(policy):
-            masters = Masters(optimizer, named, policy, unscaling)
+            masters = Masters(optimizer, named, policy, unscaling, masters_before)
+            if masters.pairs:
+                _masters[optimizer] = masters
             masters.deliver_to(reducer)
         extra = {"_ringlet": reducer, "_ringlet_implied": False, "_ringlet_masters": masters}
     distributed: Any = wrapped(optimizer, mixin)

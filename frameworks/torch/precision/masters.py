@@ -52,7 +52,8 @@ class Reductions(Protocol):
 class Masters:
     """Float32 copies of an optimizer's 16-bit parameters, if it has any, and the loss scale.
 
-    Replaces the parameters in the optimizer's groups by their copies. ``unscaling`` is told of the
+    Replaces the parameters in the optimizer's groups by their copies, but for those of ``before``,
+    which are there since the optimizer was wrapped last, and stay. ``unscaling`` is told of the
     loss scale.
     """
 
@@ -62,6 +63,7 @@ class Masters:
         named: dict[str, torch.nn.Parameter],
         policy: Policy,
         unscaling: Unscaling | None,
+        before: Masters | None = None,
     ) -> None:
         self.scale: LossScale = policy.scale
         self.skipped = 0
@@ -74,10 +76,12 @@ class Masters:
         self._wide: list[tuple[str, torch.nn.Parameter]] = []
         self._versions: dict[str, int] = {}  # of the parameters, as this left them
         self._shown = Shown(self.scale.watches)
+        known = {} if before is None else before._model_of
         for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
+            for i, held in enumerate(group["params"]):
+                p = known.get(id(held), held)
                 if p.dtype in (torch.float16, torch.bfloat16):
-                    master = torch.nn.Parameter(p.detach().float())
+                    master = torch.nn.Parameter(p.detach().float()) if held is p else held
                     self.pairs[name_of.get(id(p), f"frozen.{g}.{i}")] = p, master
                     self._model_of[id(master)] = p
                     group["params"][i] = master
