@@ -55,7 +55,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         self.inner, self.every, self.steps = inner, every, 0
         # Groups and state are the inner optimizer's: there is nothing to set up but torch's hooks.
         super().__setstate__({"defaults": inner.defaults})
-        self._parameters = name_parameters(inner, named_parameters)
+        self._parameters = name_parameters(inner.param_groups, named_parameters)
         self._known = frozenset(self._parameters.values())
         self._agreed = {
             n: torch.nn.Parameter(p.detach().clone()) for n, p in self._parameters.items()
