@@ -9,6 +9,7 @@ import pytest
 
 from ringlet.compressors import Context, Workspace, parse
 from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.core.context import SECOND_STAGE
 
 N = 1 << 18  # elements: 1 MiB
 # Python's own objects: closures, views of arrays, contexts. A buffer of a bucket each is far more.
@@ -75,8 +76,9 @@ STAGES += [(spec, 2) for spec in FIXED + REMEMBERING if parse(spec).traits().sta
 
 @pytest.mark.parametrize(("spec", "stage"), STAGES)
 def test_steps_with_payloads_of_fixed_size_allocate_nothing(spec, stage):
-    compressor, state, workspace = parse(spec), {}, Workspace()
+    compressor, whole, workspace = parse(spec), {}, Workspace()
     payload, out = empty_payload(compressor, N, Context()), np.empty(N, np.float32)
+    state = whole if stage == 1 else whole.setdefault(f"{SECOND_STAGE}0", {})
 
     def step(number, x):
         ctx = context(state, workspace, number, stage)
@@ -84,8 +86,7 @@ def test_steps_with_payloads_of_fixed_size_allocate_nothing(spec, stage):
         compressor.decompress(payload, out, ctx)
         compressor.accumulate(payload, out, ctx)
         compressor.sum_into([payload, payload], out, ctx)
-        if stage == 1:
-            compressor.finish(out, ctx)
+        compressor.finish(out, context(whole, workspace, number))
 
     assert max(peaks(step)) < FEW
 
