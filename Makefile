@@ -33,7 +33,7 @@ faults: $(VENV)/.test
 
 # The CPU kernels' tests, with every index that a kernel uses checked (Numba does not otherwise).
 KERNEL_TESTS := $(addprefix tests/compressors/test_,$(addsuffix .py, \
-	blocktopk feedback fp8 lossless microscaling modifiers natural_terngrad nvfp4 remembered residuals rounds sign sparse wire))
+	batched blocktopk builtin feedback fp8 lossless microscaling modifiers natural_terngrad nvfp4 remembered residuals rounds sign sparse wire))
 test-bounds: $(VENV)/.test
 	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest $(KERNEL_TESTS) tests/fusion/test_dtypes.py
 
