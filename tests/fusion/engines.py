@@ -7,11 +7,14 @@ from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 from ringlet.ring.transports.local import run_local
 
 
-def with_engines(size, body, **limits):
-    """Return what ``body(engine)`` returns on each of ``size`` ranks, with these ``limits``."""
+def with_engines(size, body, over=lambda comm: comm, **limits):
+    """Return what ``body(engine)`` returns on each of ``size`` ranks, with these ``limits``.
+
+    Engines use what ``over`` makes of a rank's communicator.
+    """
 
     def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
+        engine = Engine(over(comm), open_control, Limits(**limits))
         try:
             return body(engine)
         finally:
@@ -20,15 +23,10 @@ def with_engines(size, body, **limits):
     return run_local(rank_main, size)
 
 
-def on_hosts(hosts, body, **limits):
+def on_hosts(hosts, body, levels=HierarchicalCommunicator, **limits):
     """Run ``body(engine)`` on ranks that are on ``hosts``; return the results by rank."""
 
-    def rank_main(comm):
-        two = HierarchicalCommunicator(comm, Topology.from_hosts(comm.rank, hosts))
-        engine = Engine(two, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
+    def two(comm):
+        return levels(comm, Topology.from_hosts(comm.rank, hosts))
 
-    return run_local(rank_main, len(hosts))
+    return with_engines(len(hosts), body, two, **limits)

@@ -3,18 +3,18 @@
 import time
 from functools import cache
 
+import engines
 import numpy as np
 import pytest
+from engines import with_engines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, Limits, Request, StepAbandoned
+from ringlet.fusion import Request, StepAbandoned
 from ringlet.fusion.negotiation import messages as m
-from ringlet.ring import ReduceOp, Topology
-from ringlet.ring.control.opening import open_control
+from ringlet.ring import ReduceOp
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
-from ringlet.ring.transports.local import run_local
 
 SIZES = (40_000, 700, 90_000, 1200, 25_000)  # some of which are large enough for two levels
 HOSTS = "aabb"
@@ -40,15 +40,9 @@ class Levels(HierarchicalCommunicator):
 
 
 def on_hosts(hosts, body, **limits):
-    def rank_main(comm):
-        two = Levels(comm, Topology.from_hosts(comm.rank, hosts)) if hosts[0] != hosts[-1] else comm
-        engine = Engine(two, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, len(hosts))
+    if hosts[0] == hosts[-1]:
+        return with_engines(len(hosts), body, **limits)
+    return engines.on_hosts(hosts, body, Levels, **limits)
 
 
 def whole(rank, step, i, n):

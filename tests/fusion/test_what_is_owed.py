@@ -130,15 +130,19 @@ def test_ranks_are_lost_with_a_copy_and_come(spec, case):
     training.check()
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_another_spec(spec, case, size):
-    training = Training(size, spec, *case)
+def there_and_back(training, spec):
+    """Train, with another spec, and with ``spec`` again; check what is owed."""
     training.go_on()
     training.change("int8(bucket=64) | ef")
     training.go_on(2)
     training.change(spec)
     training.go_on()
     training.check()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_another_spec(spec, case, size):
+    there_and_back(Training(size, spec, *case), spec)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (4, 2)])
@@ -199,13 +203,7 @@ def test_ranks_on_several_hosts_are_lost_with_a_copy_and_come(spec, case, hosts)
 @pytest.mark.usefixtures("pieces_of")
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_another_spec_over_two_levels(spec, case, hosts):
-    training = Training(len(hosts), spec, *case, hosts)
-    training.go_on()
-    training.change("int8(bucket=64) | ef")
-    training.go_on(2)
-    training.change(spec)
-    training.go_on()
-    training.check()
+    there_and_back(Training(len(hosts), spec, *case, hosts), spec)
 
 
 @pytest.mark.parametrize(("before", "after"), [("aabb", "aab"), ("aabbcc", "aabb"), ("ab", "aabb")])
