@@ -90,10 +90,11 @@ def restore(
     """Overwrite ``states`` with what this rank saved; return the step.
 
     Warns, and resets residuals, where ``given`` is missing or another rank's: a checkpoint that
-    rank 0 wrote alone holds rank 0's residuals only. It must not be loaded where compressors
-    remember what is common to all ranks (PowerSGD, ACP-SGD, EF21): rank 0 alone would go on with
-    it. Warns, too, of what does not fit ``tensors``, which is forgotten. Gradients are reduced
-    ``among`` so many of the ``size`` ranks, by default all, and divided by ``predivide`` before.
+    rank 0 wrote alone holds rank 0's residuals only. Where compressors remember what is common to
+    all ranks (PowerSGD, ACP-SGD, EF21), rank 0 alone goes on with it, which is for the caller to
+    find out: see ``loaded_memory``. Warns, too, of what does not fit ``tensors``, which is
+    forgotten. Gradients are reduced ``among`` so many of the ``size`` ranks, by default all, and
+    divided by ``predivide`` before.
     """
     own = given is not None and is_own(given, rank, size)
     holds = given is not None and remembered(given["states"])

@@ -138,6 +138,10 @@ class ParameterMemory(Memory):
         with at_work():
             return [n for n, state in self.states.items() if shared(state, self.compressor_of(n))]
 
+    def loaded_in_common(self) -> tuple[str, ...]:
+        """Return the parameters of which that was loaded, since ranks agreed on it last."""
+        return tuple(self.in_common()) if self.loaded is checkpoint.Loaded.OWN else ()
+
     def forget_in_common(self) -> None:
         """Forget what ranks remember in common; residuals stay."""
         with at_work():

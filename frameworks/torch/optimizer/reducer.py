@@ -30,6 +30,7 @@ from ringlet.shared.requests import check_passes, check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.ops.replica_check import Comparison
+from ringlet.torch.optimizer.checkpoint import Loaded
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
 from ringlet.torch.optimizer.naming import refuse_strays, warn_of_unmatched
@@ -47,6 +48,11 @@ _CLIP = (
 
 
 _FREEZE = "set requires_grad alike on all ranks, in the same step, or their models drift apart"
+_LOADED = (
+    "compressors need the same on all ranks, or replicas part: load optimizer.state_dict() as each "
+    "rank saved it, or call hvd.broadcast_optimizer_state(optimizer, root_rank=0) on all ranks "
+    "after loading. This step is not applied"
+)
 
 
 class Reducer:
@@ -99,7 +105,7 @@ class Reducer:
         if unscaling is not None:
             self.memory.keep_steps()
         self._group: Group | None = None
-        self._frozen: ListChanges
+        self._alike: ListChanges  # what is frozen, and what was loaded
         self._declarations = 0  # under the present label
         self._finalizer: Any = None
         self._alone = False  # whether it is known that nobody else reduces
@@ -237,7 +243,8 @@ class Reducer:
             self.abandon(f"{type(error).__name__}: {error}")
             raise
         frozen = tuple(name for name in missing if not self.parameters[name].requires_grad)
-        self._frozen.begin(frozen, self._group.turn)
+        alike = frozen, self.memory.loaded_in_common()
+        self._alike.begin(alike, self._group.turn)
         try:
             self._submit(missing)
             for name in self._rows.missing() if self._rows.dims else []:
@@ -254,13 +261,12 @@ class Reducer:
         finally:
             for handle in self._reset():
                 handle.forget()
-        differs = self._frozen.changed  # on some rank, which would go on with another model
-        self._frozen.end()
+        differs = self._alike.changed  # on some rank, which would go on with another model
+        self._alike.end()
         if differs:
-            items = [(name, "") for name in frozen]
-            label = f"{self._label}.frozen{self._frozen.call}"
-            agree("frozen parameters", label, items, self._process_set, _FREEZE)
-        self._frozen.end(frozen)
+            self._agree_on(*alike)
+        self.memory.loaded = Loaded.NOTHING
+        self._alike.end((frozen, ()))
         if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
         # Not waited for: ranks may wait for several optimizers, and in any order.
@@ -382,7 +388,8 @@ class Reducer:
         states, engine = [self.memory.states[name] for name in names], runtime.engine
         # Before others know that all have declared: one of them may tell of a change at once.
         self._declarations += 1
-        self._frozen = ListChanges(runtime, f"{self._label}.{self._declarations}", number, ())
+        label = f"{self._label}.{self._declarations}"
+        self._alike = ListChanges(runtime, label, number, ((), ()))
         early = len(set(runtime.topology.hosts)) > 1  # on one host a bucket more hides no wire
         declared = self._label, requests, compressors, states
         group = engine.declare(*declared, step, number, early)
@@ -413,6 +420,15 @@ class Reducer:
         exact = current().engine.sums_in_float32(dtype, number)
         compressor = self.memory.compressor_of(name)
         return carrier(compressor, dtype, p.numel(), self._reduction, exact)
+
+    def _agree_on(self, frozen: Sequence[str], loaded: Sequence[str]) -> None:
+        """Raise Mismatch on all ranks unless all freeze, and have loaded, the same. Collective."""
+        for what, names, remedy in (
+            ("frozen parameters", frozen, _FREEZE),
+            ("factors or estimates that were loaded", loaded, _LOADED),
+        ):
+            label, items = f"{self._label}.{what}{self._alike.call}", [(name, "") for name in names]
+            agree(what, label, items, self._process_set, remedy)
 
     def _compare(
         self, parameters: Mapping[str, torch.Tensor], groups: list[dict[str, Any]]
@@ -514,8 +530,8 @@ class Reducer:
             )
         group = self._group
         assert group is not None
-        if name in self._frozen.last:
-            self._frozen.tell(group.turn)  # first: with this, others may end the step
+        if name in self._alike.last[0]:
+            self._alike.tell(group.turn)  # first: with this, others may end the step
         if name in self._rows.dims:
             self._gather(name, p)
             return
