@@ -6,6 +6,7 @@ import contextlib
 import sys
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,33 @@ def case_ddp_continues_from_a_checkpoint_bit_for_bit():
     again.load_state_dict(saved[0])
     state.load_state_dict(saved[1])
     assert torch.equal(train(wrapped, 3), straight)
+
+
+def case_ddp_forgets_what_one_rank_alone_has_loaded_of_what_is_common():
+    started()
+
+    def named(spec):
+        own = model()
+        wrapped = DistributedDataParallel(own, bucket_cap_mb=0.02)
+        state, hook = hvd.ddp_hook(spec, own.named_parameters())
+        wrapped.register_comm_hook(state, hook)
+        return own, wrapped, state
+
+    for spec in ("int8 | ef", "acpsgd(rank=2) | ef", "int8 | ef21"):
+        common = spec != "int8 | ef"
+        _, wrapped, state = named(spec)
+        train(wrapped, 3)
+        files = hvd.allgather_object(state.state_dict())
+        for file, lost in ((files[0], common), (files[hvd.rank()], False)):
+            own, wrapped, state = named(spec)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                state.load_state_dict(file)
+                train(wrapped, 3)
+            told = [str(each.message) for each in caught if "in common" in str(each.message)]
+            assert len(told) == (lost and hvd.rank() == 0), (spec, told)
+            assert all("'0.weight'" in text for text in told), told
+            assert hvd.replicas_equal(own.state_dict()), (spec, lost)
 
 
 def case_ddp_uneven_inputs():

@@ -9,22 +9,25 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.routes import Router, Routes, Spec
+from ringlet.compressors.states import forget_shared, shared
 from ringlet.fusion import Engine, Request
 from ringlet.job.elastic import refuse
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
-from ringlet.ring.callers import public
+from ringlet.ring.callers import outside, public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
@@ -116,6 +119,7 @@ class DdpState:
             finalizer = weakref.finalize(self, _forget, states, self._label, self._taken)
             finalizer.atexit = False
         self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
+        self._alike = not any(each.traits().stateful for each in self._router.compressors)
         self._untouched: list[_Untouched] = []
         self._failure: Exception | None = None
         self._watched = NO_BACKWARD  # the backward pass whose end is waited for
@@ -188,6 +192,36 @@ class DdpState:
                 put(state, given)
         self.engine.states[request.key] = state
         self.engine.bring(state, request.place)
+
+    def agree(self) -> None:
+        """Before the first bucket: forget what ranks have in common unless it was loaded on all.
+
+        Some would go on with it alone, and replicas would part; they warn. Collective.
+        """
+        runtime = self._runtime
+        if self._alike or runtime.size == 1:
+            return
+        with self.engine.at_work():
+            states = self._states()
+            by = {name: routed(self._router, name, self._depth) for name in states}
+            held = [name for name, state in states.items() if shared(state, by[name])]
+        found = np.array([bool(held), not held], np.uint8)  # on some rank
+        request = Request(f"{self._label}.loaded", dtype="uint8", shape=(2,), op=ReduceOp.MAX)
+        self.engine.submit(request, found, at_once=True).wait()
+        self._alike = True
+        if not found.all():
+            return
+        with self.engine.at_work():
+            for name in held:
+                forget_shared(states[name], by[name])
+        if held:
+            listed = ", ".join(map(repr, held[:3]))
+            warnings.warn(
+                "what compressors remember was loaded on some ranks alone: what ranks have in "
+                "common is forgotten on all, for replicas would part: factors or estimates of "
+                f"{listed}. {_ADVICE}",
+                stacklevel=outside(),
+            )
 
     def expect(self, p: torch.Tensor, mean: torch.Tensor) -> None:
         """Note how the gradient of ``p`` is before DDP writes ``mean`` to it, if that matters."""
@@ -292,7 +326,7 @@ class DdpState:
 
     def _states_like(self, given: Sequence[Mapping[str, Any]]) -> dict[str, State]:
         """Return the states, with new ones for what is ``given`` of this job and not there yet."""
-        for name in {name for each in given for name in each["states"]}:
+        for name in dict.fromkeys(name for each in given for name in each["states"]):
             if not self._given or name in self._given:
                 self._runtime.engine.states.setdefault(f"{self._label}.{name}", {})
         return self._states()
@@ -397,6 +431,10 @@ def reduce_bucket(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Te
     check(buffer, "the gradient bucket")
     if state.stale:
         return state.given_up(RuntimeError(STALE), buffer, future, watched)
+    try:
+        state.agree()
+    except RingError as error:
+        return state.given_up(error, buffer, future, watched)
     items, staged = [], []
     for i, (p, grad) in enumerate(_slices(bucket, buffer)):
         request, compressor = state.request(p, grad, f"bucket{bucket.index()}.{i}")
