@@ -27,6 +27,7 @@ from ringlet.compressors.modifiers.residuals import rescale as rescale_narrow
 from ringlet.compressors.specs.parser import parse
 
 _OF_SUM = re.compile(re.escape(SECOND_STAGE) + "(0|[1-9][0-9]{0,17})")
+_OF_RESULT = "server"  # what EF21 remembers in units of the result, and not of the gradient
 _MANY = 1 << 20  # elements of a tensor that nobody has
 _LOCAL = 1 << 12  # more ranks than a host has, each with a shard of a tensor
 
@@ -41,7 +42,7 @@ def prescale(state: State, compressor: Compressor, factor: float) -> None:
 
     Not what is held back of sums, nor the mean that EF21 adds up, which are in units of the result.
     """
-    names = frozenset(compressor.traits().gradient_units) - {"server"}
+    names = frozenset(compressor.traits().gradient_units) - {_OF_RESULT}
     _rescale(state, names, factor, sums=False)
 
 
@@ -161,6 +162,9 @@ def merged(
     for name, array in found.items():
         more = 1.0 if average or name != "residual" else len(states) / size
         found[name] = array * np.float32(unit * more)
+    if _OF_RESULT in found:
+        ranks = 1.0 / _share(compressor, size) if average else size
+        found[_OF_RESULT] *= np.float32(postscale * ranks)
     units = [name for name in before.traits().gradient_units if name in held - found.keys()]
     told += [f"has another size on some ranks; its {units} are forgotten"] if units else []
     if lost := sorted(set[str]().union(*(_left_in_shards(state, before) for state in states))):

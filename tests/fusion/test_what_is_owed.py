@@ -110,7 +110,10 @@ class Training:
         assert np.linalg.norm(self.exact - self.applied) < 2e-6 * np.linalg.norm(self.exact)
 
 
-@pytest.fixture(params=CASES, ids=["mean", "predivided mean", "sum"])
+NAMED = ["mean", "predivided mean", "sum"]
+
+
+@pytest.fixture(params=CASES, ids=NAMED)
 def case(request):
     return request.param
 
@@ -277,3 +280,16 @@ def test_what_is_paid_back_stays_owed_where_the_exchange_fails(monkeypatch):
     assert not left
     kept = sum(state["residual"].astype(np.float64) for state in training.states)
     np.testing.assert_array_equal(kept, owed_then)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4)])
+@pytest.mark.parametrize("spec", ["int8 | ef21", "int8(bucket=64) | hadamard | ef21"])
+@pytest.mark.parametrize("case", [*CASES, (ReduceOp.SUM, 0.5)], ids=[*NAMED, "predivided sum"])
+def test_what_ef21_knows_of_the_result_is_that_of_other_ranks_too(case, spec, before, after):
+    training = Training(before, spec, *case)
+    training.go_on()
+    training.restart(after)
+    training.applied, training.exact = np.zeros(N), np.zeros(N)
+    training.go_on(2)
+    missing = np.linalg.norm(training.exact - training.applied)
+    assert missing < 0.05 * np.linalg.norm(training.exact)
