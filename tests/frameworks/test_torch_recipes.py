@@ -421,6 +421,35 @@ def test_a_checkpoint_of_onebit_adam_without_steps_is_refused_whole():
     ringlet.run(train, np=1, transport="local")
 
 
+@pytest.mark.parametrize("spec", ["none", "int4 | ef"])
+def test_diloco_moves_nothing_that_was_frozen_since_the_last_outer_step(spec):
+    def train():
+        hvd.init()
+        model, loss = problem()
+        extra = torch.nn.Parameter(torch.ones(2000))
+        named = [*model.named_parameters(), ("extra", extra)]
+        inner = torch.optim.SGD([p for _, p in named], lr=0.1)
+        optimizer = hvd.DiLoCo(inner, named, every=2, compression=spec)
+        for step in range(16):
+            extra.requires_grad_(step not in (4, 5, 6, 7, 10))  # two rounds, and half of one
+            before = extra.detach().clone()
+            optimizer.zero_grad()
+            (loss() + (extra * (hvd.rank() + 1)).sum()).backward()
+            optimizer.step()
+            assert torch.equal(extra, before) is (step in (4, 5, 6, 7, 10)), step
+        extra.requires_grad_(hvd.rank() > 0)
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (loss() + extra.sum() * hvd.rank()).backward()
+        with pytest.raises(Mismatch, match="set requires_grad alike on all ranks"):
+            optimizer.step()
+        return True
+
+    assert ringlet.run(train, np=2, transport="local") == [True] * 2
+
+
 def test_onebit_adam_passes_over_what_is_frozen():
     """As Adam does, in both phases, on all ranks alike; where they differ all are told."""
 

@@ -63,6 +63,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         outer = torch.optim.SGD(
             self._agreed.values(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
         )
+        self._moving = set(self._parameters)  # since the last outer step; the others are frozen
         self.outer: Any = DistributedOptimizer(outer, self._agreed.items(), compression)
 
     @property
@@ -93,6 +94,9 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         else:
             loss = self.inner.step(closure)
             self._refuse_strays()
+        self._moving |= {
+            name for name, p in self._parameters.items() if p.requires_grad or p.grad is not None
+        }
         self.steps += 1
         outer = self.steps % self.every == 0
         if outer:
@@ -176,7 +180,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
             raise ValueError("this state was not saved by a DiLoCo with the same parameters")
         self.inner.load_state_dict(given)
         self.outer._load_inner(dict(own["outer"]))
-        self.steps = int(own["steps"])
+        self.steps, self._moving = int(own["steps"]), set(self._parameters)
         with torch.no_grad():
             for name, p in self._agreed.items():
                 p.copy_(own["agreed"][name])
@@ -184,7 +188,10 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
     def _agree(self) -> None:
         with torch.no_grad():
             for name, p in self._parameters.items():
-                self._agreed[name].grad = self._agreed[name].detach() - p
+                last, moves = self._agreed[name], name in self._moving
+                last.requires_grad_(moves)  # or outer momentum would move it
+                last.grad = last.detach() - p if moves else None
+            self._moving = set()
             self.outer.step()
             for name, p in self._parameters.items():
                 p.copy_(self._agreed[name])
