@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Container
+from itertools import groupby
 from typing import Protocol
 
 from ringlet.fusion.limits import Limits
@@ -88,38 +89,12 @@ class Requester:
             works = self._released([*self._held, *works], worker.joined)
         if works and worker.recorder.observers:
             worker.recorder.cycle(len(works))
-        by_set: dict[int, int] = {}
-        fresh: list[Request] = []
-        runs: dict[int, list[m.Run]] = {}
-        prototype, first, stop = None, 0, 0  # calls without names, one behind the other
         for work in works:
             work.asked = True
-            request = work.request
-            if request.prototype is not None:
-                if request.prototype is prototype and request.number == stop:
-                    stop += 1
-                    continue
-                if prototype is not None:
-                    runs.setdefault(prototype.process_set, []).append(m.Run(first, stop, prototype))
-                prototype, first, stop = request.prototype, request.number, request.number + 1
-                continue
-            number = worker.requests.known(work.request)
-            if number is None:
-                fresh.append(work.request)
-            else:
-                process_set = work.request.process_set
-                by_set[process_set] = by_set.get(process_set, 0) | 1 << number
-        if prototype is not None:
-            runs.setdefault(prototype.process_set, []).append(m.Run(first, stop, prototype))
         self.tell_digests(worker, now=bool(works))
-        version = worker.requests.version
-        if fresh:
-            asked = [request.to_list() for request in fresh]
-            self._control.send(m.REQUEST + dumps([version, asked]))
-        for process_set, bits in by_set.items():
-            self._control.send(m.pack_hits(process_set, version, bits))
-        for process_set, of_set in runs.items():
-            self._control.send(m.pack_series(process_set, version, of_set))
+        requests = [work.request for work in works]
+        self._ask_for_named(worker, [each for each in requests if each.prototype is None])
+        self._ask_for_series(worker, [each for each in requests if each.prototype is not None])
         while self._joining:
             worker.join(self._joining.popleft())
 
@@ -128,6 +103,34 @@ class Requester:
         digests = worker.requests.digests
         for process_set in [n for n, found in digests.items() if now or len(found) >= _DIGESTS]:
             self._control.send(m.DIGESTS + dumps([process_set, digests.pop(process_set)]))
+
+    def _ask_for_named(self, worker: Asking, requests: list[Request]) -> None:
+        """Ask for what all ranks know by a bit of its own each, and for the rest in full."""
+        version = worker.requests.version
+        bits: dict[int, int] = {}  # by process set
+        fresh = []
+        for request in requests:
+            number = worker.requests.known(request)
+            if number is None:
+                fresh.append(request.to_list())
+            else:
+                bits[request.process_set] = bits.get(request.process_set, 0) | 1 << number
+        if fresh:
+            self._control.send(m.REQUEST + dumps([version, fresh]))
+        for process_set, known in bits.items():
+            self._control.send(m.pack_hits(process_set, version, known))
+
+    def _ask_for_series(self, worker: Asking, requests: list[Request]) -> None:
+        """Ask for calls without names, one run for those that follow each other."""
+        version = worker.requests.version
+        runs: dict[int, list[m.Run]] = {}  # by process set
+        for _, numbered in groupby(enumerate(requests), _run_of):
+            first, *others = [request for _, request in numbered]
+            assert first.prototype is not None
+            run = m.Run(first.number, first.number + len(others) + 1, first.prototype)
+            runs.setdefault(first.process_set, []).append(run)
+        for process_set, of_set in runs.items():
+            self._control.send(m.pack_series(process_set, version, of_set))
 
     def _released(self, works: list[Work], joined: Container[int]) -> list[Work]:
         """Return what may be asked for: not what others take zeros for at the moment."""
@@ -153,3 +156,9 @@ class Requester:
         self._seen = 0
         self._hurried = False
         return True
+
+
+def _run_of(numbered: tuple[int, Request]) -> tuple[int, int]:
+    """Return what calls have in common that follow each other: series, and number less place."""
+    place, request = numbered
+    return id(request.prototype), request.number - place
