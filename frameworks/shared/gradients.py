@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from ringlet.compressors import NoCompression, Router
 from ringlet.compressors.core.context import State
 from ringlet.fusion import Request
+from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision.reduction import carrier
@@ -26,6 +29,7 @@ from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import UNUSED, common_names
 from ringlet.shared.requests import check_predivide
+from ringlet.shared.residual_store import warn_of_common
 from ringlet.shared.sparse_rows import RowExchange, densified
 from ringlet.shared.variable_names import alike
 
@@ -239,11 +243,36 @@ class GradientReducer:
             self._warn_of_unmatched(names)
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
         step = _Step(label, agreed, self.settings, self.memory.states, runtime, self.step)
+        self._settle(step, names, label)
         title = self._titles.get(label) or runtime.title(self._title(names))
         self._titles[label] = title
         step.show(runtime, title)
         self._steps[slots] = step
         return step
+
+    def _settle(self, step: _Step, names: Sequence[str], label: str) -> None:
+        """Let ranks that have loaded different states, or some of them none, begin alike.
+
+        They count steps as the first rank does, for shared random numbers depend on it, and forget
+        what ranks have in common unless all have it: replicas would part. Who forgets warns.
+        """
+        memory, states = self.memory, self.memory.states
+        common = [name for name in memory.in_common() if name in names]
+        steps = [int(states[name].get("step", 0)) for name in names]
+        own = [common, step.number, steps]
+        digest = hashlib.blake2b(repr(own).encode(), digest_size=16).digest()
+        process_set = self.settings.process_set
+        if json_exchange.alike(digest, f"{label}.alike", process_set):
+            return
+        expected = "what its compressors have in common with others, and steps"
+        everyone = json_exchange.gather(own, f"{label}.states", process_set, expected, _is_state)
+        if any(each[0] != common for each in everyone):
+            memory.forget_in_common(common)
+            warn_of_common(common)
+        _, number, counted = everyone[0]
+        for name, count in zip(names, counted, strict=True):
+            states[name]["step"] = count
+        step.go_to(number)
 
     def _title(self, names: Sequence[str]) -> str:
         """Return what timelines and reports call this: the optimizer, and the model if known."""
@@ -325,6 +354,18 @@ class GradientReducer:
             np.full_like(array, np.nan) if array.dtype.name in FLOATS else array
             for array in results
         ]
+
+
+def _is_state(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 3
+        and isinstance(value[0], list)
+        and all(isinstance(name, str) for name in value[0])
+        and isinstance(value[1], int)
+        and isinstance(value[2], list)
+        and all(isinstance(step, int) for step in value[2])
+    )
 
 
 class Staying(GradientReducer):

@@ -10,7 +10,14 @@ from typing import Any
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.modifiers.residuals import forget, wide
-from ringlet.compressors.states import owed, rescale, resize, take_over
+from ringlet.compressors.states import (
+    forget_shared,
+    owed,
+    rescale,
+    resize,
+    shared,
+    take_over,
+)
 from ringlet.job.session import current, is_initialized
 from ringlet.ring.dtypes import Array
 from ringlet.shared.residual_store import norm
@@ -132,6 +139,18 @@ class Memory:
         with self.lock, at_work():
             self._take_given(name, state, compressor)
         return state
+
+    def in_common(self) -> list[str]:
+        """Return the tensors of which ranks remember something in common."""
+        with self.lock, at_work():
+            return [name for name, state, by in self._compressed() if shared(state, by)]
+
+    def forget_in_common(self, names: Container[str]) -> None:
+        """Forget what ranks remember in common of tensors; residuals stay."""
+        with self.lock, at_work():
+            for name, state, compressor in self._compressed():
+                if name in names:
+                    forget_shared(state, compressor)
 
     # -- residuals --------------------------------------------------------------------------------
 

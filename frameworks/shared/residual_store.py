@@ -117,6 +117,17 @@ def warn_of_loss(given: Mapping[str, Any] | None, rank: int, size: int, advice: 
     )
 
 
+def warn_of_common(names: Sequence[str], advice: str = _ADVICE) -> None:
+    """Warn that what ranks have in common of ``names`` is forgotten, for not all have it."""
+    if names:
+        warnings.warn(
+            "what compressors remember was loaded on some ranks alone: what ranks have in common "
+            "is forgotten on all, for replicas would part: factors or estimates of "
+            f"{listed(list(map(repr, names)))}. {advice}",
+            stacklevel=outside(),
+        )
+
+
 def warn_of_other_ranks(path: str, others: Sequence[str], size: int) -> None:
     """Warn that a checkpoint holds the residuals of ``others`` ("rank0of2"), and of none here."""
     ranks = "1 rank" if len(others) == 1 else f"{len(others)} ranks"

@@ -385,6 +385,30 @@ def saved_by_other_ranks(model, folder, rank):
     assert left == {".rank0of2", ".rank1of2", ".rank0of3.old", ".rank1of3.old"}
 
 
+def case_what_one_rank_alone_has_loaded_of_what_is_common():
+    def trained(spec, given):
+        model = made()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=spec)
+        model.compile(optimizer, "mse")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if given is not None:
+                hvd.set_compressor_state(optimizer, given)
+            fit(model)
+        assert variables_equal(model.weights), spec
+        told = [str(w.message) for w in caught if "in common is forgotten" in str(w.message)]
+        return hvd.allgather_object(hvd.compressor_state(optimizer)), told
+
+    rank = hvd.rank()
+    for spec, common in (("int8 | ef", False), ("int8 | ef21", True), ("acpsgd | ef", True)):
+        kept, told = trained(spec, None)
+        told += trained(spec, kept[rank])[1]  # each its own
+        assert told == []
+        for given in (kept[0], kept[0] if rank == 0 else None):
+            _, told = trained(spec, given)
+            assert len(told) == (common and rank == 0), (spec, told)
+
+
 def case_a_model_that_one_rank_loads():
     """Keras forgets Sequential models in the paths of what it loads; ranks agree all the same."""
     rank = hvd.rank()

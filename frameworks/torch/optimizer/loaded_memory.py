@@ -40,7 +40,7 @@ def agree_on_loaded(reducer: Reducer | None, process_set: ProcessSet) -> None:
     if len(set(found.values())) < 2:
         return
     if reducer is not None:
-        reducer.memory.forget_in_common()
+        reducer.memory.forget_in_common(reducer.memory.states)
     names = list(dict.fromkeys(name for _, names in everyone for name in names))[:_SHOWN]
     owners = [rank for rank, each in found.items() if each == Loaded.OWN]
     silent = [rank for rank, each in found.items() if each == Loaded.NOTHING] if owners else []

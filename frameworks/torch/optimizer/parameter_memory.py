@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression, Router
-from ringlet.compressors.states import carry_over, forget_shared, prescale, rescale, shared
+from ringlet.compressors.states import carry_over, prescale, rescale
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.callers import outside
@@ -131,22 +131,9 @@ class ParameterMemory(Memory):
         self.loaded = checkpoint.Loaded.OWN
         return step
 
-    # -- what ranks have in common ----------------------------------------------------------------
-
-    def in_common(self) -> list[str]:
-        """Return the parameters of which ranks remember something in common."""
-        with at_work():
-            return [n for n, state in self.states.items() if shared(state, self.compressor_of(n))]
-
     def loaded_in_common(self) -> tuple[str, ...]:
         """Return the parameters of which that was loaded, since ranks agreed on it last."""
         return tuple(self.in_common()) if self.loaded is checkpoint.Loaded.OWN else ()
-
-    def forget_in_common(self) -> None:
-        """Forget what ranks remember in common; residuals stay."""
-        with at_work():
-            for name, state in self.states.items():
-                forget_shared(state, self.compressor_of(name))
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,12 +26,12 @@ from ringlet.job.elastic import refuse
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
-from ringlet.ring.callers import outside, public
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
-from ringlet.shared.residual_store import put
+from ringlet.shared.residual_store import put, warn_of_common
 from ringlet.torch.elastic.epoch_group import AGAIN, STALE, EpochGroup, behind_backward
 from ringlet.torch.elastic.hook_memory import NO_BACKWARD, HookMemory, kept_for, reopen
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
@@ -119,7 +118,7 @@ class DdpState:
             finalizer = weakref.finalize(self, _forget, states, self._label, self._taken)
             finalizer.atexit = False
         self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
-        self._alike = not any(each.traits().stateful for each in self._router.compressors)
+        self._alike = False  # whether ranks know what they have loaded
         self._untouched: list[_Untouched] = []
         self._failure: Exception | None = None
         self._watched = NO_BACKWARD  # the backward pass whose end is waited for
@@ -214,14 +213,7 @@ class DdpState:
         with self.engine.at_work():
             for name in held:
                 forget_shared(states[name], by[name])
-        if held:
-            listed = ", ".join(map(repr, held[:3]))
-            warnings.warn(
-                "what compressors remember was loaded on some ranks alone: what ranks have in "
-                "common is forgotten on all, for replicas would part: factors or estimates of "
-                f"{listed}. {_ADVICE}",
-                stacklevel=outside(),
-            )
+        warn_of_common(held, _ADVICE)
 
     def expect(self, p: torch.Tensor, mean: torch.Tensor) -> None:
         """Note how the gradient of ``p`` is before DDP writes ``mean`` to it, if that matters."""
