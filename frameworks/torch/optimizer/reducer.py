@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +16,6 @@ from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.job.session import current
 from ringlet.precision.reduction import carrier
-from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
@@ -29,8 +26,8 @@ from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
-from ringlet.torch.ops.replica_check import Comparison
 from ringlet.torch.optimizer.checkpoint import Loaded
+from ringlet.torch.optimizer.drift_check import DriftCheck
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
 from ringlet.torch.optimizer.naming import refuse_strays, warn_of_unmatched
@@ -81,8 +78,7 @@ class Reducer:
             raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
         check_predivide(predivide, op)
         self.parameters = named
-        self.compared: Mapping[str, torch.Tensor] | None = named  # from the first step on
-        self._comparison: Comparison | None = None
+        self.drift = DriftCheck(named)
         averages = op is ReduceOp.AVERAGE
         self.memory = ParameterMemory(named, options.router, averages, process_set, predivide)
         self.in_flight = False
@@ -269,13 +265,7 @@ class Reducer:
         self._alike.end((frozen, ()))
         if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
-        # Not waited for: ranks may wait for several optimizers, and in any order.
-        if self.compared is not None:
-            self._compare(self.compared, param_groups)
-            self.compared = None
-        elif self._comparison is not None and self._comparison.done():
-            self._tell(self._comparison.difference())
-            self._comparison = None
+        self.drift.look(param_groups, self._label, self._process_set)
 
     def abandon(self, why: str) -> None:
         """Give up the step at hand on all ranks: see ``Group.abandon``."""
@@ -347,12 +337,12 @@ class Reducer:
             handle.forget()
         if self._group is not None:
             self._finalizer.detach()
-        self._group = self._comparison = None
+        self._group = None
         self._rows = self._new_rows()
         self._included = self._process_set.included()
         self.memory.resize(self._size())
         self._owing = self._included and self._size() == 1
-        self.compared = self.parameters
+        self.drift = DriftCheck(self.parameters)
         self._declare(self._start)
 
     def _declare(self, step: int = 0) -> None:
@@ -429,31 +419,6 @@ class Reducer:
         ):
             label, items = f"{self._label}.{what}{self._alike.call}", [(name, "") for name in names]
             agree(what, label, items, self._process_set, remedy)
-
-    def _compare(
-        self, parameters: Mapping[str, torch.Tensor], groups: list[dict[str, Any]]
-    ) -> None:
-        """Begin to compare what has to be alike on all ranks before the first step."""
-        digest = hashlib.blake2b(_settings(groups).encode(), digest_size=7).digest()
-        settings = torch.tensor([int.from_bytes(digest, "big")])
-        compared = {**parameters, _SETTINGS: settings}
-        self._comparison = Comparison(compared, f"{self._label}.alike", self._process_set)
-
-    def _tell(self, odd: str | None) -> None:
-        """Warn, on one rank, of what was ``odd`` at the first step."""
-        if odd is None or current().rank != min(self._process_set.ranks or [0]):
-            return
-        what = (
-            "the optimizer's settings, such as lr, differ"
-            if odd == _SETTINGS
-            else (f"parameter {odd!r} differs")
-        )
-        call = "optimizer_state(optimizer" if odd == _SETTINGS else "parameters(model.state_dict()"
-        warnings.warn(
-            f"{what} between ranks since the first step, so that their models drift apart: call "
-            f"hvd.broadcast_{call}, root_rank=0) on all ranks before training",
-            stacklevel=outside(),
-        )
 
     def _too_early(self, name: str) -> str:
         return (
@@ -575,15 +540,6 @@ class Reducer:
         self._left = dict.fromkeys(self.parameters, self.passes)
         self._handed.clear()
         return self._rows.release() if self._rows.dims else []
-
-
-_SETTINGS = ""  # no parameter's name
-
-
-def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the plain settings of parameter groups, as text."""
-    kinds = (float, int, str, tuple)
-    return repr([sorted((k, v) for k, v in g.items() if isinstance(v, kinds)) for g in groups])
 
 
 def _refuse_ddp(hooks: GradHooks) -> None:

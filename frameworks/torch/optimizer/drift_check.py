@@ -1,0 +1,60 @@
+"""Whether ranks began with the same parameters and settings, without which models drift apart."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringlet.job.process_sets import ProcessSet
+from ringlet.job.session import current
+from ringlet.ring.callers import outside
+from ringlet.torch.ops.replica_check import Comparison
+
+_SETTINGS = ""  # no parameter's name
+
+
+class DriftCheck:
+    """Compares ``parameters`` and settings once, after the first step, and warns on one rank.
+
+    Nobody waits for it: ranks may wait for several optimizers, and in any order.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+        self._comparison: Comparison | None = None
+        self._begun = False
+
+    def look(self, groups: Sequence[Mapping[str, Any]], label: str, ranks: ProcessSet) -> None:
+        """After a step: begin to compare, or tell what was found. Collective at the first call."""
+        if not self._begun:
+            self._begun = True
+            digest = hashlib.blake2b(_settings(groups).encode(), digest_size=7).digest()
+            settings = torch.tensor([int.from_bytes(digest, "big")])
+            compared = {**self.parameters, _SETTINGS: settings}
+            self._comparison = Comparison(compared, f"{label}.alike", ranks)
+        elif self._comparison is not None and self._comparison.done():
+            odd, self._comparison = self._comparison.difference(), None
+            if odd is not None and current().rank == min(ranks.ranks or [0]):
+                _warn(odd)
+
+
+def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the plain settings of parameter groups, as text."""
+    kinds = (float, int, str, tuple)
+    return repr([sorted((k, v) for k, v in g.items() if isinstance(v, kinds)) for g in groups])
+
+
+def _warn(odd: str) -> None:
+    what, call = f"parameter {odd!r} differs", "parameters(model.state_dict()"
+    if odd == _SETTINGS:
+        what = "the optimizer's settings, such as lr, differ"
+        call = "optimizer_state(optimizer"
+    warnings.warn(
+        f"{what} between ranks since the first step, so that their models drift apart: call "
+        f"hvd.broadcast_{call}, root_rank=0) on all ranks before training",
+        stacklevel=outside(),
+    )
