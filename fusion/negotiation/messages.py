@@ -46,10 +46,10 @@ STALLED = b"T"  # text: a warning for rank 0's log
 LOST = b"L"  # [[rank, ...], text]: these are gone, or have no connection to each other
 GONE = b"g"  # rank: its goodbye has been heard, and nothing after this needs it
 
-_VOTE = struct.Struct("<cIIIQIQQQI??")
-_GO = struct.Struct("<cIIII")
+_VOTE = struct.Struct("<cQIIQIQQQI??")
+_GO = struct.Struct("<cQIII")
 _HITS = struct.Struct("<cIQ")
-_EXECUTE = struct.Struct("<cII")
+_EXECUTE = struct.Struct("<cIQ")
 
 
 class Vote(NamedTuple):

@@ -1,11 +1,16 @@
 """The coordinator as a state machine: any order of arrival, the same words for everybody."""
 
+import itertools
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from engines import with_engines
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringlet.compressors import parse
 from ringlet.fusion import Request
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.negotiation.coordinator import Coordinator
@@ -257,3 +262,26 @@ def test_a_declaration_is_refused_for_joined_ranks_once_nobody_else_is_awaited()
     _, name, ranks, text, _ = loads(answer[1:])
     assert (name, ranks) == ("g", [0, 1])
     assert "'g' was not declared: rank 2 joined" in text
+
+
+def test_jobs_go_on_beyond_as_many_batches_as_32_bits_count(monkeypatch):
+    starts = iter([1 << 32, 1])  # of numbers, and of versions
+    shim = SimpleNamespace(count=lambda first: itertools.count(next(starts)))
+    monkeypatch.setattr("ringlet.fusion.negotiation.coordinator.itertools", shim)
+
+    def body(engine):
+        found, x = [], np.full(3000, engine.rank + 1, np.float32)
+        for spec in ("none", "int8") * 3:  # the last ones are asked for by a bit each
+            request = Request(f"x.{spec}", shape=(3000,), spec=spec)
+            found.append(engine.submit(request, x.copy(), None, parse(spec)).wait())
+        request = Request("w", shape=(3000,), spec="int8")
+        group = engine.declare("g", [request], [parse("int8")], [{}])
+        for _ in range(2):
+            found.append(x.copy())
+            group.submit("w", found[-1])
+            group.wait(60)
+        return [group.number, *found]
+
+    for number, *found in with_engines(2, body):
+        assert number >= 1 << 32
+        assert all(np.allclose(each, 1.5, rtol=1e-2) for each in found)
