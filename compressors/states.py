@@ -207,6 +207,15 @@ def shared(state: State, compressor: Compressor) -> list[str]:
     )
 
 
+def everyones(state: State, compressor: Compressor) -> State:
+    """Return what another rank's ``state`` holds for every rank: a low-rank compressor's factors.
+
+    EF21's estimates are none of it, of which each rank has a part.
+    """
+    names = ("left", "right", "step") if isinstance(innermost(compressor), LowRank) else ()
+    return {name: state[name] for name in names if name in state}
+
+
 def forget_shared(state: State, compressor: Compressor) -> None:
     """Forget what of ``state`` ranks have in common; dicts in it stay the same objects."""
     for key in shared(state, compressor):

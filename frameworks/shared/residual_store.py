@@ -18,7 +18,7 @@ import numpy as np
 from ringlet.compressors import Compressor, Router
 from ringlet.compressors.core.context import State
 from ringlet.compressors.modifiers.residuals import energy
-from ringlet.compressors.states import bare, fit
+from ringlet.compressors.states import bare, everyones, fit
 from ringlet.ring.callers import outside
 from ringlet.ring.dtypes import Array
 
@@ -216,10 +216,10 @@ def loads(
 ) -> tuple[dict[str, State], int]:
     """Return the states and the step that ``dumps`` wrote.
 
-    States are empty, with a warning if there were any, where ``data`` is another rank's: residuals
-    belong to the gradients of one rank. What compressors of other specs remembered is forgotten,
-    with a warning, but for what those of ``router`` can go on with. Raises ValueError for bytes
-    that are no such checkpoint.
+    Where ``data`` is another rank's there is nothing in them, with a warning, but the factors of
+    low-rank compressors: residuals belong to the gradients of one rank. What compressors of other
+    specs remembered is forgotten, with a warning, but for what those of ``router`` can go on with.
+    Raises ValueError for bytes that are no such checkpoint.
     """
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
@@ -232,15 +232,16 @@ def loads(
         raise ValueError(f"these bytes hold no compressor state: {error!r}") from error
     if version != VERSION:
         raise ValueError(f"compressor state of version {version} needs another Ringlet")
-    if not is_own(head, rank, size):
-        if remembered(head["states"]):
-            warn_of_loss(head, rank, size, _ADVICE)
-        return {}, int(head["step"])
     states: dict[str, State] = head["states"]
+    if not is_own(head, rank, size):
+        if remembered(states):
+            warn_of_loss(head, rank, size, _ADVICE)
+        left = {name: everyones(state, router(name)) for name, state in states.items()}
+        states = {name: state for name, state in left.items() if not bare(state)}
     tensors = {name: (router(name), None) for name in states}
     strange = fit_all(states, head.get("specs", {}), tensors, size, average, predivide)
     warn_of_misfits(strange)
-    return states, head["step"]
+    return states, int(head["step"])
 
 
 def replace(states: dict[str, State], given: Mapping[str, State], step: int) -> None:

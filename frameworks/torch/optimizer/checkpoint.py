@@ -16,7 +16,7 @@ import torch
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
-from ringlet.compressors.states import fit, merged
+from ringlet.compressors.states import bare, everyones, fit, merged
 from ringlet.shared.residual_store import (
     Tensor,
     fit_all,
@@ -90,17 +90,22 @@ def restore(
     """Overwrite ``states`` with what this rank saved; return the step.
 
     Warns, and resets residuals, where ``given`` is missing or another rank's: a checkpoint that
-    rank 0 wrote alone holds rank 0's residuals only. Where compressors remember what is common to
-    all ranks (PowerSGD, ACP-SGD, EF21), rank 0 alone goes on with it, which is for the caller to
-    find out: see ``loaded_memory``. Warns, too, of what does not fit ``tensors``, which is
-    forgotten. Gradients are reduced ``among`` so many of the ``size`` ranks, by default all, and
-    divided by ``predivide`` before.
+    rank 0 wrote alone holds rank 0's residuals only. Of it others take the factors of low-rank
+    compressors, which all ranks have in common. Of EF21's estimates they can not, and rank 0 alone
+    goes on with them, which is for the caller to find out: see ``loaded_memory``. Warns, too, of
+    what does not fit ``tensors``, which is forgotten. Gradients are reduced ``among`` so many of
+    the ``size`` ranks, by default all, and divided by ``predivide`` before.
     """
     own = given is not None and is_own(given, rank, size)
     holds = given is not None and remembered(given["states"])
     if not own and (holds or remembered(states)):
         warn_of_loss(given if holds else None, rank, size, advice)
-    saved_states = given["states"] if given is not None and own else {}
+    saved_states = {}
+    if given is not None and own:
+        saved_states = given["states"]
+    elif given is not None and tensors is not None:
+        left = {n: everyones(s, tensors[n][0]) for n, s in given["states"].items() if n in tensors}
+        saved_states = {name: state for name, state in left.items() if not bare(state)}
     specs: Mapping[str, str] = {} if given is None else given.get("specs", {})
     found = {name: mapped(saved_states.get(name, {}), _array) for name in states}
     if tensors is not None:

@@ -24,24 +24,27 @@ _SHOWN = 3  # tensors that the warning names
 def agree_on_loaded(reducer: Reducer | None, process_set: ProcessSet) -> None:
     """Let ranks go on with what they have loaded if all have loaded theirs, or none. Collective.
 
-    Otherwise all forget what they have in common; residuals stay where they were loaded. The first
-    rank warns of what is lost, but not in an elastic job, where newcomers have nothing to load.
-    ``reducer`` is None for an optimizer that is not wrapped.
+    Otherwise all forget what they have in common, unless all have loaded that, too; residuals stay
+    where they were loaded. The first rank warns of what is lost, but not in an elastic job, where
+    newcomers have nothing to load. ``reducer`` is None for an optimizer that is not wrapped.
     """
     loaded, shared = Loaded.NOTHING, []
     if reducer is not None and reducer.included:
-        loaded, reducer.memory.loaded = reducer.memory.loaded, Loaded.NOTHING
-        shared = reducer.memory.in_common()
-    told = [None if reducer is None or not reducer.included else loaded, shared[:_SHOWN]]
+        loaded, shared = reducer.memory.loaded, reducer.memory.in_common()
+        reducer.memory.agreed()
+    told = [None if reducer is None or not reducer.included else loaded, shared]
     name, expected = "broadcast_optimizer_state.loaded", "what a rank has loaded"
     everyone = json_exchange.gather(told, name, process_set, expected, _fits)
     ranks = process_set.ranks or range(process_set.size())
     found = {rank: each for rank, (each, _) in zip(ranks, everyone, strict=True) if each}
     if len(set(found.values())) < 2:
         return
-    if reducer is not None:
+    common = [names for each, names in everyone if each]
+    complete = Loaded.NOTHING not in found.values() and all(n == common[0] for n in common)
+    if reducer is not None and not complete:
         reducer.memory.forget_in_common(reducer.memory.states)
-    names = list(dict.fromkeys(name for _, names in everyone for name in names))[:_SHOWN]
+    listed_in = [] if complete else common
+    names = list(dict.fromkeys(name for names in listed_in for name in names))[:_SHOWN]
     owners = [rank for rank, each in found.items() if each == Loaded.OWN]
     silent = [rank for rank, each in found.items() if each == Loaded.NOTHING] if owners else []
     if is_elastic() or current().rank != ranks[0] or not (names or silent):

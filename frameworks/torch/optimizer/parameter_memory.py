@@ -48,6 +48,7 @@ class ParameterMemory(Memory):
         super().__init__(self._routed(router), averages, predivide)
         self.states = {name: {} for name in parameters}
         self.loaded = checkpoint.Loaded.NOTHING  # since ranks agreed on it last
+        self.loaded_in_common: tuple[str, ...] = ()  # the parameters of which it is in common
 
     @property
     def compressors(self) -> dict[str, Compressor]:
@@ -82,6 +83,7 @@ class ParameterMemory(Memory):
                 forgotten = carry_over(state, then, now, *self._reduction)
                 if forgotten:
                     lost.append(f"{now} forgets {forgotten} of {name!r}, which {then} kept")
+        self.note(self.loaded)
         if lost and current().rank == 0:
             more = f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else ""
             warnings.warn(f"set_compression: {lost[0]}{more}", stacklevel=outside())
@@ -116,7 +118,7 @@ class ParameterMemory(Memory):
         self._convert(then)
         ours = kept is not None and is_own(kept, rank, size)
         holds = kept is not None and remembered(kept["states"])
-        self.loaded = checkpoint.Loaded.OWN if ours and holds else checkpoint.Loaded.OTHER
+        self.note(checkpoint.Loaded.OWN if ours and holds else checkpoint.Loaded.OTHER)
         return step
 
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> int:
@@ -128,14 +130,20 @@ class ParameterMemory(Memory):
         how = self.averages, self._size(), then
         step = checkpoint.reshard(*where, self._tensors(), *how)
         self._convert(then)
-        self.loaded = checkpoint.Loaded.OWN
+        self.note(checkpoint.Loaded.OWN)
         return step
 
-    def loaded_in_common(self) -> tuple[str, ...]:
-        """Return the parameters of which that was loaded, since ranks agreed on it last."""
-        return tuple(self.in_common()) if self.loaded is checkpoint.Loaded.OWN else ()
+    def agreed(self) -> None:
+        """Note that ranks have agreed on what each has loaded."""
+        self.note(checkpoint.Loaded.NOTHING)
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def note(self, loaded: checkpoint.Loaded) -> None:
+        """Note what was ``loaded``, before a step adds to it."""
+        self.loaded = loaded
+        new = loaded is checkpoint.Loaded.NOTHING
+        self.loaded_in_common = () if new else tuple(self.in_common())
 
     def _routed(self, router: Router) -> Callable[[str], Compressor]:
         return partial(routed, router, depth=self._depth)

@@ -17,7 +17,7 @@ from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.job.session import current
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import RingError
+from ringlet.ring.errors import Mismatch, RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
 from ringlet.shared.list_changes import ListChanges
@@ -26,7 +26,6 @@ from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_passes, check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
-from ringlet.torch.optimizer.checkpoint import Loaded
 from ringlet.torch.optimizer.drift_check import DriftCheck
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
@@ -48,7 +47,7 @@ _FREEZE = "set requires_grad alike on all ranks, in the same step, or their mode
 _LOADED = (
     "compressors need the same on all ranks, or replicas part: load optimizer.state_dict() as each "
     "rank saved it, or call hvd.broadcast_optimizer_state(optimizer, root_rank=0) on all ranks "
-    "after loading. This step is not applied"
+    "after loading. They are forgotten on all ranks, and this step is not applied"
 )
 
 
@@ -239,7 +238,7 @@ class Reducer:
             self.abandon(f"{type(error).__name__}: {error}")
             raise
         frozen = tuple(name for name in missing if not self.parameters[name].requires_grad)
-        alike = frozen, self.memory.loaded_in_common()
+        alike = frozen, self.memory.loaded_in_common
         self._alike.begin(alike, self._group.turn)
         try:
             self._submit(missing)
@@ -261,7 +260,7 @@ class Reducer:
         self._alike.end()
         if differs:
             self._agree_on(*alike)
-        self.memory.loaded = Loaded.NOTHING
+        self.memory.agreed()
         self._alike.end((frozen, ()))
         if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
@@ -395,7 +394,8 @@ class Reducer:
     def _inherit(self, before: Reducer) -> int:
         """Go on with what ``before`` remembers of the same parameters; return the step."""
         memory, old = self.memory, before.memory
-        memory.among, memory.owes, memory.loaded = old.among, old.owes, old.loaded
+        memory.among, memory.owes = old.among, old.owes
+        memory.note(old.loaded)
         if before._process_set is not self._process_set or before._op is not self._op:
             return before.step
         if before.in_flight:  # such as a step that was refused because parameters were added
@@ -413,12 +413,16 @@ class Reducer:
 
     def _agree_on(self, frozen: Sequence[str], loaded: Sequence[str]) -> None:
         """Raise Mismatch on all ranks unless all freeze, and have loaded, the same. Collective."""
-        for what, names, remedy in (
-            ("frozen parameters", frozen, _FREEZE),
-            ("factors or estimates that were loaded", loaded, _LOADED),
-        ):
-            label, items = f"{self._label}.{what}{self._alike.call}", [(name, "") for name in names]
-            agree(what, label, items, self._process_set, remedy)
+        label, ranks = f"{self._label}.step{self._alike.call}", self._process_set
+        agree("frozen parameters", f"{label}.frozen", [(n, "") for n in frozen], ranks, _FREEZE)
+        items = [(name, "") for name in loaded]
+        try:
+            agree("factors or estimates that were loaded", label, items, ranks, _LOADED)
+        except Mismatch:
+            self.memory.forget_in_common(self.memory.states)
+            self.memory.agreed()
+            self._alike.end((tuple(frozen), ()))
+            raise
 
     def _too_early(self, name: str) -> str:
         return (
