@@ -248,7 +248,8 @@ class Hub(Heartbeat):
         if self.listener.fileno() in ready:
             self.accept()
         for fd in [fd for fd in self.strangers if fd in ready]:
-            self.greet(self.strangers[fd])
+            if fd in self.strangers:  # once all ranks are there, who else waits is sent away
+                self.greet(self.strangers[fd])
         now = time.monotonic()
         for stranger in [s for s in self.strangers.values() if s.deadline < now]:
             self.send_away(stranger)

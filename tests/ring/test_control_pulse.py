@@ -33,7 +33,7 @@ from ringlet.ring.launch import start
 from ringlet.ring.processes.processes import children_of
 from ringlet.ring.transports.local import run_local
 from ringlet.ring.wire.framing import OVERHEAD
-from ringlet.ring.wire.handshake import CLAIM, GREETING, WELCOME
+from ringlet.ring.wire.handshake import CLAIM, GREETING, WELCOME, Claim, claim_from
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -256,6 +256,27 @@ def test_strangers_are_sent_away_and_the_job_goes_on(beats: Start) -> None:
         os.kill(rank.process.pid, signal.SIGSTOP)
         assert hub.hear() == "silent 1"
     listener.close()
+
+
+def test_a_stranger_that_speaks_as_the_last_rank_comes_does_no_harm() -> None:
+    """Both are heard in one turn: the rank first, and with that the stranger is sent away."""
+    listener = listen("127.0.0.1")
+    where = listener.getsockname()[:2]
+    hub = Beats(0, 2, (listener.fileno(),))
+    with ExitStack() as stack:
+        stack.callback(listener.close)
+        stack.callback(hub.end)
+        rank, stranger = (stack.enter_context(socket.create_connection(where)) for _ in range(2))
+        greetings = [sock.recv(GREETING, socket.MSG_WAITALL) for sock in (rank, stranger)]
+        os.kill(hub.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, hub.process.pid, os.WSTOPPED | os.WNOWAIT)
+        claim, welcome, _ = claim_from(greetings[0], SECRET, Claim(0, 1, 2))
+        rank.sendall(claim)
+        stranger.sendall(b"?")
+        os.kill(hub.process.pid, signal.SIGCONT)
+        assert rank.recv(WELCOME, socket.MSG_WAITALL) == welcome
+        assert hub.hear() == "joined"
+        assert hub.hear() == "silent 1"  # it has not ended
 
 
 @pytest.mark.parametrize("how", ["changed", "repeated", "reflected"])
