@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from ringlet import __version__
 from ringlet.cli.commands import ALSO_CALLED, COMMANDS, grouped
+from ringlet.ring.descriptors import hold_standard_descriptors
 from ringlet.ring.errors import RingError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -65,6 +66,7 @@ def command_parser(name: str) -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: this process's) and return the exit code."""
+    hold_standard_descriptors()
     parser = _whole()
     given = list(sys.argv[1:] if arguments is None else arguments)
     _refuse_programs(given, parser)

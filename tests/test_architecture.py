@@ -27,8 +27,9 @@ FLOORS = {
         base specs dense quantizers sparsifiers lowrank modifiers states adaptive
         testing/tools testing/checks testing""",
     "ring": """errors process_owner log collector callers variables dtypes arguments communicator
-        float16 rank_order interrupt addresses safe_files wire transports pipeline control
-        collectives cost rendezvous hosts processes launch placed elastic functions command""",
+        float16 rank_order interrupt addresses safe_files descriptors wire transports pipeline
+        control collectives cost rendezvous hosts processes launch placed elastic functions
+        command""",
     "fusion": """errors limits devices requests planning codecs recording process_set exchanges
         buckets negotiation queue encoding_queue worker extensions observe autotune lifetime
         background_loop engine""",

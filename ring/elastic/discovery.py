@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+from ringlet.ring.descriptors import limit_as_before
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host, parse_host
 from ringlet.ring.processes import processes
@@ -114,7 +115,7 @@ class Discovery:
 
     def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
         me = os.getpid()
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -122,6 +123,8 @@ class Discovery:
             start_new_session=True,
             preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),
         )
+        limit_as_before(process.pid)
+        return process
 
     def _result(self) -> list[Host]:
         assert self._process is not None

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from ringlet.ring.control import pulse
+from ringlet.ring.descriptors import hold_standard_descriptors, more_descriptors
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.held_back import HeldBack
 from ringlet.ring.elastic.membership import Decisions, JobMember, Membership
@@ -47,6 +48,7 @@ SILENT = 2.5  # and at least, until one does whose host is not heard: kernels as
 NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
 
 
+@more_descriptors()
 def launch(
     command: Sequence[str],
     rules: Rules,
@@ -144,6 +146,7 @@ class Driver:
         ``parcels`` are left for them in the store, sealed with ``key``.
         """
         self._printer = printer
+        hold_standard_descriptors()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
@@ -282,6 +285,8 @@ class Driver:
             else:
                 self._start_by.pop(guest.rank, None)
                 self._rank_table.engage(guest)
+        if complaint := self._listener.complaint():
+            self._printer.note(complaint)
         self._rank_table.serve(ready)
         self.kv_store.serve(ready)
         now = time.monotonic()

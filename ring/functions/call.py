@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ringlet.ring.callers import public
+from ringlet.ring.descriptors import more_descriptors
 from ringlet.ring.elastic.driver import Driver
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions.call_checks import check_arguments
@@ -111,21 +112,23 @@ def run(
     command = worker_command(str(meant.get("executable", sys.executable)))
     call = packed_call(fn, tuple(args), dict(kwargs or {}))
     if plan is not None:
-        driver = Driver(command, *plan, transport, env or {}, reach)
-        printer = Printer(plan[0].np, True, output_filename, come=True)
-        results: list[R] = elastic_results(driver, printer, call, verbose)
+        with more_descriptors():
+            driver = Driver(command, *plan, transport, env or {}, reach)
+            printer = Printer(plan[0].np, True, output_filename, come=True)
+            results: list[R] = elastic_results(driver, printer, call, verbose)
         return results
-    job = Job(
-        command,
-        size,
-        transport,
-        env,
-        hosts=places,
-        reach=reach,
-        output=output_filename,
-        verbose=verbose,
-    )
-    outcome = job.run({"call": call})
+    with more_descriptors():
+        job = Job(
+            command,
+            size,
+            transport,
+            env,
+            hosts=places,
+            reach=reach,
+            output=output_filename,
+            verbose=verbose,
+        )
+        outcome = job.run({"call": call})
     if outcome.interrupted:
         raise KeyboardInterrupt
     if outcome.rank is not None:

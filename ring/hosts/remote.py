@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringlet.ring.descriptors import limit_as_before
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.forwarding import START
 from ringlet.ring.hosts.hosts import bare
@@ -99,6 +100,7 @@ def start_agent(
         )
     except OSError as error:
         raise LaunchError(f"cannot start {shell[0]}: {error.strerror}") from error
+    limit_as_before(process.pid)
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(order).encode() + b"\n")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringlet.ring.descriptors import hold_standard_descriptors, more_descriptors
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
@@ -38,6 +39,7 @@ class Outcome:
     interrupted: bool = False
 
 
+@more_descriptors()
 def launch(
     command: Sequence[str],
     np: int,
@@ -124,6 +126,7 @@ class Job:
 
         ``parcels`` are left for them in the store, sealed with ``key``.
         """
+        hold_standard_descriptors()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # what was printed before comes before
@@ -181,6 +184,8 @@ class Job:
                 self.kv_store.admit(guest)
             elif self._rank_table.engage(guest):
                 self._ending.repeat()
+        if complaint := self._listener.complaint():
+            self.printer.note(complaint)
         self._rank_table.serve(ready)
         self.kv_store.serve(ready)
         self._ending.judge()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringlet.ring.descriptors import limit_as_before
 from ringlet.ring.errors import LaunchError, unavailable
 from ringlet.ring.hosts.hosts import Seat
 from ringlet.ring.processes import torchrun
@@ -244,7 +245,7 @@ def start_process(
     """Start ``command`` with nothing to read, and the descriptors ``given``. Raises LaunchError."""
     try:
         # In a session of their own, so that the terminal's Ctrl-C reaches the launcher alone.
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -255,6 +256,8 @@ def start_process(
         )
     except OSError as error:
         raise LaunchError(f"cannot start {command[0]}: {error.strerror}") from error
+    limit_as_before(process.pid)
+    return process
 
 
 def _mpiexec() -> str:

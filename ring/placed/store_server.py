@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
+from ringlet.ring.descriptors import allow_more
 from ringlet.ring.wire.kv_store import KvStore
 from ringlet.ring.wire.launch_link import store_key
 from ringlet.ring.wire.listener import Listener
@@ -27,6 +28,7 @@ class StoreServer:
     """
 
     def __init__(self, size: int, host: str = "127.0.0.1") -> None:
+        allow_more()  # one for each rank
         self._listener = Listener(size, host)
         self.address, self.key = self._listener.address, store_key(self._listener.secret)
         self._store = KvStore()

@@ -5,25 +5,23 @@ A process group of our own is used, never torch's default one, which stays the u
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import json
 import os
-import resource
 import socket
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from ringlet.ring.descriptors import allow_more
 from ringlet.ring.errors import PeerLost, unavailable
 from ringlet.ring.interrupt import Connections, interrupt_all, remember, watched
 from ringlet.ring.rank_order import Scratch
 from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
 from ringlet.ring.transports.process_group import ProcessGroupCommunicator
 
-DESCRIPTORS = 1 << 16  # that a rank may have open, if the system lets it
 LONGEST = 0.5  # seconds that a message takes, whatever a rank may say
 
 
@@ -115,7 +113,9 @@ class GlooCommunicator(ProcessGroupCommunicator):
         self._store = None
 
     def _connect(self) -> None:
-        _make_room()
+        # While its port is open gloo takes every connection, and ends the process when there is no
+        # descriptor for one.
+        allow_more()
         with watched() as connections:
             options = self._options()
             prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
@@ -169,16 +169,3 @@ def _keep_groups() -> None:
 
 
 os.register_at_fork(after_in_child=_keep_groups)
-
-
-def _make_room() -> None:
-    """Allow this process more descriptors, if it may have them.
-
-    While its port is open gloo takes every connection, and ends the process when there is no
-    descriptor for one.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import resource
 import secrets
 import socket
 import time
@@ -17,6 +19,7 @@ from ringlet.ring.wire.launch_link import Channel, Role, store_key
 STRANGERS = 256  # connections, besides two a rank, that have not proved themselves yet
 PATIENCE = 10.0  # seconds they have to do so
 AT_ONCE = 64  # that are taken before those who are let in are served
+PAUSE = 1.0  # seconds until it is looked again whether there is a descriptor for who connects
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Listener:
     Visitors to the store prove that they know the store's key, which is derived from the secret.
     ``port`` and ``secret`` (32 bytes) are chosen here unless they are given.
     When there are too many strangers, the oldest makes room for the next, of those who come from
-    where most of them come from.
+    where most of them come from. Where this process may have no more descriptors, a stranger who
+    has been silent for a second does; if there is none, whoever connects has to wait.
     """
 
     def __init__(
@@ -56,17 +60,30 @@ class Listener:
         self._listener = listen(host, max(128, 2 * size), port)
         self._listener.setblocking(False)
         self._strangers: list[_Stranger] = []  # the oldest first
+        self._pause = 0.0  # until when nobody is let in, monotonic seconds,
+        self._short = ""  # why, and
+        self._told = False  # whether that was told
         self.address = with_port(host, self._listener.getsockname()[1])
 
     def sources(self) -> list[int]:
         """Return the descriptors to poll for reading."""
-        return [self._listener.fileno(), *(each.sock.fileno() for each in self._strangers)]
+        door = [] if time.monotonic() < self._pause else [self._listener.fileno()]
+        return [*door, *(each.sock.fileno() for each in self._strangers)]
 
     def patience(self) -> float | None:
         """Return for how many seconds nobody's time is up, None for ever."""
-        if not self._strangers:
-            return None
-        return max(0.0, self._strangers[0].limit - time.monotonic())
+        now = time.monotonic()
+        times = [stranger.limit for stranger in self._strangers[:1]]
+        if now < self._pause:
+            times.append(self._pause)
+        return max(0.0, min(times) - now) if times else None
+
+    def complaint(self) -> str:
+        """Return, once, why nobody is let in any more; empty while all is well."""
+        if self._told or not self._short:
+            return ""
+        self._told = True
+        return self._short
 
     def admit(self, ready: set[int]) -> list[Guest]:
         """Serve what is ``ready``; return who is let in. Everybody else is turned away."""
@@ -86,9 +103,9 @@ class Listener:
                 sock, peer = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # it has gone again, or there is no descriptor for it
-                if self._strangers:
-                    self._send_away(self._strangers[0])
+            except OSError as error:  # it has gone again, or there is no descriptor for it
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._find_descriptor(error)
                 return
             sock.setblocking(False)
             stranger = _Stranger(sock, str(peer[0]))
@@ -97,6 +114,16 @@ class Listener:
                 self._make_room()
             with contextlib.suppress(OSError):
                 sock.send(stranger.handshake.greeting)
+
+    def _find_descriptor(self, error: OSError) -> None:
+        """Have a stranger who has been silent for a while make room, or let nobody in for now."""
+        now = time.monotonic()
+        oldest = self._strangers[0] if self._strangers else None
+        if oldest is not None and oldest.limit - PATIENCE + PAUSE <= now:
+            self._send_away(oldest)
+            return
+        self._pause = now + PAUSE
+        self._short = _no_descriptors(error)
 
     def _make_room(self) -> None:
         ((most, _),) = Counter(stranger.address for stranger in self._strangers).most_common(1)
@@ -140,3 +167,13 @@ class Listener:
         while self._strangers:
             self._send_away(self._strangers[0])
         self._listener.close()
+
+
+def _no_descriptors(error: OSError) -> str:
+    if error.errno == errno.ENFILE:
+        return "this host has no descriptors left, so ranks cannot connect to the launcher"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return (
+        f"ranks cannot connect to the launcher, which has all of the {limit} descriptors that it"
+        " may have: allow it more (`ulimit -n` in the shell that starts it), four for each rank"
+    )

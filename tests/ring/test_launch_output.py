@@ -58,6 +58,68 @@ def test_those_that_lose_a_rank_have_time_to_raise_and_to_save() -> None:
 
 
 @needs_torch
+@pytest.mark.parametrize("elastic", [[], ["--min-np", "2"]], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]], ids=str)
+def test_descriptors_that_are_closed_do_not_matter(closed: list[int], elastic: list[str]) -> None:
+    """Else the launcher's own sockets have their numbers, and ranks wait for what is printed."""
+
+    def close() -> None:
+        for descriptor in closed:
+            os.close(descriptor)
+
+    code = "import os\nfor fd in (1, 2): os.write(fd, b'here\\n')\nraise SystemExit(3)"
+    done = subprocess.run(
+        [*RUN, "-np", "2", *elastic, "--no-prefix", *PYTHON, code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+        preexec_fn=close,
+    )
+    assert done.returncode == 3, done.stderr
+    heard = {1: done.stdout, 2: done.stderr}
+    for descriptor, text in heard.items():
+        assert ("here" in text.splitlines()) == (descriptor not in closed)
+
+
+@needs_torch
+@pytest.mark.parametrize("elastic", [[], ["--min-np", "8"]], ids=["fixed", "elastic"])
+def test_a_launcher_takes_the_descriptors_that_it_may_have(
+    elastic: list[str], tmp_path: Path
+) -> None:
+    """Each rank needs several; its program has the limit that it would have without a launcher."""
+    code = "import resource as r; print(*r.getrlimit(r.RLIMIT_NOFILE))"
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    done = subprocess.run(
+        [*RUN, "-np", "8", *elastic, "--no-prefix", "--output-filename", str(tmp_path / "out"),
+         sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (20, hard)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"20 {hard}"] * 8
+
+
+@needs_torch
+def test_a_launcher_that_may_have_no_more_descriptors_says_so() -> None:
+    words = ["-np", "12", "--start-timeout", "5", *PYTHON, "import signal; signal.pause()"]
+    done = subprocess.run(
+        [*RUN, *words],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)),
+    )
+    assert done.returncode == 2
+    assert "has all of the 16 descriptors that it may have: allow it more" in done.stderr
+    assert done.stderr.count("allow it more") == 1
+
+
+@needs_torch
 @pytest.mark.parametrize("stream", [1, 2])
 def test_a_full_disk_does_not_end_the_job(stream: int, tmp_path: Path) -> None:
     code = (
