@@ -20,20 +20,22 @@ PERIOD = 1.0  # seconds from the end of one run to the beginning of the next
 UNUSABLE = (126, 127)  # a shell's exit codes for what is not executable, or not there
 PATIENCE = 30.0  # seconds that a run may take
 LONGEST = 1 << 20  # bytes of what a run prints
+KILLED = 1.0  # seconds that one which is killed is waited for: it may be stuck in the kernel
 
 
 class Discovery:
     """Runs ``script`` again and again; None: ``hosts`` are all there is.
 
     A line is ``host`` or ``host:slots``; ``slots`` are those of a host without a number. A run that
-    fails, prints nothing or what makes no sense, or takes longer than 30 s changes nothing:
-    ``look`` says so, once for the same reason. It raises LaunchError where the first run shows that
-    the script is not there, or not executable.
+    fails, prints nothing, too much or what makes no sense, or takes longer than 30 s changes
+    nothing: ``look`` says so, once for the same reason. It raises LaunchError where the first run
+    shows that the script is not there, or not executable.
     """
 
     def __init__(self, script: str | None, slots: int = 1, hosts: Sequence[Host] = ()) -> None:
         self._script, self._slots, self._hosts = script, slots, list(hosts)
         self._process: subprocess.Popen[bytes] | None = None
+        self._stuck: subprocess.Popen[bytes] | None = None  # it was killed, and has not ended
         self._output: IO[bytes] | None = None
         self._said: IO[bytes] | None = None  # on the standard error
         self._next = self._began = 0.0
@@ -48,11 +50,14 @@ class Discovery:
             return (found or None), ""
         if self._process is None:
             return None, self._start(now) if now >= self._next else ""
-        if self._process.poll() is None:
-            if now - self._began < PATIENCE:
-                return None, ""
-            processes.signal_group(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        runs = self._process.poll() is None
+        if self._printed() > LONGEST:  # which is not left to fill the disk
+            self._end_run()
+            return None, self._complain(f"printed more than {LONGEST >> 20} MiB", now)
+        if runs and now - self._began < PATIENCE:
+            return None, ""
+        if runs:
+            self._end_run()
             return None, self._complain(f"did not end within {PATIENCE:g} s", now)
         try:
             found = self._result()
@@ -80,19 +85,36 @@ class Discovery:
     def close(self) -> None:
         """Leave no process behind."""
         if self._process is not None:
-            processes.signal_group(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._end_run()
             self._done(time.monotonic())
+
+    def _printed(self) -> int:
+        """Return how many bytes the run has printed so far, on the standard error too."""
+        files = (self._output, self._said)
+        return sum(os.fstat(file.fileno()).st_size for file in files if file is not None)
+
+    def _end_run(self) -> None:
+        """Kill what runs, and remember what does not end by that: it is stuck in the kernel."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            processes.signal_group(self._process.pid, signal.SIGKILL)
+            try:
+                self._process.wait(KILLED)
+            except subprocess.TimeoutExpired:
+                self._stuck = self._process
 
     def _start(self, now: float) -> str:
         """Begin a run; return what to tell. Raises LaunchError where the first one cannot begin."""
         assert self._script is not None
-        file = os.path.abspath(self._script)
+        if self._stuck is not None and self._stuck.poll() is None:
+            self._next = now + PERIOD
+            return ""
+        self._stuck = None
         self._began = now
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the run is over
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            self._process = self._run(file)
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the run is over
+            self._said = tempfile.TemporaryFile()  # noqa: SIM115
+            self._process = self._run(os.path.abspath(self._script))
         except OSError as error:
             why = f"cannot be started: {error.strerror}"
             said = self._complain(why, now)

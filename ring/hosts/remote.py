@@ -89,7 +89,13 @@ def start_agent(
     the launcher has gone. Raises LaunchError if the shell cannot be started.
     """
     paths = [f"{name}={env[name]}" for name in START if name in env]
-    line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *paths, *AGENT])}"
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"host {host} is to work in this directory, which has been removed: {error.strerror}"
+        ) from error
+    line = f"cd {shlex.quote(here)} && exec {shlex.join(['env', *paths, *AGENT])}"
     try:
         process = subprocess.Popen(
             [*shell, bare(host), line],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -102,6 +105,61 @@ def test_a_script_ends_with_its_launcher(tmp_path):
 def test_a_script_that_does_not_end_is_ended(looking, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.2)
     assert "did not end within 0.2 s" in looking("", "sleep 1000; {}")[1]
+
+
+@pytest.mark.parametrize("redirected", ["", " >&2"])
+def test_a_script_that_prints_without_end_is_ended(looking, redirected):
+    """Else it would fill the disk for as long as it may run."""
+    said = looking("", "yes" + redirected + "; {}")
+    assert said[0] is None
+    assert "printed more than 1 MiB; the hosts stay as they were" in said[1]
+
+
+@pytest.mark.parametrize("missing", ["room", "folder"])
+def test_where_a_run_cannot_be_prepared_the_hosts_stay(tmp_path, monkeypatch, missing):
+    """No room for what it prints, or this process's own folder was removed."""
+    monkeypatch.setattr(module, "PERIOD", 0.0)
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    found, hosts, limit = Discovery("echo a:2"), None, time.monotonic() + 60
+    while hosts is None and time.monotonic() < limit:
+        hosts, _ = found.look(time.monotonic())
+    assert hosts == [Host("a", 2)]
+
+    def full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if missing == "room":
+        monkeypatch.setattr(module.tempfile, "TemporaryFile", full)
+    else:
+        folder.rmdir()
+    hosts, said = found.look(time.monotonic())
+    assert hosts is None
+    assert "the hosts stay as they were" in said
+    found.close()
+
+
+def test_a_script_that_cannot_be_killed_is_not_waited_for_and_not_run_again(monkeypatch):
+    """As one that waits for a file server which does not answer."""
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    monkeypatch.setattr(module, "PERIOD", 0.0)
+    monkeypatch.setattr(module, "KILLED", 0.1)
+    killed = []
+    monkeypatch.setattr(module.processes, "signal_group", lambda pid, number: killed.append(pid))
+    found, said, limit = Discovery("exec sleep 1000"), "", time.monotonic() + 60
+    try:
+        while not said and time.monotonic() < limit:
+            _, said = found.look(time.monotonic())
+        assert "did not end within 0.1 s" in said
+        assert [found.look(time.monotonic()) for _ in range(3)] == [(None, "")] * 3
+        assert len(killed) == 1
+    finally:
+        os.kill(killed[0], signal.SIGKILL)
+    while found._process is None and time.monotonic() < limit:  # it has ended: the next one runs
+        assert found.look(time.monotonic()) == (None, "")
+    monkeypatch.undo()
+    found.close()
 
 
 def test_a_list_stays():

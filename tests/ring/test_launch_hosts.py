@@ -28,7 +28,7 @@ from ringlet.ring.functions import WorkerFailed, run
 from ringlet.ring.hosts.forwarding import forwarded
 from ringlet.ring.hosts.hosts import Host, Seat, is_here, parse_hosts, read_hostfile, seat
 from ringlet.ring.hosts.interfaces import find_interface, launcher_address
-from ringlet.ring.hosts.remote import Reach
+from ringlet.ring.hosts.remote import Reach, start_agent
 
 HOSTS = "localhost:2,127.0.0.2:2"  # the second is reached through the remote shell only
 
@@ -107,6 +107,18 @@ def test_the_remote_shell() -> None:
     for wrong in (Reach(rsh="ssh", ssh_port=2), Reach(rsh="ssh 'x"), Reach(rsh=" ")):
         with pytest.raises(LaunchError, match="--rsh"):
             wrong.shell()
+
+
+def test_a_directory_that_was_removed_is_an_error_of_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other one would end an elastic job that a host joins."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(LaunchError, match="host a is to work in this directory, which has been"):
+        start_agent(["true"], "a", {}, {}, None)
 
 
 def test_what_is_forwarded() -> None:
