@@ -123,13 +123,13 @@ def _drive(source: str, target: str, address: str, key: bytes, seconds: float) -
 
 def _answer(listener: socket.socket, key: bytes) -> None:
     limit = time.monotonic() + PATIENCE
-    while True:
-        listener.settimeout(max(0.001, limit - time.monotonic()))
+    while (left := limit - time.monotonic()) > 0:  # strangers may come without end
+        listener.settimeout(left)
         sock, _ = listener.accept()
         with sock, contextlib.suppress(OSError, ProtocolError):  # of a stranger
             handshake = Listening()
             sock.sendall(handshake.greeting)
-            claim = receive(sock, CLAIM, time.monotonic() + STRANGER)
+            claim = receive(sock, CLAIM, min(limit, time.monotonic() + STRANGER))
             _, welcome, keys = handshake.answer(claim, lambda _: key)
             sock.sendall(welcome)
             sock.settimeout(PATIENCE)
@@ -148,3 +148,4 @@ def _answer(listener: socket.socket, key: bytes) -> None:
             told = _TOLD.pack(received, last - begin)
             sock.sendall(Outgoing(keys.sending).frame(0, told))
             return
+    raise TimeoutError("timed out")

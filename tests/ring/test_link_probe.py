@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import threading
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,41 @@ def test_strangers_are_not_answered() -> None:
             link = link_probe._drive("a", "b", where, b"k" * 32, 0.02)
             answering.join(60)
     assert link.rate > 0
+
+
+def test_strangers_that_come_without_end_do_not_hold_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_probe, "PATIENCE", 0.5)
+    monkeypatch.setattr(link_probe, "STRANGER", 0.05)
+    ended = threading.Event()
+
+    def crowd(where: tuple[str, int]) -> None:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # nobody listens
+            silent = deque[socket.socket]()
+            while not ended.is_set():
+                silent.append(stack.enter_context(socket.create_connection(where)))
+                if len(silent) > 4:
+                    silent.popleft().recv(GREETING + 1, socket.MSG_WAITALL)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        strangers = threading.Thread(target=crowd, args=(listener.getsockname(),))
+        strangers.start()
+        failed: list[BaseException] = []
+
+        def answer() -> None:
+            try:
+                link_probe._answer(listener, b"k" * 32)
+            except TimeoutError as error:
+                failed.append(error)
+
+        answering = threading.Thread(target=answer, daemon=True)
+        answering.start()
+        answering.join(30)
+        ended.set()
+        listener.close()
+        strangers.join(60)
+    assert failed
 
 
 def test_what_is_missing_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
