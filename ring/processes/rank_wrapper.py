@@ -10,6 +10,7 @@ byte for whoever may say it.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import select
@@ -21,7 +22,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ringlet.ring.errors import LaunchError
+from ringlet.ring.addresses import split_port
+from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.hosts.interfaces import network
 from ringlet.ring.processes import processes
 from ringlet.ring.processes.pmi import LONGEST, aborts
@@ -308,6 +310,17 @@ def join(address: str, secret: bytes, rank: int) -> tuple[Channel, dict[str, Any
     return channel, job
 
 
+def _unreached(rank: int, address: str, error: Exception) -> str:
+    """Say that the launcher at ``address`` was not reached, and what to look at."""
+    text = f"rank {rank}, host {socket.gethostname()}: no connection to the launcher at {address}"
+    if ipaddress.ip_address(split_port(address)[0].partition("%")[0]).is_loopback:
+        return f"{text}: {error}"
+    return (
+        f"{text}: {error}. A firewall may stand between, or another network lead there: name its"
+        " --network-interface"
+    )
+
+
 def main() -> int:
     """Run this rank's program; the environment says where the launcher is."""
     parent = os.getppid()
@@ -315,7 +328,12 @@ def main() -> int:
     processes.adopt_orphans()
     secret = bytes.fromhex(os.environ.pop(SECRET))
     rank = next(int(os.environ[name]) for name in RANK_NAMES if name in os.environ)
-    channel, job = join(os.environ.pop(ADDRESS), secret, rank)
+    address = os.environ.pop(ADDRESS)
+    try:
+        channel, job = join(address, secret, rank)
+    except (OSError, ProtocolError) as error:
+        print(_unreached(rank, address, error), file=sys.stderr)
+        return 1
     wrapper = Wrapper(channel, job, {STORE_KEY: store_key(secret).hex()}, parent)
     wrapper.launcher_lost = [int(number) for number in sys.argv[1:]]
     wrapper.prepare()

@@ -248,6 +248,20 @@ def test_a_relay_cannot_change_the_command_that_runs(
         assert b"a frame was changed, repeated or left out on its way" in err
 
 
+def test_a_wrapper_that_does_not_reach_its_launcher_says_so_in_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    env = {ADDRESS: f"127.0.0.1:{port}", SECRET: bytes(32).hex(), "RINGLET_RANK": "3"}
+    done = subprocess.run(
+        WRAPPER, env=os.environ | env, capture_output=True, text=True, timeout=WAIT, check=False
+    )
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("rank 3, host ")
+    assert f"no connection to the launcher at 127.0.0.1:{port}: " in said
+    assert "Connection refused" in said
+
+
 def test_only_the_launcher_is_believed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = f"127.0.0.1:{listener.getsockname()[1]}"
