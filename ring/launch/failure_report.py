@@ -24,15 +24,21 @@ class FailureReport:
         self.first: Rank | None = None
         self.running: list[Rank] = []
         self.manager: Started | None = None
+        self._missed: Rank | None = None
         self._rank_table, self._kv_store, self._several = rank_table, kv_store, several
 
     def reached(self) -> bool:
         """Settle on the rank that failed first; true when that was possible just now."""
-        if self.first is None and (failed := self._rank_table.first_failed()):
+        failed = self._rank_table.first_failed() or self._missed
+        if self.first is None and failed is not None:
             self.first = failed
             self.running = [rank for rank in self._rank_table.ranks if rank.code is None]
             return True
         return False
+
+    def missed(self, number: int) -> None:
+        """Note a rank that has ended well before MPI_Init, in which others wait for it."""
+        self._missed = self._rank_table.ranks[number]
 
     def explained(self, killed: bool = False) -> bool:
         """Whether all is known about why the first rank failed; ``killed``: or will ever be."""
@@ -51,6 +57,8 @@ class FailureReport:
 
     def code(self) -> int:
         """Return the exit code of the job, as a shell reports it."""
+        if self.first is not None and self.first.code == 0:
+            return LOST_PEER  # as those end that lose a rank
         return self.aborted() or processes.shell_code((self.first and self.first.code) or 0)
 
     def reason(self) -> str:
@@ -61,6 +69,8 @@ class FailureReport:
         name = self._name(rank)
         if rank.code == LOST_PEER and not rank.lost:
             return self._effect(rank)
+        if rank.code == 0:
+            return f"{name} exited with code 0 before MPI_Init, in which others wait for it"
         if rank.aborted:
             return f"{name} called MPI_Abort with code {rank.code}"
         if not rank.lost:

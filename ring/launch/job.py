@@ -13,6 +13,7 @@ from ringlet.ring.descriptors import hold_standard_descriptors, more_descriptors
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
+from ringlet.ring.launch.absence import Absence
 from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.helpers import Helpers
 from ringlet.ring.launch.plan import Plan
@@ -118,6 +119,7 @@ class Job:
             self.printer.note(f"{self._plan}{files}")
         self._rank_table = RankTable(site.ranks(), self.printer, self._task, self._plan.pmi)
         self._failure = FailureReport(self._rank_table, self.kv_store, site.several)
+        self._absence = Absence(self._rank_table, self.kv_store, self._plan.pmi, self._failure)
         self._helpers = Helpers(site, self._rank_table)
         self._ending = Termination(self._rank_table, self._failure, self.printer, grace)
 
@@ -164,6 +166,7 @@ class Job:
             return False
         name, remedy = f"rank {first.number}", self._plan.missing_module()
         did = "noticed it first" if first.code == LOST_PEER and not first.lost else "failed first"
+        did = did if first.code else "ended first"
         return self.printer.remind(first.number, name, remedy, did)
 
     def _task(self, rank: int) -> dict[str, Any]:
@@ -188,6 +191,7 @@ class Job:
             self.printer.note(complaint)
         self._rank_table.serve(ready)
         self.kv_store.serve(ready)
+        self._absence.look()
         self._ending.judge()
         self._helpers.check()
         try:

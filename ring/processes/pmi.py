@@ -8,7 +8,7 @@ questions: they come through each rank's wrapper, over its authenticated link. T
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ringlet.ring.errors import ProtocolError
 
@@ -34,6 +34,7 @@ class Pmi:
         blocks = "".join(f",({node},1,{count})" for node, count in enumerate(nodes))
         self._values = {"PMI_process_mapping": f"(vector{blocks})"}
         self.aborted: dict[int, int] = {}  # the code that a rank has called MPI_Abort with
+        self._begun: set[int] = set()  # ranks that have called MPI_Init
         self._waiting: set[int] = set()  # ranks in the barrier
         self._spawning: set[int] = set()  # ranks that are in the middle of a longer command
 
@@ -56,8 +57,17 @@ class Pmi:
             # A job that was aborted has failed, whatever the code.
             self.aborted[rank] = int(code) & 0xFF or 1 if code.isdecimal() else 1
             return []
+        if command == "init":
+            self._begun.add(rank)
         answer = self._answer(command, words)
         return [(rank, answer.encode(errors="surrogateescape") + b"\n")]
+
+    def waits_in_vain(self, ended: Collection[int]) -> list[int]:
+        """Return which of the ranks that have ``ended`` others wait for in MPI_Init.
+
+        These have not called it, and it returns on no rank before all have.
+        """
+        return sorted(set(ended) - self._begun) if self._begun else []
 
     def _barrier(self, rank: int) -> list[Reply]:
         self._waiting.add(rank)

@@ -126,6 +126,11 @@ class KvStore:
         for visitor in self._visitors:
             self._try(visitor)
 
+    def awaited(self) -> set[str]:
+        """Return the names that ranks wait for."""
+        waits = [visitor.waiting for visitor in self._visitors if visitor.waiting is not None]
+        return {name.decode(errors="replace") for _, _, names in waits for name in names}
+
     def value(self, name: str) -> bytes | None:
         """Return a value as a rank has set it, None if none has."""
         return self._values.get(name.encode())

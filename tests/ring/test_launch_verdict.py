@@ -142,6 +142,39 @@ def test_the_launcher_names_who_left(transport: str) -> None:
     assert LEFT.format(1, 0) in said[0] or lost in said[0]
 
 
+BEFORE_INIT = """
+import os, sys
+if os.environ["RINGLET_RANK"] == "1":
+    sys.exit(0)
+import ringlet.torch as hvd
+hvd.init()
+"""
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize(
+    ("transport", "cause"),
+    [
+        ("gloo", "rank 1 exited with code 0 while others still needed it, so rank"),
+        pytest.param(
+            "mpi",
+            "rank 1 exited with code 0 before MPI_Init, in which others wait for it; ending",
+            marks=[
+                pytest.mark.mpi,
+                pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py and mpiexec"),
+            ],
+        ),
+    ],
+)
+def test_nobody_waits_for_a_rank_that_has_ended_before_init(transport: str, cause: str) -> None:
+    done, said = launched(3, transport, BEFORE_INIT)
+    assert done.returncode == LOST_PEER, done.stderr
+    assert len(said) == 1
+    assert cause in said[0]
+    told = "PeerLost: rank 1 ended before reaching init(), which every rank has to call"
+    assert done.stderr.count(told) == (2 if transport == "gloo" else 0)
+
+
 HOOKED = """
 import sys
 import torch
