@@ -13,12 +13,12 @@ def free_port():
         return server.getsockname()[1]
 
 
-def node(number, count, port, *words, env=None, slots=2, secret=SECRET):
+def node(number, count, port, *words, env=None, slots=2, secret=SECRET, by=()):
     place = ["--nodes", str(count), "--node", str(number), "--first", "127.0.0.1"]
     given = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     given |= {"RINGLET_SECRET": secret} if secret else {}
     return subprocess.Popen(
-        [sys.executable, "-m", "ringlet", "node", *place, "--port", str(port),
+        [*by, sys.executable, "-m", "ringlet", "node", *place, "--port", str(port),
          "--slots", str(slots), *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=given,
     )  # fmt: skip

@@ -77,7 +77,9 @@ def main() -> int:
     waker.setblocking(False)
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the input's end says the same, in order
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        # The input's end says the same, in order. Ignored, it would be so by all ranks here too.
+        signal.signal(signal.SIGHUP, lambda *_: None)
     try:
         obey(json.loads(line))
         attend(woken, sys.stdin.fileno())

@@ -172,7 +172,8 @@ def serve_as_node(
             end.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         for number in (*_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup holds for the ranks too
+                signal.signal(number, lambda *_: None)
         try:
             return _attend(node, channel, woken, secret)
         finally:

@@ -275,6 +275,19 @@ def test_a_remote_shell_that_is_not_there(ringlet: Begin, mark: str) -> None:
     until(lambda: not marked(mark))
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTERM"])
+def test_signals_end_ranks_on_another_host(ringlet: Begin, mark: str, name: str) -> None:
+    code = "import signal\nprint('up', flush=True)\nsignal.pause()"
+    job = ringlet(code, "gloo", "-H", "127.0.0.2:2")
+    assert job.stdout is not None
+    for _ in range(2):
+        assert job.stdout.readline().endswith(b"up\n")
+    job.send_signal(getattr(signal, name))
+    _, err = job.communicate(timeout=DEADLINE)
+    assert job.returncode == 128 + getattr(signal, name), err
+    until(lambda: not marked(mark))
+
+
 @both
 @pytest.mark.parametrize("who", ["launcher", "agent", "signal"])
 def test_nothing_is_left_when_somebody_is_killed(

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from launched_jobs import until
 from node_commands import ended, free_port, node
 
 from ringlet.ring.errors import LaunchError
@@ -79,6 +81,29 @@ def test_a_signal_to_another_node_reaches_its_ranks():
     assert code == 5, err
     assert "rank 1 on" in err
     assert ended(second)[0] == 5
+
+
+def test_nohup_holds_for_the_ranks_of_another_node():
+    port = free_port()
+    wait = (
+        "import signal; signal.signal(signal.SIGUSR1, lambda *_: print('on', flush=True));"
+        "print('there', flush=True)\nwhile True: signal.pause()"
+    )
+    nohup = ["sh", "-c", 'trap "" HUP; exec "$0" "$@"']
+    first = node(0, 2, port, sys.executable, "-c", wait, slots=1)
+    second = node(1, 2, port, sys.executable, "-c", wait, slots=1, by=nohup)
+    for _ in range(2):
+        assert "there" in first.stdout.readline()
+    second.send_signal(signal.SIGHUP)
+    pending = re.compile(r"ShdPnd:\s*0*\n")  # what comes at once may be taken in another order
+    until(lambda: pending.search(Path(f"/proc/{second.pid}/status").read_text()))
+    second.send_signal(signal.SIGUSR1)
+    assert "[1]<stdout>: on" in first.stdout.readline()
+    second.send_signal(signal.SIGTERM)
+    code, _, err = ended(first)
+    assert code == 128 + signal.SIGTERM, err
+    assert "rank 1 on" in err
+    ended(second)
 
 
 def test_a_node_with_another_secret_is_not_let_in():
