@@ -8,6 +8,7 @@ fresh number, which travels.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import random
@@ -34,6 +35,7 @@ from ringlet.ring.wire.handshake import Unwelcome
 from ringlet.ring.wire.launch_link import Channel, Kind
 from ringlet.ring.wire.listener import Listener
 
+ADDRESS = 15.0  # seconds for one of the first node's addresses: not all may lead to it
 PAUSE = 0.1, 2.0  # seconds between two tries to reach the first node: at first, and at most
 FLUSH = 5.0  # seconds for the other nodes to hear how the job has ended
 MOST = 4096  # ranks of a node
@@ -79,6 +81,7 @@ class NodeRendezvous:
                 raise LaunchError(
                     f"node {', '.join(map(str, lacking))} of {self._nodes} did not come to"
                     f" {self._listener.address} within {timeout:g} s (see --start-timeout)"
+                    f"{_only_here(self.address)}"
                 )
             self.serve(left)
         count = Counter(name for name, _ in self.names.values())
@@ -180,6 +183,16 @@ def serve_as_node(
             processes.kill_children()
 
 
+def _only_here(address: str) -> str:
+    """Say that no other host can come to a loopback address, where names of hosts may lead too."""
+    if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return ""
+    return (
+        ". Other hosts cannot reach this address: where --first is a name that means it here (see"
+        " /etc/hosts), give --first an address, or --network-interface"
+    )
+
+
 def own_name() -> str:
     """Return this host's name, as nodes tell it."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:253] or "host"
@@ -261,19 +274,20 @@ def _reach(node: int, first: str, port: int, secret: bytes, timeout: float) -> C
     limit, pause = time.monotonic() + timeout, PAUSE[0]
     while True:
         found = addresses_of(first)
-        why = f"the name {first} is not known"
+        why, refused = f"the name {first} is not known", ""
         for address in found:
-            left = max(1.0, limit - time.monotonic())
+            left = max(1.0, min(ADDRESS, limit - time.monotonic()))
             try:
                 return enter(with_port(address, port), secret, node, patience=left)
-            except Unwelcome as error:
-                raise LaunchError(
-                    f"node 0 at {with_port(address, port)} does not let this node in: {error}"
-                    f" (RINGLET_SECRET and --nodes have to be the same for every node, and --node"
-                    f" {node} less than the latter)"
-                ) from None
+            except Unwelcome as error:  # at another of its addresses somebody else may listen
+                refused = f"{with_port(address, port)} does not let this node in: {error}"
             except (OSError, ProtocolError) as error:
                 why = f"{with_port(address, port)}: {error}"
+        if refused:
+            raise LaunchError(
+                f"node 0 at {refused} (RINGLET_SECRET and --nodes have to be the same for every"
+                f" node, and --node {node} less than the latter)"
+            )
         if time.monotonic() + pause >= limit:
             raise LaunchError(
                 f"node {node} did not reach node 0 within {timeout:g} s (see --start-timeout):"

@@ -1,7 +1,9 @@
 """`ringlet node`: N identical commands that find each other without a remote shell."""
 
+import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from launched_jobs import until
 from node_commands import ended, free_port, node
 
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.placed import node_rendezvous
 from ringlet.ring.placed.node_rendezvous import NodeRendezvous
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
 from ringlet.ring.wire.entry import enter
@@ -182,6 +185,50 @@ def test_a_first_node_that_does_not_come_is_said():
     assert code == 2
     assert "node 1 did not reach node 0 within 2 s" in err
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.9\r\n" * 9])
+def test_every_address_of_the_first_node_is_tried(monkeypatch, greeting):
+    """Of two networks one may lead elsewhere, or to somebody who says nothing."""
+    monkeypatch.setattr(node_rendezvous, "ADDRESS", 0.2)
+    monkeypatch.setattr(node_rendezvous, "addresses_of", lambda _: ["127.0.0.3", "127.0.0.1"])
+    secret, port, channels = b"s" * 32, free_port(), []
+    with (
+        NodeRendezvous(2, "127.0.0.1", port, secret, 1) as first,
+        socket.create_server(("127.0.0.3", port)) as other,
+    ):
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = other.accept()
+                    channels.append(sock)
+                    sock.sendall(greeting)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        came = threading.Thread(
+            target=lambda: channels.append(
+                node_rendezvous._reach(1, "first", port, secret, timeout=60)
+            )
+        )
+        came.start()
+        limit = time.monotonic() + 60
+        while not first.channels and time.monotonic() < limit:
+            first.serve(0.1)
+        assert list(first.channels) == [1]
+        came.join(60)
+        other.shutdown(socket.SHUT_RDWR)
+        answering.join(60)
+    for each in channels:
+        each.close()
+
+
+def test_a_first_node_on_loopback_that_waits_in_vain_says_what_to_look_at():
+    code, _, err = ended(node(0, 2, free_port(), "--start-timeout", "1", "true"))
+    assert code == 2
+    assert "node 1 of 2 did not come to 127.0.0.1:" in err
+    assert "Other hosts cannot reach this address" in err
 
 
 @pytest.mark.parametrize(
