@@ -95,7 +95,10 @@ def split_port(text: str) -> tuple[str, int]:
 
 def listen(address: str, backlog: int = 1024, port: int = 0) -> socket.socket:
     """Listen on ``address`` (never on all of them) at ``port``; 0: one that the system chooses."""
-    return socket.create_server((address, port), family=family_of(address), backlog=backlog)
+    try:
+        return socket.create_server((address, port), family=family_of(address), backlog=backlog)
+    except OSError as error:  # whose text repeats what whoever asks for it says
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from error
 
 
 def _ipv4(interface: str) -> str | None:

@@ -171,7 +171,10 @@ class Driver:
             try:
                 self._listener = Listener(0, own, secret=secret)
             except OSError as error:
-                raise LaunchError(f"cannot listen on {own}: {error.strerror}") from error
+                raise LaunchError(
+                    f"cannot listen on {own}: {error.strerror}; name this host's"
+                    " --network-interface"
+                ) from error
             stack.enter_context(contextlib.closing(self._listener))
             self.key = parcel_key(store_key(self._listener.secret))
             for name, data in (parcels or {}).items():

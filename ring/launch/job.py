@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringlet.ring.descriptors import hold_standard_descriptors, more_descriptors
-from ringlet.ring.errors import LOST_PEER
+from ringlet.ring.errors import LOST_PEER, LaunchError
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.absence import Absence
@@ -137,7 +137,14 @@ class Job:
             site = self._plan.site
             arrived = site.reach.arrived
             secret = arrived.secret if arrived else None
-            self._listener = Listener(self._plan.size, site.address(), secret=secret)
+            own = site.address()
+            try:
+                self._listener = Listener(self._plan.size, own, secret=secret)
+            except OSError as error:
+                raise LaunchError(
+                    f"cannot listen on {own}: {error.strerror}; name this host's"
+                    " --network-interface"
+                ) from error
             stack.enter_context(contextlib.closing(self._listener))
             self.key = parcel_key(store_key(self._listener.secret))
             for name, data in (parcels or {}).items():

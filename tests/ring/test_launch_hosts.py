@@ -275,6 +275,21 @@ def test_a_remote_shell_that_is_not_there(ringlet: Begin, mark: str) -> None:
     until(lambda: not marked(mark))
 
 
+@pytest.mark.parametrize("elastic", [[], ["--min-np", "1"]], ids=["fixed", "elastic"])
+def test_an_address_that_this_host_does_not_have_is_said(elastic: list[str]) -> None:
+    done = subprocess.run(
+        [*RINGLET, "--transport", "gloo", "-H", "far:1", "--rsh", "false", *elastic, "true"],
+        env=os.environ | {"RINGLET_ADDRESS": "192.0.2.1"},  # as a container has it of its host
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 2
+    said = "ringlet run: cannot listen on 192.0.2.1: Cannot assign requested address; name this"
+    assert done.stderr.splitlines()[-1].startswith(said), done.stderr
+
+
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTERM"])
 def test_signals_end_ranks_on_another_host(ringlet: Begin, mark: str, name: str) -> None:
     code = "import signal\nprint('up', flush=True)\nsignal.pause()"
