@@ -20,7 +20,7 @@ from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.elastic import driver
 from ringlet.ring.errors import RingError
 from ringlet.ring.hosts.batch_hosts import allocated
-from ringlet.ring.hosts.hosts import Host, chosen_hosts, is_here
+from ringlet.ring.hosts.hosts import Host, check_all_slots, chosen_hosts, is_here
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import launch
 from ringlet.ring.launch.machine import examine
@@ -239,6 +239,7 @@ def size_of(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
         return _ranks(options.np, bool(hosts))
     if not hosts:
         raise UsageError("-np is missing: how many ranks? (see ringlet run --help)")
+    check_all_slots(hosts, options.hostfile or "--hosts")
     return sum(host.slots for host in hosts)
 
 
@@ -293,6 +294,8 @@ def _elastic(
     if not hosts and options.discovery is None:
         slots = slots_here(options, np)
         hosts = [Host("localhost", _ranks(str(slots), hosts=False))]
+    elif options.max_np is None:
+        check_all_slots(hosts, options.hostfile or "--hosts")
     return driver.launch(
         command,
         rules_of(options, np, hosts),

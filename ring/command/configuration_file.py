@@ -74,7 +74,7 @@ def flags_of(path: str) -> tuple[list[str], list[str]]:
     by horovodrun. Raises LaunchError naming the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"--config-file {path} cannot be read: {error}") from error
     words: list[str] = []

@@ -13,7 +13,7 @@ from typing import IO
 
 from ringlet.ring.descriptors import limit_as_before
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.hosts.hosts import Host, parse_host
+from ringlet.ring.hosts.hosts import Host, check_all_slots, parse_host
 from ringlet.ring.processes import processes
 
 PERIOD = 1.0  # seconds from the end of one run to the beginning of the next
@@ -167,7 +167,9 @@ class Discovery:
             hosts[host.name] = host.slots
         if not hosts:
             raise LaunchError("printed no host")
-        return [Host(name, count) for name, count in hosts.items()]
+        found = [Host(name, count) for name, count in hosts.items()]
+        check_all_slots(found, "its output")
+        return found
 
     def _complain(self, what: str, now: float) -> str:
         self._done(now)

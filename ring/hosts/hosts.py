@@ -19,6 +19,9 @@ _ENTRY = re.compile(rf"({_NAME})(?::([0-9]{{1,6}}))?")
 _SLOTS = re.compile(r"([A-Za-z-]+)\s*=\s*(\S+)")
 
 
+MOST = 4096  # ranks of a host, where nobody says how many ranks there are
+
+
 @dataclass(frozen=True)
 class Host:
     """A host and how many ranks it takes."""
@@ -47,7 +50,7 @@ def read_hostfile(path: str) -> list[Host]:
     Raises LaunchError naming the line that is wrong.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"--hostfile {path} cannot be read: {error}") from error
     hosts = []
@@ -132,6 +135,19 @@ def parse_host(text: str, source: str, slots: int = 1) -> Host:
     if slots < 1:
         raise LaunchError(f"{source}: host {found[1]} has no slots")
     return Host(found[1], slots)
+
+
+def check_all_slots(hosts: Sequence[Host], source: str) -> None:
+    """Raise LaunchError where all slots are to be used, and a host has so many that none is meant.
+
+    A port may have been written where slots belong.
+    """
+    for host in hosts:
+        if host.slots > MOST:
+            raise LaunchError(
+                f"{source}: host {host.name} has {host.slots} slots, and each would get a rank:"
+                " behind the colon stands how many ranks a host takes, and no port"
+            )
 
 
 def _distinct(hosts: list[Host], source: str) -> list[Host]:

@@ -55,6 +55,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["run", "--np", "-3", "true"], "-np -3: a job needs at least one rank"),
         (["run", "--num-proc", "x", "true"], "-np takes a number of ranks, not 'x'"),
         (["run", "-np", "100000", "true"], "are refused; name hosts, as in -H localhost:100000"),
+        (["run", "-H", "a:2,b:8080", "true"], "--hosts: host b has 8080 slots, and each would"),
+        (["run", "-H", "a:8080", "--min-np", "2", "true"], "--hosts: host a has 8080 slots, and"),
         (["run", "-np", "2", "--transport", "glo", "true"], "Did you mean 'gloo'?"),
         (["run", "-np", "2", "--transport", "local", "true"], "joins threads of one process"),
         (["run", "-np", "2", "--env", "A", "true"], "--env takes KEY=VALUE, not 'A'"),

@@ -56,6 +56,7 @@ def test_hosts_are_told_when_they_change(looking):
         ("", "printed no host"),
         ("a b\n", "printed what names no host: its output: expected host:slots, not 'a b'"),
         ("a:0\n", "host a has no slots"),
+        ("a:2\nb:8080\n", "its output: host b has 8080 slots, and each would get a rank"),
         ("a\nb\na:2\n", "printed host a twice"),
         ("-oProxyCommand=x\n", "not '-oProxyCommand=x'"),
     ],

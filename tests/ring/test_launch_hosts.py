@@ -87,6 +87,8 @@ def test_hostfiles(tmp_path: Path) -> None:
             read_hostfile(str(file))
     with pytest.raises(LaunchError, match="cannot be read"):
         read_hostfile(str(tmp_path / "absent"))
+    file.write_bytes(b"\xef\xbb\xbfa:4\r\nb slots=2\r\n")  # as some editors save it
+    assert read_hostfile(str(file)) == [Host("a", 4), Host("b", 2)]
 
 
 def test_seats_fill_host_after_host() -> None:
