@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import socket
 import stat
@@ -138,12 +139,20 @@ class Connections:
     def _shared(self, descriptor: int) -> Iterator[socket.socket | None]:
         """Lend a socket for it, or None if it is closed.
 
-        Its owner may close it at any time: the copy is made first, and looked at then.
+        Its owner may close it at any time: the copy is made first, and looked at then. Where this
+        process may have no more descriptors it is lent itself: it must not look closed then.
         """
         try:
             copy = os.dup(descriptor)
-        except OSError:
-            yield None
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._is_open(descriptor):
+                yield None
+                return
+            sock = socket.socket(fileno=descriptor)
+            try:
+                yield sock
+            finally:
+                sock.detach()
             return
         if not self._is_open(copy, descriptor):
             os.close(copy)

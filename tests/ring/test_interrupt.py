@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import weakref
@@ -99,6 +100,26 @@ def test_what_is_closed_while_it_is_looked_at_has_ended(
     os.close(nothing)
     if taken:
         os.close(number)
+
+
+def test_without_a_descriptor_left_connections_stand_and_can_be_ended(pair: Pair) -> None:
+    """Else a rank that has opened too many files would tell that it has lost all others."""
+    near, one, far, other = pair
+    near.introduce([[], far.ends()])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # those that are open stay
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(one.fileno())
+        severed, trips = near.severed(), near.round_trips()
+        near.interrupt()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert severed == []
+    assert trips > (0, 0)
+    assert other.recv(1) == b""
+    assert near.severed() == [1]
+    assert one.fileno() >= 0
 
 
 def test_addresses_that_nobody_knows_name_nobody(pair: Pair) -> None:
