@@ -574,6 +574,7 @@ class Driver:
 
     def _release(self) -> None:
         """Leave no process behind."""
+        self._listener.close()  # who has not reported yet finds at once that nobody is there
         self._rank_table.release()
         self.kv_store.close()
         limit = time.monotonic() + GRACE

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from ringlet.ring.addresses import split_port
 from ringlet.ring.control.heartbeat import state_of
 from ringlet.ring.elastic import discovery as module
 from ringlet.ring.elastic.discovery import Discovery
@@ -19,6 +21,8 @@ from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
+from ringlet.ring.launch.rank_table import RankTable
+from ringlet.ring.wire.listener import Listener
 
 
 @pytest.fixture
@@ -241,6 +245,36 @@ def test_no_host_in_time_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(LaunchError, match=r"named no host within 0.5 s \(--elastic-timeout\)"):
         driver.run(notes, verbose=False)
     assert ["exited with code 3" in said for said in notes.said] == [True]
+
+
+class Starting:
+    """A wrapper that reports only when the job is over."""
+
+    def __init__(self, address):
+        self.address, self.found = address, None
+
+    def poll(self):
+        return None
+
+    def part(self):
+        pass
+
+    def end(self, seconds):
+        assert seconds > 0
+        try:
+            socket.create_connection(split_port(self.address)).close()
+        except OSError as error:
+            self.found = error
+
+
+def test_who_reports_when_the_job_is_over_is_not_waited_for():
+    """It found a port where nobody answered, and was killed five seconds later."""
+    driver = Driver(["true"], Rules(1, 1), Discovery("true"), "gloo", {}, Reach())
+    driver._listener = Listener(1)
+    driver._rank_table = RankTable([], Notes(), driver._task)
+    late = driver._started[0] = Starting(driver._listener.address)
+    driver._release()
+    assert isinstance(late.found, ConnectionRefusedError)
 
 
 def test_a_host_elsewhere_cannot_join_a_job_on_loopback():
