@@ -45,6 +45,7 @@ LOCAL = "127.0.0.1"
 GRACE = 5.0  # seconds between asking members to end and killing them, and until they are given up
 GONE = 1.0  # seconds until a member that is killed while others go on counts as gone with its host
 SILENT = 2.5  # and at least, until one does whose host is not heard: kernels ask every second
+LONGEST = 3600.0  # seconds of one wait: some say "never" with more than poll takes, 24 days
 NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
 
 
@@ -340,6 +341,7 @@ class Driver:
         if self._end_at is not None:
             times.append(max(0.05, self._end_at - now))
         timeout = min((1000 * seconds for seconds in times if seconds is not None), default=None)
+        timeout = timeout and min(timeout, 1000 * LONGEST)
         return {descriptor for descriptor, _ in poll.poll(timeout)}
 
     # What members do.

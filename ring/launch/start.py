@@ -23,6 +23,7 @@ from ringlet.ring.rendezvous.epochs import EPOCH
 from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.launch_link import ADDRESS, SECRET
 
+LONGEST = 3600.0  # seconds for mpiexec to answer: what is to wait takes no more than 24 days
 WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.processes.rank_wrapper"]
 
 # An outer launcher's variables would be taken for this job's.
@@ -54,9 +55,9 @@ def mpiexec() -> str | None:
 def is_mpich(seconds: float) -> bool:
     """Whether mpiexec is MPICH's, whose ranks the launcher can start itself.
 
-    It may take ``seconds`` to say so. Raises LaunchError when it does not answer.
+    It may take ``seconds`` to say so, an hour at most. Raises LaunchError when it does not answer.
     """
-    program = mpiexec()
+    program, seconds = mpiexec(), min(seconds, LONGEST)
     try:
         said = subprocess.run(
             [_mpiexec(), "--version"],

@@ -37,6 +37,7 @@ from ringlet.ring.wire.listener import Listener
 
 ADDRESS = 15.0  # seconds for one of the first node's addresses: not all may lead to it
 PAUSE = 0.1, 2.0  # seconds between two tries to reach the first node: at first, and at most
+LONGEST = 3600.0  # seconds of one wait: some say "never" with more than poll takes, 24 days
 FLUSH = 5.0  # seconds for the other nodes to hear how the job has ended
 MOST = 4096  # ranks of a node
 _JOB = "job of nodes"
@@ -100,7 +101,7 @@ class NodeRendezvous:
         for channel in self.channels.values():
             poll.register(channel, select.POLLIN)
         patience = self._listener.patience()
-        wait = seconds if patience is None else min(seconds, patience)
+        wait = min(seconds, LONGEST, LONGEST if patience is None else patience)
         ready = {descriptor for descriptor, _ in poll.poll(1000 * wait)}
         for guest in self._listener.admit(ready):
             if guest.visitor or guest.rank == 0:

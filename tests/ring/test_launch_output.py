@@ -104,6 +104,19 @@ def test_a_launcher_takes_the_descriptors_that_it_may_have(
 
 
 @needs_torch
+def test_a_time_limit_may_be_so_long_that_it_means_never() -> None:
+    words = ["-np", "1", "--min-np", "1", "--elastic-timeout", "31536000", *PYTHON]
+    done = subprocess.run(
+        [*RUN, *words, "import time; time.sleep(1)"],  # while nothing else is waited for
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@needs_torch
 def test_a_launcher_that_may_have_no_more_descriptors_says_so() -> None:
     words = ["-np", "12", "--start-timeout", "5", *PYTHON, "import signal; signal.pause()"]
     done = subprocess.run(

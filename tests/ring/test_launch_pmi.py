@@ -133,6 +133,11 @@ def test_the_mpiexec_of_another_mpi_starts_its_ranks_itself(
     assert "mpiexec ended every rank with code 7, as after MPI_Abort\n" in capfd.readouterr().err
 
 
+@needs_mpi
+def test_an_mpiexec_may_have_for_ever_to_answer() -> None:
+    assert start.is_mpich(31536000.0) == start.is_mpich(60.0)
+
+
 def test_an_mpiexec_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = tmp_path / "mpiexec"
     silent.write_text("#!/bin/sh\nexec sleep 1000\n")

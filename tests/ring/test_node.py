@@ -224,6 +224,13 @@ def test_every_address_of_the_first_node_is_tried(monkeypatch, greeting):
         each.close()
 
 
+def test_a_first_node_may_wait_for_so_long_that_it_means_never():
+    with NodeRendezvous(2, "127.0.0.1", port := free_port(), b"s" * 32, 1) as first:
+        with socket.create_connection(("127.0.0.1", port)):
+            first.serve(1e12)
+        first.serve(1e12)
+
+
 def test_a_first_node_on_loopback_that_waits_in_vain_says_what_to_look_at():
     code, _, err = ended(node(0, 2, free_port(), "--start-timeout", "1", "true"))
     assert code == 2
