@@ -279,6 +279,11 @@ def case_reducescatter():
         a, b = call(filled(rank, size * 2), filled(1, size, 3, dtype="bfloat16"))
         assert a.numpy().tolist() == [size * (size - 1) / 2] * 2
         assert b.numpy().tolist() == [[size] * 3]
+    world = hvd.global_process_set
+    for call in both(  # in the order that Horovod has
+        lambda x: hvd.reducescatter(x, "", None, hvd.Sum, "placed", world, True, 0.5, 4.0)
+    ):
+        assert call(tf.ones([size])).numpy().tolist() == [2 * size]
     half = hvd.reducescatter(tf.ones([size, 2]), compression=hvd.Compression.fp16)
     assert half.dtype == tf.float32
     with pytest.raises(RuntimeError, match="'none', 'fp16' or 'bf16'"):

@@ -31,6 +31,7 @@ def reducescatter(
     op: ReduceOp = ReduceOp.AVERAGE,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
@@ -38,6 +39,7 @@ def reducescatter(
 
     The first dimension is divided as equally as it can be, earlier ranks having the longer shares.
     ``op`` is Average, Sum, Min, Max or Product; ``compression`` "none", "fp16" or "bf16".
+    ``ignore_name_scope`` is accepted for Horovod's sake.
     """
     return _scatter([tensor], Reduction.among(locals()))[0]
 
