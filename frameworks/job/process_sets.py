@@ -16,17 +16,17 @@ class InvalidArgument(RingError, ValueError):
 class ProcessSet:
     """Some of the ranks, listed ascending in ``ranks``; of use once ``add_process_set`` took it.
 
-    ``ranks`` is a list of ranks, or an mpi4py communicator of them.
+    ``ranks_or_comm`` is a list of ranks, or an mpi4py communicator of them.
     """
 
-    def __init__(self, ranks: Iterable[int] | Any) -> None:
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         self.process_set_id: int | None = None
         self.mpi_comm: Any = None
         self._ranks: list[int] | None = None
-        if hasattr(ranks, "Get_group"):
-            self.mpi_comm = ranks
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
         else:
-            self._ranks = sorted(int(rank) for rank in ranks)
+            self._ranks = sorted(int(rank) for rank in ranks_or_comm)
 
     @property
     def ranks(self) -> list[int] | None:
