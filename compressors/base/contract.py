@@ -191,13 +191,14 @@ class Compressor:
         It does where omega is 1 or more, for then more is lost than there was: by default that is
         the reason. Override it where something else keeps residuals bounded.
         """
-        omega = self.traits().omega
-        if omega is None or omega < 1:
+        traits = self.traits()
+        if traits.omega is None or traits.omega < 1:
             return None
-        return (
-            f"its variance omega is {omega:.3g}, so that residuals grow without bound; write "
-            f"'{self} | scaled', which contracts"
-        )
+        cure = f"write '{self} | scaled', which contracts"
+        if traits.combine == "rounds" or traits.stateful:  # which cannot be scaled from outside
+            cure = "leave '| ef' away"
+        grows = f"its variance omega is {traits.omega:.3g}, so that residuals grow without bound"
+        return f"{grows}; {cure}"
 
     # -- what a compressor may override for speed; results must not change --------------------
 

@@ -7,6 +7,7 @@ from ringlet.compressors.testing.checks import (
     buffers,
     claims,
     declared,
+    fed_back,
     isolation,
     launches,
     magnitudes,
@@ -28,6 +29,7 @@ def all_checks() -> list[Named]:
     modules = (
         declared, one_call, buffers, overrides, launches, batches, isolation, program, claims,
         tensor_sizes, stages, training, ranks, noise, many_steps, magnitudes,
+        fed_back,
     )  # fmt: skip
     return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
 

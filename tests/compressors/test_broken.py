@@ -446,6 +446,32 @@ CAUGHT = {
         "UnitsOfNothing": "gradient_units",
         "SquaresInUnits": "gradient_units",
     },
+    "longrun": {
+        "FeedsBackMinus": "own_feedback_adds_up",
+        "SubtractsWhatWasLost": "own_feedback_adds_up",
+        "KeepsLossOfX": "own_feedback_adds_up",
+        "FeedsBackTwice": "own_feedback_adds_up",
+        "NeverFeedsBack": "own_feedback_adds_up",
+        "NeverTakesOut": "own_feedback_adds_up",
+        "ClearsAll": "own_feedback_adds_up",
+        "BindsAnotherDict": "leaves_its_input_alone",
+        "KeepsInACopy": "memory_is_declared",
+        "SetsItsSeed": "leaves_its_input_alone",
+        "SeedsByTheClock": "deterministic",
+        "ScheduleByTheClock": "schedule_goes_by_the_step",
+        "ScheduleByTheHost": "another_process_agrees",
+        "LosesTheLastOfThirteen": "the_last_element_counts",
+        "GarbageInTheLast": "feedback_stays_bounded",
+        "RefusesNaN": "extreme_values",
+        "ForgetsToUndo": "comes_out_as_long",
+        "UndoesTwice": "comes_out_as_long",
+        "EverySecondStep": "one_overflow_is_survived",
+        "WiderLater": "fixed_size",
+        "LeavesSlotsOfZeros": "writes_only_where_it_should",
+        "OmegaOfMiddlingTensors": "unbiased",
+        "SharedNoiseUnclaimed": "ranks_draw_their_own",
+        "SharedNoiseInCells": "ranks_draw_their_own",
+    },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
 SAYS = {
@@ -488,9 +514,25 @@ SAYS = {
     ("gradients", "SumsLeaveNaNOut"): ("NaN vanished in sum_into", "nansum"),
     ("onesided", "SignedMean"): ("cancel in a scale", "xp.abs(x.mean())"),
     ("onesided", "HugeInFloat16"): ("among 200000 zeros",),
+    ("longrun", "FeedsBackMinus"): ("ctx.state['kept']", "wrong sign"),
+    ("longrun", "KeepsLossOfX"): ("x less what was sent", "p - decoded"),
+    ("longrun", "FeedsBackTwice"): ("2 times what was kept before",),
+    ("longrun", "NeverFeedsBack"): ("never sent",),
+    ("longrun", "NeverTakesOut"): ("nothing is ever taken away",),
+    ("longrun", "ClearsAll"): ("clear what was sent",),
+    ("longrun", "BindsAnotherDict"): ("a call sets ctx.state", "write ctx.state[...] = ..."),
+    ("longrun", "KeepsInACopy"): ("ctx.state is empty", 'ctx.state["kept"] = ...'),
+    ("longrun", "SetsItsSeed"): ("a call sets ctx.seed",),
+    ("longrun", "ScheduleByTheClock"): ("neither by a count nor by the time",),
+    ("longrun", "LosesTheLastOfThirteen"): ("the last one of 13 elements is lost",),
+    ("longrun", "GarbageInTheLast"): ("element 1499 of 1500",),
+    ("longrun", "RefusesNaN"): ("AssertionError: gradients must be finite (longrun.py, line",),
+    ("longrun", "ForgetsToUndo"): ("is 2 times as long", "Undo in decompress"),
+    ("longrun", "WiderLater"): ("in step 100",),
+    ("longrun", "OmegaOfMiddlingTensors"): ("131072 values", "a scale of their own"),
     ("edges", "ConstantIsLost"): ("all equal", "range of values is 0"),
 }
-BASES = {"Stochastic", "Rounds"}
+BASES = {"Stochastic", "Rounds", "FeedsBack", "WholeAtRandom", "Levels"}
 CASES = [(module, name) for module, found in CAUGHT.items() for name in found]
 
 
@@ -560,6 +602,5 @@ def test_every_check_catches_a_mistake_or_is_named_here():
         "threads_change_nothing",
         "other_dtypes_are_refused",
         "results_are_float32_at_every_precision",
-        "writes_only_where_it_should",
         "tensors_do_not_mix",
     }

@@ -19,6 +19,7 @@ from ringlet.compressors import (
     NoCompression,
     OptionError,
     TopK,
+    Traits,
     option,
     parse,
 )
@@ -27,6 +28,7 @@ from ringlet.compressors.core.context import SECOND_STAGE
 from ringlet.compressors.core.threads import MIN_ELEMENTS
 from ringlet.compressors.testing import CheckFailed, check_compressor, simulate
 from ringlet.compressors.testing.checks.claims import check_parts_keep_apart
+from ringlet.compressors.testing.checks.declared import check_schedule_goes_by_the_step
 from ringlet.compressors.testing.tools.named_check import Named
 
 plain = types.ModuleType("plain")
@@ -573,6 +575,41 @@ class Remembering(Clipped):
 def test_parts_that_share_a_name_are_found(compressor, said):
     with pytest.raises(CheckFailed, match=said):
         check_compressor(compressor, [Named(check_parts_keep_apart)])
+
+
+class Quarter(Compressor):
+    """Every fourth element in a round, four times as large."""
+
+    def traits(self):
+        return Traits(combine="rounds", omega=3.0)
+
+
+def test_an_unbiased_exchange_is_not_told_to_be_scaled():
+    assert "leave '| ef' away" in Quarter().divergence()
+    with pytest.raises(CompressorError, match="Quarter exchanges in rounds"):
+        Quarter() | parse("scaled")
+    with pytest.raises(CompressorError, match=r"omega is 3.*leave '\| ef' away"):
+        Quarter() | parse("ef")
+
+
+class Shrinking(TopK):
+    """A share that shrinks."""
+
+    def at(self, step):
+        return self.replace(ratio=0.5 if step < 10 else 0.1)
+
+
+class Standing(Modifier):
+    """Returns itself, whatever it wraps."""
+
+    def at(self, step):
+        return self
+
+
+def test_a_modifier_that_stops_a_schedule_is_found():
+    with pytest.raises(CheckFailed, match=r"follows a schedule; return super\(\)\.at\(step\)"):
+        check_compressor(Shrinking() | Standing(), [Named(check_schedule_goes_by_the_step)])
+    check_compressor(Shrinking() | Remembering(), [Named(check_schedule_goes_by_the_step)])
 
 
 def test_parts_that_do_not_share_a_name_are_let_be():

@@ -25,7 +25,14 @@ from ringlet.compressors.testing.checks.one_call import (
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiked, vectors
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate, summed
+from ringlet.compressors.testing.tools.simulate import (
+    context,
+    decode,
+    encode,
+    scatter,
+    simulate,
+    summed,
+)
 
 _DRAWS = 400
 _FEW = 40
@@ -33,7 +40,10 @@ _POWERS = (-50, -80, -100, 60)  # below 2^-119 a 127th of a value is no normal n
 _OFTEN = 25  # draws in which an element is there that is drawn as often as others
 _MANY, _SUMS = 1 << 18, 20  # elements whose errors are added up, and how often
 _SPIKED = 1024
+_LONG_SPIKED, _FAR_BELOW, _FEW_LONG = 1 << 17, (3, 5, 8, 10, 13), 3
+_LATER = (1, 10, 100, 1000, 100_000)
 _LONG = 100_003  # elements, of which a fixed number is a smaller share
+_STEPS = 5
 _SCALE = 64.0  # by which a loss scale changes
 
 
@@ -103,6 +113,13 @@ def check_fixed_size(compressor: Compressor) -> None:
         check_fits_layout(compressor, compressor.compress(x, context(x)), x.size)
 
     for_all(vectors(), body)
+    x = gaussian(2000, 1)
+    for step in _LATER:
+        now = compressor.at(step)
+        try:
+            check_fits_layout(now, now.compress(x, context(x, step=step)), x.size)
+        except AssertionError as error:
+            raise AssertionError(f"in step {step} {error}") from error
 
 
 @needs(*PURE, "decoding_is_the_same_everywhere")
@@ -148,6 +165,15 @@ def check_unbiased(compressor: Compressor) -> None:
         share, luck = float(np.mean(lost)) / energy, 4 * float(np.std(lost)) / energy / _FEW**0.5
         assert share - luck <= omega * 1.02 + 1e-9, (
             f"E||C(x) - x||^2 is {share:.4g} ||x||^2 of {what}, declared are {omega:.4g}"
+        )
+    for below in _FAR_BELOW:  # what shares a scale with one spike, however many it is
+        x = spiked(_LONG_SPIKED, _LONG_SPIKED, below)
+        energy = float(np.square(x, dtype=np.float64).sum())
+        lost = [float(np.square(_draw(compressor, x, s) - x).sum()) for s in range(_FEW_LONG)]
+        assert np.mean(lost) / energy <= omega * 1.1 + 4 * np.std(lost) / energy + 1e-9, (
+            f"E||C(x) - x||^2 is {np.mean(lost) / energy:.4g} ||x||^2 of one spike of 1 in "
+            f"{_LONG_SPIKED} values of 2^-{below}, declared are {omega:.4g}: if it grows with the "
+            "length, give every so many elements a scale of their own, or declare none"
         )
     ordinary = gaussian(1500, 7)
     for what, x in (
@@ -264,12 +290,14 @@ def _check_lost(compressor: Compressor, x: Array, delta: float, at_random: bool,
 @needs(*PURE, "nothing_is_declared_in_vain")
 def check_memory_is_declared(compressor: Compressor) -> None:
     """A compressor that remembers needs a name for its tensor and a place in the checkpoint: the
-    engine asks for them only where ``stateful`` says so.
+    engine asks for them only where ``stateful`` says so, and keeps what is in ctx.state.
 
     Write traits(self): return Traits(stateful=True), or remember nothing: '| ef' remembers for you
-    what was not sent.
+    what was not sent. Put what is remembered into the dict that ctx.state is: ctx.state["kept"] =
+    ...
     """
     if compressor.traits().stateful:
+        _check_anything_is_kept(compressor)
         return
     state: dict[str, Any] = {}
     first, other = gaussian(2000, 9), gaussian(2000, 10)
@@ -283,6 +311,22 @@ def check_memory_is_declared(compressor: Compressor) -> None:
             held, none = (simulate(compressor, [x], kept, step)[0] for kept in ([state], None))
             agree = same(held, none)
         assert agree, "the result depends on earlier steps, but traits() does not say stateful=True"
+
+
+def _check_anything_is_kept(compressor: Compressor) -> None:
+    """Raise AssertionError where a compressor that says that it remembers does not."""
+    states: list[State] = [{}, {}]
+    traits = compressor.at(0).traits()
+    cut = traits.granularity is not None and traits.fixed_size and traits.combine == "gather"
+    for step in range(_STEPS):
+        gradients = [gaussian(2000, 2 * step + rank) for rank in (0, 1)]
+        simulate(compressor, gradients, states, step, shape=(40, 50))
+        if cut:  # some remember what is lost of sums alone
+            scatter(compressor, gradients, states, step)
+    assert any(states), (
+        f"traits() says stateful=True, and ctx.state is empty after {_STEPS} steps: what is kept "
+        "in a copy of it is lost"
+    )
 
 
 @needs(*PURE, "memory_is_declared")

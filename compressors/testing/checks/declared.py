@@ -18,6 +18,7 @@ from ringlet.compressors.core.errors import CompressorError, OptionError
 from ringlet.compressors.core.options import options_of
 from ringlet.compressors.specs.parser import parse
 from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.other_time import later
 
 # Words for what a trait says, the trait, and whether a value of it says so.
 _WORDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -26,6 +27,7 @@ _WORDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "linear": ("combine", lambda combine: combine == "sum"),
     "additive": ("combine", lambda combine: combine == "sum"),
 }
+_LATER = 100_001  # seconds
 _ALIKE = 0.85  # of 1: names that differ in a letter or an ending
 
 
@@ -68,13 +70,21 @@ def check_schedule_goes_by_the_step(compressor: Compressor) -> None:
     """at(step) is asked in any order, and more than once: a restart goes back, and ranks that asked
     more often than others must not change sooner.
 
-    Decide by the step that is given, and count nothing.
+    Decide by the step that is given, and neither by a count nor by the time.
     """
     found: dict[int, Compressor] = {}
-    for step in (0, 9, 0, 10**6) * 10:
-        now = compressor.at(step)
+    for turn, step in enumerate((0, 9, 0, 10**6) * 10):
+        with later(turn * _LATER):
+            now = compressor.at(step)
         before = found.setdefault(step, now)
         assert now == before, f"at({step}) is {before}, and {now} when it is asked again"
+    for outer in _wrapped(compressor):
+        for inner in _wrapped(outer):
+            changes = inner is not outer and inner.at(10**6) != inner
+            assert not changes or outer.at(10**6) != outer, (
+                f"at() returns the same in step 0 and in step 1000000, though what it wraps, "
+                f"{inner}, follows a schedule; return super().at(step), or leave at() away"
+            )
 
 
 @needs("traits_are_traits")

@@ -66,7 +66,7 @@ def answer(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:
     if sent is None:
         return {"result": simulate(compressor, [x, heavy_tailed(_N, 2)], step=2)[0]}
     ctx = context(x, rank=1, size=4, step=2)
-    result = decode(compressor, sent, x.size, ctx)
+    result = decode(compressor.at(2), sent, x.size, ctx)
     return {"result": result, "payload": _sent(compressor)}
 
 
@@ -87,7 +87,7 @@ def _sent(compressor: Compressor) -> Payload | None:
     x = heavy_tailed(_N, 1)
     if not by_payload(compressor):
         return None
-    return encode(compressor, x, context(x, rank=1, size=4, step=2))
+    return encode(compressor.at(2), x, context(x, rank=1, size=4, step=2))
 
 
 def classes(compressor: Compressor) -> set[type]:

@@ -225,7 +225,7 @@ def _alike(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b))
 
 
-@needs("gradient_units", "memory_fits_its_tensor", "one_overflow_is_survived")
+@needs("own_feedback_adds_up")
 def check_memory_stays_bounded(compressor: Compressor) -> None:
     """What is remembered of gradients must not outgrow them: it would be all that is sent, until it
     is Inf.

@@ -26,7 +26,7 @@ _OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("steps 3 and 2", {"step": _STEP - 1}),
     ("steps 3 and 65539", {"step": _STEP + (1 << 16)}),
 )
-_RANKS = 6
+_RANKS, _TURNS = 6, 3
 
 
 @needs(*PURE, "points_the_same_way", "extreme_values", "unbiased")
@@ -98,13 +98,18 @@ def _drawn(compressor: Compressor, **fields: Any) -> Array:
 
 @needs("shares_make_the_mean", "noise_averages_out")
 def check_ranks_draw_their_own(compressor: Compressor) -> None:
-    """In rounds too the mean is worth more than one rank's gradient because errors cancel: if all
+    """The mean is worth more than one rank's gradient because errors cancel, in rounds too: if all
     ranks round with the same numbers, they do not.
 
     Take ctx.uniform(n) and ctx.rng() as they are for noise; with shared=True draw what all ranks
     must have alike, such as which entries travel.
     """
-    if by_payload(compressor) or compressor.traits().stateful or compressor.divergence():
+    traits = compressor.at(0).traits()
+    if traits.stateful or compressor.divergence():
+        return
+    if by_payload(compressor):
+        if traits.combine == "gather" and not traits.omega:  # of which another check knows
+            _check_errors_cancel(compressor.at(0))
         return
     alone = together = 0.0
     for step in range(4):
@@ -118,6 +123,29 @@ def check_ranks_draw_their_own(compressor: Compressor) -> None:
         f"the error of the mean of {_RANKS} ranks has {together / alone:.3g} of one rank's energy, "
         "not a sixth: ranks draw the same noise"
     )
+
+
+def _check_errors_cancel(compressor: Compressor) -> None:
+    """Raise AssertionError where errors of ranks have more in common than those of steps have."""
+    together = dict.fromkeys(("rank", "step"), 0.0)
+    if same(*(_error(compressor, 0, {"step": step}) for step in (1, 2))):
+        return  # nothing is drawn
+    for turn in range(_TURNS):
+        for differs in together:
+            errors = [
+                _error(compressor, place, {"seed": turn, differs: place}) for place in range(_RANKS)
+            ]
+            together[differs] += float(np.square(np.mean(errors, axis=0)).sum())
+    assert together["rank"] <= 2 * together["step"] + 1e-9, (
+        f"the error of the mean of {_RANKS} ranks has {together['rank'] / together['step']:.3g} "
+        "times the energy that it has where they draw other numbers: ranks draw the same noise"
+    )
+
+
+def _error(compressor: Compressor, place: int, fields: dict[str, Any]) -> Array:
+    x = gaussian(_N, place)
+    ctx = context(x, size=_RANKS, **fields)
+    return decode(compressor, encode(compressor, x, ctx), _N, ctx) - x
 
 
 CHECKS = (check_noise_at_its_ends, check_noise_is_drawn_anew, check_ranks_draw_their_own)

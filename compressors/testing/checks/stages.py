@@ -17,7 +17,7 @@ _STEPS = 8
 _N = 1500
 
 
-@needs(*PURE)
+@needs(*PURE, "decoding_is_the_same_everywhere")
 def check_granularity(compressor: Compressor) -> None:
     """Scatter-reduce compresses shards: pieces cut at the granularity must give what the whole
     tensor's payload has there, or results would depend on the number of ranks.

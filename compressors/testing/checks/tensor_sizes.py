@@ -158,7 +158,7 @@ def check_the_last_element_counts(compressor: Compressor) -> None:
     """
     granule = _block(compressor)
     whole = () if compressor.traits().granularity is None else (granule,)
-    for n in (9, 17, *whole, granule + 1, granule + 9, 3 * granule - 1):
+    for n in (*range(9, 18), *whole, granule + 1, granule + 9, 3 * granule - 1):
         middle = [_came(compressor, n, n // 2, step) for step in range(_STEPS)]
         # What is kept at random may be kept rarely, and in the middle together with others.
         tries = _RARELY if sum(came > 0 for came in middle) >= _STEPS // 2 else 0
@@ -207,18 +207,19 @@ def check_padding_does_not_leak(compressor: Compressor) -> None:
     block = _block(compressor)
     signs = np.where(gaussian(block // 2, 1) < 0, -1, 1).astype(np.float32)
     near = (100 + np.abs(gaussian(block // 2, 2))).astype(np.float32)
-    part, full = (_lost(compressor, x) for x in (signs, np.tile(signs, 2)))
-    assert full > 0.5 or part <= 4 * full + 0.05, _leak(block, part, full)
+    # Levels of a norm of the whole tensor lie elsewhere for twice the values: those are no leak.
+    part, *whole = (_lost(compressor, np.tile(signs, times)) for times in (1, 2, 4, 6))
+    assert max(whole) > 0.5 or part <= 4 * max(whole) + 0.05, _leak(block, part, max(whole))
     if _lost(compressor, gaussian(block, 3)) > 0.05:
         return  # not a code of single values
-    part, full = (_lost(compressor, x) for x in (near, np.tile(near, 2)))
-    assert part <= 100 * full + 1e-9, _leak(block, part, full)
+    part, *whole = (_lost(compressor, np.tile(near, times)) for times in (1, 2, 4, 6))
+    assert part <= 100 * max(whole) + 1e-9, _leak(block, part, max(whole))
 
 
 def _leak(block: int, part: float, full: float) -> str:
     return (
-        f"{block // 2} elements lose {part:.3g} of their energy, the same ones twice {full:.3g}: "
-        "what fills a block up leaks into it"
+        f"{block // 2} elements lose {part:.3g} of their energy, the same ones several times "
+        f"{full:.3g}: what fills a block up leaks into it"
     )
 
 

@@ -8,6 +8,7 @@ leaving out and simplifying elements for as long as it still fails (Zeller and H
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -16,6 +17,8 @@ from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.errors import more_of
 
 _TRIES = 400  # of smaller examples
+_OURS = "ringlet.compressors.testing"
+_CALLS_CHECKS = f"{_OURS}.tools.named_check"
 _FEW = 12  # elements that are simplified one by one
 
 
@@ -28,14 +31,22 @@ def for_all(examples: Iterable[Array], body: Callable[[Array], None]) -> None:
         error = _raised(body, example)
         if error is not None:
             smallest, error = _smallest(body, example, error)
-            message = str(error) if isinstance(error, AssertionError) else told(error)
+            message = told(error)
             with np.printoptions(threshold=20, edgeitems=5):
                 shown = repr(smallest)
             raise AssertionError(f"{message.strip()}\nSmallest example: {shown}") from error
 
 
 def told(error: BaseException) -> str:
-    """Return an error with its place in the plugin, where it was raised there."""
+    """Return what a check says, or an error with its place in the plugin if it is of there.
+
+    A plugin may have assertions of its own.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    *calling, raising = ["", *(str(frame.f_globals.get("__name__")) for frame in frames)]
+    ours = raising.startswith(_OURS) or calling[-1:] in ([__name__], [_CALLS_CHECKS])
+    if isinstance(error, AssertionError) and ours:
+        return str(error)
     return f"{type(error).__name__}: {error}{more_of(error)}"
 
 

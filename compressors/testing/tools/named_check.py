@@ -47,7 +47,7 @@ class Named:
             with given_up_after(_PATIENCE):
                 self._check(target)
         except (Exception, GivenUp) as error:
-            reason = str(error) if isinstance(error, AssertionError) else told(error)
+            reason = told(error)
             notes = "\n".join([*getattr(error, "__notes__", []), *_hints(error)])
             raise CheckFailed(
                 f"{self._label(target)} fails {self.name!r}: {reason.strip()}\n"

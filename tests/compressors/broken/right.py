@@ -521,3 +521,72 @@ class VaryingLaunch:
             self.whole.sum_into(payloads, total, ctx)
             with np.errstate(invalid="ignore", over="ignore"):
                 narrowed(total * np.float32(scale), out)
+
+
+class NormDithered(Compressor):
+    """Powers of two of the whole tensor's 2-norm, rounded at random (Horvath et al., 2019)."""
+
+    def compress(self, x, ctx):
+        xp, levels = ctx.xp, np.float32(8)
+        largest = xp.abs(x).max(initial=0, keepdims=True)
+        with np.errstate(all="ignore"):
+            ratio = x / largest
+            length = xp.sqrt(xp.square(ratio).sum(keepdims=True))
+            ratio = xp.abs(ratio) / length
+            below = xp.floor(xp.log2(ratio))
+            low = xp.where(below < -levels, 0, xp.exp2(below))
+            high = xp.where(low > 0, 2 * low, xp.exp2(-levels))
+            up = ctx.uniform(x.size) * (high - low) < ratio - low
+            codes = xp.where(up, high, low)
+            codes = xp.where(codes > 0, xp.log2(codes) + levels + 1, 0) * xp.sign(x)
+            norm = largest * length
+        usable = xp.isfinite(norm) & (norm > 0)
+        norm = xp.where(largest > 0, norm, largest)
+        return {"codes": xp.where(usable, codes, 0).astype("int8"), "norm": norm}
+
+    def decompress(self, payload, out, ctx):
+        codes = payload["codes"].astype("float32")
+        sizes = np.where(codes == 0, 0, np.exp2(np.abs(codes) - 9)) * np.sign(codes)
+        with np.errstate(invalid="ignore"):
+            out[:] = sizes * payload["norm"]
+
+
+class SharedQuarter(Compressor):
+    """Every fourth element, from where all ranks choose alike, four times as large: unbiased."""
+
+    def traits(self):
+        return Traits(combine="rounds", omega=3.0)
+
+    def exchange(self, x, out, ctx, local=None):
+        first = int(ctx.rng(shared=True).integers(0, 4))
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = np.append(x[first::4] * np.float32(4), (0 * x).sum()).astype("float32")
+            mean = yield Round(values, "mean", values)
+            for kept, given in ((out, mean), (local, values)):
+                if kept is not None:
+                    kept[:] = (0 * given).sum()
+                    kept[first::4] += given[:-1]
+
+
+class SubtractsWhatWasTooMuch(Compressor):
+    """Error feedback the other way round: keeps what was sent too much, and subtracts it."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("excess",))
+
+    def compress(self, x, ctx):
+        excess = ctx.state.get("excess")
+        if excess is None or excess.size != x.size:
+            excess = np.zeros(x.size, "float32")
+        with np.errstate(invalid="ignore", over="ignore"):
+            p = x - excess
+            most = np.argsort(np.abs(p), kind="stable")[x.size * 3 // 4 :]
+            new = -p
+        new[most] = 0
+        if np.isfinite(p).all():
+            ctx.state["excess"] = new
+        return {"indices": most.astype("int32"), "values": p[most]}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        out[payload["indices"]] = payload["values"]

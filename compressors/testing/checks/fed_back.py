@@ -1,0 +1,132 @@
+"""Checks of the long run: what comes out is as much as went in, less what is kept meanwhile."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+
+from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.base.modifier import Modifier
+from ringlet.compressors.core.context import Array, State
+from ringlet.compressors.testing.checks.one_call import PURE, same
+from ringlet.compressors.testing.tools.inputs import gaussian
+from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.simulate import simulate
+
+_N, _SHAPE = 1500, (30, 50)
+_STEPS = 5
+_DRAWS = range(10_000, 10_016)  # steps at which most schedules have come to their end
+_MUCH = 1.5  # times as long as what went in
+_ALIKE, _LITTLE = 0.95, 0.6  # the cosine of what differs by its length alone, and how long it is
+_EXACT = 1e-3  # of the largest value of a memory: how far off the sum may be that explains it
+_NOTHING = 0.01  # of its length: what a part of that sum adds that is not in it
+
+
+@needs("gradient_units", "memory_fits_its_tensor", "one_overflow_is_survived")
+def check_own_feedback_adds_up(compressor: Compressor) -> None:
+    """Error feedback works because nothing is lost: what was sent and what is kept are what went
+    in. With a wrong sign, or fed back twice, it makes gradients worse than without.
+
+    Compress p = x + kept, and keep p less what that decodes to: p - decoded, and neither x -
+    decoded nor decoded - p. A decay is above 0 and at most 1. Or remember nothing, and leave it to
+    '| ef'.
+    """
+    state: State = {}
+    seen: list[tuple[Array, Array, State]] = []  # what went in, what came out, what was kept before
+    for step in range(_STEPS if compressor.traits().stateful else 0):
+        x, kept = gaussian(_N, step), copy.deepcopy(state)
+        seen.append((x, simulate(compressor, [x], [state], step, shape=_SHAPE)[0], kept))
+    units = [name for name in compressor.traits().gradient_units if name in state]
+    something = any(np.any(kept.get(name, 0)) for *_, kept in seen[1:] for name in units)
+    lost = all(_length(out - x) > _NOTHING * _length(x) for x, out, _ in seen)
+    assert something or not units or not lost, (
+        f"what ctx.state[{units[0]!r}] holds is 0 after every step, though something is lost in "
+        "all of them: clear what was sent, and nothing else"
+    )
+    for name in units if seen else ():
+        memories = [kept.get(name, 0.0) for _, _, kept in seen[1:]]
+        if all(np.shape(kept) == (_N,) for kept in (*memories, state.get(name, 0.0))):
+            _check_adds_up(compressor, name, seen, state)
+
+
+def _check_adds_up(
+    compressor: Compressor, name: str, seen: list[tuple[Array, Array, State]], state: State
+) -> None:
+    """Raise AssertionError where ``name`` is what was not sent, and becomes too much or too little.
+
+    What it is shows in how it follows from the step before: as a sum of what went in, of what was
+    lost of that, and of what was kept. Where it follows otherwise, nothing is said of it.
+    """
+    x, out = (np.concatenate([step[part] for step in seen[1:]]).astype(float) for part in (0, 1))
+    kept = np.concatenate([step[2][name] for step in seen[1:]]).astype(float)
+    new = np.concatenate([*(step[2][name] for step in seen[2:]), state[name]]).astype(float)
+    parts = np.stack([x, x - out, kept], axis=1)
+    lengths = np.linalg.norm(parts, axis=0)
+    if not lengths.all() or not new.any():
+        return
+    shares, _, rank, _ = np.linalg.lstsq(parts / lengths, new, rcond=1e-4)
+    off = float(np.abs(parts / lengths @ shares - new).max())
+    if rank < 3 or off > _EXACT * float(np.abs(new).max()):
+        return
+    nothing = np.abs(shares) <= _NOTHING * float(np.linalg.norm(new))
+    of_kept = float((shares / lengths)[2])
+    memory = f"ctx.state[{name!r}]"
+    if nothing[1] and not nothing[0]:
+        assert of_kept < 0.9999, (
+            f"all gradients are added up in {memory}, of which nothing is ever taken away: what is "
+            "sent is not either"
+        )
+    if not nothing[0] or nothing[1]:
+        return  # an average, say
+    assert not nothing[2], (
+        f"{memory} becomes x less what was sent: what was kept before, and was not sent either, is "
+        "lost"
+    )
+    assert of_kept > 0, f"{memory} is added to x with the wrong sign: what was lost is lost twice"
+    assert of_kept <= 1 + _NOTHING, (
+        f"{of_kept:.3g} times what was kept before is in {memory}: what was lost once is fed back "
+        "more than once"
+    )
+    without = copy.deepcopy(seen[-1][2])
+    without[name] *= np.float32(0)
+    (out,) = simulate(compressor, [seen[-1][0]], [without], _STEPS - 1, shape=_SHAPE)
+    assert not same(out, seen[-1][1]), (
+        f"what was not sent is kept in {memory}, and never sent: the result is the same where "
+        "zeros are kept"
+    )
+
+
+@needs(*PURE, "feedback_stays_bounded", "scales_with_its_values", "unbiased", "contraction")
+def check_comes_out_as_long(compressor: Compressor) -> None:
+    """A result that is twice the gradient is a learning rate that is twice the user's: training
+    goes on, and goes worse.
+
+    Undo in decompress what compress does to x, and leave the division by the number of ranks to the
+    engine. What goes by absolute sizes on purpose declares scales=False; what gives more than went
+    in on purpose says by divergence() that error feedback must not follow.
+    """
+    now = compressor.at(0)
+    traits, divergence = now.traits(), now.divergence()
+    declared = traits.stateful or not traits.scales or traits.omega or traits.delta
+    while isinstance(now, Modifier) and type(now).finish is Modifier.finish:
+        now = now.wrapped_compressor
+    if declared or divergence or type(now).finish is not Compressor.finish:
+        return  # which other checks hold it to, or it is no mean
+    x = gaussian(_N, 1)
+    outs = [simulate(compressor, [x], step=step, shape=_SHAPE)[0] for step in _DRAWS]
+    along = np.array([out.astype(float) @ x for out in outs]) / _length(x) ** 2
+    alike = along * _length(x) / np.maximum([_length(out) for out in outs], np.finfo("f4").tiny)
+    luck = 4 * float(np.std(along)) / len(_DRAWS) ** 0.5
+    times = float(along.mean())
+    assert times - luck <= _MUCH, f"what comes out is {times:.3g} times as long as what went in"
+    assert alike.min() < _ALIKE or times + luck >= _LITTLE, (
+        f"what comes out is what went in, but for its length, which is {times:.3g} of it"
+    )
+
+
+def _length(x: Array) -> float:
+    return float(np.linalg.norm(x.astype(np.float64)))
+
+
+CHECKS = (check_own_feedback_adds_up, check_comes_out_as_long)
