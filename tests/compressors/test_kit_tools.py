@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors.testing import CheckFailed
-from ringlet.compressors.testing.tools import inputs, named_check, other_process
+from ringlet.compressors.testing.tools import inputs, named_check, other_process, other_time
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.other_process import OtherProcess
 from ringlet.compressors.testing.tools.patience import given_up_after
@@ -214,6 +214,28 @@ def test_a_child_that_is_gone_is_started_anew():
     child = process._child
     process._close()
     assert child.returncode == 0
+
+
+def test_a_child_that_has_begun_is_the_one_that_answers():
+    process = OtherProcess()
+    process.begin()
+    child = process._child
+    assert child.poll() is None
+    process.begin()
+    assert ask(process, printed) == 7
+    assert process._child is child
+    process._close()
+    assert child.returncode == 0
+
+
+def test_clocks_go_on_an_hour_later_and_come_back():
+    clocks = time.time, time.time_ns, time.perf_counter, time.perf_counter_ns
+    before = [clock() for clock in clocks]
+    with other_time.later(3600):
+        there = [time.time(), time.time_ns(), time.perf_counter(), time.perf_counter_ns()]
+    for was, now, second in zip(before, there, (1, 10**9, 1, 10**9), strict=True):
+        assert 3600 * second <= now - was < 7200 * second
+    assert (time.time, time.time_ns, time.perf_counter, time.perf_counter_ns) == clocks
 
 
 def check_endlessly(found):

@@ -64,8 +64,8 @@ def check_points_the_same_way(compressor: Compressor) -> None:
     another order than they were written, or with another sign, goes anywhere.
 
     Decode one element, and see where it comes out: is a set bit plus or minus on both sides, does
-    packbits count bits from the same end as unpackbits, do indices count from 0, and does the
-    largest code fit its integer type?
+    packbits count bits from the same end as unpackbits, do indices count from 0, does the largest
+    code fit its integer type, and are a payload's arrays taken by their names?
     """
     n = 20_000
     for step, x in enumerate((gaussian(n, 1), heavy_tailed(n, 2), gaussian(n, 3))):

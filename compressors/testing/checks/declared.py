@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Traits
+from ringlet.compressors.base.contract import Compressor, Part, Traits
 from ringlet.compressors.core.errors import CompressorError, OptionError
 from ringlet.compressors.core.options import options_of
 from ringlet.compressors.specs.parser import parse
@@ -59,6 +59,14 @@ def check_traits_are_traits(compressor: Compressor) -> None:
     if traits.fixed_size or traits.combine == "sum":
         layout = compressor.layout(100)
         assert layout == compressor.layout(100), "layout(n) gives something else every time"
+        for part in layout:
+            assert isinstance(part, Part), (
+                f"layout(n) returns {part!r}; write Part('codes', 'int8', n), with what is in it"
+            )
+            assert isinstance(part.dtype, str), (
+                f"layout(n) has {part.dtype!r} as the dtype of {part.name!r}; give its name, such "
+                f"as {np.dtype(part.dtype).name!r}"
+            )
         assert traits.combine != "sum" or len(layout) == 1, (
             f"a payload that is summed is one array, not {len(layout)}; what ranks must have in "
             "common first, such as a scale, takes combine='rounds' and exchange()"
@@ -75,7 +83,12 @@ def check_schedule_goes_by_the_step(compressor: Compressor) -> None:
     found: dict[int, Compressor] = {}
     for turn, step in enumerate((0, 9, 0, 10**6) * 10):
         with later(turn * _LATER):
-            now = compressor.at(step)
+            now: Any = compressor.at(step)
+        what = f"{now.__name__}, the class" if isinstance(now, type) else type(now).__name__
+        assert isinstance(now, Compressor), (
+            f"at({step}) returns {what}; "
+            "return a compressor, such as self.replace(...), and self where nothing changes"
+        )
         before = found.setdefault(step, now)
         assert now == before, f"at({step}) is {before}, and {now} when it is asked again"
     for outer in _wrapped(compressor):

@@ -43,6 +43,7 @@ SOUND = (
 )
 PURE = (*SOUND, "deterministic")
 _MILLION = (1 << 20) + 3
+_REMEMBERING = "in a step that finds something in ctx.state; write x = x + kept, not x += kept"
 _QUEUE = 20  # payloads that wait together
 # As bits: a usual NaN, Inf, -Inf, and NaNs that rounding to fewer bits makes other numbers of.
 _NOT_FINITE = (
@@ -87,6 +88,7 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
             "exchange is no generator: ranks combine nothing; write p = yield Round(values, 'mean')"
         )
         (out,) = simulate(compressor, [x])
+        simulate(compressor, [x] * 3)
         assert np.isfinite(out).all(), (
             "exchange leaves NaN in out: it does not overwrite all of it, or it looks at what it "
             "received after the next yield, when something else lies there; copy that"
@@ -107,6 +109,7 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
             "decoding changes the payload, which others decode too; work on a copy"
         )
     check_overwritten(*outs)
+    simulate(compressor, [x] * 3)
 
 
 def check_fits_layout(compressor: Compressor, payload: Payload, n: int) -> None:
@@ -262,6 +265,9 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
             workspace = Workspace()
             (out,) = simulate(compressor, [given], [state], workspace=workspace)
             assert same(given, before), "the input was modified"
+            if state:
+                (out,) = simulate(compressor, [given], [state], step=1, workspace=workspace)
+                assert same(given, before), f"the input was modified {_REMEMBERING}"
             _check_no_scratch(state, "ctx.state", workspace)
             _check_apart(state, "ctx.state", given, "the input")
             _check_apart(state, "ctx.state", out, "out, which is used again")
@@ -280,6 +286,7 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
             _check_apart(array, what, given, "the input")
             _check_apart(state, "ctx.state", array, f"{what}, which travels later")
         (out,) = simulate(compressor, [given], [state])
+        assert same(given, before), f"the input was modified {_REMEMBERING}"
         _check_apart(state, "ctx.state", out, "out, which is used again")
 
     for_all(vectors(), body)

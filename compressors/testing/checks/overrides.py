@@ -164,12 +164,15 @@ def check_fused_feedback_agrees(compressor: Compressor) -> None:
         return payload
 
     def agree(x: Array, residual: Array, decay: float, bad: float, **fields: Any) -> None:
-        residuals = [residual.copy(), residual.copy()]
+        residuals, before = [residual.copy(), residual.copy()], x.copy()
         with np.errstate(all="ignore"):
             sent = [
                 step(owner, x, kept, decay, fields)
                 for owner, kept in zip((cls, Compressor), residuals, strict=True)
             ]
+        assert same(x, before), (
+            f"{name} changes x, which is the framework's gradient; compute into a new array"
+        )
         where = f"of {x.size} elements with decay={decay}" + (f" and {bad} in x" if bad else "")
         where += f" and {fields}" if fields else ""
         assert same_payload(*sent), (

@@ -56,6 +56,11 @@ class OtherProcess:
         self._owner = 0  # the process that started it: a fork of that has no child
         self._told: IO[bytes] | None = None
 
+    def begin(self) -> None:
+        """Start it, unless it runs, and do not wait for it: several start side by side."""
+        with self._lock:
+            self._started()
+
     def ask(self, modules: set[str], function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)`` as computed there; AssertionError where that fails.
 

@@ -112,6 +112,26 @@ class KeepsInACopy(FeedsBack):
         return super().compress(x, replace(ctx, state=dict(ctx.state)))
 
 
+class AddsToX(FeedsBack):
+    """Adds what it keeps to the gradient itself, where it keeps something."""
+
+    def added(self, x, kept):
+        if kept.any():
+            x += kept
+        return x.copy()
+
+
+class FusedAddsToX(Whole):
+    """Adds the residual to the gradient itself."""
+
+    def compress_feedback(self, x, residual, decay, ctx):
+        with np.errstate(invalid="ignore", over="ignore"):
+            x += np.float32(decay) * residual
+            payload = self.compress(x, ctx)
+            self.keep_residual(x, payload, residual, ctx)
+        return payload
+
+
 class SetsItsSeed(Whole):
     """Counts the seed up for numbers of its own, in a context that others use."""
 
@@ -145,6 +165,41 @@ class ScheduleByTheClock(Levels):
 
     def at(self, step):
         return self.replace(levels=4 if time.time() % 3600 >= 1800 else 7)
+
+
+class ScheduleEnds(Levels):
+    """Returns nothing where its schedule has come to its end."""
+
+    def at(self, step):
+        return self if step < 1000 else None
+
+
+class ScheduleOfClasses(Levels):
+    """Returns the class."""
+
+    def at(self, step):
+        return Levels
+
+
+class FinishReturns(Whole):
+    """Returns what it should leave in out."""
+
+    def finish(self, out, ctx):
+        return out * np.float32(0.5)
+
+
+class LayoutOfTuples(Cells):
+    """Plain tuples in the place of parts."""
+
+    def layout(self, n):
+        return tuple(tuple(part) for part in super().layout(n))
+
+
+class LayoutOfTypes(Cells):
+    """Types in the place of their names."""
+
+    def layout(self, n):
+        return tuple(part._replace(dtype=np.dtype(part.dtype).type) for part in super().layout(n))
 
 
 class ScheduleByTheHost(Levels):
