@@ -321,7 +321,7 @@ def _check_anything_is_kept(compressor: Compressor) -> None:
     for step in range(_STEPS):
         gradients = [gaussian(2000, 2 * step + rank) for rank in (0, 1)]
         simulate(compressor, gradients, states, step, shape=(40, 50))
-        if cut:  # some remember what is lost of sums alone
+        if cut and not any(states):  # some remember what is lost of sums alone
             scatter(compressor, gradients, states, step)
     assert any(states), (
         f"traits() says stateful=True, and ctx.state is empty after {_STEPS} steps: what is kept "

@@ -88,7 +88,6 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
             "exchange is no generator: ranks combine nothing; write p = yield Round(values, 'mean')"
         )
         (out,) = simulate(compressor, [x])
-        simulate(compressor, [x] * 3)
         assert np.isfinite(out).all(), (
             "exchange leaves NaN in out: it does not overwrite all of it, or it looks at what it "
             "received after the next yield, when something else lies there; copy that"
@@ -109,7 +108,7 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
             "decoding changes the payload, which others decode too; work on a copy"
         )
     check_overwritten(*outs)
-    simulate(compressor, [x] * 3)
+    simulate(compressor, [x])
 
 
 def check_fits_layout(compressor: Compressor, payload: Payload, n: int) -> None:
@@ -185,6 +184,7 @@ def check_scratch_does_not_matter(compressor: Compressor) -> None:
     Clear it, padding above all: xp.zeros in place of xp.empty, and rows[x.size:] = 0 in an array
     of ctx.workspace. Two arrays of ctx.workspace need two names.
     """
+    found: dict[int, list[Array]] = {}
     for n in (1, 100, 3000):
         results: list[Array] = []
         with np.errstate(all="ignore"), suppress(Exception):
@@ -192,9 +192,12 @@ def check_scratch_does_not_matter(compressor: Compressor) -> None:
         for mark in (0x00, 0x00, 0xFF, 0xFF, 0x00):
             with uninitialised_as(mark), np.errstate(all="ignore"), suppress(Exception):
                 results.append(simulate(compressor, [gaussian(n, 1), gaussian(n, 2)])[0])
-        if len(results) < 5 or not all(same(results[a], results[b]) for a, b in _ALIKE):
-            continue  # something else is wrong, which another check tells
-        assert same(results[0], results[2]), (
+        if len(results) == 5:
+            found[n] = results
+    if not all(same(kept[a], kept[b]) for kept in found.values() for a, b in _ALIKE):
+        return  # something else is wrong, which another check tells; a single element may hide it
+    for n, kept in found.items():
+        assert same(kept[0], kept[2]), (
             f"{n} elements give other results where np.empty or ctx.workspace.array held something "
             "else before"
         )
