@@ -108,7 +108,6 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
             "decoding changes the payload, which others decode too; work on a copy"
         )
     check_overwritten(*outs)
-    simulate(compressor, [x])
 
 
 def check_fits_layout(compressor: Compressor, payload: Payload, n: int) -> None:

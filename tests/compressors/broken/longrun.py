@@ -181,13 +181,6 @@ class ScheduleOfClasses(Levels):
         return Levels
 
 
-class FinishReturns(Whole):
-    """Returns what it should leave in out."""
-
-    def finish(self, out, ctx):
-        return out * np.float32(0.5)
-
-
 class LayoutOfTuples(Cells):
     """Plain tuples in the place of parts."""
 
