@@ -148,7 +148,8 @@ class ObjectState(State):
     """Objects, as attributes: those that ``kwargs`` names, at first with its values.
 
     Objects that have ``state_dict`` and ``load_state_dict`` stay, and their states are kept; others
-    are copied. ``bcast_object`` and ``get_rank`` are accepted for Horovod's sake.
+    are copied. One that takes the place of another is saved as it is put there.
+    ``bcast_object`` and ``get_rank`` are accepted for Horovod's sake.
     """
 
     def __init__(
@@ -163,6 +164,13 @@ class ObjectState(State):
         for name, value in kwargs.items():
             setattr(self, name, value)
         self.save()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; save an object with a state of its own that replaces another."""
+        before = self.__dict__.get(name)
+        super().__setattr__(name, value)
+        if value is not before and name in self.__dict__.get("_saved", ()) and _has_state(value):
+            self._saved[name] = self._copied(_content(value), None)  # what is saved is another's
 
     def save(self) -> None:
         """Keep copies of all objects or their states."""

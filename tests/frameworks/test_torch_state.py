@@ -585,6 +585,25 @@ def test_a_spec_that_divides_first_divides_by_the_ranks_that_reduce():
         assert states["w"]["residual"].tolist() == [share] * 9
 
 
+def test_what_replaces_a_model_or_an_optimizer_is_gone_back_to_as_it_was_put_there():
+    models = [torch.nn.Linear(2, 3), torch.nn.Linear(5, 1)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5 / (i + 1)) for i, m in enumerate(models)]
+    state = hvd.elastic.TorchState(models[0], optimizers[0], epoch=0, other=None)
+    state.epoch = 1
+    state.commit()
+    state.model, state.optimizer = models[1], optimizers[1]
+    state.epoch, state.other = 2, models[0]
+    kept = models[1].weight.detach().clone()
+    with torch.no_grad():
+        models[1].weight += 1
+    optimizers[1].param_groups[0]["lr"] = 3.0
+    state.restore()
+    assert state.model is models[1]
+    assert torch.equal(models[1].weight, kept)
+    assert (optimizers[1].param_groups[0]["lr"], state.epoch) == (0.25, 1)
+    assert state.other is models[0]
+
+
 def test_an_elastic_state_is_saved_into_the_memory_of_the_last_time():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
