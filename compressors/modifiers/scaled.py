@@ -40,16 +40,16 @@ class Scaled(Modifier):
         if not self.is_bound():
             return
         traits = self.wrapped_compressor.traits()
+        if traits.omega is None:
+            raise CompressorError(
+                f"scaled needs an unbiased compressor that declares omega, which {self.inner} "
+                "does not; leave '| scaled' away"
+            )
         if traits.combine == "rounds" or traits.stateful:
             how = "exchanges in rounds" if traits.combine == "rounds" else "remembers earlier steps"
             raise CompressorError(
                 f"scaled multiplies what a payload decodes to, and {self.inner} {how}; leave "
                 "'| scaled' away"
-            )
-        if traits.omega is None:
-            raise CompressorError(
-                f"scaled needs an unbiased compressor that declares omega, which {self.inner} "
-                "does not; leave '| scaled' away"
             )
         if self.delta <= 0:
             raise CompressorError(
