@@ -170,7 +170,7 @@ def started(setting, frameworks):
         program, env=os.environ | limits, capture_output=True, text=True, timeout=250, check=False
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}"
     return json.loads(lines[-1])
 
 
