@@ -141,9 +141,9 @@ class Memory:
         return state
 
     def in_common(self) -> list[str]:
-        """Return the tensors of which ranks remember something in common."""
+        """Return the tensors of which ranks remember something in common, by name in order."""
         with self.lock, at_work():
-            return [name for name, state, by in self._compressed() if shared(state, by)]
+            return sorted(name for name, state, by in self._compressed() if shared(state, by))
 
     def forget_in_common(self, names: Container[str]) -> None:
         """Forget what ranks remember in common of tensors; residuals stay."""

@@ -441,6 +441,24 @@ def case_all_ranks_load_the_file_of_rank_0():
                 assert hvd.replicas_equal(again.state_dict()), spec
 
 
+def case_what_is_loaded_is_compared_by_name_and_not_by_place():
+    def made():
+        torch.manual_seed(0)
+        own = torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.Linear(96, 48))
+        named = list(own.named_parameters())
+        inner = torch.optim.Adam(own.parameters(), lr=0.01)
+        named = named if hvd.rank() else named[::-1]
+        return own, hvd.DistributedOptimizer(inner, named, compression="powersgd(rank=2) | ef")
+
+    own, optimizer = made()
+    train(own, optimizer, 3)
+    again, resumed = made()
+    resumed.load_state_dict(stored(optimizer.state_dict()))
+    assert resumed._ringlet.memory.loaded_in_common == ("0.weight", "1.weight")
+    train(again, resumed, 2, start=3)
+    assert hvd.replicas_equal(again.state_dict())
+
+
 def case_what_rank_0_alone_has_loaded_is_not_trained_with_until_it_is_broadcast():
     """Where ranks have something in common; the first step finds it, and is not applied."""
     for spec, loading in (
