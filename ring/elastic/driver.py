@@ -18,7 +18,7 @@ from ringlet.ring.control import pulse
 from ringlet.ring.descriptors import hold_standard_descriptors, more_descriptors
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.held_back import HeldBack
-from ringlet.ring.elastic.membership import Decisions, JobMember, Membership
+from ringlet.ring.elastic.membership import LEAVE, Decisions, JobMember, Membership
 from ringlet.ring.elastic.placement_engine import PlacementEngine, StartedMember, StartedProcess
 from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LOST_PEER, LaunchError
@@ -354,13 +354,13 @@ class Driver:
                 self._start_by.pop(number, None)
                 self._kill_at.pop(number, None)
                 member = self._membership.members[number]
-                how = how_ended(rank, member.killed)
+                how, shown = how_ended(rank, member.killed, member.leaving)
                 if rank.code and not member.ended:
                     self._held_back.failed(number, member.rank, self._membership.epoch)
-                self._membership.ended(number, processes.shell_code(rank.code or 0), how, now)
+                self._membership.ended(number, shown, how, now)
                 self._let_go(rank)
                 continue
-            self._look_at_question(number, now)
+            self._look_at_word(number, now)
             if number in self._kill_at and now >= self._kill_at[number]:
                 self._rank_table.lose(rank)  # a host that is gone does not kill
             elif number in self._start_by:
@@ -417,10 +417,13 @@ class Driver:
             started.part()
             del self._started[rank.number]
 
-    def _look_at_question(self, number: int, now: float) -> None:
+    def _look_at_word(self, number: int, now: float) -> None:
         met = self.kv_store.value(epochs.met_name(number)) or b""
         if met.isdigit() and len(met) < 10:
             self._membership.meets(number, int(met))
+        code = self.kv_store.value(epochs.leaving_name(number)) or b""
+        if code.isdigit() and len(code) < 4:
+            self._membership.leaves(number, int(code), now)
         told = self.kv_store.value(epochs.ask_name(number))
         if told is None:
             return
@@ -592,13 +595,21 @@ def _cause_first(rank: Rank) -> tuple[bool, int]:
     return rank.code == LOST_PEER, rank.when
 
 
-def how_ended(rank: Rank, killed: bool) -> str:
-    """Say how a member ended; ``killed`` tells whether the launcher had that done."""
+def how_ended(rank: Rank, killed: bool, leaving: int = 0) -> tuple[str, int]:
+    """Say how a member ended, and with which code as a shell reports it.
+
+    ``killed`` tells whether the launcher had that done, ``leaving`` is the code with which the
+    member has said before that it ends, or 0.
+    """
+    code = processes.shell_code(rank.code or 0)
     if rank.lost:
-        return "was killed together with its wrapper, or its host cannot be reached"
+        return "was killed together with its wrapper, or its host cannot be reached", code
     if killed and rank.code == -signal.SIGKILL:
-        return "was lost by the others, did not come forward, and was killed"
-    return processes.describe(rank.code or 0)
+        if leaving:
+            how = f"was to end with code {leaving}, did not within {LEAVE:g} s, and was killed"
+            return how, leaving
+        return "was lost by the others, did not come forward, and was killed", code
+    return processes.describe(rank.code or 0), code
 
 
 def _ended_by(number: int) -> str:

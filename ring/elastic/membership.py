@@ -17,7 +17,7 @@ from ringlet.ring.hosts.hosts import Host
 
 FENCE = 1.5  # seconds that a member has to come forward which others have lost
 LATECOMERS = 30.0  # seconds that the first epoch waits for more ranks than it needs
-LEAVE = 5.0  # seconds that a member has to leave which does not belong to the job any more
+LEAVE = 5.0  # seconds that a member has to end which belongs to the job no more, or has said so
 
 
 @dataclass
@@ -34,6 +34,7 @@ class JobMember:
     ended: bool = False
     dismissed: bool = False  # it was told so
     returned: bool = False  # it has ended well
+    leaving: int = 0  # the code with which it has said that it ends
     killed: bool = False
     limit: float | None = None  # when it is killed, unless it comes forward or leaves
 
@@ -129,7 +130,14 @@ class Membership:
         ranks = set(lost) if member.rank is not None else set()
         for other in self._present():
             if other.rank in ranks and not other.asked and other.limit is None:
-                other.limit = now + FENCE
+                other.limit = now + (LEAVE if other.leaving else FENCE)
+
+    def leaves(self, number: int, code: int, now: float) -> None:
+        """Note that a member has said that it ends with ``code``: it gets the time for that."""
+        member = self.members[number]
+        if not member.leaving and member.limit is not None:
+            member.limit = now + LEAVE
+        member.leaving = code
 
     def late(self) -> list[int]:
         """Return the ranks' members for which others wait, and whom these do not hear."""

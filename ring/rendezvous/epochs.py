@@ -2,7 +2,8 @@
 
 The launcher decides (``ringlet.ring.elastic``); questions and answers lie in the job's store. Names
 there: ``elastic/ask/M`` is what member M asked last, ``elastic/answer/M/N`` the answer to its N-th
-question, ``elastic/met/M`` in which epoch it met the others last, ``elastic/changes`` how often
+question, ``elastic/met/M`` in which epoch it met the others last,
+``elastic/leaving/M`` the exit code with which an exception ends it, ``elastic/changes`` how often
 hosts have changed, ``elastic/specs`` (a list, as JSON) what the ranks' compressors are,
 ``elastic/held/M`` the norm of what those of member M hold back, and whether another has a copy,
 ``elastic/taken`` an epoch and what its ranks took over from those that are gone.
@@ -61,6 +62,11 @@ def answer_name(member: int, question: int) -> str:
 def met_name(member: int) -> str:
     """Return the name under which a member says in which epoch it has met the others."""
     return f"elastic/met/{member}"
+
+
+def leaving_name(member: int) -> str:
+    """Return the name under which a member says that it is about to end, and with which code."""
+    return f"elastic/leaving/{member}"
 
 
 def held_name(member: int) -> str:

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost
 from ringlet.ring.process_owner import is_lent
+from ringlet.ring.rendezvous.epochs import leaving_name
 from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
-from ringlet.ring.wire.keys import STORE_KEY
+from ringlet.ring.wire.keys import MEMBER, STORE_KEY
 from ringlet.ring.wire.kv_client import SCHEME, Client
 from ringlet.ring.wire.kv_store import Op
 
@@ -43,25 +44,33 @@ def _hook(always: bool) -> None:
     failed: list[BaseException] = []
     asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0
 
+    def code() -> int:
+        """Return what the first of what failed, or else sys.exit, ends this process with."""
+        if not failed:
+            return (*asked, 0)[0]
+        codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER, SystemExit: (*asked, 1)[0]}
+        return next((c for kind, c in codes.items() if isinstance(failed[0], kind)), 1)
+
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         loss = _loss(error)
         failed.append(loss or error)
         show(kind, error, trace)
         if loss is not None:
             report_loss(loss, os.environ)
+        if os.getpid() == rank:
+            tell_leaving(code(), os.environ)
 
     def leave() -> None:
         if always and asked and not failed:
             failed.append(SystemExit(asked[-1]))
         child = always and os.getpid() != rank
+        if asked and not failed and os.getpid() == rank:
+            tell_leaving(code(), os.environ)
         if child or (failed and (always or isinstance(failed[0], PeerLost))):
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
-            codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER, SystemExit: (*asked, 1)[0]}
-            if not failed:
-                os._exit(0)
-            os._exit(next((c for kind, c in codes.items() if isinstance(failed[0], kind)), 1))
+            os._exit(code() if failed else 0)
 
     def exit_with(status: Any = None, /) -> NoReturn:
         # No hook sees the code of a SystemExit, and at exit it is too late to ask for it.
@@ -88,16 +97,29 @@ def report_loss(error: PeerLost, env: Mapping[str, str]) -> bool:
 
     Returns whether it was told: nobody is left to hear of it when the launcher is gone as well.
     """
+    name = loss_report_name(int(env.get("RINGLET_RANK", -1)))
+    return _tell(name, LossReport(error.ranks, str(error)).pack(), env)
+
+
+def tell_leaving(code: int, env: Mapping[str, str]) -> None:
+    """Tell the launcher of an elastic job that this rank ends with ``code``: the others lose it.
+
+    An interpreter with torch in it takes a second to end, and longer where others keep the cores.
+    """
+    if MEMBER in env and code & 255:
+        _tell(leaving_name(int(env[MEMBER])), b"%d" % (code & 255), env)
+
+
+def _tell(name: str, value: bytes, env: Mapping[str, str]) -> bool:
     place = env.get("RINGLET_RENDEZVOUS", "")
     if not place.startswith(SCHEME) or STORE_KEY not in env:
         return False
     rank, key = int(env["RINGLET_RANK"]), bytes.fromhex(env[STORE_KEY])
-    report = LossReport(error.ranks, str(error)).pack()
     try:
         # A connection of its own: another thread may be waiting for an answer on the usual one.
         client = Client(place.removeprefix(SCHEME), key, rank, PATIENCE)
         try:
-            client.ask(Op.SET, loss_report_name(rank).encode(), report, timeout=PATIENCE)
+            client.ask(Op.SET, name.encode(), value, timeout=PATIENCE)
         finally:
             client.close()
     except (LaunchError, TimeoutError):

@@ -419,3 +419,31 @@ def test_a_newcomer_loads_what_it_can(monkeypatch, caplog):
         warm_up.warm_up(["no such thing", "int8"])
     assert (loaded, used) == ([False], ["int8"])
     assert "no kernels were loaded for 'no such thing'" in caplog.text
+
+
+# Its interpreter takes longer to end than a rank that others lost has to come forward.
+ENDS_LATE = """
+import atexit, sys, time
+atexit.register(time.sleep, 2.5)
+import torch, ringlet.torch as hvd
+hvd.init()
+state = hvd.elastic.TorchState(step=0)
+@hvd.elastic.run
+def train(state):
+    while state.step < 10:
+        hvd.allreduce(torch.ones(2), name="x")
+        state.step += 1
+        state.commit()
+        if state.step == 5 and hvd.rank() == 1:
+            {}
+train(state)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise ValueError('mine')", 1), ("sys.exit(3)", 3)])
+def test_a_rank_that_an_error_ends_slowly_is_no_lost_one(how, code):
+    done, _ = job(["-np", "2", "--min-np", "2"], {}, worker=["-c", ENDS_LATE.format(how)])
+    assert done.returncode == code, done.stderr
+    said = f"rank 1 on localhost exited with code {code}; ending the other ranks\n"
+    assert said in done.stderr
+    assert "was killed" not in done.stderr

@@ -177,10 +177,33 @@ def test_who_was_lost_and_does_not_come_is_killed():
 
 def test_whom_the_launcher_kills_is_not_said_to_have_been_killed_by_a_stranger():
     killed = Rank(0, code=-signal.SIGKILL)
-    assert how_ended(killed, killed=True).startswith("was lost by the others")
-    assert how_ended(killed, killed=False) == "was ended by signal 9 (SIGKILL)"
-    assert how_ended(Rank(0, code=3), killed=True) == "exited with code 3"
-    assert "host cannot be reached" in how_ended(Rank(0, code=-9, lost=True), killed=True)
+    said, code = how_ended(killed, killed=True)
+    assert (said.startswith("was lost by the others"), code) == (True, 137)
+    assert how_ended(killed, killed=False) == ("was ended by signal 9 (SIGKILL)", 137)
+    assert how_ended(Rank(0, code=3), killed=True) == ("exited with code 3", 3)
+    assert "host cannot be reached" in how_ended(Rank(0, code=-9, lost=True), killed=True)[0]
+
+
+def test_whom_the_launcher_kills_that_had_said_how_it_ends_has_that_code():
+    killed = Rank(0, code=-signal.SIGKILL)
+    said = "was to end with code 3, did not within 5 s, and was killed"
+    assert how_ended(killed, killed=True, leaving=3) == (said, 3)
+    assert how_ended(Rank(0, code=4), killed=True, leaving=3) == ("exited with code 4", 4)
+
+
+@pytest.mark.parametrize("told", [0.5, 2.0], ids=["before", "after"])
+def test_who_says_that_it_ends_gets_time_for_that(told):
+    members = running([Host("a", 3)])
+    if told < 1.0:
+        members.leaves(0, 1, told)
+    members.asks(1, (0,), 1.0)
+    members.asks(2, (0,), 1.0)
+    if told > 1.0:
+        members.leaves(0, 1, told)
+        members.leaves(0, 1, told + 1)
+    limit = max(told, 1.0) + LEAVE
+    assert not members.decide(limit - 0.01).kill
+    assert [m.number for m in members.decide(limit).kill] == [0]
 
 
 def test_who_was_lost_by_others_and_comes_stays():
