@@ -148,6 +148,23 @@ def test_settings_of_the_optimizer_that_differ_are_told_of_once():
     assert "hvd.broadcast_optimizer_state" in told[0]
 
 
+def test_steps_that_one_rank_alone_has_loaded_are_told_of_once():
+    def work():
+        saved = None
+        for _ in range(2):
+            model = network()
+            optimizer = wrap(model, compression="randomk(ratio=0.5, unbiased=False) | ef")
+            if saved is not None and hvd.rank() == 0:
+                optimizer.load_state_dict(saved)
+            hvd.broadcast_parameters(model.state_dict())
+            steps(model, optimizer)
+            saved = optimizer.state_dict()
+
+    told = [text for text in told_by(work) if "hvd.broadcast_optimizer_state" in text]
+    assert len(told) == 1, told
+    assert "the number of steps that compressors have seen" in told[0]
+
+
 def test_a_broadcast_behind_diloco_counts():
     def work():
         model = network(hvd.rank())

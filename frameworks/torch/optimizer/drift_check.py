@@ -1,4 +1,4 @@
-"""Whether ranks began with the same parameters and settings, without which models drift apart."""
+"""Whether ranks began with the same parameters, settings and steps: else models drift apart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ringlet.job.session import current
 from ringlet.ring.callers import outside
 from ringlet.torch.ops.replica_check import Comparison
 
-_SETTINGS = ""  # no parameter's name
+# What else is compared, which no parameter is called.
+_SETTINGS, _STEPS = "", "."
 
 
 class DriftCheck:
-    """Compares ``parameters`` and settings once, after the first step, and warns on one rank.
+    """Compares ``parameters``, settings and steps after the first step, and warns on one rank.
 
     Nobody waits for it: ranks may wait for several optimizers, and in any order.
     """
@@ -28,18 +29,33 @@ class DriftCheck:
         self._comparison: Comparison | None = None
         self._begun = False
 
-    def look(self, groups: Sequence[Mapping[str, Any]], label: str, ranks: ProcessSet) -> None:
-        """After a step: begin to compare, or tell what was found. Collective at the first call."""
+    def look(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        steps: Mapping[str, int],
+        label: str,
+        ranks: ProcessSet,
+    ) -> None:
+        """After a step: begin to compare, or tell what was found. Collective at the first call.
+
+        ``groups`` are the optimizer's, ``steps`` what compressors have counted, by parameter.
+        """
         if not self._begun:
             self._begun = True
-            digest = hashlib.blake2b(_settings(groups).encode(), digest_size=7).digest()
-            settings = torch.tensor([int.from_bytes(digest, "big")])
-            compared = {**self.parameters, _SETTINGS: settings}
-            self._comparison = Comparison(compared, f"{label}.alike", ranks)
+            others = {
+                _SETTINGS: _digest(_settings(groups)),
+                _STEPS: _digest(repr(sorted(steps.items()))),
+            }
+            self._comparison = Comparison({**self.parameters, **others}, f"{label}.alike", ranks)
         elif self._comparison is not None and self._comparison.done():
             odd, self._comparison = self._comparison.difference(), None
             if odd is not None and current().rank == min(ranks.ranks or [0]):
                 _warn(odd)
+
+
+def _digest(text: str) -> torch.Tensor:
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    return torch.tensor([int.from_bytes(digest, "big")])
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -52,6 +68,11 @@ def _warn(odd: str) -> None:
     what, call = f"parameter {odd!r} differs", "parameters(model.state_dict()"
     if odd == _SETTINGS:
         what = "the optimizer's settings, such as lr, differ"
+        call = "optimizer_state(optimizer"
+    elif odd == _STEPS:
+        what = (
+            "the number of steps that compressors have seen, as after loading on one rank, differs"
+        )
         call = "optimizer_state(optimizer"
     warnings.warn(
         f"{what} between ranks since the first step, so that their models drift apart: call "

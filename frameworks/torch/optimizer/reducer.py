@@ -264,7 +264,8 @@ class Reducer:
         self._alike.end((frozen, ()))
         if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
-        self.drift.look(param_groups, self._label, self._process_set)
+        steps = {"": self.step, **self.memory.steps}
+        self.drift.look(param_groups, steps, self._label, self._process_set)
 
     def abandon(self, why: str) -> None:
         """Give up the step at hand on all ranks: see ``Group.abandon``."""
