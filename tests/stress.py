@@ -8,6 +8,7 @@ Prints a line a round, and at the end what failed how often; the exit status is 
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ def main() -> int:
     options = parser.parse_args()
     tests = options.tests or [str(TESTS / room) for room in ROOMS]
     failures: Counter[str] = Counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no busy loops
     busy = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(options.busy)]
     try:
         for number in range(1, options.times + 1):
