@@ -25,6 +25,7 @@ BLOCK, STREAMS = 512, 64
 GROUPED = 2048  # blocks whose sizes are summed together
 MOST = 32  # tensors of a launch
 _FIXED = {"tops": BLOCK, "widths": BLOCK, "counts": BLOCK, "mantissas": 1}  # elements for one entry
+_ORDER = ("tops", "widths", "counts", "codes", "spares", "mantissas", "rests")  # as on the CPU
 _CODED = np.dtype(
     [
         ("data", "u8"), ("tops", "u8"), ("widths", "u8"), ("counts", "u8"), ("codes", "u8"),
@@ -71,7 +72,7 @@ def encode(
             )
         launches.point("codes", "spares")
         launches.run("encode")
-        made += [payload for _, payload in some]
+        made += [{name: p[name] for name in _ORDER if name in p} for _, p in some]
     return made
 
 
