@@ -26,7 +26,7 @@ from ringlet.fusion.devices.host import Place
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import Steps
-from ringlet.ring.transports.gpu import reduced
+from ringlet.ring.transports.gpu import over, reduced
 
 log = logging.getLogger("ringlet")
 
@@ -74,7 +74,7 @@ class CudaMark:
     @property
     def reached(self) -> bool:
         """Whether the work is over; asks the GPU without waiting."""
-        return bool(self._event.done)
+        return self._place.passed(self._event)
 
     @property
     def over(self) -> bool:
@@ -158,6 +158,10 @@ class CudaPlace(Place):
         """Let the framework's current stream wait for ``event``."""
         with self._cuda.Device(self.device):
             self._cuda.runtime.streamWaitEvent(self._framework.stream(self.device), event.ptr)
+
+    def passed(self, event: Any) -> bool:
+        """Whether ``event`` is over. Raises CuPy's error of a GPU that failed."""
+        return over(self._cuda, event)
 
     def finish(self) -> None:
         """Wait, on the host, for all work so far: for frameworks that do not tell their stream."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from typing import Any
 
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
@@ -19,6 +20,7 @@ REDUCED = (
     "int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64",
     "bfloat16",
 )  # fmt: skip
+_NOT_READY = 600  # cudaErrorNotReady
 
 
 class GpuCommunicator(Communicator):
@@ -118,6 +120,17 @@ class _Breaker:
         comm = self._comm()
         if comm is not None:
             comm.interrupt()
+
+
+def over(cuda: Any, event: Any) -> bool:
+    """Whether an event is over, asked without waiting; ``cuda`` is CuPy's module of that name.
+
+    Raises CuPy's error of a GPU that failed, where ``event.done`` stays False for ever.
+    """
+    code = cuda.runtime.eventQuery(event.ptr)
+    if code not in (0, _NOT_READY):
+        raise cuda.runtime.CUDARuntimeError(code)
+    return bool(code == 0)
 
 
 def reduced(dtype: str) -> bool:

@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import PeerLost, RingError, unavailable
-from ringlet.ring.transports.gpu import GpuCommunicator
+from ringlet.ring.transports.gpu import GpuCommunicator, over
 from ringlet.ring.transports.nccl_library import (
     IN_PROGRESS,
     REMOTE_ERROR,
@@ -67,12 +67,15 @@ class NcclCommunicator(GpuCommunicator):
             self._abandon(PeerLost(f"{where} was ended: another rank was lost"))
 
     def synchronize(self) -> None:
-        """Wait for what is in CuPy's current stream; PeerLost if it does not end in time."""
+        """Wait for what is in CuPy's current stream; PeerLost if it does not end in time.
+
+        Raises RingError where the GPU failed.
+        """
         self._usable()
         with self._cupy.cuda.Device(self._device):
             done = self._cupy.cuda.Event(disable_timing=True)
             done.record(self._cupy.cuda.get_current_stream())
-            self._poll("synchronize", lambda: SUCCESS if done.done else IN_PROGRESS)
+            self._poll("synchronize", lambda: self._reached(done))
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -197,6 +200,13 @@ class NcclCommunicator(GpuCommunicator):
             self._usable()
             return self._library.state(self._handle) if self._handle else SUCCESS
 
+    def _reached(self, event: Any) -> int:
+        try:
+            return SUCCESS if over(self._cupy.cuda, event) else IN_PROGRESS
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            where = f"GPU {self._device} of rank {self.origin[self.rank]}"
+            self._abort(RingError(f"{where} failed: {error}; start the job anew"))
+
     def _settled(self, handle: int) -> None:
         """Wait a moment for a communicator that is being finalised."""
         end = time.monotonic() + min(self._timeout, 10.0)
@@ -208,7 +218,7 @@ class NcclCommunicator(GpuCommunicator):
         kind = PeerLost if code == REMOTE_ERROR else RingError
         self._abort(kind(f"NCCL {what} failed on rank {self.origin[self.rank]}: {said}"))
 
-    def _abort(self, error: RingError) -> None:
+    def _abort(self, error: RingError) -> NoReturn:
         """End what is under way, so that the GPU does not wait forever, and raise."""
         self._abandon(error)
         raise error

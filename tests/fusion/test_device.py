@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from standin import Enqueuing, OutOfOrder, on_gpu, on_ranks
+from standin import Enqueuing, Gpu, OutOfOrder, array_module, on_gpu, on_ranks
 
 from ringlet.compressors import PayloadError, parse
 from ringlet.compressors.specs import registry
@@ -342,6 +342,18 @@ def test_what_is_out_of_order_shows(monkeypatch):
     monkeypatch.setattr(CudaPlace, "after", lambda self, ready: None)
     with pytest.raises(EngineClosed, match="OutOfOrder"):
         on_ranks(2, unready)
+
+
+def test_a_gpu_that_failed_is_told_of_and_not_waited_for(caplog):
+    gpu = Gpu()
+    place = CudaPlace(array_module(gpu), 0)
+    with place.at_work():
+        mark = place.done([np.ones(1)])
+    gpu.failed = 700  # an illegal address, which stays
+    with pytest.raises(RuntimeError, match="700"):
+        assert mark.reached
+    place.close()
+    assert "GPU 0 does not answer: 700" in caplog.text
 
 
 def test_memory_is_kept_until_the_gpu_is_done_with_it():

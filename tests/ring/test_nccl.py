@@ -86,13 +86,21 @@ class Gpu:
             return None
 
     class Event:
-        done = True
+        ptr = 1
 
         def __init__(self, disable_timing):
             pass
 
         def record(self, stream):
             pass
+
+    class runtime:  # noqa: N801 - a module of CuPy's
+        CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {})
+        state = 0
+
+        @classmethod
+        def eventQuery(cls, event):
+            return cls.state
 
     @staticmethod
     def get_current_stream():
@@ -260,6 +268,19 @@ def test_what_never_ends_is_ended(ranks):
         comm._library.state = lambda handle: IN_PROGRESS
         with pytest.raises(PeerLost, match="did not end within"):
             comm.allreduce(device([1]))
+        return comm._library.aborted
+
+    assert ranks(work) == [1] * 3
+
+
+def test_a_gpu_that_failed_is_told_of_at_once_and_by_its_name(ranks, monkeypatch):
+    monkeypatch.setattr(Gpu.runtime, "state", 700)  # an illegal address, which stays
+
+    def work(comm):
+        comm._timeout = 1000
+        for _ in range(2):
+            with pytest.raises(RingError, match=f"GPU 0 of rank {comm.rank} failed: 700"):
+                comm.synchronize()
         return comm._library.aborted
 
     assert ranks(work) == [1] * 3

@@ -15,6 +15,10 @@ class OutOfOrder(AssertionError):
     """Memory was touched before something that it had to wait for."""
 
 
+class CUDARuntimeError(RuntimeError):
+    """What CuPy raises, with the code of the error."""
+
+
 class Gpu:
     """One rank's GPU. ``busy`` keeps events from being done; counters say what happened."""
 
@@ -24,6 +28,7 @@ class Gpu:
         self.streams, self.events = {}, weakref.WeakValueDictionary()
         self.local = threading.local()
         self.busy = False
+        self.failed = 0  # the code of an error that stays
         self.empties = self.copies = self.reads = 0
         self.finished = {}  # times by stream, up to which the host has waited
         self.train = Stream(self)  # the framework's
@@ -32,7 +37,12 @@ class Gpu:
             Stream=lambda non_blocking: Stream(self),
             Event=lambda disable_timing: Event(self),
             get_current_stream=self.current,
-            runtime=types.SimpleNamespace(eventRecord=self._record, streamWaitEvent=self._wait),
+            runtime=types.SimpleNamespace(
+                eventRecord=self._record,
+                streamWaitEvent=self._wait,
+                eventQuery=self._query,
+                CUDARuntimeError=CUDARuntimeError,
+            ),
         )
 
     def current(self):
@@ -44,6 +54,10 @@ class Gpu:
 
     def _record(self, event, stream):
         self.events[event].record(self.streams[stream])
+
+    def _query(self, event):
+        assert event in self.events
+        return self.failed or (600 if self.busy else 0)
 
     def _wait(self, stream, event):
         with self.lock:
@@ -82,10 +96,6 @@ class Event:
     def record(self, stream):
         with self.gpu.lock:
             self.clock = dict(stream.clock)
-
-    @property
-    def done(self):
-        return not self.gpu.busy
 
     def synchronize(self):
         self.gpu.finished.update(self.clock)
