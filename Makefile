@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Python compiles the modules that it imports, a third of what pip would compile.
 INSTALL := python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu test-mxnet test-huggingface lint types workflows check clean
+.PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu bench-gpu test-mxnet test-huggingface lint types workflows check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -56,7 +56,11 @@ figures: $(VENV)/.docs
 	$(BIN)/python docs/list_flags.py
 
 test-gpu:
-	@sh tests/run_gpu.sh
+	@sh tests/run_gpu.sh --save
+
+# The benchmarks for GPUs, into benchmarks/results/.
+bench-gpu:
+	@sh tests/run_gpu.sh --bench
 
 # MXNet asks for a NumPy that nothing else here runs with, and works with another: no dependencies.
 # In a folder of its own, so that what else the environment holds stays as its packages ask.

@@ -4,37 +4,69 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import ExitStack
+
+GRACE = 20  # seconds for the other ranks to end once one has failed
+TOLD = 6000  # last characters of each rank
 
 
 def run_ranks(worker, size, timeout=180):
-    """Run the script ``worker`` on ``size`` ranks; fail unless every one says that it is done."""
+    """Run the script ``worker`` on ``size`` ranks; fail unless every one says that it is done.
+
+    Where ranks fail, or do not end in time, what each of them said is told.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(size):
-        env = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
-            # NCCL refuses two ranks on one GPU of one host, unless told or made to see two hosts.
-            "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": f"ringlet-{rank}",
-        }  # fmt: skip
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(worker)],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        said = [process.communicate(timeout=timeout)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    for rank, (process, text) in enumerate(zip(ranks, said, strict=True)):
-        assert process.returncode == 0, text
-        assert f"rank {rank} is done" in text
+    with ExitStack() as stack:
+        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(size)]
+        ranks = []
+        stack.callback(_end, ranks)
+        for rank in range(size):
+            env = os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+                # NCCL refuses two ranks on one GPU of one host, unless told or made to see two.
+                "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": f"ringlet-{rank}",
+                "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"), "PYTHONFAULTHANDLER": "1",
+            }  # fmt: skip
+            command = [sys.executable, str(worker)]
+            out = {"stdout": said[rank], "stderr": subprocess.STDOUT}
+            ranks.append(subprocess.Popen(command, env=env, **out))
+        late = _wait(ranks, time.monotonic() + timeout)
+        _end(ranks)
+        texts = [_read(file) for file in said]
+    codes = ["did not end" if late[rank] else ranks[rank].returncode for rank in range(size)]
+    wrong = [r for r in range(size) if codes[r] != 0 or f"rank {r} is done" not in texts[r]]
+    told = "\n".join(f"-- rank {r}: {codes[r]}\n{texts[r][-TOLD:]}" for r in range(size))
+    assert not wrong, f"ranks {wrong} of {size} failed\n{told}"
+
+
+def _wait(ranks, deadline):
+    """Wait until all ranks have ended, or until ``deadline``; return which have not."""
+    failed = False
+    while time.monotonic() < deadline:
+        running = [process for process in ranks if process.poll() is None]
+        if not running:
+            break
+        if not failed and any(process.returncode for process in ranks):
+            failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+        try:
+            running[0].wait(0.2)
+        except subprocess.TimeoutExpired:
+            continue
+    return [process.poll() is None for process in ranks]
+
+
+def _end(ranks):
+    for process in ranks:
+        process.kill()
+        process.wait()
+
+
+def _read(file):
+    file.seek(0)
+    return file.read()

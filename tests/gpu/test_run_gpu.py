@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jobs
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "run_gpu.sh"
@@ -30,3 +31,88 @@ def test_every_test_for_gpus_is_collected_where_hypothesis_is_missing(tmp_path):
     found = {Path(line.split("::")[0]).name for line in done.stdout.splitlines() if "::" in line}
     assert MARKED
     assert found == MARKED
+
+
+FAULTS = """
+import os, threading, types
+import pytest
+
+pytestmark = [pytest.mark.gpu]
+lost = []
+
+
+def synchronize():
+    if lost:
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+
+@pytest.fixture
+def cupy():
+    runtime = types.SimpleNamespace(deviceSynchronize=synchronize)
+    return types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+
+
+@pytest.mark.parametrize("what", ["passes", "poisons", "fails", "crashes", "hangs", "is left"])
+def test_kernels(what, cupy):
+    if what == "poisons":
+        lost.append(what)  # the host learns of it when it waits
+    assert what != "fails", "numbers differ"
+    if what == "crashes":
+        os._exit(7)
+    if what == "hangs":
+        threading.Event().wait()
+
+
+def test_skipped():
+    pytest.skip("there is nothing here")
+"""
+
+
+def run(*args, **env):
+    return subprocess.run(
+        ["sh", str(SCRIPT), *map(str, args)], env=os.environ | {"PYTHON": sys.executable} | env,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_no_fault_hides_what_comes_behind_it(tmp_path):
+    (tmp_path / "test_faults.py").write_text(FAULTS)
+    done = run("--to", tmp_path / "out", "--limit", 2, tmp_path / "test_faults.py")
+    said = done.stdout
+    assert done.returncode == 1, said + done.stderr
+    assert "2 passed, 4 failed, 1 skipped, 0 not run" in said
+    assert "skipped 1: Skipped: there is nothing here" in said
+    for what, why in (
+        ("poisons", "RuntimeError: cudaErrorIllegalAddress"),
+        ("fails", "AssertionError: numbers differ"),
+        ("crashes", "the process ended with 7"),
+        ("hangs", "the process ended with 1 (a test may take 2 s)"),
+    ):
+        assert f"test_kernels[{what}]: {why}" in said
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "this process can use the GPU no more: cudaErrorIllegalAddress" in log
+    assert "in test_kernels" in log, "where it hangs"
+
+
+def test_what_there_is_no_time_for_is_told(tmp_path):
+    (tmp_path / "test_faults.py").write_text(FAULTS)
+    done = run("--to", tmp_path / "out", "--minutes", 0, tmp_path / "test_faults.py")
+    assert done.returncode == 1
+    assert "0 passed, 0 failed, 0 skipped, 7 not run" in done.stdout
+    assert "not run: " in done.stdout
+    assert "there was no time left" in done.stdout
+
+
+def test_ranks_of_a_job_that_fails_are_all_heard(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, sys, threading\n"
+        "print('rank', os.environ['RANK'], 'is here', flush=True)\n"
+        "threading.Event().wait() if os.environ['RANK'] == '0' else sys.exit('it broke')\n"
+    )
+    monkeypatch.setattr(jobs, "GRACE", 1)
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] of 2 failed") as found:
+        jobs.run_ranks(worker, 2)
+    text = str(found.value)
+    assert "-- rank 0: did not end\nrank 0 is here" in text
+    assert "-- rank 1: 1\nrank 1 is here\nit broke" in text
