@@ -5,8 +5,9 @@ percentage is the share of what a device-to-device copy moves in the same run (r
 Times are medians of CUDA events around replays of a captured graph, so that a codec that waits for
 the host fails instead of looking slow; but payloads of variable size make it wait, and exchanges of
 several rounds call cuBLAS: those are timed call by call, host included. Then the tensors of a
-ResNet-50 are encoded and decoded in common launches and one by one. ``--save`` keeps everything,
-with the GPU and the date.
+ResNet-50 are encoded and decoded in common launches and one by one. A spec that fails is told, and
+the others are measured, unless the GPU answers no more. ``--save`` keeps everything, with the GPU
+and the date.
 """
 
 import datetime
@@ -15,6 +16,7 @@ import platform
 import statistics
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +69,7 @@ def launches(device, function):
 
 def seconds(cupy, function, rounds):
     """Return the median time of ``function``, captured as a graph after two warm-up calls."""
+    cupy.cuda.Device().synchronize()  # arrays were made on another stream
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         function(), function()
@@ -87,6 +90,7 @@ def seconds(cupy, function, rounds):
 
 def eager_seconds(cupy, function, rounds):
     """Return the median time of calls of ``function``, what the host does included."""
+    cupy.cuda.Device().synchronize()
     stream, times = cupy.cuda.Stream(non_blocking=True), []
     with stream:
         for _ in range(rounds + 2):
@@ -148,15 +152,43 @@ def run(args, composed):
     def peer(spec, x):
         return composed(spec, torch.from_dlpack(x))
 
-    rows, buckets = [], []
-    for row in each(lambda spec: measured(cupy, spec, x, rounds, copy, peer), args.specs):
-        rows.append(row)
-        print(line(row), flush=True)
-    for row in each(lambda spec: of_bucket(cupy, spec, resnet_sizes(), rounds), BUCKETS):
-        buckets.append(row)
-        print(bucket_line(row), flush=True)
-    if args.save:
-        save(about, rows, buckets)
+    def row(spec):
+        return measured(cupy, spec, x, rounds, copy, peer)
+
+    def bucket(spec):
+        return of_bucket(cupy, spec, resnet_sizes(), rounds)
+
+    rows, failed = all_of(cupy, row, args.specs, line)
+    buckets, more = all_of(cupy, bucket, BUCKETS, bucket_line)
+    if args.save and (rows or buckets):
+        save(about | {"failed": failed | more}, rows, buckets)
+    if failed or more:
+        sys.exit(f"failed: {', '.join(failed | more)}")
+
+
+def all_of(cupy, measure, specs, shown):
+    """Measure every spec; return what was measured, and the errors of others by spec."""
+    rows, failed = [], {}
+
+    def tried(spec):
+        try:
+            return measure(spec)
+        except Exception as error:  # a kernel's, a compiler's, memory that lacks: others may do
+            failed[spec] = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+            return None
+
+    for row in each(tried, specs):
+        if row is not None:
+            rows.append(row)
+            print(shown(row), flush=True)
+            continue
+        try:
+            cupy.cuda.Device().synchronize()
+        except Exception as error:  # such as an illegal address, which stays
+            print(f"the GPU answers no more: {error}", flush=True)
+            break
+    return rows, failed
 
 
 def measured(cupy, spec, x, rounds, copy, composed):
@@ -219,7 +251,7 @@ def save(about, rows, buckets):
     RESULTS.mkdir(exist_ok=True)
     kept = about | {"rows": rows, "buckets": buckets}
     (RESULTS / "kernels_cuda.json").write_text(json.dumps(kept, indent=1) + "\n")
-    said = ", ".join(f"{name} {value}" for name, value in about.items())
+    said = ", ".join(f"{name} {value}" for name, value in about.items() if name != "failed")
     lines = [
         "# Codec speed on a GPU",
         "",
@@ -234,7 +266,9 @@ def save(about, rows, buckets):
         cells = [cell(row, head) for head in HEADS]
         name = f"`{row['spec']}`" + ("" if row["captured"] else " *")
         lines.append(f"| {name} | " + " | ".join([*cells, str(row.get("times torch", "-"))]) + " |")
-    names = list(buckets[0])[1:]
+    if about.get("failed"):
+        lines += ["", f"Failed: {', '.join(f'`{spec}`' for spec in about['failed'])}."]
+    names = list(buckets[0])[1:] if buckets else []
     lines += [
         "",
         "The 161 tensors of a ResNet-50: launches, time of a captured graph, time of the host.",

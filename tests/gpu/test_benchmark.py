@@ -26,7 +26,7 @@ class Clock:
 
     def __init__(self):
         self.graphs = 0
-        self.Event = self.get_current_stream = lambda: self
+        self.Event = self.get_current_stream = self.Device = lambda: self
         self.get_elapsed_time = lambda start, end: 1.0
 
     def Stream(self, non_blocking):
@@ -90,3 +90,29 @@ def test_buckets_are_measured_both_ways(spec, cupy, tmp_path, monkeypatch):
     kernels_cuda.save({"date": "today"}, [], [row])
     assert json.loads((tmp_path / "kernels_cuda.json").read_text())["buckets"] == [row]
     assert f"| `{spec}` |" in (tmp_path / "kernels_cuda.md").read_text()
+
+
+def test_a_spec_that_fails_does_not_keep_others_from_being_measured_and_saved(
+    cupy, tmp_path, monkeypatch, capsys
+):
+    def measure(spec):
+        if spec == "int4":
+            raise RuntimeError("out of memory")
+        return {"spec": spec}
+
+    specs = ["int8", "int4", "fp16"]
+    rows, failed = kernels_cuda.all_of(cupy, measure, specs, lambda row: row["spec"])
+    assert [row["spec"] for row in rows] == ["int8", "fp16"]
+    assert failed == {"int4": "RuntimeError: out of memory"}
+    monkeypatch.setattr(kernels_cuda, "RESULTS", tmp_path)
+    rows = [row | {"captured": True} for row in rows]
+    kernels_cuda.save({"date": "today", "failed": failed}, rows, [])
+    assert "Failed: `int4`." in (tmp_path / "kernels_cuda.md").read_text()
+
+    def gone():
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(cupy.cuda, "synchronize", gone)
+    rows, failed = kernels_cuda.all_of(cupy, measure, specs, lambda row: row["spec"])
+    assert [row["spec"] for row in rows] == ["int8"]
+    assert "the GPU answers no more: cudaErrorIllegalAddress" in capsys.readouterr().out
