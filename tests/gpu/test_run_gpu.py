@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hostdevice
 import jobs
 import pytest
 
@@ -68,10 +69,10 @@ def test_skipped():
 """
 
 
-def run(*args, **env):
+def run(*args, timeout=120, **env):
     return subprocess.run(
         ["sh", str(SCRIPT), *map(str, args)], env=os.environ | {"PYTHON": sys.executable} | env,
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
 
 
@@ -116,3 +117,19 @@ def test_ranks_of_a_job_that_fails_are_all_heard(tmp_path, monkeypatch):
     text = str(found.value)
     assert "-- rank 0: did not end\nrank 0 is here" in text
     assert "-- rank 1: 1\nrank 1 is here\nit broke" in text
+
+
+@pytest.mark.skipif(hostdevice.COMPILER is None, reason=hostdevice.REASON)
+def test_tests_for_gpus_pass_where_kernels_run_on_the_host(tmp_path):
+    here = Path(__file__).parent
+    known = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
+    few = (
+        "(variable and -100- and not True) or half or 63- or (capture and int8 and not stochastic)"
+    )
+    done = run(
+        "--to", tmp_path, "--jobs", 2, "-k", few, here / "test_gpu_codecs.py",
+        here / "test_gpu_modifiers.py", PYTHONPATH=known, PYTEST_PLUGINS="cupy_on_host",
+        timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 failed, 0 skipped, 0 not run" in done.stdout
