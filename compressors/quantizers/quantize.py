@@ -257,7 +257,7 @@ class QSGD(BucketQuantizer):
 
     def extents(self, rows: Array, xp: Any) -> tuple[Array, Array]:
         """Return each row's Euclidean norm, summed in eight lanes of float64 as the kernels do."""
-        squared = rows.astype("float64") ** 2
+        squared = xp.square(rows.astype("float64"))  # a power need not be exact on a GPU
         lanes = squared.reshape(len(rows), self.bucket // 8, 8)
         sums = xp.zeros((len(rows), 8), "float64")
         for i in range(lanes.shape[1]):

@@ -63,7 +63,7 @@ class TernGrad(Packed):
         rows, counts = self.rows(x, xp), self.counts(x.size, xp)
         with np.errstate(all="ignore"):
             largest = xp.abs(rows).max(axis=1)
-            energy = lane_sums(rows.astype("float64") ** 2, xp)
+            energy = lane_sums(xp.square(rows.astype("float64")), xp)
             limit = self.clip * xp.sqrt(energy / counts)
             top = xp.minimum(largest.astype("float64"), limit).astype("float32")
         finite = xp.isfinite(largest)

@@ -34,6 +34,8 @@ class Remote(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc, method, *inputs, **options):
         refuse_options(ufunc.__name__, options)
+        if ufunc is np.power:
+            raise TypeError("a power need not be exact on a GPU: take xp.square")
         return wrapped(getattr(ufunc, method)(*bare(inputs), **bare(options)))
 
     def __getitem__(self, key):

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ringlet.compressors.specs import registry
 from ringlet.compressors.testing import check_compressor
+
+pytest.importorskip("torch")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "numba_compressor.py"
 
