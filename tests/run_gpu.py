@@ -14,11 +14,10 @@ saves what they measure there. Without a GPU every test is skipped.
 import argparse
 import contextlib
 import datetime
-import importlib
+import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +33,11 @@ JOBS = ("test_gpu_nccl.py", "test_gpu_torch.py", "test_gpu_tensorflow.py")
 LIMIT, LIMIT_OF_JOBS = 150, 400  # seconds of one test
 RESTARTS = 4  # of a group, whose tests are alike: more would end in the same way
 SHOWN, TOLD = 3, 2500  # groups whose failures are printed at once, and the last characters of each
+PACKAGES = (
+    "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x", "torch", "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12", "pytest",
+)  # fmt: skip
+RUNNING = set()  # groups of processes
 OPTIONS = [
     "-c", "/dev/null", "--rootdir", str(ROOT), "--confcutdir", str(ROOT / "tests" / "gpu"),
     "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:faulthandler",
@@ -99,14 +103,28 @@ def finish(command, deadline, said):
         command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, process_group=0,
         env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
+    RUNNING.add(process.pid)
     try:
         return process.wait(max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        end(process.pid)
         process.wait()
+        RUNNING.discard(process.pid)
+
+
+def end(group):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def leave(number, _):
+    """End all that runs, and this process: threads would wait for their tests."""
+    for group in list(RUNNING):
+        end(group)
+    print(f"ended by {signal.Signals(number).name}", flush=True)
+    os._exit(128 + number)
 
 
 def collected(args, folder):
@@ -136,24 +154,21 @@ def grouped(tests, limit):
     return sorted(beside, key=lambda group: len(group.ids)), behind  # what is short tells early
 
 
-def version(name):
-    try:
-        return importlib.import_module(name).__version__
-    except Exception as error:  # whatever it is, others may be there
-        return f"none ({type(error).__name__})"
-
-
 def about():
     """Return what machine this is, and what is installed."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    gpu = "none (no nvidia-smi)"
-    if shutil.which(query[0]):
+    try:
         done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
         gpu = (done.stdout or done.stderr).strip().replace("\n", "; ")
-    names = ("numpy", "numba", "cupy", "torch", "pytest")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        gpu = f"unknown (nvidia-smi: {type(error).__name__})"
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return {
         "date": datetime.date.today().isoformat(), "gpu": gpu, "cores": os.cpu_count(),
-        "python": platform.python_version(), **{name: version(name) for name in names},
+        "python": platform.python_version(), **found,
     }  # fmt: skip
 
 
@@ -239,7 +254,8 @@ def main():
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--bench", action="store_true")
     args, rest = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
     deadline = time.monotonic() + 60 * args.minutes
     args.to.mkdir(parents=True, exist_ok=True)
     sys.exit(benchmarks(deadline) if args.bench else tests(args, rest, args.to, deadline))

@@ -1,6 +1,7 @@
 """What `make test-gpu` runs, on a machine that has pytest and little else."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,23 @@ def test_no_fault_hides_what_comes_behind_it(tmp_path):
     log = (tmp_path / "out" / "log.txt").read_text()
     assert "this process can use the GPU no more: cudaErrorIllegalAddress" in log
     assert "in test_kernels" in log, "where it hangs"
+
+
+def test_nothing_is_left_running_where_it_is_ended(tmp_path):
+    (tmp_path / "test_waits.py").write_text(
+        "import os, threading, pytest\npytestmark = [pytest.mark.gpu]\ndef test_it():\n"
+        "    os.open(os.environ['PIPE'], os.O_WRONLY)\n    threading.Event().wait()\n"
+    )
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = ["sh", str(SCRIPT), "--to", str(tmp_path / "out"), str(tmp_path / "test_waits.py")]
+    env = os.environ | {"PYTHON": sys.executable, "PIPE": str(pipe)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        with open(pipe) as ours:  # once the test has it too
+            process.terminate()
+            assert process.wait(30) == 128 + signal.SIGTERM
+            assert ours.read() == ""  # once the test has ended
+        assert "ended by SIGTERM" in process.stdout.read()
 
 
 def test_what_there_is_no_time_for_is_told(tmp_path):
