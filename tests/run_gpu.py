@@ -1,6 +1,7 @@
 """Run what needs an NVIDIA GPU, so that one fault does not hide the rest; `make test-gpu` does it.
 
     sh tests/run_gpu.sh [--minutes M] [--jobs N] [--limit S] [--to FOLDER] [--save] [PYTEST ...]
+    sh tests/run_gpu.sh --under "compute-sanitizer --error-exitcode 1" -k int8
     sh tests/run_gpu.sh --bench [--minutes M]
 
 The tests of one function share a process. After an error that stays, such as an illegal address, a
@@ -8,7 +9,8 @@ process can use the GPU no more: it ends, and another one takes the tests that a
 after a crash, and after a test that takes longer than ``--limit``. What has not begun when
 ``--minutes`` are over is not run, and told. ``--save`` keeps the outcome, with the GPU and the
 date, in benchmarks/results/, if anything ran. ``--bench`` runs the benchmarks for GPUs instead, and
-saves what they measure there. Without a GPU every test is skipped.
+saves what they measure there. ``--under`` names what runs the tests: arrays are allocated one by
+one then, so that compute-sanitizer sees what is beside them. Without a GPU every test is skipped.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,6 +41,7 @@ PACKAGES = (
     "nvidia-nccl-cu12", "pytest",
 )  # fmt: skip
 RUNNING = set()  # groups of processes
+UNDER = []  # what runs the tests
 OPTIONS = [
     "-c", "/dev/null", "--rootdir", str(ROOT), "--confcutdir", str(ROOT / "tests" / "gpu"),
     "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:faulthandler",
@@ -93,7 +97,7 @@ class Group:
 
 def inside(plugin, path, args, said, deadline, limit=0.0):
     """Run pytest with a plugin of journal.py; return its code, None if it was late."""
-    within = [sys.executable, __file__, "--within", plugin, str(path), str(limit)]
+    within = [*UNDER, sys.executable, __file__, "--within", plugin, str(path), str(limit)]
     return finish([*within, *args], deadline, said)
 
 
@@ -206,7 +210,7 @@ def tests(args, rest, folder, deadline):
     reasons = Counter(why for outcome, why, _ in ended.values() if outcome == "skipped")
     for why, count in reasons.items():
         print(f"skipped {count}: {why}")
-    for each, (outcome, why, _) in list(bad.items())[:40]:
+    for each, (outcome, why, _) in list(bad.items())[:25]:
         print(f"{outcome}: {each}: {why[:200]}")
     print(f"what they said: {folder / 'log.txt'}")
     summary = {name: counts[name] for name in ("passed", "failed", "skipped", "not run")}
@@ -253,7 +257,10 @@ def main():
     parser.add_argument("--to", type=Path, default=ROOT / "build" / "gpu", metavar="FOLDER")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--bench", action="store_true")
+    parser.add_argument("--under", default="", metavar="COMMAND")
     args, rest = parser.parse_known_args()
+    UNDER.extend(shlex.split(args.under))
+    os.environ |= {"GPU_TESTS_WITHOUT_POOL": "1"} if UNDER else {}
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
     deadline = time.monotonic() + 60 * args.minutes

@@ -1,5 +1,6 @@
 """Where kernels run in these tests: on the host, compiled by g++, or on a GPU."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def cupy():
         pytest.skip(missing)
     import cupy
 
+    if os.environ.get("GPU_TESTS_WITHOUT_POOL"):
+        cupy.cuda.set_allocator(None)
     return cupy
 
 

@@ -79,7 +79,7 @@ def run(*args, timeout=120, **env):
 
 def test_no_fault_hides_what_comes_behind_it(tmp_path):
     (tmp_path / "test_faults.py").write_text(FAULTS)
-    done = run("--to", tmp_path / "out", "--limit", 2, tmp_path / "test_faults.py")
+    done = run("--to", tmp_path / "out", "--limit", 5, tmp_path / "test_faults.py")
     said = done.stdout
     assert done.returncode == 1, said + done.stderr
     assert "2 passed, 4 failed, 1 skipped, 0 not run" in said
@@ -88,12 +88,22 @@ def test_no_fault_hides_what_comes_behind_it(tmp_path):
         ("poisons", "RuntimeError: cudaErrorIllegalAddress"),
         ("fails", "AssertionError: numbers differ"),
         ("crashes", "the process ended with 7"),
-        ("hangs", "the process ended with 1 (a test may take 2 s)"),
+        ("hangs", "the process ended with 1 (a test may take 5 s)"),
     ):
         assert f"test_kernels[{what}]: {why}" in said
     log = (tmp_path / "out" / "log.txt").read_text()
     assert "this process can use the GPU no more: cudaErrorIllegalAddress" in log
     assert "in test_kernels" in log, "where it hangs"
+
+
+def test_another_program_may_run_the_tests(tmp_path):
+    (tmp_path / "test_under.py").write_text(
+        "import os, pytest\npytestmark = [pytest.mark.gpu]\n"
+        "def test_it():\n    assert os.environ['CHECKED'] == os.environ['GPU_TESTS_WITHOUT_POOL']\n"
+    )
+    done = run("--to", tmp_path, "--under", "env CHECKED=1", tmp_path / "test_under.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed, 0 failed" in done.stdout
 
 
 def test_nothing_is_left_running_where_it_is_ended(tmp_path):
