@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from math import inf
 from typing import NamedTuple
 
-from ringlet.fusion.buckets.group import Group
-from ringlet.fusion.queue.batch import Batch
+from ringlet.fusion.buckets.bucket_owner import BucketOwner
 
 
 class CompleteBucket(NamedTuple):
@@ -17,7 +15,7 @@ class CompleteBucket(NamedTuple):
     batch has another number each time that it serves, and its epochs begin anew.
     """
 
-    owner: Group | Batch
+    owner: BucketOwner
     number: int
     bucket: int
     epoch: int
@@ -38,7 +36,7 @@ class EncodingQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, owner: Group | Batch, index: int, epoch: int) -> None:
+    def add(self, owner: BucketOwner, index: int, epoch: int) -> None:
         """Add a bucket of ``owner``, by its index. From any thread."""
         self._waiting.append(CompleteBucket(owner, owner.number, index, epoch))
 
@@ -50,15 +48,10 @@ class EncodingQueue:
         waiting = self._waiting
         if len(waiting) == 1:
             return waiting[0]
-        return max(waiting.copy(), key=_urgency)
+        return max(waiting.copy(), key=lambda found: found.owner.urgency(found.bucket))
 
     def take(self) -> CompleteBucket:
         """Remove and return ``first``, which may not be ``current`` any more."""
         chosen = self.first()
         self._waiting.remove(chosen)
         return chosen
-
-
-def _urgency(found: CompleteBucket) -> float:
-    """Return how soon it is needed: somebody waits for a batch, then the bucket planned last."""
-    return found.bucket if isinstance(found.owner, Group) else inf

@@ -12,6 +12,7 @@ from typing import Any
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
+from ringlet.fusion.buckets.bucket_owner import BucketOwner
 from ringlet.fusion.buckets.group import Group, Ready
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.encoding_queue import EncodingQueue
@@ -83,7 +84,8 @@ class Worker:
             limits.cache,
         )
         self._expected: dict[Hashable, Expected] = {}
-        self._groups: dict[int, Group | Batch] = {}
+        self._groups: dict[int, Group] = {}
+        self._batches: dict[int, Batch] = {}  # with buckets to vote on; numbers are no group's
         self._released: set[int] = set()  # groups to forget when the step at hand has ended
         self._handlers = {
             m.GO: self._go,
@@ -156,7 +158,7 @@ class Worker:
     @property
     def specs(self) -> list[str]:
         """How tensors are compressed that are declared, or named: each spec once, in order."""
-        groups = [group for group in list(self._groups.values()) if isinstance(group, Group)]
+        groups = list(self._groups.values())
         found = {str(m.compressor) for group in groups for m in group.members.values()}
         return sorted(found | self.requests.specs)
 
@@ -211,36 +213,36 @@ class Worker:
         chosen = self.complete.take()
         if not chosen.current:
             return  # of a step that failed meanwhile
-        group, _, index, epoch = chosen
-        if isinstance(group, Group) and group.unplanned is not None:
-            self._fail_elsewhere(group, group.unplanned)
+        owner, _, index, epoch = chosen
+        if owner.unplanned is not None:
+            self._fail_elsewhere(owner, owner.unplanned)
             return
-        bucket = group.buckets[index]
+        bucket = owner.buckets[index]
         if not bucket.more:
-            group.begin_bucket(index)
+            owner.begin_bucket(index)
         if self.recorder.observers:
-            self.recorder.encoding(group.title, group.step, bucket)
+            self.recorder.encoding(owner.title, owner.step, bucket)
         try:
             nbytes = bucket.encode(self.recorder)
         except MemoryError:
             what = f"a bucket of {bucket.uncompressed} bytes"
-            biggest = max(each.uncompressed for each in group.buckets)
-            text = f"abandoned: no memory in step {group.step}, for {what}"
-            self._give_up(group, "memory", text, biggest)
+            biggest = max(each.uncompressed for each in owner.buckets)
+            text = f"abandoned: no memory in step {owner.step}, for {what}"
+            self._give_up(owner, "memory", text, biggest)
             return
         except BaseException as error:  # nobody is inside a collective yet: the step is given up
-            self._fail_elsewhere(group, error)
+            self._fail_elsewhere(owner, error)
             return
         vote = m.Vote(
-            group.number,
+            owner.number,
             epoch,
             index,
             nbytes,
-            group.peers.number,
-            group.turn,
+            owner.peers.number,
+            owner.turn,
             bucket.plan_of(0),
-            bucket.told if isinstance(group, Group) and not bucket.more else 0,
-            len(group.buckets),
+            owner.digest_to_vote(index),
+            len(owner.buckets),
             bucket.final,
             bucket.phantom,
         )
@@ -252,8 +254,7 @@ class Worker:
         for peers in self.sets.values():
             peers.watch(self.recorder.note if observers else None)
         for group in self._groups.values():
-            if isinstance(group, Group):
-                group.note_times(bool(observers))
+            group.note_times(bool(observers))
         if not observers:
             self.recorder.submitted.clear()
 
@@ -272,9 +273,9 @@ class Worker:
         group.retire()
         self._release(group)
 
-    def _release(self, group: Group | Batch) -> None:
+    def _release(self, owner: BucketOwner) -> None:
         with suppress(PeerLost):  # the engine's thread finds out why, and tells
-            self._control.send(m.RELEASE + dumps([group.peers.number, group.number]))
+            self._control.send(m.RELEASE + dumps([owner.peers.number, owner.number]))
 
     def _forget_group(self, message: bytes) -> None:
         self._groups.pop(loads(message[1:]), None)
@@ -283,13 +284,13 @@ class Worker:
         """Contribute nothing of this rank's own from now on, until all ranks have joined."""
         self.joined.add(process_set)
         for group in self._groups.values():
-            if isinstance(group, Group) and group.peers.number == process_set:
+            if group.peers.number == process_set:
                 group.pass_over()
         self._control.send(m.JOIN + dumps(process_set))
 
     def under_way(self, process_set: int) -> str | None:
         """Return the name of a group in the middle of a step, if there is one."""
-        groups = [g for g in list(self._groups.values()) if isinstance(g, Group)]
+        groups = list(self._groups.values())
         found = (g.name for g in groups if g.peers.number == process_set and g.in_step)
         return next(found, None)
 
@@ -300,8 +301,7 @@ class Worker:
         self.requests.retune(self._limits)
         self.pipeline.depth = self._limits.streams
         for group in self._groups.values():
-            if isinstance(group, Group):
-                group.retune(self._limits)
+            group.retune(self._limits)
 
     def abandon(self, group: Group, why: str) -> None:
         """Tell the other ranks that this one gives up the step at hand. From any thread."""
@@ -326,53 +326,57 @@ class Worker:
         self.requests.close(error)
         for handle in list(self._expected.values()):
             handle.finish(error)
-        for group in list(self._groups.values()):
-            group.fail(error)
+        for owner in [*self._groups.values(), *self._batches.values()]:
+            owner.fail(error)
 
-    # -- declared groups ------------------------------------------------------------------------
+    # -- buckets that are voted on: of declared groups, and of batches --------------------------
+
+    def _owner(self, number: int) -> BucketOwner | None:
+        return self._groups.get(number) or self._batches.get(number)
 
     def _go(self, message: bytes) -> None:
         verdict = m.unpack_go(message)
-        group = self._groups.get(verdict.group)
-        if group is None or verdict.epoch != group.epoch:
+        owner = self._owner(verdict.group)
+        if owner is None or verdict.epoch != owner.epoch:
             return  # of another process set's ranks
-        bucket = group.buckets[verdict.bucket]
-        if self._limits.join_divisor == "contributors" and isinstance(group, Group):
-            for member in bucket.members:  # a batch's know it, for not all may have as many
-                member.contributors = verdict.contributors
+        bucket = owner.buckets[verdict.bucket]
+        if self._limits.join_divisor == "contributors":
+            owner.average_over(verdict.bucket, verdict.contributors)
         # What is raised here breaks the engine; failures that all ranks know of are left in it.
-        peers = bucket.among(group.peers).next_track()
+        peers = bucket.among(owner.peers).next_track()
         steps = bucket.exchange(peers, verdict.sizes, self.recorder, verdict.epoch)
-        done = partial(self._exchanged, group, verdict)
+        done = partial(self._exchanged, owner, verdict)
         self._exchanges.launch(steps, bucket.trace, peers, sum(verdict.sizes), done)
 
-    def _exchanged(self, group: Group | Batch, verdict: m.Verdict) -> None:
-        failure = group.buckets[verdict.bucket].failure
+    def _exchanged(self, owner: BucketOwner, verdict: m.Verdict) -> None:
+        bucket = owner.buckets[verdict.bucket]
+        failure = bucket.failure
         if failure is not None:
-            if failure.witness == group.peers.rank:
-                if group.buckets[verdict.bucket].fatal:
+            if failure.witness == owner.peers.rank:
+                if bucket.fatal:
                     raise failure.__cause__ or failure
-                self._fail_elsewhere(group, failure.__cause__ or failure, "exchange")
+                self._fail_elsewhere(owner, failure.__cause__ or failure, "exchange")
             return
         if self.recorder.observers:
-            group.observed(verdict.bucket, self.recorder)
-        if group.buckets[verdict.bucket].more:
-            self.complete.add(group, verdict.bucket, verdict.epoch)
+            owner.observed(verdict.bucket, self.recorder)
+        if bucket.more:
+            self.complete.add(owner, verdict.bucket, verdict.epoch)
             return
-        group.bucket_done(verdict.bucket)
-        self._forget(group)
+        owner.bucket_done(verdict.bucket)
+        self._forget(owner.number)
 
-    def _forget(self, group: Group | Batch) -> None:
+    def _forget(self, number: int) -> None:
         """Forget a batch that is decided, or a released group whose last step has ended."""
-        if isinstance(group, Group):
-            if group.number in self._released and group.ended:
-                self._released.discard(group.number)
-                self._retire(group)
-        elif group.decided:
-            self._groups.pop(group.number, None)
+        batch = self._batches.get(number)
+        if batch is not None and batch.decided:
+            del self._batches[number]
+        group = self._groups.get(number)
+        if group is not None and number in self._released and group.ended:
+            self._released.discard(number)
+            self._retire(group)
 
     def _vote_on(self, batch: Batch, index: int) -> None:
-        self._groups[batch.number] = batch
+        self._batches[batch.number] = batch
         self.complete.add(batch, index, batch.epoch)
 
     def _declared(self, message: bytes) -> None:
@@ -388,40 +392,39 @@ class Worker:
 
     def _failed(self, message: bytes) -> None:
         failed = m.FailedStep(*loads(message[1:]))
-        group = self._groups.get(failed.group)
-        if group is None or group.epoch != failed.epoch:
+        owner = self._owner(failed.group)
+        if owner is None or owner.epoch != failed.epoch:
             return
+        group = self._groups.get(failed.group)
         text, gone, turn = failed.text, failed.gone, failed.turn
-        if isinstance(group, Group) and failed.kind == "memory":
+        if group is not None and failed.kind == "memory":
             text = f"{text}; {group.halve(turn + 1, failed.biggest)}"
-        self.recorder.abandoned(group.title, group.step, text)
+        self.recorder.abandoned(owner.title, owner.step, text)
         error = (
             PeerLost(text, gone) if failed.kind == "gone" and gone else _KINDS[failed.kind](text)
         )
-        group.fail(error, None if failed.kind == "mismatch" else turn)
-        if isinstance(group, Batch):
-            self._release(group)
+        owner.fail(error, None if failed.kind == "mismatch" else turn)
+        if group is None:
+            self._release(owner)  # a batch, of which nothing is left
         elif group.peers.number in self.joined and not gone:
             group.pass_over()
-        self._forget(group)
+        self._forget(owner.number)
 
-    def _give_up(self, group: Group | Batch, kind: str, text: str, biggest: int = 0) -> None:
-        at = group.peers.number, group.number, group.epoch, group.turn
+    def _give_up(self, owner: BucketOwner, kind: str, text: str, biggest: int = 0) -> None:
+        at = owner.peers.number, owner.number, owner.epoch, owner.turn
         self._control.send(m.FAILED + dumps(m.Failure(*at, kind, text, biggest)))
 
     def _fail_elsewhere(
-        self, group: Group | Batch, error: BaseException, kind: str = "compression"
+        self, owner: BucketOwner, error: BaseException, kind: str = "compression"
     ) -> None:
         log.debug("a bucket failed", exc_info=error)
         known = isinstance(error, CompressionFailed | ExchangeFailed)
-        self._give_up(group, kind, str(error) if known else in_words(error))
+        self._give_up(owner, kind, str(error) if known else in_words(error))
 
     def _wanted(self, message: bytes) -> None:
         vote = m.unpack_vote(message)
         group = self._groups.get(vote.group)
-        if vote.process_set not in self.joined or not isinstance(group, Group):
-            return
-        if group.epoch != vote.epoch:
+        if group is None or vote.process_set not in self.joined or group.epoch != vote.epoch:
             return
         if group.unplanned is not None:
             self._fail_elsewhere(group, group.unplanned)
@@ -458,9 +461,11 @@ class Worker:
         error = Mismatch(f"process set {number} was removed")
         self.requests.remove(number, error)
         self.joined.discard(number)
-        for group in [g for g in self._groups.values() if g.peers is removed]:
-            group.fail(error)
-            self._groups.pop(group.number, None)
+        owners = [*self._groups.values(), *self._batches.values()]
+        for owner in [each for each in owners if each.peers is removed]:
+            owner.fail(error)
+            self._groups.pop(owner.number, None)
+            self._batches.pop(owner.number, None)
         removed.comm.close()
 
     def _all_joined(self, message: bytes) -> None:

@@ -63,7 +63,7 @@ class Bucket(ABC):
         self.verify = 0  # of how many spans of large sums ranks compare one; 0: of none
         self.turn = 0  # which of this step's sums are compared, the same on all ranks
         self.digest = 0  # of this step's sums, the same on all ranks; 0 where there is none
-        self.told = 0  # that of the step before, which ranks compare in their votes
+        self.last_digest = 0  # that of the step before, which ranks compare in their votes
         self._plan: int | None = None
         self._lease = Lease(self.place.pool)
         self.uncompressed = sum(member.nbytes for member in self.members)  # bytes
@@ -83,7 +83,7 @@ class Bucket(ABC):
             # Shards of a sum may differ by a value, and what arrives is made as long for each.
             self.place.pool.reserve(self.uncompressed + 8 * self.size)
         self.trace = Trace()
-        self.told, self.digest, self.turn = self.digest, 0, turn
+        self.last_digest, self.digest, self.turn = self.digest, 0, turn
         return self.trace
 
     def settle(self) -> None:
@@ -248,7 +248,7 @@ class Bucket(ABC):
     def fail(self) -> None:
         """Abandon a step of which other buckets may be done."""
         self.abandon()
-        self.told = self.digest = 0
+        self.last_digest = self.digest = 0
         try:
             self.let_go()  # encoding may read what was handed in
         except Exception:  # of a device that is lost; the step's own error is told

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from ringlet.compressors import Context, Workspace
 from ringlet.compressors.core.compile_lock import compile_lock
 from ringlet.fusion.buckets.bucket import SPREAD, Bucket
+from ringlet.fusion.buckets.bucket_owner import BucketOwner
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.fusion.devices.host import Mark, Place, collect
@@ -65,13 +66,22 @@ def plan(
     return pack(list(reversed(members)), threshold, lookahead, early)
 
 
-def plan_hash(buckets: Sequence[Sequence[Member]]) -> str:
-    """Return a digest of everything that ranks must have in common to run these buckets."""
-    described = ("\n".join(member.describe() for member in bucket) for bucket in buckets)
-    return hashlib.blake2b("\n\n".join(described).encode(), digest_size=8).hexdigest()
+class _StepAtHand:
+    """What has come so far of the step at hand: each step, and each plan, begins a new one."""
+
+    __slots__ = ("awaited", "begun", "handed_in", "noted", "phantoms", "submitted", "unfinished")
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.begun = False  # whether any member was noted
+        self.noted: list[str] = []  # to be submitted, when a bucket has all of its members
+        self.awaited = [len(bucket.members) for bucket in buckets]  # members that were not noted
+        self.submitted: set[str] = set()
+        self.handed_in: dict[str, float] = {}  # when members were, while somebody observes
+        self.unfinished = len(buckets)  # buckets that are not reduced
+        self.phantoms = 0  # buckets that went without this rank's values, which has joined
 
 
-class Group:
+class Group(BucketOwner):
     """One step at a time: every member is submitted once, then ``wait`` collects the results.
 
     ``step`` is that of the members' schedules, and counts on. ``turn`` counts the steps since the
@@ -92,7 +102,7 @@ class Group:
         early: bool = False,
     ) -> None:
         self.name, self.number, self.peers = name, number, peers
-        self.title = name  # what people are told, on this rank
+        self.title = name
         self.epoch = self.turn = 0
         self.step = step
         self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
@@ -109,30 +119,23 @@ class Group:
         self._ready, self._abandoned = ready, abandoned
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
-        self._submitted: set[str] = set()
-        self._noted: list[str] = []  # to be submitted, when a bucket has all of its tensors
-        self._begun = False  # whether any was noted
         self._observed = False  # whether somebody observes
-        self._handed_in: dict[str, float] = {}  # when, while somebody does
         self._retunes: list[Retune] = []
-        self._phantoms = 0  # buckets of the step at hand that went without this rank's values
-        self._unfinished = len(self.buckets)
         self._failures: dict[int, Exception] = {}  # by turn: steps that `wait` has not told of
         self._broken: Exception | None = None
         self._outcome: Exception | None = None  # of the last step that was collected
         self._told = False  # whether the last thing that the caller heard was a step's failure
-        self._marks: list[Mark] = []  # the ends of what was enqueued for the step at hand
+        self._marks: list[Mark] = []  # the ends of what was enqueued since ``wait`` has collected
 
     def _plan(self, members: list[Member]) -> None:
-        """Plan; what raises leaves the plan as it was."""
+        """Plan, between steps; what raises leaves the plan as it was."""
         pieces = [piece for member in members for piece in divide(member)]
         planned = plan(pieces, self._threshold, self._lookahead, self._early)
         buckets = [make_bucket(b, self.peers, self._hierarchical, self._verify) for b in planned]
-        self.hash = plan_hash(planned)
         self.members = {member.request.name: member for member in members}
         self.buckets: list[Bucket] = buckets
         self.unscale(self._unscaling)
-        self._awaited = [len(bucket) for bucket in planned]  # members that were not noted
+        self._now = _StepAtHand(buckets)
         self._slots = {
             name: _Slot(m.request.fit, m.place if m.place.ordered else None, [])
             for name, m in self.members.items()
@@ -154,9 +157,14 @@ class Group:
             now = [member.at(self.step) for member in self._declared]
             if due or [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
                 self._plan(now)
-                self._unfinished = len(self.buckets)
         except BaseException as error:  # a plugin's, such as SystemExit, or a panic of Rust's
             self.unplanned = error
+
+    @property
+    def hash(self) -> str:
+        """A digest of everything that ranks must have in common to run these buckets."""
+        plans = b"".join(bucket.plan_of(0).to_bytes(8, "little") for bucket in self.buckets)
+        return hashlib.blake2b(plans, digest_size=8).hexdigest()
 
     @property
     def compression(self) -> str:
@@ -221,12 +229,13 @@ class Group:
         what is left.
         """
         with self._lock:
-            self._told, self._begun, whole = False, True, False
-            self._noted.append(name)
+            now, whole = self._now, False
+            self._told, now.begun = False, True
+            now.noted.append(name)
             if self._observed:
-                self._handed_in[name] = time.perf_counter()
+                now.handed_in[name] = time.perf_counter()
             for _, index in self._slots[name].pieces:
-                left = self._awaited[index] = self._awaited[index] - 1
+                left = now.awaited[index] = now.awaited[index] - 1
                 whole = whole or left == 0
             return self._due() if whole else []
 
@@ -236,25 +245,25 @@ class Group:
             return self._due()
 
     def _due(self) -> list[str]:
-        due, self._noted = self._noted, []
+        due, self._now.noted = self._now.noted, []
         return due
 
     def _take(
         self, tensors: Sequence[tuple[str, Array, Array | None]], complete: list[int]
     ) -> None:
         """Give members their arrays; add buckets that have all of them to ``complete``."""
-        submitted, slots, buckets = self._submitted, self._slots, self.buckets
+        now, slots, buckets = self._now, self._slots, self.buckets
         ready: dict[str, Any] = {}  # of each place: what was enqueued so far is before all of them
         for name, values, output in tensors:
             fit, place, pieces = slots[name]
-            if name in submitted:
+            if name in now.submitted:
                 raise DuplicateName(f"{name!r} was submitted twice in one step of {self.title!r}")
             fits = (values.shape, values.dtype) == fit
             if not (fits and (place is not None or lies_well(values, output is None))):
                 self._refuse(self.members[name].request, values, output is None)
-            submitted.add(name)
+            now.submitted.add(name)
             if self._observed:
-                self._handed_in.setdefault(name, time.perf_counter())
+                now.handed_in.setdefault(name, time.perf_counter())
             mark = None
             if place is not None:
                 mark = ready[place.name] if place.name in ready else place.ready()
@@ -278,14 +287,15 @@ class Group:
     def missing(self) -> list[str]:
         """Return the members not yet submitted in this step, in order of declaration."""
         with self._lock:
-            if len(self._submitted) == len(self.members):
+            submitted = self._now.submitted
+            if len(submitted) == len(self.members):
                 return []
-            return [name for name in self.members if name not in self._submitted]
+            return [name for name in self.members if name not in submitted]
 
     @property
     def ended(self) -> bool:
         """Whether the step at hand was reduced, or failed."""
-        return self._unfinished == 0 or self._error is not None
+        return self._now.unfinished == 0 or self._error is not None
 
     @property
     def told(self) -> bool:
@@ -295,7 +305,7 @@ class Group:
     @property
     def in_step(self) -> bool:
         """Whether something was submitted, or noted, that ``wait`` has not collected."""
-        return bool(self._begun or self._submitted)
+        return bool(self._now.begun or self._now.submitted)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every bucket is reduced; then the next step may begin.
@@ -328,10 +338,6 @@ class Group:
         with self._lock:
             self._told = False
 
-    def begin_bucket(self, index: int) -> Trace:
-        """Begin a bucket's work in the step at hand; return where its costs will be."""
-        return self.buckets[index].begin(self.turn + SPREAD * index)
-
     def abandon(self, why: str) -> bool:
         """Give up the step at hand on all ranks: elsewhere ``wait`` raises, telling ``why``.
 
@@ -345,7 +351,7 @@ class Group:
                 self._told = False
                 return False
             turn = self.turn
-            if self._error is None and self._unfinished:
+            if self._error is None and self._now.unfinished:
                 self._abandoned(self, why)
                 self._ended.wait_for(lambda: self.turn != turn or self.ended)
             error = self._error if self.turn == turn else self._outcome
@@ -365,6 +371,24 @@ class Group:
 
     # -- called by the engine's thread ----------------------------------------------------------
 
+    def urgency(self, index: int) -> float:
+        """Return how soon the next forward pass needs a bucket: first the one planned last."""
+        return index
+
+    def begin_bucket(self, index: int) -> Trace:
+        """Begin a bucket's work in the step at hand; return where its costs will be."""
+        return self.buckets[index].begin(self.turn + SPREAD * index)
+
+    def digest_to_vote(self, index: int) -> int:
+        """Return the digest of what the bucket's sums gave in the last step, once a step."""
+        bucket = self.buckets[index]
+        return 0 if bucket.more else bucket.last_digest
+
+    def average_over(self, index: int, contributors: int) -> None:
+        """Let a bucket's means be over so many ranks in this step."""
+        for member in self.buckets[index].members:
+            member.contributors = contributors
+
     def retune(self, limits: Limits) -> None:
         """Plan with other limits from the first step on that no rank can have begun.
 
@@ -372,7 +396,7 @@ class Group:
         the same one.
         """
         with self._lock:
-            ended = self.turn if self._unfinished == 0 else self.turn - 1
+            ended = self.turn if self._now.unfinished == 0 else self.turn - 1
             due = max([ended, *self._failures]) + 2  # a rank may have begun the one before
             self._plan_from(due, limits.fusion_threshold, limits.hierarchical)
 
@@ -403,16 +427,16 @@ class Group:
         """Note from now on when members are handed in, or stop that."""
         with self._lock:
             if on != self._observed:
-                self._handed_in.clear()
+                self._now.handed_in.clear()
                 self._observed = on
 
     def observed(self, index: int, recorder: Recorder) -> None:
         """Tell of a bucket that was exchanged, while somebody observes."""
-        bucket, at = self.buckets[index], self._handed_in
+        bucket, at = self.buckets[index], self._now.handed_in
         names = [member.request.name for member in bucket.members]
         submitted = {name: at[name] for name in names if name in at}
         recorder.exchanged(self.title, self.step, index, bucket, submitted)
-        if bucket.done and self._unfinished <= 1 and not bucket.phantom:
+        if bucket.done and self._now.unfinished <= 1 and not bucket.phantom:
             recorder.step_done(self.title, self.step, min(at.values(), default=time.perf_counter()))
 
     def submit_zeros(self, index: int) -> bool:
@@ -437,14 +461,14 @@ class Group:
             bucket = self.buckets[index]
             if bucket.phantom:
                 bucket.phantom = False
-                self._phantoms += 1
-                if self._phantoms == len(self.buckets):
+                self._now.phantoms += 1
+                if self._now.phantoms == len(self.buckets):
                     self._begin()  # the others' next step, whose plan may be another
                 return
-            self._unfinished -= 1
+            self._now.unfinished -= 1
             if bucket.mark is not None:
                 self._marks.append(bucket.mark)
-            if self._unfinished == 0:
+            if self._now.unfinished == 0:
                 self._ended.notify_all()
 
     def fail(self, error: Exception, turn: int | None = None) -> None:
@@ -455,7 +479,7 @@ class Group:
         """
         with self._lock:
             self.epoch += 1
-            here = turn == self.turn and self._unfinished > 0
+            here = turn == self.turn and self._now.unfinished > 0
             if turn is None or (not here and turn <= self.turn):
                 later = error if turn is None else self._drifted(turn, error)
                 self._broken = self._broken or later
@@ -486,7 +510,7 @@ class Group:
     def _error(self) -> Exception | None:
         """What ended the step at hand, if anything did: its own failure comes first."""
         failure = self._failures.get(self.turn)
-        return failure or (self._broken if self._unfinished else None)
+        return failure or (self._broken if self._now.unfinished else None)
 
     def _collect(
         self, turn: int, timeout: float | None = None
@@ -509,15 +533,9 @@ class Group:
         return error, marks
 
     def _begin(self) -> None:
-        self._submitted.clear()
-        self._noted.clear()
-        self._begun = False
-        self._handed_in.clear()
-        self._awaited = [len(bucket.members) for bucket in self.buckets]
-        self._phantoms = 0
+        self._now = _StepAtHand(self.buckets)
         self.step += 1
         self.turn += 1
-        self._unfinished = len(self.buckets)
         if self._scheduled or self._retunes or self.unplanned is not None:
             self._replan()
 

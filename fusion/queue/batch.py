@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from math import inf
 
 from ringlet.compressors import NoCompression
 from ringlet.fusion.buckets.bucket import SPREAD, Bucket
+from ringlet.fusion.buckets.bucket_owner import BucketOwner
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.exchanges import Exchanges
 from ringlet.fusion.limits import Limits
@@ -24,7 +26,7 @@ from ringlet.ring.pipeline import Steps
 Note = Callable[[int, int, str, int], None]  # batch, place in it, a tensor's name, digest
 
 
-class Batch:
+class Batch(BucketOwner):
     """Allreduces that become ready together: packed by look-ahead, reduced bucket by bucket.
 
     Uncompressed buckets run at once. Compressed ones are encoded and voted on first, like those
@@ -43,7 +45,7 @@ class Batch:
     ) -> None:
         self._note = note
         self.peers, self.members = peers, list(members)
-        self.number, self.epoch = 0, 0
+        self.number = self.step = self.epoch = 0
         divided = [divide(member) for member in members]
         pieces = [piece for of_one in divided for piece in of_one]
         self._divided = [of_one for of_one in divided if len(of_one) > 1]
@@ -59,7 +61,7 @@ class Batch:
 
     def begin(self, number: int, works: Iterable[Work], contributors: Sequence[int]) -> None:
         """Take the members' arrays of this time, and by how many ranks means are to be divided."""
-        self.number, self.epoch = number, 0
+        self.number, self.step, self.epoch = number, number, 0
         self._undone = set(range(len(self.buckets)))
         for member, work, ranks in zip(self.members, works, contributors, strict=True):
             member.contributors = ranks
@@ -73,20 +75,16 @@ class Batch:
                 piece.take(whole.input, whole.output, whole.ready)
                 piece.contributors = whole.contributors
 
-    @property
-    def title(self) -> str:
-        """What observers are told: these belong to nobody."""
-        return ""
+    def urgency(self, index: int) -> float:
+        """Return infinity: somebody waits for it."""
+        return inf
 
-    @property
-    def step(self) -> int:
-        """A number that no other batch has."""
-        return self.number
-
-    @property
-    def turn(self) -> int:
-        """Which of its steps this is: a batch has one."""
+    def digest_to_vote(self, index: int) -> int:
+        """Return 0: ``note`` was told of what earlier batches gave."""
         return 0
+
+    def average_over(self, index: int, contributors: int) -> None:
+        """Do nothing: ``begin`` was told, tensor by tensor, for not all may have as many."""
 
     def begin_bucket(self, index: int) -> Trace:
         """Begin a bucket's work; return where its costs will be."""
@@ -145,7 +143,7 @@ class Batch:
             self._tensor_queue.complete(works)
 
     def fail(self, error: Exception, turn: int | None = None) -> None:
-        """End what is left of the batch with ``error``."""
+        """End what is left of the batch, which is one step, with ``error``."""
         self.epoch += 1
         for index in self._undone:  # members of the others may be in another batch already
             self.buckets[index].fail()
