@@ -149,7 +149,7 @@ class GradientReducer:
                     self._bind(runtime)
                 return self._paid_back(slots, self._alone(slots, arrays, outputs))
             self._bind(runtime)
-            if self.settings.guard and not self._all_finite(slots, arrays):
+            if self.settings.guard and not self._all_finite(arrays):
                 return self._overflowed(slots, arrays)
             key = tuple(slots)
             self._changes.begin(key)
@@ -336,7 +336,8 @@ class GradientReducer:
             place += 1 if slot.name in dense else slot.inputs
         return results
 
-    def _all_finite(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> bool:
+    def _all_finite(self, arrays: Sequence[Array]) -> bool:
+        """Whether no rank's arrays have an overflow. Collective."""
         own = all(all_finite(array) for array in arrays if array.dtype.name in FLOATS)
         flag = np.array([own], np.uint8)
         number = self.settings.process_set.number()

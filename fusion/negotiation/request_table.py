@@ -274,30 +274,46 @@ class RequestTable:
             raise ValueError(f"rank {rank} is not in process set {self.number}")
 
     def _take(self, rank: int, request: Request) -> _Unit:
-        """Note a request in its unit; what ranks have asked for by number comes along."""
+        """Note a request in its unit; what ranks have asked for by number comes along.
+
+        A number that goes by name may be in a group, whose other numbers then go by name too.
+        """
+        untaken = [(rank, request)]
+        while untaken:
+            asking, wanted = untaken.pop()
+            unit = self._unit_of(wanted)
+            unit.take(asking, wanted)
+            untaken += reversed(self._no_more_by_number(unit, self._cache.bits_beside(wanted)))
+        return self._units[request.name]
+
+    def _unit_of(self, request: Request) -> _Unit:
+        """Return the unit of a request's name, which is that of its group: new, or two made one."""
         name, group = request.name, request.group
-        unit = self._units.get(name)
         beside = self._of_group.get(group) if group else None
+        unit = self._units.get(name, beside)
         if unit is None:
-            if beside is None:
-                self._units_so_far += 1
-            unit = self._units[name] = beside or _Unit(self._units_so_far)
+            self._units_so_far += 1
+            unit = _Unit(self._units_so_far)
+        elif beside is not None and beside is not unit:
+            unit = self._merge(unit, beside)
+        self._units[name] = unit
         if group and beside is None:
             self._of_group[group] = unit
             unit.groups.add(group)
-        elif beside is not None and beside is not unit:
-            unit = self._merge(unit, beside)
-        unit.take(rank, request)
-        bits = self._cache.bits_beside(request)
-        if bits:
-            unit.bits |= bits
-            self._with_bits.add(unit)
-            fresh, self._by_name = bits & ~self._by_name, self._by_name | bits
-            for other, asked in list(self._bits.items()) if fresh else ():
-                self._bits[other] &= ~fresh
-                for i in m.ids_of(asked & fresh):
-                    self._take(other, self._cache[i].of(other))
-        return self._units[name]
+        return unit
+
+    def _no_more_by_number(self, unit: _Unit, numbers: int) -> list[tuple[int, Request]]:
+        """Let ``numbers`` go by name while ``unit`` waits; return what was asked for by them."""
+        if not numbers:
+            return []
+        unit.bits |= numbers
+        self._with_bits.add(unit)
+        fresh, self._by_name = numbers & ~self._by_name, self._by_name | numbers
+        asked: list[tuple[int, Request]] = []
+        for rank, bits in self._bits.items() if fresh else ():
+            asked += [(rank, self._cache[i].of(rank)) for i in m.ids_of(bits & fresh)]
+            self._bits[rank] = bits & ~fresh
+        return asked
 
     def _merge(self, one: _Unit, other: _Unit) -> _Unit:
         if len(one.asked) < len(other.asked):

@@ -119,7 +119,7 @@ class ResponseCache:
         entry = Entry(name, requests)
         i = self._ids.get(name)
         if i is None:
-            i = self._free(pending, version)
+            i = self._free(pending)
             if i < 0:
                 return -1
         elif self._entries[i] == entry:
@@ -137,7 +137,7 @@ class ResponseCache:
         self._regroup(entry.first, 1 << i, add=True)
         return i
 
-    def _free(self, pending: int, version: int) -> int:
+    def _free(self, pending: int) -> int:
         """Return a number for a new name: one that nobody asks for, and that was not used lately.
 
         The clock algorithm: whoever was used since the last time round gets another one.
