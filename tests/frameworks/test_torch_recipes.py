@@ -356,6 +356,30 @@ def test_a_scheduler_of_adasums_original_goes_on_after_loading():
     ringlet.run(train, np=2, transport="local")
 
 
+@pytest.mark.preloaded("torch")
+def test_adasum_meets_on_all_ranks_after_some_of_them_had_an_optimizer_of_their_own():
+    def train():
+        hvd.init()
+        pair = hvd.add_process_set([0, 1])
+
+        def stepped(process_set):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(3, 1)
+            inner, named = torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+            optimizer = hvd.DistributedOptimizer(
+                inner, named, op=hvd.Adasum, process_set=process_set
+            )
+            model(torch.full((1, 3), hvd.rank() + 1.0)).sum().backward()
+            optimizer.step()
+            return model.state_dict()
+
+        if pair.included():
+            stepped(pair)
+        return hvd.replicas_equal(stepped(hvd.global_process_set))
+
+    assert ringlet.run(train, np=3, transport="gloo") == [True] * 3
+
+
 @pytest.mark.parametrize(
     "options", [{"lr": 0}, {"betas": (1.0, 0.9)}, {"warmup": 0}, {"weight_decay": -1}]
 )

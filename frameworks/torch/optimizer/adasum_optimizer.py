@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ringlet.compressors import BF16, FP16, NoCompression
+from ringlet.fusion import Engine
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
@@ -30,7 +31,8 @@ class AdasumMixin(RefusesScaler):
     _ringlet_known: frozenset[torch.nn.Parameter]
     _ringlet_compression: Any
     _ringlet_process_set: ProcessSet
-    _ringlet_label: str
+    _ringlet_label: str  # among optimizers of its process set
+    _ringlet_engine: Engine | None  # on which the label was made, anew in each epoch of a job
     _ringlet_original: Any
 
     @staticmethod
@@ -48,7 +50,8 @@ class AdasumMixin(RefusesScaler):
             "_ringlet_known": frozenset(named.values()),
             "_ringlet_compression": compressor,
             "_ringlet_process_set": options.process_set,
-            "_ringlet_label": current().unnamed("AdasumOptimizer"),
+            "_ringlet_label": "",
+            "_ringlet_engine": None,
         }
 
     @property
@@ -95,7 +98,7 @@ class AdasumMixin(RefusesScaler):
             deltas = [p.detach() - start[name] for name, p in self._ringlet_named.items()]
             combined = grouped_allreduce_(
                 deltas,
-                name=self._ringlet_label,
+                name=self._label(),
                 op=ReduceOp.ADASUM,
                 process_set=self._ringlet_process_set,
                 compression=self._ringlet_compression,
@@ -103,6 +106,19 @@ class AdasumMixin(RefusesScaler):
             for (name, p), delta in zip(self._ringlet_named.items(), combined, strict=True):
                 p.copy_(start[name] + delta)
         return result
+
+    def _label(self) -> str:
+        """Return the name of what is combined, the same on all ranks of the process set.
+
+        They make optimizers for other sets, and newcomers theirs in another epoch: what all count
+        alike is which optimizer of the set has its first step when.
+        """
+        runtime = current()
+        if self._ringlet_engine is not runtime.engine:
+            number = self._ringlet_process_set.number()
+            self._ringlet_label = runtime.unnamed("AdasumOptimizer", number)
+            self._ringlet_engine = runtime.engine
+        return self._ringlet_label
 
     def _refuse_strays(self) -> None:
         cure = "wrap the original optimizer again, on all ranks"
