@@ -67,7 +67,8 @@ class TensorQueue:
     def add(self, works: Sequence[Work]) -> bool:
         """Queue ``works`` together; return whether the queue was empty.
 
-        Raises DuplicateName, and queues none, if one of the names is in flight, or all of a group.
+        Raises DuplicateName, and queues none, if one of the names is in flight, or all of a group,
+        or if two of ``works`` have one name.
         """
         with self._lock:
             self._admit(works)
@@ -150,12 +151,15 @@ class TensorQueue:
         """Count ``works`` as members of their groups. Raises if they must not be submitted."""
         if self._error is not None:
             raise again(self._error)
+        keys: set[Hashable] = set()
         for work in works:
-            if work.request.key in self._in_flight:
+            key = work.request.key
+            if key in self._in_flight or key in keys:
                 raise DuplicateName(
                     f"{work.name!r} was submitted again before its first submission finished; give "
                     "each tensor its own name, or wait"
                 )
+            keys.add(key)
         grouped = [work.request for work in works if work.request.group]
         counts = Counter((request.process_set, request.group) for request in grouped)
         for request in grouped:

@@ -252,6 +252,21 @@ def test_a_group_mismatch_is_the_same_error_everywhere():
     assert set(with_engines(3, body)) == {"tensor 'c' is declared on rank 0 but not on ranks 1, 2"}
 
 
+@pytest.mark.timeout(60)
+def test_a_name_that_stands_twice_in_one_call_is_refused_also_by_number():
+    def body(engine):
+        request, found = Request("w", shape=(4,), op=ReduceOp.SUM), []
+        for _ in range(3):  # from the second time on it is asked for by its number
+            x, y = np.ones(4, np.float32), np.ones(4, np.float32)
+            with pytest.raises(DuplicateName, match="'w' was submitted again"):
+                engine.submit_all([(request, x, None, None), (request, y, None, None)])
+            engine.submit_all([(request, x, None, None)])[0].wait(60)
+            found.append(x.tolist())
+        return found
+
+    assert with_engines(2, body) == [[[2.0] * 4] * 3] * 2
+
+
 def test_a_name_in_flight_cannot_be_used_again():
     gate = threading.Barrier(2)
 
