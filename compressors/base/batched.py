@@ -18,7 +18,10 @@ from ringlet.compressors.core.traits import Part, Payload
 
 Kernel = Callable[..., None]
 Residual = Callable[[int, Context], Array | None]
-Row = tuple[int, int, int, int]  # where values and the residual lie, the key, the offset
+Row = tuple[int, int, int, int]  # by column: where values and the residual lie, the key, the offset
+VALUES, RESIDUAL, KEY, OFFSET = range(4)
+LENGTH = 0  # the first column of a payload's row; the others are where its arrays lie
+ARRAYS = 3  # that a payload has at most
 
 
 def no_residual(n: int, ctx: Context) -> None:
@@ -58,9 +61,8 @@ class Batched(NamedTuple):
         rows, names = [], self.names
         for payload, n in zip(payloads, lengths, strict=True):
             check_parts(self.label, self.layout(n), payload)
-            row = [n, *(address(payload[name], len(payload[name])) for name in names)]
-            rows.append(row + [0] * (4 - len(row)))
-        return np.array(rows, np.uint64).reshape(len(rows), 4)
+            rows.append(payload_row(n, [address(payload[p], len(payload[p])) for p in names]))
+        return np.array(rows, np.uint64).reshape(len(rows), 1 + ARRAYS)
 
     @property
     def asks(self) -> bool:
@@ -86,7 +88,7 @@ class Batched(NamedTuple):
         if not len(rows):
             return
         tensors = np.ascontiguousarray(rows, np.uint64)
-        kernel = self.encode_fed if tensors[0, 1] else self.encode
+        kernel = self.encode_fed if tensors[0, RESIDUAL] else self.encode
         kernel(tensors, payloads, np.float32(self.decay))
 
     def sum_into(
@@ -96,6 +98,11 @@ class Batched(NamedTuple):
         if len(outs):
             places, payloads = (np.ascontiguousarray(given, np.uint64) for given in (outs, tables))
             self.decode(places, payloads, np.float32(scale))
+
+
+def payload_row(n: int, places: Sequence[int]) -> list[int]:
+    """Return the row of a payload of ``n`` elements, whose arrays lie at ``places``."""
+    return [n, *places, *[0] * (ARRAYS - len(places))]
 
 
 def address(array: Any, n: int) -> int:

@@ -2,6 +2,11 @@
 
 A kernel takes a microsecond for a thousand values, and the calls around it take twenty. What is
 known before a step, or of a whole member, is computed in arrays over members and not for each.
+
+Kernels take two tables, a line a member, whose columns ``compressors.base.batched`` names. *Rows*
+say where a tensor is: values, residual, key, offset. They are made of whole members, once a step,
+and moved to where a part's piece begins. *Layouts* say where payloads are: they are made once, with
+places from the beginning of a part, to which a step adds where its buffer is.
 """
 
 from __future__ import annotations
@@ -13,7 +18,16 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ringlet.compressors import Context, PayloadError
-from ringlet.compressors.base.batched import Batched, address
+from ringlet.compressors.base.batched import (
+    ARRAYS,
+    LENGTH,
+    OFFSET,
+    RESIDUAL,
+    VALUES,
+    Batched,
+    address,
+    payload_row,
+)
 from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.payload import padded
 from ringlet.fusion.devices.convert import from_float32, to_float32
@@ -46,7 +60,7 @@ class _Piece(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Rows that stay what they are while each context's state has the same array."""
+    """Rows of tensors that stay what they are while each context's state has the same array."""
 
     rows: Array
     contexts: Sequence[Context]
@@ -90,6 +104,7 @@ class SmallMembers:
         ]
         self._whole = [_Piece(member, 0, member.numel) for member in self._members]
         number = np.cumsum(small) - 1  # of a member among the small ones
+        # By part, of each piece: the row of its member, and the elements of that before it.
         self._owners = [number[places] for places in self.places]
         self._before = [
             np.array([piece.start for piece in pieces], np.uint64) for pieces in self._pieces
@@ -98,8 +113,8 @@ class SmallMembers:
             self._lay_out(pieces, [begins[i] for i in places])
             for pieces, begins, places in zip(self._pieces, starts, self.places, strict=True)
         ]
-        self._sizes = [begins[-1] for begins in starts]
-        self._groups = [_grouped(pieces) for pieces in self._pieces]
+        self._sizes = [begins[-1] for begins in starts]  # bytes of a part
+        self._groups = [_grouped(pieces) for pieces in self._pieces]  # staged together
         self._rows: Array | None = None  # of whole members, in this step
         self._kept: dict[tuple[int, int], _Kept] = {}  # by part and stage
         self._inputs: list[int] = []  # where kernels find inputs; empty: they are staged
@@ -127,21 +142,12 @@ class SmallMembers:
 
     def encode(self, part: int, out: Array) -> None:
         """Encode this rank's values of ``part`` into ``out``. Raises CompressionFailed."""
-        if self._rows is None:
-            inputs = [member.input for member in self._members] if self._prescale == 1.0 else []
-            self._inputs = _places(inputs)
-            self._rows = self._rows_of(self._whole, self._inputs, 0, 1, stage=1)
-        pieces, before, table = self._pieces[part], self._before[part], self._table(part, out)
-        rows = self._rows[self._owners[part]]
-        rows[:, 0] += before * _FLOAT
-        if rows[:1, 1].any():
-            rows[:, 1] += before * _FLOAT
-        rows[:, 3] += before
+        pieces, rows, table = self._pieces[part], self._part_rows(part), self._table(part, out)
         if self._inputs:
             self._call(self._kernels.encode_into, pieces, rows, table)
             return
         for a, b in self._groups[part]:
-            rows[a:b, 0] = self._staged(pieces[a:b])
+            rows[a:b, VALUES] = self._staged(pieces[a:b])
             self._call(self._kernels.encode_into, pieces[a:b], rows[a:b], table[a:b])
 
     def decode_sum(self, part: int, payloads: Sequence[Array], scaled: bool = True) -> None:
@@ -169,7 +175,7 @@ class SmallMembers:
         for a, b in self._groups[part]:
             _, outs = self._room(pieces[a:b])
             self._call(self._kernels.sum_into, pieces[a:b], outs, tables[:, a:b], self._postscale)
-            rows[a:b, 0] = outs
+            rows[a:b, VALUES] = outs
             self._call(self._kernels.encode_into, pieces[a:b], rows[a:b], table[a:b])
 
     def decode(self, part: int, payload: Array) -> None:
@@ -179,16 +185,15 @@ class SmallMembers:
     # -- inside -------------------------------------------------------------------------------
 
     def _lay_out(self, pieces: Sequence[_Piece], begins: Sequence[int]) -> Array:
-        """Return the payloads' rows, with places that count from the beginning of a part."""
+        """Return the payloads' layout, with places that count from the beginning of a part."""
         names, rows = self._kernels.names, []
         for (member, start, stop), begin in zip(pieces, begins, strict=True):
             found, at = {}, begin
             for name, dtype, elements in member.layout(stop - start):
                 found[name] = at
                 at += padded(storage(dtype).itemsize * elements)
-            row = [stop - start, *(found[name] for name in names)]
-            rows.append(row + [0] * (4 - len(row)))
-        return np.array(rows, np.uint64).reshape(len(rows), 4)
+            rows.append(payload_row(stop - start, [found[name] for name in names]))
+        return np.array(rows, np.uint64).reshape(len(rows), 1 + ARRAYS)
 
     def _table(self, part: int, buffer: Array) -> Array:
         """Return where the payloads of ``part`` lie, which are in ``buffer``."""
@@ -196,9 +201,25 @@ class SmallMembers:
             raise PayloadError(
                 f"a payload of {buffer.size} bytes is shorter than its {self._sizes[part]}"
             )
-        table = self._layouts[part].copy()
-        table[:, 1 : 1 + len(self._kernels.names)] += np.uint64(address(buffer, buffer.size))
+        table, first = self._layouts[part].copy(), LENGTH + 1
+        table[:, first : first + len(self._kernels.names)] += np.uint64(
+            address(buffer, buffer.size)
+        )
         return table
+
+    def _part_rows(self, part: int) -> Array:
+        """Return the rows of a part's pieces: those of whole members, from where pieces begin."""
+        if self._rows is None:
+            inputs = [member.input for member in self._members] if self._prescale == 1.0 else []
+            self._inputs = _places(inputs)
+            self._rows = self._rows_of(self._whole, self._inputs, 0, 1, stage=1)
+        before = self._before[part]
+        rows: Array = self._rows[self._owners[part]]
+        rows[:, VALUES] += before * _FLOAT
+        if rows[:1, RESIDUAL].any():  # all have one, or none
+            rows[:, RESIDUAL] += before * _FLOAT
+        rows[:, OFFSET] += before
+        return rows
 
     def _rows_of(
         self,
@@ -223,7 +244,7 @@ class SmallMembers:
             if kernels.kept_in and not kernels.draws:
                 arrays = [ctx.state.get(kernels.kept_in) for ctx in contexts]
                 self._kept[key] = _Kept(rows.copy(), contexts, arrays)
-        rows[:, 0] = places or 0
+        rows[:, VALUES] = places or 0
         return rows
 
     def _asked(self, pieces: Sequence[_Piece], contexts: Sequence[Context]) -> Array:
