@@ -9,8 +9,15 @@ import numpy as np
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.gradients import Slot
-from ringlet.shared.requests import check_passes
 from ringlet.shared.sparse_rows import summed
+
+
+def check_passes(passes: int) -> None:
+    """Raise TypeError or ValueError unless ``passes`` is a possible backward_passes_per_step."""
+    if isinstance(passes, bool) or not isinstance(passes, int):
+        raise TypeError(f"backward_passes_per_step is a whole number, not {passes!r}")
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
 
 
 class Accumulator:

@@ -106,14 +106,6 @@ def check_nameable(compressor: Compressor) -> None:
         )
 
 
-def check_passes(passes: int) -> None:
-    """Raise ValueError unless ``passes`` is a possible backward_passes_per_step."""
-    if isinstance(passes, bool) or not isinstance(passes, int):
-        raise TypeError(f"backward_passes_per_step is a whole number, not {passes!r}")
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
-
-
 def check_predivide(factor: float, op: ReduceOp) -> None:
     """Raise ValueError unless ``factor`` is a possible gradient_predivide_factor."""
     if factor != 1.0 and op is not ReduceOp.AVERAGE:

@@ -4,8 +4,9 @@ The sum over all 32-bit words of word times weight, modulo 2**64. Weights are od
 that one wrong word, two flipped bits anywhere, and two words that changed places are always found;
 anything else escapes with a probability of about 2**-32 or less. It is no defence against a person.
 
-A ``digest`` compares results that ranks have computed: it takes all NaNs for one, which may come
-out differently where ranks add the same two numbers in another order.
+Payloads carry the checksum in their seal (``seal``). A ``digest`` is of results that ranks have
+computed, and compared on rank 0. It takes all NaNs for one, which may come out differently where
+ranks add the same two numbers in another order.
 """
 
 from __future__ import annotations

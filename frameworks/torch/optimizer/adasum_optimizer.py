@@ -17,8 +17,8 @@ from ringlet.fusion import Engine
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
+from ringlet.shared.accumulation import check_passes
 from ringlet.shared.optimizer_options import Options
-from ringlet.shared.requests import check_passes
 from ringlet.torch.ops.reductions import grouped_allreduce_
 from ringlet.torch.optimizer.naming import refuse_strays
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
