@@ -437,6 +437,17 @@ def case_a_model_that_is_gone_leaves_no_residuals():
     assert not any(states)
 
 
+def case_a_parameter_that_is_gone_leaves_its_name_to_no_other():
+    started()
+    gone = torch.nn.Parameter(torch.zeros(3))
+    state, _ = hvd.ddp_hook("int8 | ef", {"first": gone})
+    address = id(gone)
+    assert state._names[address] == "first"
+    del gone
+    gc.collect()
+    assert address not in state._names  # another tensor may have it on one rank, and not on others
+
+
 def case_a_group_of_elastic_run_reduces_as_torchs_own_does():
     started()
 

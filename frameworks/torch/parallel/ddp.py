@@ -95,10 +95,10 @@ class DdpState:
         self._router: Router = as_router(compression)
         self._runtime = runtime
         self._label = runtime.unnamed("ddp").replace(".noname.", ".")
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # by the ids of parameters, while those live
         self._taken: dict[str, bool] = {}  # all names, and whether they remember something
         self._requests: dict[str, tuple[Request, Compressor]] = {}
-        self._seen: list[weakref.ref[torch.Tensor]] = []  # an id is a parameter's while it lives
+        self._seen: list[weakref.ref[torch.Tensor]] = []  # which take the names of dead ones away
         self._given = tuple(named_parameters or ())
         self._depth = wrapped_in(self._given)
         for name, p in (named_parameters or {}).items():
@@ -342,8 +342,9 @@ class DdpState:
         if name in self._taken:  # with static_graph all of the first step's buckets have one number
             name = f"{name}.{len(self._taken)}"
         self._taken[name] = False
-        self._seen.append(weakref.ref(p))
-        self._names[id(p)] = name
+        names, own = self._names, id(p)
+        names[own] = name
+        self._seen.append(weakref.ref(p, lambda _: names.pop(own, None)))
         return name
 
 
