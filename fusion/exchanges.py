@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from ringlet.fusion.process_set import LANES, Peers
+from ringlet.fusion.process_set import Track
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.recording.watched_communicator import unwatched
@@ -29,20 +29,21 @@ class Exchanges:
         self,
         steps: Steps,
         trace: Trace,
-        peers: Peers,
+        track: Track,
         nbytes: int,
         done: Callable[[], None],
         counted: bool = True,
     ) -> None:
-        """Run ``steps``, which move about ``nbytes``, then call ``done``. Exchanges begin in order.
+        """Run ``steps``, which move about ``nbytes`` on ``track``, then call ``done``.
 
-        Returns before the end if the transport can wait in other threads and that pays. What is
-        not ``counted`` is no part of the statistics, which are those of reductions.
+        Exchanges begin in order. Returns before the end if the transport can wait in other threads
+        and that pays. What is not ``counted`` is no part of the statistics, which are those of
+        reductions.
         """
         recorder, busy = self._recorder, self.pipeline.busy
         enter = partial(recorder.enter, trace) if recorder.observers else None
         timed = partial(recorder.communicated, trace) if counted else _ignore
-        comm = unwatched(peers.comm)
+        comm = unwatched(track.comm)
 
         def ended() -> None:
             self._under_way[comm] -= 1
@@ -51,9 +52,9 @@ class Exchanges:
             done()
 
         self._under_way[comm] += 1
-        flight = Flight(steps, ended, timed, enter, LANES * peers.track)
-        pays = busy or peers.all_far or nbytes > SMALL
-        self.pipeline.add(flight, peers.overlaps and pays)
+        flight = Flight(steps, ended, timed, enter, track.first_lane)
+        pays = busy or track.all_far or nbytes > SMALL
+        self.pipeline.add(flight, track.overlaps and pays)
 
     def severed(self) -> list[int]:
         """Return the ranks to which a connection has ended that exchanges under way need."""

@@ -1,57 +1,31 @@
-"""The ranks of one process set, as an engine knows them."""
+"""The ranks of one process set, as an engine knows them, and the tracks they exchange on."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 from ringlet.fusion.recording.watched_communicator import Note, unwatched, watched
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 
-LANES = 4  # communicators of an exchange, as many as it makes collectives one after the other
+LANES = 4  # communicators of a track, as many as an exchange makes collectives one after the other
 TRACKS = 4  # exchanges that do not wait for each other where all messages take long
 
 
-@dataclass
-class Peers:
-    """Process set ``number``: its global ``ranks``, ascending, and a communicator of them.
+class Track:
+    """What exchanges of the global ``ranks`` move bytes over: ``comm``, and ``siblings`` of it.
 
-    ``siblings`` of ``comm`` are for the second and later collectives of exchanges, so that those of
-    several overlap; there are none where the transport has none. ``flat`` are the same ranks on one
-    level: themselves where there is no other.
-
-    Where messages between all of them take long, even the first collectives of exchanges do not
-    wait for each other: they take turns on ``tracks``, these peers and others with communicators of
-    their own.
+    The siblings are for the second and later collectives of exchanges, so that those of several
+    overlap; there are none where the transport has none. ``number`` is the track's among several.
     """
 
-    number: int
-    ranks: tuple[int, ...]
-    comm: Communicator
-    track: int = 0
-    siblings: tuple[Communicator, ...] = field(init=False)
-    tracks: tuple[Peers, ...] = field(init=False)
-    flat: Peers = field(init=False)
-
-    def __post_init__(self) -> None:
-        found = [self.comm.sibling(i) for i in range(1, LANES) if self.comm.size > 1]
+    def __init__(self, ranks: tuple[int, ...], comm: Communicator, number: int = 0) -> None:
+        self.ranks, self.comm, self.number = ranks, comm, number
+        found = [comm.sibling(i) for i in range(1, LANES) if comm.size > 1]
         self.siblings = tuple(sibling for sibling in found if sibling is not None)
-        self.tracks = (self,)
-        if self.all_far and self.siblings and not self.track:
-            self.tracks += tuple(self._beside(number) for number in range(1, TRACKS))
-        self._launched = 0
-        levels = levels_of(self.comm)
-        self.flat = self if levels is None else Peers(self.number, self.ranks, levels.flat)
 
-    def _beside(self, number: int) -> Peers:
-        comm = self.comm.sibling(LANES * number)
-        assert comm is not None
-        return Peers(self.number, self.ranks, comm, number)
-
-    def next_track(self) -> Peers:
-        """Return the peers for the next exchange; called in one order on all ranks."""
-        self._launched += 1
-        return self.tracks[self._launched % len(self.tracks)]
+    @property
+    def first_lane(self) -> int:
+        """The number of the first of its lanes, each of which is a thread of the pipeline's."""
+        return LANES * self.number
 
     @property
     def overlaps(self) -> bool:
@@ -74,9 +48,43 @@ class Peers:
         if note is not None:
             self.comm = watched(self.comm, note)
             self.siblings = tuple(watched(sibling, note) for sibling in self.siblings)
-        for other in (*self.tracks[1:], self.flat):
-            if other is not self:
-                other.watch(note)
+
+
+class Peers:
+    """Process set ``number``: its global ``ranks``, ascending, with a communicator of them.
+
+    Its exchanges take turns on ``tracks``. Those are several where messages between all ranks take
+    long: there even the first collectives of exchanges do not wait for each other. ``flat`` are the
+    same ranks on one level: themselves where there is no other.
+    """
+
+    def __init__(self, number: int, ranks: tuple[int, ...], comm: Communicator) -> None:
+        self.number, self.ranks = number, ranks
+        first = Track(ranks, comm)
+        self.tracks: tuple[Track, ...] = (first,)
+        if first.all_far and first.overlaps:
+            beside = ((comm.sibling(LANES * i), i) for i in range(1, TRACKS))
+            self.tracks += tuple(Track(ranks, each, i) for each, i in beside if each is not None)
+        self._launched = 0
+        levels = levels_of(comm)
+        self.flat = self if levels is None else Peers(number, ranks, levels.flat)
+
+    def next_track(self) -> Track:
+        """Return the track for the next exchange; called in one order on all ranks."""
+        self._launched += 1
+        return self.tracks[self._launched % len(self.tracks)]
+
+    def watch(self, note: Note | None) -> None:
+        """Let ``note`` be told of every collective from now on, or nobody."""
+        for track in self.tracks:
+            track.watch(note)
+        if self.flat is not self:
+            self.flat.watch(note)
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator of what is not exchanged in turns."""
+        return self.tracks[0].comm
 
     @property
     def rank(self) -> int:

@@ -343,10 +343,10 @@ class Worker:
         if self._limits.join_divisor == "contributors":
             owner.average_over(verdict.bucket, verdict.contributors)
         # What is raised here breaks the engine; failures that all ranks know of are left in it.
-        peers = bucket.among(owner.peers).next_track()
-        steps = bucket.exchange(peers, verdict.sizes, self.recorder, verdict.epoch)
+        track = bucket.among(owner.peers).next_track()
+        steps = bucket.exchange(track, verdict.sizes, self.recorder, verdict.epoch)
         done = partial(self._exchanged, owner, verdict)
-        self._exchanges.launch(steps, bucket.trace, peers, sum(verdict.sizes), done)
+        self._exchanges.launch(steps, bucket.trace, track, sum(verdict.sizes), done)
 
     def _exchanged(self, owner: BucketOwner, verdict: m.Verdict) -> None:
         bucket = owner.buckets[verdict.bucket]

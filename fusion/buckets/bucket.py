@@ -25,7 +25,7 @@ from ringlet.fusion.devices.convert import from_float32, scale_into
 from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.devices.host import Mark
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Peers
+from ringlet.fusion.process_set import Peers, Track
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.collectives import compressed
@@ -104,23 +104,23 @@ class Bucket(ABC):
         return nbytes
 
     def exchange(
-        self, peers: Peers, sizes: Sequence[int], recorder: Recorder, epoch: int = 0
+        self, track: Track, sizes: Sequence[int], recorder: Recorder, epoch: int = 0
     ) -> Steps:
         """Combine with the other ranks, whose payloads take ``sizes`` bytes, and decode.
 
         ``epoch`` tells attempts of one plan apart; payloads carry it. What all ranks gave up
         together is not raised, but left in ``failure``.
         """
-        return self.place.steps(self._run(peers, sizes, recorder, epoch))
+        return self.place.steps(self._run(track, sizes, recorder, epoch))
 
-    def _run(self, peers: Peers, sizes: Sequence[int], recorder: Recorder, epoch: int) -> Steps:
+    def _run(self, track: Track, sizes: Sequence[int], recorder: Recorder, epoch: int) -> Steps:
         self.failure, self.fatal = None, False
         try:
-            self._compare(peers, sizes)
-            start = partial(self._exchange, peers, list(sizes), recorder, epoch)
+            self._compare(track, sizes)
+            start = partial(self._exchange, track, list(sizes), recorder, epoch)
             yield from self.with_memory(start)
             if self._finishing and not self.more:
-                yield from self._finish(peers)
+                yield from self._finish(track)
         except ExchangeFailed as error:
             self.failure = error
             return
@@ -187,7 +187,7 @@ class Bucket(ABC):
         for member in self.members:
             member.count()
 
-    def _compare(self, peers: Peers, sizes: Sequence[int]) -> None:
+    def _compare(self, track: Track, sizes: Sequence[int]) -> None:
         """Raise ExchangeFailed, on all ranks, where payloads of one fixed size differ in it."""
         if not self.even or sizes.count(sizes[0]) == len(sizes):
             return
@@ -195,12 +195,12 @@ class Bucket(ABC):
         names = ", ".join(repr(member.name) for member in self.members[:_NAMED])
         raise ExchangeFailed(
             f"compressor {str(self.members[0].compressor)!r} has {sizes[witness]} bytes for "
-            f"{names}, and {sizes[0]} bytes on rank {peers.ranks[0]}; they have to be as many on "
+            f"{names}, and {sizes[0]} bytes on rank {track.ranks[0]}; they have to be as many on "
             "all ranks",
             witness,
         )
 
-    def _finish(self, peers: Peers) -> Steps:
+    def _finish(self, track: Track) -> Steps:
         """Let compressors see the combined results, once every rank has them."""
         failure: Exception | None = None
         self.fatal = True
@@ -213,7 +213,7 @@ class Bucket(ABC):
             if failure is not None:
                 raise failure
             return
-        yield from agree(peers.lane(self.lanes), failure, "could not finish a result")
+        yield from agree(track.lane(self.lanes), failure, "could not finish a result")
 
     def _make_up(self) -> None:
         """Let means be of the contributors alone, behind what compressors remember of them."""
@@ -265,7 +265,7 @@ class Bucket(ABC):
         """Fill the send buffer; return its bytes."""
 
     @abstractmethod
-    def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
+    def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
         """Yield collectives; decode into the members' outputs."""
 
 
@@ -311,8 +311,8 @@ class SumBucket(Bucket):
             self._small.encode(0, self._buffer.view(np.uint8))
         return self._nbytes
 
-    def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
-        comm, later = peers.comm, peers.lane(1)
+    def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
+        comm, later = track.comm, track.lane(1)
         allocate, self.lanes = self._lease.allocate, 0
         op, dtype = ReduceOp.SUM, self._dtype
         for wire in allreduce_steps(comm, later, self._buffer, op, dtype, allocate):
@@ -329,7 +329,7 @@ class SumBucket(Bucket):
             failure = error
         recorder.decompressed(self.trace, start)
         if self._foreign:
-            yield from agree(peers.lane(self.lanes), failure, "could not decode a sum")
+            yield from agree(track.lane(self.lanes), failure, "could not decode a sum")
             self.lanes += 1
 
     def _decode_all(self) -> None:
@@ -364,8 +364,8 @@ class CompressedBucket(Bucket):
         self._encoded = compressed.encode(self.codec, self._lease.allocate)
         return self._encoded.nbytes
 
-    def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
-        comm, siblings, allocate = peers.comm, peers.siblings, self._lease.allocate
+    def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
+        comm, siblings, allocate = track.comm, track.siblings, self._lease.allocate
         plan, self.lanes = self.plan_of(epoch), 3 if self._scattered else 2
         exchange: compressed.Exchange
         if self._scattered:

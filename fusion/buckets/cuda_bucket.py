@@ -15,7 +15,7 @@ from ringlet.fusion.codecs.cuda_codec import DeviceCodec
 from ringlet.fusion.codecs.cuda_varying_codec import DescribedCodec
 from ringlet.fusion.codecs.multi_tensor import Launches, Shard
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Peers
+from ringlet.fusion.process_set import Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.collectives import compressed, compressed_gpu
 from ringlet.ring.pipeline import Steps, Wire
@@ -65,14 +65,14 @@ class DeviceBucket(CompressedBucket):
             self._fixed.launch()
         return self._encoded.nbytes
 
-    def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
-        comm, codec, allocate = peers.comm, self.codec, self._lease.allocate
+    def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
+        comm, codec, allocate = track.comm, self.codec, self._lease.allocate
         if self._scattered:
             steps = compressed_gpu.scatter_reduce(comm, codec, self._encoded, allocate)
         else:
             steps = compressed_gpu.allgather_reduce(comm, codec, self._encoded, sizes, allocate)
         if not codec.fixed:
-            yield Wire(partial(self._describe, peers))
+            yield Wire(partial(self._describe, track))
         start = time.perf_counter()
         for wire in steps:
             recorder.decompressed(self.trace, start)
@@ -82,6 +82,6 @@ class DeviceBucket(CompressedBucket):
             self._fixed.launch()
         recorder.decompressed(self.trace, start)
 
-    def _describe(self, peers: Peers) -> None:
+    def _describe(self, track: Track) -> None:
         own = self._described.description()
-        self._described.expect(peers.comm.allgather_bytes(own))
+        self._described.expect(track.comm.allgather_bytes(own))

@@ -10,7 +10,7 @@ from itertools import accumulate
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.devices.convert import combined_as, scale_into
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Peers
+from ringlet.fusion.process_set import Peers, Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.collectives.adasum import adasum
 from ringlet.ring.collectives.checksum import SPAN, is_due
@@ -90,15 +90,15 @@ class PlainBucket(Bucket):
             scale_into(member.input, prescale, self._buffer[place], self._dtype, self._scratch)
         return self._nbytes
 
-    def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
-        comm, buffer = peers.comm, self._buffer
+    def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
+        comm, buffer = track.comm, self._buffer
         if self._op is ReduceOp.ADASUM:
             sent = 2 * (self.size - 1) / self.size * self._nbytes
             yield Wire(partial(adasum, comm, buffer, self._ends, self._dtype), sent)
         else:
             op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
             allocate = self._lease.allocate
-            yield from allreduce_steps(comm, peers.lane(1), buffer, op, self._wire, allocate)
+            yield from allreduce_steps(comm, track.lane(1), buffer, op, self._wire, allocate)
         start = time.perf_counter()
         compared = self._op is not ReduceOp.ADASUM and self.verify
         alike = self._scaled_alike()

@@ -18,7 +18,7 @@ from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Peers
+from ringlet.fusion.process_set import Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
@@ -91,7 +91,7 @@ class RoundsBucket(Bucket):
         name = round_.values.dtype.name
         return round_.op, _WIDER.get(name, name) if self.place.ordered else name
 
-    def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
+    def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
         self.lanes = 0
         if not self._running:
             self.more = False
@@ -100,7 +100,7 @@ class RoundsBucket(Bucket):
 
         def combine() -> None:
             for (op, _), buffer in buffers:
-                peers.comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
+                track.comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
 
         nbytes = sum(buffer.nbytes for _, buffer in buffers)
         yield Wire(combine, 2 * (self.size - 1) / self.size * nbytes)

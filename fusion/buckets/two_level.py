@@ -22,7 +22,7 @@ from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.devices.convert import from_float32, to_float32
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.planning.strategy import choose
-from ringlet.fusion.process_set import Peers
+from ringlet.fusion.process_set import Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.collectives.two_level import HostShard, two_level
 from ringlet.ring.communicator import ReduceOp
@@ -72,7 +72,7 @@ class TwoLevelBucket(Bucket):
                     self._buffer[place] += owed[piece] * np.float32(factor / member.prescale)
         return self._buffer.nbytes
 
-    def _exchange(self, peers: Peers, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
+    def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
         comm = self._comm
         self._lease.use_reserve()
         mine, allocate = self._counts[comm.local.rank], self._lease.allocate

@@ -15,7 +15,7 @@ from ringlet.fusion.limits import Limits
 from ringlet.fusion.planning.lookahead import pack
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.planning.pieces import divide
-from ringlet.fusion.process_set import Peers
+from ringlet.fusion.process_set import Peers, Track
 from ringlet.fusion.queue.tensor_queue import TensorQueue
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
@@ -98,9 +98,9 @@ class Batch(BucketOwner):
             if isinstance(bucket.members[0].compressor, NoCompression):
                 nbytes = sum(member.nbytes for member in bucket.members)
                 done = partial(self._plain_done, index, recorder)
-                peers = bucket.among(self.peers).next_track()
-                steps = self._plain(bucket, peers, recorder)
-                exchanges.launch(steps, self.begin_bucket(index), peers, nbytes, done)
+                track = bucket.among(self.peers).next_track()
+                steps = self._plain(bucket, track, recorder)
+                exchanges.launch(steps, self.begin_bucket(index), track, nbytes, done)
             else:
                 compressed.append(index)
         self._voted = set(compressed)
@@ -166,14 +166,14 @@ class Batch(BucketOwner):
         self._missing[member.whole] -= 1
         return self._missing[member.whole] == 0
 
-    def _plain(self, bucket: Bucket, peers: Peers, recorder: Recorder) -> Steps:
+    def _plain(self, bucket: Bucket, track: Track, recorder: Recorder) -> Steps:
         # Encoded when its turn comes: as many fusion buffers are in use as exchanges under way.
         if recorder.observers:
             recorder.encoding("", self.number, bucket)
 
         def steps() -> Steps:
             nbytes = bucket.encode(recorder)
-            yield from bucket.exchange(peers, [nbytes] * peers.size, recorder)
+            yield from bucket.exchange(track, [nbytes] * track.comm.size, recorder)
 
         yield from bucket.with_memory(steps)
 

@@ -228,13 +228,14 @@ class RequestExecutor:
             self._run(plan, batch, works, [each.contributors for each in reductions])
         for i, (work, sizes, _) in enumerate(ready):
             if work.request.kind != "allreduce":
-                trace, nbytes = Trace(), work.input.nbytes * peers.size
+                track, trace = peers.tracks[0], Trace()
+                nbytes = work.input.nbytes * peers.size
                 place = self._places[work.request.place]
-                steps = single_steps(peers, work, sizes, place)
+                steps = single_steps(track, work, sizes, place)
                 compared = limits.share > 0 and peers.size > 1 and not place.ordered
                 at = (batch, -1 - i) if compared and work.request.kind in _SAME else None
                 done = partial(self._single_done, work, trace, at, limits.share)
-                self._exchanges.launch(steps, trace, peers, nbytes, done, counted=False)
+                self._exchanges.launch(steps, trace, track, nbytes, done, counted=False)
         return plan
 
     def _run(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ringlet.fusion.devices.convert import combined_as, scale_into
 from ringlet.fusion.devices.host import Place
-from ringlet.fusion.process_set import Peers
+from ringlet.fusion.process_set import Track
 from ringlet.fusion.requests.handle import Work
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage
@@ -17,14 +17,14 @@ from ringlet.ring.pipeline import Steps, Wire
 from ringlet.ring.rank_order import even_counts
 
 
-def single_steps(peers: Peers, work: Work, sizes: Sequence[Any], place: Place) -> Steps:
+def single_steps(track: Track, work: Work, sizes: Sequence[Any], place: Place) -> Steps:
     """Run an operation that is not fused and leave its result in ``work``.
 
     ``sizes`` are the first dimensions of an all-gather's inputs, or an all-to-all's splits, by
     rank; empty means that all are like this rank's own. A result of another size than the input
     lies in what ``work.output`` returns for that size if it can be called, else in new memory.
     """
-    steps = _OPERATIONS[work.request.kind](peers, work, sizes, place)
+    steps = _OPERATIONS[work.request.kind](track, work, sizes, place)
     return place.steps(_in_order(work, place, steps)) if place.ordered else steps
 
 
@@ -36,55 +36,57 @@ def _in_order(work: Work, place: Place, steps: Steps) -> Steps:
         work.let_go(mark)
 
 
-def _broadcast(peers: Peers, work: Work, _: Sequence[Any], __: Place) -> Steps:
-    if work.output is not work.input and peers.rank == work.request.root:
+def _broadcast(track: Track, work: Work, _: Sequence[Any], __: Place) -> Steps:
+    if work.output is not work.input and track.comm.rank == work.request.root:
         work.output[...] = work.input
-    yield Wire(partial(peers.comm.broadcast, work.output, work.request.root))
+    yield Wire(partial(track.comm.broadcast, work.output, work.request.root))
 
 
-def _barrier(peers: Peers, work: Work, _: Sequence[Any], __: Place) -> Steps:
-    yield Wire(peers.comm.barrier)
+def _barrier(track: Track, work: Work, _: Sequence[Any], __: Place) -> Steps:
+    yield Wire(track.comm.barrier)
 
 
-def _allgather(peers: Peers, work: Work, sizes: Sequence[Any], place: Place) -> Steps:
+def _allgather(track: Track, work: Work, sizes: Sequence[Any], place: Place) -> Steps:
     shape = work.request.shape
-    rows = list(sizes) or [shape[0]] * peers.size
+    rows = list(sizes) or [shape[0]] * track.comm.size
     width = math.prod(shape[1:])
     work.sizes = tuple(rows)
     work.output = _room(work, sum(rows) * width, place)
     counts = [n * width for n in rows]
-    yield Wire(partial(peers.comm.allgather, work.input, work.output, counts))
+    yield Wire(partial(track.comm.allgather, work.input, work.output, counts))
 
 
-def _alltoall(peers: Peers, work: Work, sizes: Sequence[Any], place: Place) -> Steps:
+def _alltoall(track: Track, work: Work, sizes: Sequence[Any], place: Place) -> Steps:
     request = work.request
     width = math.prod(request.shape[1:])
-    received = [splits[peers.rank] for splits in list(sizes) or [request.splits] * peers.size]
+    received = [
+        splits[track.comm.rank] for splits in list(sizes) or [request.splits] * track.comm.size
+    ]
     work.sizes = tuple(received)
     work.output = _room(work, sum(received) * width, place)
     outgoing, incoming = [n * width for n in request.splits], [n * width for n in received]
-    yield Wire(partial(peers.comm.alltoall, work.input, work.output, outgoing, incoming))
+    yield Wire(partial(track.comm.alltoall, work.input, work.output, outgoing, incoming))
 
 
-def _reducescatter(peers: Peers, work: Work, _: Sequence[Any], place: Place) -> Steps:
+def _reducescatter(track: Track, work: Work, _: Sequence[Any], place: Place) -> Steps:
     request, scratch = work.request, place.workspace
     width = math.prod(request.shape[1:])
-    rows = even_counts(request.shape[0], peers.size)
+    rows = even_counts(request.shape[0], track.comm.size)
     work.sizes = tuple(rows)
     average, dtype = request.op is ReduceOp.AVERAGE, request.dtype
     early = average and dtype == "float16"  # whose sum may not fit, as in an allreduce
-    prescale = request.prescale / peers.size if early else request.prescale
-    divisor = peers.size if average and not early else 1
+    prescale = request.prescale / track.comm.size if early else request.prescale
+    divisor = track.comm.size if average and not early else 1
     wire = combined_as(dtype, request.op)
     values = work.input
     if prescale != 1.0 or wire != dtype:
         values = place.xp.empty(work.input.size, storage(wire))
         scale_into(work.input, prescale, values, dtype, scratch)
-    out = work.output = _room(work, rows[peers.rank] * width, place)
+    out = work.output = _room(work, rows[track.comm.rank] * width, place)
     sums = out if wire == dtype else place.xp.empty(out.size, storage(wire))
     op = ReduceOp.SUM if average else request.op
     counts = [n * width for n in rows]
-    yield Wire(partial(peers.comm.reduce_scatter, values, sums, counts, op, wire))
+    yield Wire(partial(track.comm.reduce_scatter, values, sums, counts, op, wire))
     scale_into(sums, request.postscale, out, dtype, scratch, divisor)
 
 
@@ -94,7 +96,7 @@ def _room(work: Work, numel: int, place: Place) -> Array:
     return made
 
 
-_OPERATIONS: dict[str, Callable[[Peers, Work, Sequence[Any], Place], Steps]] = {
+_OPERATIONS: dict[str, Callable[[Track, Work, Sequence[Any], Place], Steps]] = {
     "broadcast": _broadcast,
     "barrier": _barrier,
     "allgather": _allgather,
