@@ -203,7 +203,7 @@ def _shard_members(
             member.place,
             state,
             clock=member.state,
+            however_small=True,
         )
-        shard.compressor = member.compressor  # however small the shard is
         shards.append(shard)
     return shards

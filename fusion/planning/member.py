@@ -109,6 +109,7 @@ class Member:
     numel: int = -1
     progress: PieceCount | None = None
     clock: State | None = None  # where steps are counted, if not in ``state``
+    however_small: bool = False  # whether it is compressed whatever its size: a part of a tensor is
     contributors: int = 0  # ranks whose own values this step's mean is to be of; 0 for all
     _contexts: dict[tuple[int, int, int], Context] = field(default_factory=dict)
     _finishes: bool | None = None
@@ -126,7 +127,9 @@ class Member:
             self.numel = self.request.numel
         self.workspace = self.place.workspace
         check_op(self.declared, self.request.op)
-        used = effective(self.declared, self.request.dtype, self.request.numel)
+        used = self.declared
+        if not self.however_small:
+            used = effective(self.declared, self.request.dtype, self.request.numel)
         forced = self.request.collective if used is self.declared else "auto"
         self.compressor = used
         self.strategy = choose(used, self.size, forced, self.request.numel, self.link)
@@ -344,7 +347,7 @@ class Member:
 
     def see(self) -> None:
         """Let the compressor see the combined result, which it may change."""
-        if self.finishes:
+        if self.finishes and self.numel:
             out = to_float32(self.output, self.output_dtype, self.workspace)
             self.call(self.compressor.finish, out, self.context(0, 1))
             from_float32(out, self.output, self.output_dtype, self.workspace)

@@ -169,3 +169,22 @@ def test_a_plugin_that_fails_on_one_rank_fails_the_step_on_all(stage, declared, 
     assert text.startswith("rank ")
     assert "'w/1'" in text
     assert "lost my keys" in text
+
+
+@pytest.mark.parametrize("n", [1, 3, 1500])
+@pytest.mark.parametrize("spec", ["topk(ratio=0.2) | ef21", "int8(bucket=32) | ef21"])
+def test_a_shard_that_is_smaller_than_what_is_compressed_is_seen_all_the_same(spec, n):
+    spec = f"{spec} | min_size({max(1, n - 100)})"
+    exact = np.mean([gradient(rank, 0, n) for rank in range(4)], axis=0)
+
+    def body(engine):
+        group = engine.declare("g", [Request("w", shape=(n,), spec=spec)], [parse(spec)], [{}])
+        for _ in range(20):  # gradients that stand still are approximated ever better
+            x = gradient(engine.rank, 0, n)
+            group.submit("w", x)
+            group.wait(60)
+        assert [type(bucket) for bucket in group.buckets] == [TwoLevelBucket]
+        return x
+
+    for found in on_hosts("aabb", body):
+        np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-5)
