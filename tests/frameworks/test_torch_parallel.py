@@ -177,6 +177,7 @@ def case_ddp_uneven_inputs():
 def case_fsdp2():
     started()
     ways = {"none": 1e-5, "fp16": 0.01, "int8": 0.05, "int8 | ef": 0.05, "int4 | ef": 0.5}
+    ways |= {"int4 | warmup(dense=100)": 1e-5, "topk(ratio=0.5) | ef | warmup(steps=4)": 1.0}
     reference = None
     for spec, allowed in ways.items():
         own = model()
@@ -429,6 +430,9 @@ def case_fsdp2_bad_input():
     fully_shard(own)
     for spec in ("threshold", "powersgd"):
         with pytest.raises(ValueError, match="cannot compress a reduce-scatter"):
+            hvd.compress_fsdp(own, spec)
+    for spec in ("int8 | ef21", "topk(ratio=0.1) | ef21 | warmup(dense=5)", "signsgd"):
+        with pytest.raises(ValueError, match="has to see the result"):
             hvd.compress_fsdp(own, spec)
 
 

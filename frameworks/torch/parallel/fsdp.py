@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.core.context import State
-from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.callers import public
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.optimizer import checkpoint
@@ -80,23 +79,20 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
 
     ``compression`` is a spec or compressor of fixed size. Raises InvalidArgument where there is no
     FSDP module, torch is too old (before 2.9), or for a compressor whose payloads cannot be
-    scattered: sparsifiers of variable size, low rank, shared scales.
+    scattered: sparsifiers of variable size, low rank, shared scales, and what has to see the whole
+    result (ef21, signsgd).
     """
     compressor = as_compressor(compression)
     modules = sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
-    from ringlet.torch.parallel.fsdp_scatter import (
-        CompressedReduceScatter,  # what older torch lacks
+    from ringlet.torch.parallel.fsdp_scatter import (  # what older torch lacks
+        CompressedReduceScatter,
+        check_scatterable,
     )
 
-    traits = compressor.traits()
     ways = Ways()
     if isinstance(compressor, NoCompression):
         return FsdpState([], ways)
-    if not traits.fixed_size or traits.combine == "rounds":
-        raise InvalidArgument(
-            f"{str(compressor)!r} cannot compress a reduce-scatter, whose pieces have a fixed size "
-            "and one receiver each; use a cast, a quantiser, topk or block_topk"
-        )
+    check_scatterable(compressor)
     made = []
     for name, each in modules:
         made.append(CompressedReduceScatter(compressor, name or "root", each, ways))

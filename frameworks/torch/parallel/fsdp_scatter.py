@@ -17,6 +17,7 @@ from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.context import State
 from ringlet.compressors.core.payload import padded
 from ringlet.fusion.devices.host import Place
+from ringlet.fusion.planning.member import overrides
 from ringlet.fusion.planning.strategy import effective
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
@@ -52,6 +53,21 @@ class _Piece(NamedTuple):
         return views
 
 
+def check_scatterable(compressor: Compressor) -> None:
+    """Raise InvalidArgument unless ``compressor`` serves in a reduce-scatter."""
+    traits = compressor.traits()
+    if not traits.fixed_size or traits.combine == "rounds":
+        raise InvalidArgument(
+            f"{str(compressor)!r} cannot compress a reduce-scatter, whose pieces have a fixed size "
+            "and one receiver each; use a cast, a quantiser, topk or block_topk"
+        )
+    if overrides(compressor, "finish"):
+        raise InvalidArgument(
+            f"{str(compressor)!r} cannot compress a reduce-scatter: it has to see the result, of "
+            "which a rank gets its shard alone; use ef in place of ef21, onebit in place of signsgd"
+        )
+
+
 class CompressedReduceScatter(ReduceScatter):
     """One FSDP module's reduce-scatter: what goes to a rank is compressed by who sends it.
 
@@ -59,7 +75,7 @@ class CompressedReduceScatter(ReduceScatter):
     other. Each shard is compressed on its own, so that quantisation buckets start anew with it;
     small ones travel as they are. Sums are formed in float32, in rank order. With error feedback a
     rank keeps a residual of the whole unsharded gradient: 4 bytes an element of the module. Needs
-    a compressor of fixed size whose payloads are decoded to be summed.
+    a compressor of fixed size whose payloads are decoded to be summed, in every step of a schedule.
     """
 
     def __init__(self, compressor: Compressor, name: str, module: FSDPModule, ways: Ways) -> None:
@@ -69,7 +85,7 @@ class CompressedReduceScatter(ReduceScatter):
         self.ways = ways
         self.loaded = False  # what is remembered, so that it lies in host memory
         self._module = module
-        self._pieces: dict[tuple[Reduced | None, int], list[_Piece]] = {}
+        self._pieces: dict[tuple[Compressor, Reduced | None, int], list[_Piece]] = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for FSDP's inputs and outputs."""
@@ -83,7 +99,10 @@ class CompressedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Overwrite ``output_tensor`` with this rank's part of the sum, or average, over ranks."""
+        """Overwrite ``output_tensor`` with this rank's part of the sum, or average, over ranks.
+
+        Raises InvalidArgument, on all ranks, where a schedule has come to what cannot be scattered.
+        """
         average = op == dist.ReduceOp.AVG
         if not average and op != dist.ReduceOp.SUM:
             raise InvalidArgument(f"compressed reduce-scatter sums or averages; FSDP asks for {op}")
@@ -109,9 +128,11 @@ class CompressedReduceScatter(ReduceScatter):
         self.step += 1
 
     def _pieces_of(self, params: Reduced | None, n: int) -> list[_Piece]:
-        pieces = self._pieces.get((params, n))
+        now = self.compressor.at(self.step)
+        pieces = self._pieces.get((now, params, n))
         if pieces is None:
-            pieces = self._pieces[params, n] = list(self._divide(params, n))
+            check_scatterable(now)
+            pieces = self._pieces[now, params, n] = list(self._divide(now, params, n))
         return pieces
 
     def _reduce(
@@ -139,13 +160,13 @@ class CompressedReduceScatter(ReduceScatter):
             payloads = [piece.payload(part) for part in arrived]
             piece.compressor.sum_into(payloads, total[piece.start : piece.stop], context)
 
-    def _divide(self, params: Reduced | None, n: int) -> Iterator[_Piece]:
+    def _divide(self, compressor: Compressor, params: Reduced | None, n: int) -> Iterator[_Piece]:
         """Divide ``n`` elements where parameters begin; small ones that follow each other stay one.
 
         Where it is not known which parameters they are of, all is one piece.
         """
         group, spans, _ = params or Reduced(0, ((0, n),), False)
-        used = [effective(self.compressor, "float32", stop - start) for start, stop in spans]
+        used = [effective(compressor, "float32", stop - start) for start, stop in spans]
         start = stop = place = first = 0
         for i, (begin, end) in enumerate(spans):
             if start == stop:
