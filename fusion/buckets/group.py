@@ -252,18 +252,18 @@ class Group(BucketOwner):
         self, tensors: Sequence[tuple[str, Array, Array | None]], complete: list[int]
     ) -> None:
         """Give members their arrays; add buckets that have all of them to ``complete``."""
-        now, slots, buckets = self._now, self._slots, self.buckets
+        submitted, slots, buckets = self._now.submitted, self._slots, self.buckets
         ready: dict[str, Any] = {}  # of each place: what was enqueued so far is before all of them
         for name, values, output in tensors:
             fit, place, pieces = slots[name]
-            if name in now.submitted:
+            if name in submitted:
                 raise DuplicateName(f"{name!r} was submitted twice in one step of {self.title!r}")
             fits = (values.shape, values.dtype) == fit
             if not (fits and (place is not None or lies_well(values, output is None))):
                 self._refuse(self.members[name].request, values, output is None)
-            now.submitted.add(name)
+            submitted.add(name)
             if self._observed:
-                now.handed_in.setdefault(name, time.perf_counter())
+                self._now.handed_in.setdefault(name, time.perf_counter())
             mark = None
             if place is not None:
                 mark = ready[place.name] if place.name in ready else place.ready()
