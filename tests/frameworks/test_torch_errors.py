@@ -264,6 +264,26 @@ def case_optimizers_that_differ():
         (lambda: wrap(model(), op=hvd.Sum if odd() else hvd.Average), ("reduce ops differ",)),
         (lambda: wrap(frozen()), ("'0.weight'", f"not on rank {hvd.size() - 1}")),
         (lambda: wrap(nothing()), ("'0.weight'", "'1.bias'", f"not on rank {hvd.size() - 1}")),
+        (
+            lambda: wrap(model(), precision="amp_fp16" if odd() else None, compression="none"),
+            ("'precision' differs", "rank 0: fp32", "amp_fp16", "same arguments, on all ranks"),
+        ),
+        (
+            lambda: wrap(model(), precision=f"amp_fp16(init={1024 if odd() else 2048})"),
+            ("'precision' differs", "2048", "1024"),
+        ),
+        (
+            lambda: wrap(model().bfloat16(), precision="bf16" if odd() else None),
+            ("'precision' differs", "bf16"),
+        ),
+        (
+            lambda: wrap(model(), op=hvd.Adasum if odd() else hvd.Average),
+            ("'op=Adasum' differs", "rank 0: False"),
+        ),
+        (
+            lambda: wrap(model(), sparse_as_dense=odd()),
+            ("'sparse_as_dense' differs", "rank 0: False"),
+        ),
     ):
         refused(build, *words)
     m = model()

@@ -386,6 +386,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=outside()
         )
     policy, masters_before = options.policy, _masters.get(optimizer)
+    _agree_on_arguments(type(optimizer), options)
     held = optimizer.param_groups
     if masters_before is not None:
         if not acts(policy):
@@ -397,7 +398,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named = name_parameters(held, named_parameters)
     check_policy(policy, named, options.op)
     check_wire(policy, options.router.compressors)
-    _agree_on_class(type(optimizer), process_set)
     mixin: type = _Distributed
     extra: dict[str, Any]
     if options.op is ReduceOp.ADASUM:
@@ -442,13 +442,23 @@ def _described(value: object) -> str:
     return "the model" if isinstance(value, torch.nn.Module) else f"a {type(value).__name__}"
 
 
-def _agree_on_class(base: type, process_set: ProcessSet) -> None:
-    """Raise Mismatch, on every rank, unless all wrap optimizers of one class."""
+def _agree_on_arguments(base: type, options: Options) -> None:
+    """Raise Mismatch, on every rank, unless all wrap optimizers of one class in the same way.
+
+    Arguments that requests tell, such as ``compression``, are compared where these are declared.
+    """
+    process_set = options.process_set
     if is_elastic():
         return  # newcomers make theirs while the others train
     if not process_set.included() or process_set.size() == 1:
         return
     label = current().unnamed("DistributedOptimizer class", process_set.process_set_id or 0)
-    what = "the class of the optimizer that is wrapped"
-    remedy = "wrap optimizers of one class on all ranks"
-    agree("DistributedOptimizer", label, [(what, base.__name__)], process_set, remedy)
+    scale = options.policy.scale
+    told = {
+        "the class of the optimizer that is wrapped": base.__name__,
+        "precision": f"{options.policy.name}, {type(scale).__name__} {scale.state_dict()}",
+        "op=Adasum": str(options.op is ReduceOp.ADASUM),
+        "sparse_as_dense": str(bool(options.sparse_as_dense)),
+    }
+    remedy = "wrap optimizers of one class, with the same arguments, on all ranks"
+    agree("DistributedOptimizer", label, list(told.items()), process_set, remedy)
