@@ -344,6 +344,40 @@ def case_gradients_that_share_memory():
             assert len({p.grad.data_ptr() for p in (b, c, d, e)}) == 4
 
 
+def case_gradients_that_are_views_of_one_buffer():
+    """Backward adds to the buffer for each of them, and torch counts that for all of them."""
+    for passes in (1, 2):
+        model, wanted = network(), network()
+        flat, start = torch.zeros(sum(p.numel() for p in model.parameters())).double(), 0
+        for p in model.parameters():
+            p.grad = flat[start : start + p.numel()].view_as(p)
+            start += p.numel()
+        optimizer, plain = (
+            wrapped(model, sgd, backward_passes_per_step=passes),
+            sgd(wanted.parameters()),
+        )
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            plain.zero_grad()
+            for i in range(passes):
+                objective(model, shard(passes * step + i, hvd.rank())).backward()
+                objective(wanted, everything(passes * step + i)).backward()
+            optimizer.synchronize()
+            flat.mul_(0.5)  # which is all gradients at once
+            for p in wanted.parameters():
+                p.grad.mul_(0.5)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            plain.step()
+        close(model, wanted)
+        optimizer.zero_grad(set_to_none=False)
+        for _ in range(passes):
+            objective(model, shard(9, hvd.rank())).backward()
+        flat.mul_(0.5)
+        with pytest.raises(RuntimeError, match="was changed between backward"):
+            optimizer.step()
+
+
 def case_a_gradient_that_backward_still_needs():
     """A layer below is still to be differentiated from the memory that ``b``'s gradient has."""
     n, total = 300_000, sum(range(1, hvd.size() + 1))

@@ -11,7 +11,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.optimizer.frozen import is_still
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
-from ringlet.torch.tensors.shared_storage import are_shared, overlaps
+from ringlet.torch.tensors.shared_storage import address, are_shared, overlaps
 from ringlet.torch.tensors.views import as_flat, shares_memory
 
 
@@ -99,10 +99,27 @@ class Handed:
 
     def changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
         """Return a gradient that was written to, or replaced, since it was noted, if any was."""
+        last: dict[int, int] | None = None
         for name, (grad, version) in self._noted.items():
-            if grad._version != version or parameters[name].grad is not grad:
+            if parameters[name].grad is not grad:
+                return name
+            if grad._version == version:
+                continue
+            last = self._last_changes() if last is None else last
+            if grad.layout is not torch.strided or grad._version != last[address(grad)]:
                 return name
         return None
+
+    def _last_changes(self) -> dict[int, int]:
+        """Return the latest change that was noted in each storage, by its address.
+
+        Views of one buffer share torch's count, which backward moves on for each of them.
+        """
+        last: dict[int, int] = {}
+        for grad, version in self._noted.values():
+            if grad.layout is torch.strided:
+                last[address(grad)] = max(version, last.get(address(grad), 0))
+        return last
 
     def put(self) -> None:
         """Put results where gradients were."""

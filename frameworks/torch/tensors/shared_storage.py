@@ -34,6 +34,12 @@ def are_shared(tensors: Sequence[torch.Tensor], arriving: int | None = None) -> 
     return list(map(_alone().__lt__, uses))
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Return where the storage of a strided tensor is, which views of it have in common."""
+    found: int = _address_of(_storage_of(tensor))
+    return found
+
+
 def any_overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether two of these strided tensors lie in the same memory, or are one."""
     twice = len(set(map(_start_of, tensors))) < len(tensors)
