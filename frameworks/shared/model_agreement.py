@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringlet.job import json_exchange
-from ringlet.job.process_sets import ProcessSet
+from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.session import current
 from ringlet.ring.errors import Mismatch
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.variable_names import alike
 
 Items = Sequence[tuple[str, str]]
@@ -35,6 +37,22 @@ def agree(
     lists = _lists(label, items, process_set)
     if lists is not None:
         raise _difference(what, lists, process_set, remedy)
+
+
+def agree_on_settings(
+    what: str,
+    settings: Mapping[str, object],
+    process_set: ProcessSet = global_process_set,
+    remedy: str = "pass the same on all ranks",
+) -> None:
+    """Raise Mismatch, on every rank, unless all make ``what`` with equal ``settings``. Collective.
+
+    Not in elastic jobs, where newcomers make theirs while the others train.
+    """
+    if is_elastic() or not process_set.included() or process_set.size() == 1:
+        return
+    label = current().unnamed(f"{what} settings", process_set.process_set_id or 0)
+    agree(what, label, [(name, str(v)) for name, v in settings.items()], process_set, remedy)
 
 
 def common_names(what: str, label: str, items: Items, process_set: ProcessSet) -> list[str]:

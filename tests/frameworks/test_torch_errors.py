@@ -292,6 +292,56 @@ def case_optimizers_that_differ():
     assert hvd.replicas_equal(m.state_dict())
 
 
+def case_recipes_that_differ():
+    def adam(**options):
+        return hvd.OneBitAdam(model().named_parameters(), **options)
+
+    def diloco(**options):
+        m = model()
+        return hvd.DiLoCo(torch.optim.SGD(m.parameters(), lr=0.1), m.named_parameters(), **options)
+
+    for build, words in (
+        (lambda: adam(warmup=5 if odd() else 6), ("OneBitAdam", "'warmup' differs", "rank 0: 6")),
+        (
+            lambda: adam(compression="int8 | ef" if odd() else "int4 | ef"),
+            ("OneBitAdam", "'compression' differs", "rank 0: int4 | ef"),
+        ),
+        (lambda: diloco(every=3 if odd() else 2), ("DiLoCo", "'every' differs", "rank 0: 2")),
+    ):
+        refused(build, *words, "pass the same on all ranks")
+    refused(lambda: adam(compression="onebitt | ef"), "did you mean 'onebit'", error=ValueError)
+    m = model()
+    refused(lambda: hvd.OneBitAdam(m.parameters()), "(name, parameter) tuples", error=ValueError)
+    refused(
+        lambda: hvd.DiLoCo(wrap(m), m.named_parameters()), "pass the original", error=ValueError
+    )
+    twice = adam()
+    refused(lambda: hvd.DistributedOptimizer(twice), "OneBitAdam communicates", error=ValueError)
+
+
+def case_a_step_that_nobody_has_synchronized():
+    for passes in (1, 2):
+        m = model()
+        optimizer = wrap(m, backward_passes_per_step=passes)
+
+        def skipping(m=m, optimizer=optimizer):
+            m(torch.ones(2, 4) * hvd.rank()).square().sum().backward()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+        before = [p.detach().clone() for p in m.parameters()]
+        for _ in range(2):
+            refused(skipping, "call optimizer.synchronize() after backward()", error=RuntimeError)
+            assert all(map(torch.equal, m.parameters(), before))
+            optimizer.zero_grad()
+        m(torch.ones(2, 4) * hvd.rank()).square().sum().backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        step(m, optimizer)
+        assert hvd.replicas_equal(m.state_dict())
+
+
 def case_a_compressor_that_fails_on_one_rank():
     @register("fragile")
     class Fragile(Compressor):

@@ -165,6 +165,22 @@ def test_steps_that_one_rank_alone_has_loaded_are_told_of_once():
     assert "the number of steps that compressors have seen" in told[0]
 
 
+@pytest.mark.parametrize("kind", ["OneBitAdam", "a rate that is a tensor"])
+def test_settings_are_compared_wherever_they_are(kind):
+    def work():
+        model, rate = network(), 0.01 * (hvd.rank() + 1)
+        if kind == "OneBitAdam":
+            optimizer = hvd.OneBitAdam(model.named_parameters(), lr=rate)
+        else:
+            adam = torch.optim.Adam(model.parameters(), lr=torch.tensor(rate))
+            optimizer = hvd.DistributedOptimizer(adam, model.named_parameters())
+        steps(model, optimizer)
+
+    told = told_by(work)
+    assert len(told) == 1, told
+    assert "settings, such as lr, differ" in told[0]
+
+
 def test_a_broadcast_behind_diloco_counts():
     def work():
         model = network(hvd.rank())

@@ -26,6 +26,7 @@ class DriftCheck:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.parameters = parameters
+        self.groups: Sequence[Mapping[str, Any]] | None = None  # in place of those ``look`` gets
         self._comparison: Comparison | None = None
         self._begun = False
 
@@ -43,7 +44,7 @@ class DriftCheck:
         if not self._begun:
             self._begun = True
             others = {
-                _SETTINGS: _digest(_settings(groups)),
+                _SETTINGS: _digest(_settings(self.groups or groups)),
                 _STEPS: _digest(repr(sorted(steps.items()))),
             }
             self._comparison = Comparison({**self.parameters, **others}, f"{label}.alike", ranks)
@@ -61,7 +62,11 @@ def _digest(text: str) -> torch.Tensor:
 def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
     """Return the plain settings of parameter groups, as text."""
     kinds = (float, int, str, tuple)
-    return repr([sorted((k, v) for k, v in g.items() if isinstance(v, kinds)) for g in groups])
+    plain = [
+        {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in g.items()}
+        for g in groups
+    ]
+    return repr([sorted((k, v) for k, v in g.items() if isinstance(v, kinds)) for g in plain])
 
 
 def _warn(odd: str) -> None:

@@ -268,6 +268,24 @@ class Reducer:
         steps = {"": self.step, **self.memory.steps}
         self.drift.look(param_groups, steps, self._label, self._process_set)
 
+    def refuse_unsynchronized(self, masters: bool) -> None:
+        """Raise RuntimeError, and give the step up, if gradients were not waited for.
+
+        They are each rank's own, or half reduced. On one rank alone they are whole, but ``masters``
+        have not got them.
+        """
+        if not self.renewed or (self._group is None and not masters):
+            return
+        why = (
+            "step() inside skip_synchronize(), but backward() has run since the last "
+            "synchronize(): call optimizer.synchronize() after backward(), or step() without "
+            "skip_synchronize(). The step is given up, on all ranks; zero_grad() begins the next "
+            "one"
+        )
+        if self._group is not None:
+            self._give_up(why)
+        raise RuntimeError(why)
+
     def abandon(self, why: str) -> None:
         """Give up the step at hand on all ranks: see ``Group.abandon``."""
         if self._group is None:

@@ -19,15 +19,14 @@ from ringlet.job.session import current
 from ringlet.precision import Policy
 from ringlet.ring.callers import outside, public
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.rendezvous.epochs import is_elastic
-from ringlet.shared.model_agreement import agree
+from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.wrapping import refuse_wrapped, wrapped
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
 from ringlet.torch.optimizer.reducer import Reducer
-from ringlet.torch.optimizer.scaler_looks import of_scaler
+from ringlet.torch.optimizer.scaler_looks import RefusesScaler, of_scaler
 from ringlet.torch.precision.masters import PRECISION_KEY, Masters, scale_in
 from ringlet.torch.precision.policy_checks import acts, check_policy, check_wire
 
@@ -152,7 +151,8 @@ class _Distributed:
 
         With a ``closure``, every evaluation of it is followed by a synchronisation, and the loss
         that it returns is reduced like the gradients. With a ``precision``, a step in which a
-        gradient overflowed on some rank is skipped on all of them.
+        gradient overflowed on some rank is skipped on all of them. Raises RuntimeError inside
+        ``skip_synchronize`` where ``backward`` has run since the last ``synchronize``.
         """
         inner: Any = super()
         # A scheduler that was made for the original asks whether that has stepped.
@@ -171,7 +171,10 @@ class _Distributed:
                 return inner.step(synchronized)
             finally:
                 self._ringlet_synchronized = False
-        if not self._ringlet_skip and not self._take_implied():
+        masters = self._ringlet_masters
+        if self._ringlet_skip:
+            self._ringlet.refuse_unsynchronized(masters is not None)
+        elif not self._take_implied():
             if self._ringlet_synchronized and self._ringlet_masters is None:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -180,7 +183,6 @@ class _Distributed:
                 )
             self._synchronize()
         self._ringlet_synchronized = False
-        masters = self._ringlet_masters
         if masters is None:
             return self._step_alone()
         masters.see_changes()
@@ -376,6 +378,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     options = Options.among(locals())
     refuse_wrapped(optimizer, (_Distributed, AdasumMixin))
+    if isinstance(optimizer, RefusesScaler):
+        raise ValueError(
+            f"{type(optimizer).__name__} communicates by itself: use it without "
+            "DistributedOptimizer"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"the first argument is a torch optimizer, such as torch.optim.SGD(model.parameters(), "
@@ -447,18 +454,12 @@ def _agree_on_arguments(base: type, options: Options) -> None:
 
     Arguments that requests tell, such as ``compression``, are compared where these are declared.
     """
-    process_set = options.process_set
-    if is_elastic():
-        return  # newcomers make theirs while the others train
-    if not process_set.included() or process_set.size() == 1:
-        return
-    label = current().unnamed("DistributedOptimizer class", process_set.process_set_id or 0)
     scale = options.policy.scale
     told = {
         "the class of the optimizer that is wrapped": base.__name__,
         "precision": f"{options.policy.name}, {type(scale).__name__} {scale.state_dict()}",
-        "op=Adasum": str(options.op is ReduceOp.ADASUM),
-        "sparse_as_dense": str(bool(options.sparse_as_dense)),
+        "op=Adasum": options.op is ReduceOp.ADASUM,
+        "sparse_as_dense": bool(options.sparse_as_dense),
     }
     remedy = "wrap optimizers of one class, with the same arguments, on all ranks"
-    agree("DistributedOptimizer", label, list(told.items()), process_set, remedy)
+    agree_on_settings("DistributedOptimizer", told, options.process_set, remedy)

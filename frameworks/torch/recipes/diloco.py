@@ -13,6 +13,7 @@ import torch
 
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.session import current
+from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, name_parameters, refuse_strays
 from ringlet.torch.optimizer.reducer import Reducer
@@ -52,6 +53,12 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
                 f"outer_lr must be > 0 and outer_momentum in [0, 1), got {outer_lr}, "
                 f"{outer_momentum}"
             )
+        if getattr(inner, "_ringlet_original", None) is not None:
+            raise ValueError(
+                "inner is a DistributedOptimizer, which reduces gradients in every step: pass the "
+                "original optimizer, which steps on each rank alone"
+            )
+        agree_on_settings("DiLoCo", {"every": every})
         self.inner, self.every, self.steps = inner, every, 0
         # Groups and state are the inner optimizer's: there is nothing to set up but torch's hooks.
         super().__setstate__({"defaults": inner.defaults})

@@ -14,9 +14,10 @@ import torch
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.session import current
 from ringlet.shared.compression import as_router
+from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.shared.optimizer_options import Options
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
-from ringlet.torch.optimizer.naming import Named, refuse_strays
+from ringlet.torch.optimizer.naming import Named, named_pairs, refuse_strays
 from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
@@ -52,7 +53,9 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             raise ValueError(f"warmup must be at least 1 step, got {warmup}")
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must be at least 0, got {weight_decay}")
-        named = {name: p for name, p in named_parameters if p.requires_grad}
+        named = {name: p for name, p in named_pairs(named_parameters) if p.requires_grad}
+        settings = {"warmup": warmup, "compression": as_router(compression)}
+        agree_on_settings("OneBitAdam", settings)
         decay = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
         super().__init__(list(named.values()), {"lr": lr, "betas": betas, "eps": eps, **decay})
         self.warmup, self.steps = warmup, 0
@@ -91,6 +94,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
                     momentum = self._moments(p)["exp_avg"]
                     gradient = momentum.lerp(gradient, 1 - group["betas"][0])
                 carrier.grad = gradient.clone()
+            self._reducer.drift.groups = self.param_groups  # the reducer's are of stand-ins
             self._reducer.synchronize([])
             for group, p in self._each():
                 self._update(group, p, self._carriers[self._names[p]].grad, frozen)
