@@ -23,6 +23,7 @@ from standin.memory import device
 
 import ringlet.torch as hvd
 from ringlet.job import session
+from ringlet.ring.errors import Mismatch
 from ringlet.ring.transports import torch_nccl
 from ringlet.ring.transports import torch_subgroups as ring_connections
 from ringlet.ring.transports.torch_subgroups import connections
@@ -434,6 +435,20 @@ def case_fsdp2_bad_input():
     for spec in ("int8 | ef21", "topk(ratio=0.1) | ef21 | warmup(dense=5)", "signsgd"):
         with pytest.raises(ValueError, match="has to see the result"):
             hvd.compress_fsdp(own, spec)
+
+
+def case_fsdp2_another_spec_on_one_rank():
+    """Payloads of both have the same length, and one can be taken for the other."""
+    started()
+    own = model()
+    fully_shard(own)
+    odd = hvd.rank() == hvd.size() - 1
+    hvd.compress_fsdp(own, "int4" if odd else "qsgd(bits=4)")
+    with pytest.raises(Mismatch) as told:
+        own(batches(1)[0]).square().mean().backward()
+    assert "rank 0: qsgd(bits=4)" in str(told.value)
+    assert f"rank {hvd.size() - 1}: int4" in str(told.value)
+    assert len(set(hvd.allgather_object(str(told.value)))) == 1
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

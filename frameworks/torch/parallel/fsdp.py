@@ -80,7 +80,8 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
     ``compression`` is a spec or compressor of fixed size. Raises InvalidArgument where there is no
     FSDP module, torch is too old (before 2.9), or for a compressor whose payloads cannot be
     scattered: sparsifiers of variable size, low rank, shared scales, and what has to see the whole
-    result (ef21, signsgd).
+    result (ef21, signsgd). The first ``backward`` raises Mismatch, on all ranks, where some
+    compress otherwise.
     """
     compressor = as_compressor(compression)
     modules = sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
@@ -89,7 +90,7 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
         check_scatterable,
     )
 
-    ways = Ways()
+    ways = Ways(str(compressor))
     if isinstance(compressor, NoCompression):
         return FsdpState([], ways)
     check_scatterable(compressor)

@@ -14,6 +14,7 @@ from ringlet.fusion.devices.host import Place
 from ringlet.job.elastic import refuse
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
+from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 
 
@@ -54,16 +55,33 @@ class Way:
 
 
 class Ways:
-    """The ways of the process groups that one model is sharded over."""
+    """The ways of the process groups that one model is sharded over.
 
-    def __init__(self) -> None:
+    All of a group's ranks compress with ``spec``.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
         self._made: dict[Any, Way] = {}
 
     def of(self, group: dist.ProcessGroup) -> Way:
-        """Return the way of ``group``; collective the first time."""
+        """Return the way of ``group``; collective the first time.
+
+        Raises Mismatch, on all of its ranks, where they compress otherwise: they would take each
+        other's payloads for their own.
+        """
         way = self._made.get(group)
         if way is None:
-            way = self._made[group] = Way(group)
+            way = Way(group)
+            told = [each.decode() for each in way.comm.allgather_bytes(self._spec.encode())]
+            if len(set(told)) > 1:
+                ranks = dist.get_process_group_ranks(group)
+                shown = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks, told, strict=True))
+                raise Mismatch(
+                    f"compress_fsdp: compressors differ between ranks ({shown}); pass the same on "
+                    "all ranks"
+                )
+            self._made[group] = way
         return way
 
     @contextmanager
