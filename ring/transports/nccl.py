@@ -10,10 +10,14 @@ and maxima is its own.
 
 from __future__ import annotations
 
+import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ringlet.ring.communicator import Communicator, ReduceOp
@@ -35,6 +39,7 @@ TYPES = {
 }  # fmt: skip
 OPS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 _BYTE = TYPES["uint8"]
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one on every host
 _SPIN = 200  # polls before sleeping in between
 
 
@@ -142,6 +147,7 @@ class NcclCommunicator(GpuCommunicator):
 
     def _join(self) -> None:
         """Meet the other ranks by an id that travels over the CPU's communicator."""
+        self._refuse_shared_gpus()
         made, problem = b"", b""
         if self.rank == 0:
             try:
@@ -155,6 +161,32 @@ class NcclCommunicator(GpuCommunicator):
         with self._cupy.cuda.Device(self._device):
             code, self._handle = self._library.init(self.size, made, self.rank)
             self._finish("joining", code)
+
+    def _refuse_shared_gpus(self) -> None:
+        """Raise TransportUnavailable, on all ranks, where two of them have one GPU."""
+        first: dict[bytes, int] = {}
+        for rank, gpu in enumerate(self._host.allgather_bytes(self._gpu_of_host())):
+            if gpu in first:
+                both = f"{self.origin[first[gpu]]} and {self.origin[rank]}"
+                name = gpu.split()[0].decode(errors="replace")
+                raise unavailable(
+                    "nccl",
+                    f"ranks {both} share a GPU of host {name}, and NCCL takes one rank for each",
+                    "Start no more ranks on a host than it has GPUs, or use 'gloo'.",
+                )
+            if gpu:
+                first[gpu] = rank
+
+    def _gpu_of_host(self) -> bytes:
+        """Return what tells this rank's GPU from others; nothing where NCCL was told to share."""
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+            return b""
+        host = os.environ.get("NCCL_HOSTID")
+        if host is None:
+            with suppress(OSError):
+                host = _BOOT.read_text().strip()  # names are not always of one host
+        bus = self._cupy.cuda.runtime.deviceGetPCIBusId(self._device)
+        return f"{platform.node()} {host} {bus}".encode()
 
     def _run(self, name: str, calls: Sequence[tuple[int, ...]]) -> None:
         """Make one call, or several as a group."""

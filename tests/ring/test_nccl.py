@@ -1,5 +1,6 @@
 """NCCL without a GPU: its library, and the communicator over a stand-in that moves host memory."""
 
+import re
 import sys
 import threading
 import types
@@ -98,9 +99,15 @@ class Gpu:
         CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {})
         state = 0
 
+        shared = False
+
         @classmethod
         def eventQuery(cls, event):
             return cls.state
+
+        @classmethod
+        def deviceGetPCIBusId(cls, number):
+            return "00:0a.0" if cls.shared else f"{threading.get_ident()}"
 
     @staticmethod
     def get_current_stream():
@@ -121,7 +128,11 @@ def ranks(monkeypatch):
 
         def rank(r):
             makers.library = StandIn(world, r, lambda: 99)
-            comm = NcclCommunicator(local.communicators[r], timeout=0.2)
+            try:
+                comm = NcclCommunicator(local.communicators[r], timeout=0.2)
+            except TransportUnavailable as error:
+                results[r] = error
+                return
             try:
                 results[r] = function(comm)
             except Exception as error:
@@ -271,6 +282,18 @@ def test_what_never_ends_is_ended(ranks):
         return comm._library.aborted
 
     assert ranks(work) == [1] * 3
+
+
+def test_ranks_that_share_a_gpu_are_named_on_all_of_them(ranks, monkeypatch):
+    monkeypatch.setattr(Gpu.runtime, "shared", True)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    why = "'nccl' is not available: ranks 0 and 1 share a GPU of host .* Start no more ranks"
+    found = ranks(lambda comm: comm.rank)
+    assert all(isinstance(error, TransportUnavailable) for error in found)
+    assert all(re.search(why, str(error)) for error in found)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert ranks(lambda comm: comm.rank) == [0, 1, 2]
 
 
 def test_a_gpu_that_failed_is_told_of_at_once_and_by_its_name(ranks, monkeypatch):

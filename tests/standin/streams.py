@@ -42,6 +42,7 @@ class Gpu:
                 streamWaitEvent=self._wait,
                 eventQuery=self._query,
                 CUDARuntimeError=CUDARuntimeError,
+                deviceGetPCIBusId=lambda number: f"{id(self)}",
             ),
         )
 
