@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression
 from ringlet.fusion import Request
 from ringlet.fusion.devices.host import Place
+from ringlet.fusion.planning.member import overrides
 from ringlet.job.process_sets import InvalidArgument, ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS
@@ -99,6 +100,11 @@ def check_some(tensors: Sequence[Any], operation: str) -> None:
 
 def check_nameable(compressor: Compressor) -> None:
     """Raise ValueError for a compressor that cannot serve a tensor without a name."""
+    if overrides(compressor, "at"):
+        raise ValueError(
+            f"compression={str(compressor)!r} follows a schedule, by how often each tensor was "
+            "reduced, so the tensor needs a name: pass name=..."
+        )
     if compressor.traits().stateful:
         raise ValueError(
             f"compression={str(compressor)!r} remembers what it did to each tensor, so the tensor "

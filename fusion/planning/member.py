@@ -109,6 +109,7 @@ class Member:
     numel: int = -1
     progress: PieceCount | None = None
     clock: State | None = None  # where steps are counted, if not in ``state``
+    apart: bool = False  # whether it shares no bucket with what follows no schedule
     however_small: bool = False  # whether it is compressed whatever its size: a part of a tensor is
     contributors: int = 0  # ranks whose own values this step's mean is to be of; 0 for all
     _contexts: dict[tuple[int, int, int], Context] = field(default_factory=dict)
@@ -146,12 +147,15 @@ class Member:
         """Whether the declared compressor follows a schedule."""
         return overrides(self.declared, "at")
 
-    def at(self, step: int) -> Member:
-        """Return this member as it is at ``step``: itself, or one with the compressor of then."""
+    def at(self, step: int, apart: bool = False) -> Member:
+        """Return this member as it is at ``step``: itself, or one with the compressor of then.
+
+        That one is kept ``apart`` where each rank counts the steps for itself.
+        """
         now = self.call(self.declared.at, step)
         if now is self.declared:
             return self
-        return Member(self.request, now, *self._surroundings)
+        return Member(self.request, now, *self._surroundings, apart=apart)
 
     def piece(self, start: int, stop: int, progress: PieceCount) -> Member:
         """Return a range of this tensor as a member of its own."""
@@ -197,7 +201,7 @@ class Member:
         cohort = "" if self.request.group_size else self.request.group
         collective = self.strategy, self.request.collective
         scales = self.prescale, self.postscale
-        return (*collective, wire, self.request.op, *scales, cohort, self.request.place)
+        return (*collective, wire, self.request.op, *scales, cohort, self.request.place, self.apart)
 
     def rescaling(self, ranks: int) -> tuple[float, int]:
         """Return ``postscale`` and ``divisor``, as they are for a mean over so many ranks."""

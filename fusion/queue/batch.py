@@ -30,7 +30,8 @@ class Batch(BucketOwner):
     """Allreduces that become ready together: packed by look-ahead, reduced bucket by bucket.
 
     Uncompressed buckets run at once. Compressed ones are encoded and voted on first, like those
-    of a declared group, so that a compressor that fails on one rank leaves nobody waiting. A batch
+    of a declared group, so that a compressor that fails on one rank leaves nobody waiting. So are
+    those of schedules, of which a rank may be at another step. A batch
     serves again whenever the same requests become ready together. ``note`` is told the digests of
     sums, which ranks compare afterwards.
     """
@@ -95,7 +96,8 @@ class Batch(BucketOwner):
         """Launch the uncompressed buckets; return the indices of those that need a vote."""
         compressed: list[int] = []
         for index, bucket in enumerate(self.buckets):
-            if isinstance(bucket.members[0].compressor, NoCompression):
+            first = bucket.members[0]
+            if isinstance(first.compressor, NoCompression) and not first.apart:
                 nbytes = sum(member.nbytes for member in bucket.members)
                 done = partial(self._plain_done, index, recorder)
                 track = bucket.among(self.peers).next_track()
@@ -133,6 +135,9 @@ class Batch(BucketOwner):
         bucket = self.buckets[index]
         if bucket.digest:
             self._note(self.number, index, bucket.members[0].name, bucket.digest)
+        for member in bucket.members:
+            if member.apart and not member.encoded:
+                member.count()  # as compressed ones do: the schedule goes by it
         done = [member.whole or member for member in bucket.members if self._is_last(member)]
         if done:
             works = [self._works.pop(member) for member in done]

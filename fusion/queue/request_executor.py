@@ -142,7 +142,8 @@ class RequestExecutor:
         found = [cached[i] for i in m.ids_of(bits)]
         ready = [_Ready(self._asked(request), sizes, 0) for request, sizes in found]
         plan = self._run_all(self._sets[number], batch, ready, limits)
-        if plan is not None and len(plan.members) == len(ready):
+        settled = plan is not None and not any(m.apart or m.scheduled for m in plan.members)
+        if plan is not None and settled and len(plan.members) == len(ready):
             self._plans[number, bits] = plan
             if len(self._plans) > _PLANS:
                 self._plans.popitem(last=False)
@@ -300,7 +301,9 @@ class RequestExecutor:
                     self._members.popitem(last=False)
         else:
             self._members.move_to_end(request.key)
-        return member
+        if MARK in request.name or isinstance(compressor, NoCompression):
+            return member
+        return member.at(member.step, apart=True)
 
 
 def _is_of(process_set: int, key: Hashable) -> bool:

@@ -437,6 +437,27 @@ def case_a_model_that_is_gone_leaves_no_residuals():
     assert not any(states)
 
 
+def case_a_warmup_is_followed():
+    started()
+
+    def gradients(spec):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(60, 60))
+        model.register_comm_hook(*hvd.ddp_hook(spec, model.named_parameters()))
+        found = []
+        for step in range(4):
+            model.zero_grad()
+            model(torch.full((1, 60), float(hvd.rank() + step))).square().sum().backward()
+            found.append(model.module.weight.grad.clone())
+        return found
+
+    exact, found = gradients("none"), gradients("topk(ratio=0.01) | ef | warmup(dense=3)")
+    kept = [torch.equal(a, b) for a, b in zip(exact, found, strict=True)]
+    assert kept == [True, True, True, hvd.size() == 1]
+    with pytest.raises(ValueError, match="follows a schedule"):
+        hvd.allreduce(torch.ones(2000), compression="topk(ratio=0.01) | warmup(dense=3)")
+
+
 def case_a_parameter_that_is_gone_leaves_its_name_to_no_other():
     started()
     gone = torch.nn.Parameter(torch.zeros(3))

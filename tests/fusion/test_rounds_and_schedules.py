@@ -18,7 +18,7 @@ from ringlet.compressors import (
 )
 from ringlet.compressors.specs import registry
 from ringlet.fusion import CompressionFailed, Request
-from ringlet.ring import ReduceOp
+from ringlet.ring import Mismatch, ReduceOp
 
 fault: dict = {}
 
@@ -162,6 +162,53 @@ def test_a_schedule_changes_on_all_ranks_at_once():
     assert all(used == expected for used, _ in results)
     assert len({tuple(hashes) for _, hashes in results}) == 1
     assert len(set(results[0][1])) == 3
+
+
+@pytest.mark.parametrize(
+    "spec", ["topk(ratio=0.1) | warmup(dense=3)", "int8 | ef | warmup(dense=3)"]
+)
+def test_what_is_submitted_by_itself_follows_a_schedule_too(spec):
+    def body(engine):
+        request, plain = Request("w", shape=(2000,), spec=spec), Request("b", shape=(50,))
+        errors = []
+        for step in range(6):
+            x, y = data(engine.rank, str(step), 2000), data(engine.rank, str(step), 50)
+            items = [(request, x, None, parse(spec)), (plain, y, None, None)]
+            for handle in engine.submit_all(items):
+                handle.wait(60)
+            exact = (data(0, str(step), 2000) + data(1, str(step), 2000)) / 2
+            errors.append(float(np.linalg.norm(x - exact) / np.linalg.norm(exact)))
+        return errors, engine.states["w"]["step"], engine.specs
+
+    first, second = with_engines(2, body)
+    assert first == second
+    errors, steps, specs = first
+    assert max(errors[:3]) < 1e-6 < min(errors[3:])
+    assert (steps, specs) == (6, [str(parse(spec))])
+
+
+def test_ranks_at_other_steps_of_a_schedule_are_told_and_nobody_hangs():
+    spec, said = "topk(ratio=0.1) | warmup(dense=2)", []
+
+    def body(engine):
+        request, plain = Request("w", shape=(2000,), spec=spec), Request("b", shape=(50,))
+        for step in range(3):
+            if step == 1 and engine.rank:
+                engine.states["w"]["step"] = 2  # such as of a file that one rank has loaded
+            x, y = data(engine.rank, str(step), 2000), data(engine.rank, str(step), 50)
+            handles = engine.submit_all([(request, x, None, parse(spec)), (plain, y, None, None)])
+            handles[1].wait(60)
+            if step != 1:
+                handles[0].wait(60)
+                continue
+            with pytest.raises(Mismatch) as caught:
+                handles[0].wait(60)
+            said.append(str(caught.value))
+            engine.states["w"]["step"] = 1
+        return True
+
+    assert with_engines(2, body) == [True, True]
+    assert len(set(said)) == 1
 
 
 @pytest.mark.parametrize("spec", ["int8 | negated", "fp16 | negated", "topk(ratio=0.5) | negated"])
