@@ -23,8 +23,9 @@ class Warmup(Modifier):
 
     The option named ``ramp`` goes from ``start`` to its own value in ``stages`` equal factors:
     ``topk(ratio=0.001) | warmup(steps=4000)`` keeps 25 %, 6.3 %, 1.6 %, 0.4 % for 1000 steps each,
-    then 0.1 %. Integers are rounded. What is wrapped compresses as without a warm-up when it is
-    called directly: schedules are followed through ``at``.
+    then 0.1 %. Integers are rounded. Steps are those of an optimizer; of a tensor that is reduced
+    by itself, as in ``ddp_hook``, they are how often it was. What is wrapped compresses as without
+    a warm-up when it is called directly: schedules are followed through ``at``.
     """
 
     steps: int = option(0, ge=0, doc="steps of the ramp, after the dense ones")
