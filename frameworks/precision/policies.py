@@ -65,6 +65,8 @@ def parse_policy(spec: str | Policy | None) -> Policy:
     """
     if spec is None or isinstance(spec, Policy):
         return spec or NO_POLICY
+    if not isinstance(spec, str):
+        raise ValueError(f"a precision policy is a name such as 'fp16', or a Policy, not {spec!r}")
     name, options = taken_apart(spec)
     factory = factory_of(name)
     unknown = options.keys() - inspect.signature(factory).parameters.keys()

@@ -181,6 +181,36 @@ def test_settings_are_compared_wherever_they_are(kind):
     assert "settings, such as lr, differ" in told[0]
 
 
+def test_names_that_torch_keeps_are_those_of_patterns():
+    def work():
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.named_parameters(), lr=0.1), compression={"*.bias": "fp16"}
+        )
+        backward(model)
+        optimizer.step()
+        assert list(optimizer._ringlet.parameters) == [n for n, _ in model.named_parameters()]
+        twice = [{"params": [("one", p)]} for p in model.parameters()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(twice, lr=0.1))
+        assert list(optimizer._ringlet.parameters)[:2] == ["param.0.0", "param.1.0"]
+
+    assert told_by(work) == []
+
+
+def test_a_precision_without_parameters_of_its_own_says_what_to_do():
+    model = hvd.apply_precision(network(), "bf16")
+    biases = [p for p in model.parameters() if p.dtype is torch.float32]
+    for policy, words in (("bf16", "without precision="), ("fp16", "share a loss scale")):
+
+        def work(policy=policy, words=words):
+            with pytest.raises(ValueError, match=f"apply_precision.*stay in float32.*{words}"):
+                hvd.DistributedOptimizer(torch.optim.SGD(biases, lr=0.1), precision=policy)
+            with pytest.raises(ValueError, match=r"a name such as 'fp16'.*torch\.bfloat16"):
+                hvd.DistributedOptimizer(torch.optim.SGD(biases, lr=0.1), precision=torch.bfloat16)
+
+        ranks(work)
+
+
 def test_a_broadcast_behind_diloco_counts():
     def work():
         model = network(hvd.rank())

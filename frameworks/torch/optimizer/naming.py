@@ -24,7 +24,8 @@ def name_parameters(
 ) -> dict[str, torch.nn.Parameter]:
     """Return the trainable parameters of an optimizer's groups by name, in the order of the names.
 
-    Without ``named_parameters`` names are made from positions in the parameter groups. Names of
+    Without ``named_parameters`` names are those that the optimizer was made with, if it was made of
+    ``model.named_parameters()``, else positions in the parameter groups. Names of
     parameters that the optimizer does not hold are left out, with a warning if they are trainable.
     Raises ValueError for repeated names, and parameters named twice or not at all.
     """
@@ -32,12 +33,7 @@ def name_parameters(
     held = {id(p) for params in groups for p in params}
     trainable = [p for params in groups for p in params if p.requires_grad]
     if named_parameters is None:
-        return {
-            f"param.{i}.{j}": p
-            for i, params in enumerate(groups)
-            for j, p in enumerate(params)
-            if p.requires_grad
-        }
+        return {name: p for name, p in _own_names(param_groups) if p.requires_grad}
     named = named_pairs(named_parameters)
     if trainable and not named:
         raise ValueError(
@@ -76,6 +72,16 @@ def name_parameters(
     _refuse("the optimizer holds parameters that named_parameters does not name", unnamed)
     wanted = {id(p) for p in trainable}
     return {name: p for name, p in named if id(p) in wanted}
+
+
+def _own_names(param_groups: list[dict[str, Any]]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return parameters with the names that torch keeps of them, or with their positions."""
+    names = [name for group in param_groups for name in group.get("param_names", ())]
+    held = [p for group in param_groups for p in group["params"]]
+    if len(names) != len(held) or len(set(names)) < len(names):
+        sizes = [len(group["params"]) for group in param_groups]
+        names = [f"param.{i}.{j}" for i, size in enumerate(sizes) for j in range(size)]
+    return list(zip(names, held, strict=True))
 
 
 def named_pairs(named_parameters: Any) -> list[tuple[str, Any]]:

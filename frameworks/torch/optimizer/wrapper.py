@@ -358,7 +358,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups and state; use it instead of the original. Wrapping the original again, for example when
     parameters were added or unfrozen, replaces it and keeps residuals.
 
-    - ``named_parameters``: ``model.named_parameters()``.
+    - ``named_parameters``: ``model.named_parameters()``; not needed where ``optimizer`` was made of
+      these.
     - ``compression``: a spec such as ``"topk(ratio=0.01) | ef"``, a Compressor, or a mapping from
       name patterns to specs, first match first: ``{"*.bias": "none", "*": "int8 | ef"}``.
     - ``backward_passes_per_step``: passes whose gradients are summed before they are reduced.

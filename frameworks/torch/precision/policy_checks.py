@@ -23,9 +23,15 @@ def check_policy(policy: Policy, named: dict[str, torch.nn.Parameter], op: Reduc
             raise ValueError(f"policy {policy.name!r} has no use for {name!r}, which is {p.dtype}")
     wanted = getattr(torch, policy.parameters)
     if policy.masters and named and not any(p.dtype is wanted for p in named.values()):
+        alone = (
+            "that has parameters of both kinds: they share a loss scale"
+            if policy.scale.watches
+            else "without precision="
+        )
         raise ValueError(
             f"no parameter is {policy.parameters}: call apply_precision(model, {policy.name!r}) "
-            "before the optimizer is made"
+            "before the optimizer is made. Parameters that stay in float32, such as biases and "
+            f"norms, need an optimizer {alone}"
         )
     if policy.scale.watches:
         return
