@@ -211,6 +211,42 @@ def test_a_precision_without_parameters_of_its_own_says_what_to_do():
         ranks(work)
 
 
+@pytest.mark.parametrize("what", ["lr", "parameter"])
+def test_what_differs_later_is_told_of_once(what):
+    def work():
+        model = network()
+        optimizer = wrap(model)
+        for step in range(70):
+            if step == 10 and what == "lr":  # as a scheduler by each rank's own metric
+                optimizer.param_groups[0]["lr"] = 0.1 / (hvd.rank() + 1)
+            if step == 10 and what == "parameter" and hvd.rank() == 1:
+                with torch.no_grad():
+                    model[2].bias.add_(1.0)
+            steps(model, optimizer, 1)
+
+    told = told_by(work)
+    assert len(told) == 1, told
+    assert "between ranks after 16 steps" in told[0]
+    assert ("average that first" if what == "lr" else "hvd.broadcast_parameters") in told[0]
+
+
+def test_ranks_that_join_differ_from_nobody_later():
+    def work():
+        model = network()
+        optimizer = wrap(model, compression="int8 | ef")
+        for _ in range(2):
+            steps(model, optimizer, 10)
+            for _ in range(25 * hvd.rank()):  # through 16 and 32
+                optimizer.zero_grad()
+                backward(model)
+                optimizer.step()
+            last = hvd.join()
+            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        return True
+
+    assert told_by(work) == []
+
+
 def test_a_broadcast_behind_diloco_counts():
     def work():
         model = network(hvd.rank())

@@ -1,4 +1,4 @@
-"""Whether ranks began with the same parameters, settings and steps: else models drift apart."""
+"""Whether ranks have the same parameters, settings and steps: else models drift apart."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from ringlet.torch.ops.replica_check import Comparison
 
 # What else is compared, which no parameter is called.
 _SETTINGS, _STEPS = "", "."
+_AGAIN = 16  # steps until ranks compare again; twice as many each time
 
 
 class DriftCheck:
     """Compares ``parameters``, settings and steps after the first step, and warns on one rank.
 
-    Nobody waits for it: ranks may wait for several optimizers, and in any order.
+    And parameters and settings again after 16, 32, 64, ... steps: a scheduler that goes by a metric
+    of each rank's own gives each its own lr. Nobody waits for it: ranks may wait for several
+    optimizers, and in any order.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.parameters = parameters
         self.groups: Sequence[Mapping[str, Any]] | None = None  # in place of those ``look`` gets
-        self._comparison: Comparison | None = None
-        self._begun = False
+        self._under_way: list[tuple[int, Comparison]] = []  # with the number of steps
+        self._steps = 0
+        self._warned = False
 
     def look(
         self,
@@ -37,21 +41,23 @@ class DriftCheck:
         label: str,
         ranks: ProcessSet,
     ) -> None:
-        """After a step: begin to compare, or tell what was found. Collective at the first call.
+        """After a step: begin to compare, or tell what was found. Collective where it begins.
 
         ``groups`` are the optimizer's, ``steps`` what compressors have counted, by parameter.
         """
-        if not self._begun:
-            self._begun = True
-            others = {
-                _SETTINGS: _digest(_settings(self.groups or groups)),
-                _STEPS: _digest(repr(sorted(steps.items()))),
-            }
-            self._comparison = Comparison({**self.parameters, **others}, f"{label}.alike", ranks)
-        elif self._comparison is not None and self._comparison.done():
-            odd, self._comparison = self._comparison.difference(), None
-            if odd is not None and current().rank == min(ranks.ranks or [0]):
-                _warn(odd)
+        while self._under_way and self._under_way[0][1].done():
+            step, comparison = self._under_way.pop(0)
+            odd = comparison.difference()
+            if odd is not None and not self._warned and current().rank == min(ranks.ranks or [0]):
+                _warn(odd, step)
+            self._warned = self._warned or odd is not None
+        self._steps += 1
+        if self._steps == 1 or (self._steps >= _AGAIN and self._steps.bit_count() == 1):
+            compared = {**self.parameters, _SETTINGS: _digest(_settings(self.groups or groups))}
+            if self._steps == 1:  # later on ranks may have joined meanwhile
+                compared[_STEPS] = _digest(repr(sorted(steps.items())))
+            comparison = Comparison(compared, f"{label}.alike{self._steps}", ranks)
+            self._under_way.append((self._steps, comparison))
 
 
 def _digest(text: str) -> torch.Tensor:
@@ -69,8 +75,16 @@ def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
     return repr([sorted((k, v) for k, v in g.items() if isinstance(v, kinds)) for g in plain])
 
 
-def _warn(odd: str) -> None:
+def _warn(odd: str, step: int) -> None:
     what, call = f"parameter {odd!r} differs", "parameters(model.state_dict()"
+    if odd == _SETTINGS and step > 1:
+        warnings.warn(
+            f"the optimizer's settings, such as lr, differ between ranks after {step} steps, so "
+            "that their models drift apart: where a scheduler goes by a metric, average that first "
+            "(hvd.allreduce)",
+            stacklevel=outside(),
+        )
+        return
     if odd == _SETTINGS:
         what = "the optimizer's settings, such as lr, differ"
         call = "optimizer_state(optimizer"
@@ -79,8 +93,11 @@ def _warn(odd: str) -> None:
             "the number of steps that compressors have seen, as after loading on one rank, differs"
         )
         call = "optimizer_state(optimizer"
+    when, then = f"after {step} steps", "after what changes it on one rank alone"
+    if step == 1:
+        when, then = "since the first step", "before training"
     warnings.warn(
-        f"{what} between ranks since the first step, so that their models drift apart: call "
-        f"hvd.broadcast_{call}, root_rank=0) on all ranks before training",
+        f"{what} between ranks {when}, so that their models drift apart: call "
+        f"hvd.broadcast_{call}, root_rank=0) on all ranks {then}",
         stacklevel=outside(),
     )
