@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -142,7 +143,7 @@ class Member:
         self.postscale, self.divisor = self.rescaling(self.size)
         self.stream = self._stream()
 
-    @property
+    @cached_property
     def scheduled(self) -> bool:
         """Whether the declared compressor follows a schedule."""
         return overrides(self.declared, "at")
@@ -156,6 +157,10 @@ class Member:
         if now is self.declared:
             return self
         return Member(self.request, now, *self._surroundings, apart=apart)
+
+    def kept_apart(self) -> Member:
+        """Return this member without its schedule, as one that ranks vote on whatever its size."""
+        return Member(self.request, self.declared, *self._surroundings, apart=True)
 
     def piece(self, start: int, stop: int, progress: PieceCount) -> Member:
         """Return a range of this tensor as a member of its own."""

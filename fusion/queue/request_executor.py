@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ringlet.compressors import Compressor, NoCompression, resolve
 from ringlet.compressors.core.context import State
 from ringlet.fusion.devices.host import Place
+from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.exchanges import Exchanges
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import messages as m
@@ -224,8 +225,10 @@ class RequestExecutor:
         plan: Batch | None = None
         if reductions:
             works, note = [each.work for each in reductions], partial(self._note, peers.number)
-            members = list(map(self._member_for, works))
+            planned = list(map(self._planned, works))
+            members = [member for member, _ in planned]
             plan = Batch(peers, members, limits, self._tensor_queue, note)
+            plan.unplanned = next((error for _, error in planned if error is not None), None)
             self._run(plan, batch, works, [each.contributors for each in reductions])
         for i, (work, sizes, _) in enumerate(ready):
             if work.request.kind != "allreduce":
@@ -301,9 +304,17 @@ class RequestExecutor:
                     self._members.popitem(last=False)
         else:
             self._members.move_to_end(request.key)
-        if MARK in request.name or isinstance(compressor, NoCompression):
-            return member
-        return member.at(member.step, apart=True)
+        return member
+
+    def _planned(self, work: Work) -> tuple[Member, CompressionFailed | None]:
+        """Return what serves ``work`` this time, and what its schedule raised, if it did."""
+        member = self._member_for(work)
+        if MARK in work.request.name or not member.scheduled:
+            return member, None
+        try:
+            return member.at(member.step, apart=True), None
+        except CompressionFailed as error:
+            return member.kept_apart(), error
 
 
 def _is_of(process_set: int, key: Hashable) -> bool:

@@ -1,5 +1,7 @@
 """Compressors that exchange in rounds, follow schedules, or finish the combined result."""
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from engines import with_engines
@@ -55,8 +57,11 @@ def _plugins(monkeypatch):
         """Nothing for some steps, fp16 for some, then the compressor to the left."""
 
         steps: int = option(2)
+        fails: int = option(-1)
 
         def at(self, step):
+            if step == self.fails:
+                raise ArithmeticError("no plan")
             inner = self.wrapped_compressor.at(step)
             return [NoCompression(), FP16(), inner][min(step // self.steps, 2)]
 
@@ -209,6 +214,38 @@ def test_ranks_at_other_steps_of_a_schedule_are_told_and_nobody_hangs():
 
     assert with_engines(2, body) == [True, True]
     assert len(set(said)) == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("numel", [2000, 20])
+def test_a_schedule_that_raises_for_what_is_submitted_by_itself_fails_that_alone(ranks, numel):
+    def body(engine):
+        request = Request("w", shape=(numel,), spec="int8 | later")
+        plain = Request("b", shape=(50,))
+        spec = "int8 | later(fails=1)" if engine.rank in ranks else "int8 | later"
+        failed, sums = [], []
+        for step in range(4):
+            if step == 2:  # as a plugin that was mended
+                spec = "int8 | later"
+            x, y = data(engine.rank, str(step), numel), data(engine.rank, str(step), 50)
+            items = [(request, x, None, parse(spec)), (plain, y, None, None)]
+            handles = engine.submit_all(items)
+            try:
+                handles[0].wait(30)
+            except CompressionFailed as error:
+                failed.append((step, str(error)))
+            with suppress(CompressionFailed):  # what is left of the batch fails as well
+                handles[1].wait(30)
+            sums.append(x.tobytes())
+        return failed, sums[2:]
+
+    first, second = with_engines(2, body)
+    assert first == second
+    ((step, text),) = first[0]
+    assert step == 1
+    assert f"rank {ranks[0]}: compressor" in text or len(ranks) > 1
+    assert "no plan" in text
 
 
 @pytest.mark.parametrize("spec", ["int8 | negated", "fp16 | negated", "topk(ratio=0.5) | negated"])
