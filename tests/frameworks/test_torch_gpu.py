@@ -304,7 +304,7 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
     def body():
         outs, way = [], on_both.direct()
         for spec in ("int8 | ef", "fp16", "block_topk | ef"):
-            ways = Ways()
+            ways = Ways(spec)
 
             def made(spec=spec, ways=ways):
                 scatter = CompressedReduceScatter(parse(spec), "m", sharded(*sizes), ways)
