@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +37,13 @@ class DriftCheck:
     def look(
         self,
         groups: Sequence[Mapping[str, Any]],
-        steps: Mapping[str, int],
+        steps: Callable[[], Mapping[str, int]],
         label: str,
         ranks: ProcessSet,
     ) -> None:
         """After a step: begin to compare, or tell what was found. Collective where it begins.
 
-        ``groups`` are the optimizer's, ``steps`` what compressors have counted, by parameter.
+        ``groups`` are the optimizer's, ``steps`` tells what compressors have counted, by tensor.
         """
         while self._under_way and self._under_way[0][1].done():
             step, comparison = self._under_way.pop(0)
@@ -55,7 +55,7 @@ class DriftCheck:
         if self._steps == 1 or (self._steps >= _AGAIN and self._steps.bit_count() == 1):
             compared = {**self.parameters, _SETTINGS: _digest(_settings(self.groups or groups))}
             if self._steps == 1:  # later on ranks may have joined meanwhile
-                compared[_STEPS] = _digest(repr(sorted(steps.items())))
+                compared[_STEPS] = _digest(repr(sorted(steps().items())))
             comparison = Comparison(compared, f"{label}.alike{self._steps}", ranks)
             self._under_way.append((self._steps, comparison))
 

@@ -265,8 +265,7 @@ class Reducer:
         self._alike.end((frozen, ()))
         if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
-        steps = {"": self.step, **self.memory.steps}
-        self.drift.look(param_groups, steps, self._label, self._process_set)
+        self.drift.look(param_groups, self._counted, self._label, self._process_set)
 
     def refuse_unsynchronized(self, masters: bool) -> None:
         """Raise RuntimeError, and give the step up, if gradients were not waited for.
@@ -443,6 +442,9 @@ class Reducer:
             self.memory.agreed()
             self._alike.end((tuple(frozen), ()))
             raise
+
+    def _counted(self) -> dict[str, int]:
+        return {"": self.step, **self.memory.steps}
 
     def _too_early(self, name: str) -> str:
         return (
