@@ -17,6 +17,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from operator import index
 from typing import ClassVar
@@ -150,6 +151,27 @@ class Communicator(ABC):
             self._allgather(send, receive, pieces)
         else:
             receive[:] = send
+
+    def expect(self, receive: Array) -> Callable[[Array], None]:
+        """Get ready for an ``allgather`` of equal pieces into ``receive``; return what makes it.
+
+        Collective, but waits for nobody: where messages take long, other ranks' pieces may arrive
+        from now on, while other calls are made. What it returns is called once, with this rank's
+        piece, and in the order of the calls of ``expect``. ``receive`` is not touched till then.
+        """
+        flat(receive)
+        if receive.size % self.size:
+            raise ValueError(f"{self.size} ranks cannot send equal pieces of {receive.size}")
+        self._usable()
+        gather = self._expect(receive) if self.size > 1 else partial(np.copyto, receive)
+
+        def checked(send: Array) -> None:
+            alike(send, receive)
+            same(receive.size // self.size, send, "send")
+            self._usable()
+            gather(send)
+
+        return checked
 
     def alltoall(
         self,
@@ -342,6 +364,10 @@ class Communicator(ABC):
 
     def _sibling(self, number: int) -> Communicator | None:
         return None
+
+    def _expect(self, receive: Array) -> Callable[[Array], None]:
+        counts = [receive.size // self.size] * self.size
+        return lambda send: self._allgather(send, receive, counts)
 
     def _usable(self) -> None:
         if self._error is not None:

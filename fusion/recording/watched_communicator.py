@@ -40,6 +40,11 @@ class Watched:
         """See ``Communicator.allgather``."""
         self._timed("allgather", send.nbytes, send, receive, *args, **options)
 
+    def expect(self, receive: Array) -> Callable[[Array], None]:
+        """See ``Communicator.expect``."""
+        gather = self.inner.expect(receive)
+        return lambda send: self._noted("allgather", send.nbytes, lambda: gather(send))
+
     def alltoall(self, send: Array, receive: Array, *args: Any, **options: Any) -> None:
         """See ``Communicator.alltoall``."""
         self._timed("alltoall", send.nbytes, send, receive, *args, **options)
@@ -57,8 +62,11 @@ class Watched:
         self._timed("barrier", 0)
 
     def _timed(self, name: str, nbytes: int, *args: Any, **options: Any) -> None:
+        self._noted(name, nbytes, lambda: getattr(self.inner, name)(*args, **options))
+
+    def _noted(self, name: str, nbytes: int, call: Callable[[], None]) -> None:
         start = time.perf_counter()
-        getattr(self.inner, name)(*args, **options)
+        call()
         self._note(Span(name, start, time.perf_counter(), nbytes))
 
 

@@ -135,6 +135,7 @@ class AllgatherReduce:
 
     def start(self) -> None:
         """Gather the payloads."""
+        self._inspector.expect()
         seal(self._encoded.buffer, self._inspector.sequence, self._inspector.plan)
         self._comm.allgather(self._encoded.buffer, self._received, self._sizes)
 
@@ -193,6 +194,7 @@ class ScatterReduce:
     def start(self) -> None:
         """Send part r to rank r."""
         inspector = self._inspector
+        inspector.expect()
         for rank, part in enumerate(split(self._encoded.buffer, self._sizes)):
             if rank != self._comm.rank:  # nobody inspects what stays here
                 seal(part, inspector.sequence, inspector.plan)
@@ -283,6 +285,15 @@ class _Inspector:
         self._finding = 0  # fault and rank in one integer; 0 while there is none
         self.well = True  # whether nothing was found so far, on this rank
         self._error: Exception | None = None  # of this rank's codec
+        self._findings = np.empty(comm.size, np.int64)  # of all ranks
+        self._gather: Callable[[Array], None] | None = None
+
+    def expect(self) -> None:
+        """Let the others send what they find as soon as they know: far away that saves a message.
+
+        Called in one order on all ranks by exchanges that agree on the same communicator.
+        """
+        self._gather = self._later.expect(self._findings)
 
     def look(self, messages: Sequence[Array]) -> None:
         """Inspect every other rank's message."""
@@ -301,8 +312,12 @@ class _Inspector:
 
     def agree(self) -> None:
         """Raise ExchangeFailed, with one text everywhere, if any rank has found a fault."""
-        findings = np.empty(self._comm.size, np.int64)
-        self._later.allgather(np.array([self._finding], np.int64), findings)
+        findings, own = self._findings, np.array([self._finding], np.int64)
+        gather, self._gather = self._gather, None
+        if gather is None:  # ``run`` agrees twice
+            self._later.allgather(own, findings)
+        else:
+            gather(own)
         if not findings.any():
             return
         origin = self._comm.origin

@@ -11,7 +11,8 @@ n ranks takes 2 (n - 1) messages one after the other. Between sites that is most
 messages take long, sums are made here, in one message or two: ranks send to each other directly,
 and all at once, as a connection takes several journeys until it fills its share of the line. Only
 where some ranks are near each other do large sums go around the ring. Over a line between two sites
-it sends each sum less than twice; ranks that send directly do so once for each rank of a site.
+it sends each sum less than twice; ranks that send directly do so once for each rank of a site. What is known to come later, such as
+whether an exchange went well, can be waited for before its turn (``expect``): it takes one journey.
 
 gloo ends the process when ranks disagree about a length: agree before you call. It does not tell
 who waits for a message that had begun to arrive when its connection ended. That ends here for
@@ -37,6 +38,7 @@ from ringlet.ring.interrupt import held
 from ringlet.ring.rank_order import Scratch, combine, combine_everywhere, exchange_shards
 
 TAG = 0x52  # of our sends, so that they are no answer to the user's receives; siblings count on
+EXPECTED = 1 << 10  # added to the tag of what is received before its turn
 SMALL = 1 << 15  # bytes a rank receives up to which gathering everything beats gloo's ring
 WINDOW = 1 << 20  # bytes under way at once
 LOOK = timedelta(seconds=0.5)  # between two looks whether the connections still stand
@@ -167,6 +169,29 @@ class ProcessGroupCommunicator(Communicator):
                     _complete(works + self._send(group, right, send))
 
         self._wait("allgather", pass_on)
+
+    def _expect(self, receive: Array) -> Callable[[Array], None]:
+        if not self.far or not receive.size:
+            return super()._expect(receive)
+        pieces = self._bytes(receive).split(receive.nbytes // self.size)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        works: list[Any] = []
+
+        def prepare(group: Any) -> None:
+            works.extend(group.recv([pieces[rank]], rank, self._tag + EXPECTED) for rank in others)
+
+        def gather(send: Array) -> None:
+            own = self._bytes(send)
+            pieces[self.rank].copy_(own)
+
+            def trade(group: Any) -> None:
+                works.extend(group.send([own], rank, self._tag + EXPECTED) for rank in others)
+                _complete(works)
+
+            self._wait("allgather", trade)
+
+        self._wait("allgather", prepare)
+        return gather
 
     def _alltoall(
         self, send: Array, receive: Array, send_counts: list[int], receive_counts: list[int]

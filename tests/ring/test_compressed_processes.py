@@ -23,11 +23,11 @@ def test_over_mpi(size):
     assert result.stdout.split() == ["DONE"]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_over_gloo(size, tmp_path):
+@pytest.mark.parametrize(("size", "distance"), [(2, "near"), (4, "near"), (3, "all far")])
+def test_over_gloo(size, distance, tmp_path):
     ranks = [
         subprocess.Popen(
-            [sys.executable, WORKER, "gloo", tmp_path / "store", str(rank), str(size)],
+            [sys.executable, WORKER, "gloo", tmp_path / "store", str(rank), str(size), distance],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -59,6 +59,7 @@ def cases(size):
     for kind in ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast"):
         table += [Case(kind, dtype, 0) for dtype in ("bfloat16", "float32", "bool")]
     table += [Case("bytes", "uint8", n, uneven=u) for n in (0, 9) for u in (False, True)]
+    table += [Case("expect", dtype, n) for dtype in ("int64", "float32") for n in (0, 1, 4001)]
     return [*table, Case("barrier", "uint8", 0)]
 
 
@@ -125,6 +126,8 @@ def play(comm: Communicator, case: Case) -> bytes:
         assert comm.allgather_bytes(said[rank]) == said
         assert comm.broadcast_bytes(said[rank] if rank == size - 1 else None, size - 1) == said[-1]
         return b"".join(said)
+    if case.kind == "expect":
+        return play_expected(comm, case)
     if case.kind == "allreduce":
         inputs = [values(case, r, case.n) for r in range(size)]
         buffer = inputs[rank].copy()
@@ -162,6 +165,28 @@ def play(comm: Communicator, case: Case) -> bytes:
     return b""
 
 
+def play_expected(comm, case):
+    """Make all-gathers that were expected before other calls, the first ones by other ranks."""
+    size, rank, kind = comm.size, comm.rank, storage(case.dtype)
+    sent = [values(case, r, 3 * case.n) for r in range(size)]
+    received = [np.full(size * case.n, 1, kind) for _ in range(3)]
+    pieces = [slice(i * case.n, (i + 1) * case.n) for i in range(3)]
+    first = comm.expect(received[0])
+    second = comm.expect(received[1])
+    comm.barrier()
+    whole = np.full(3 * size * case.n, 1, kind)
+    comm.allgather(sent[rank], whole)
+    first(sent[rank][pieces[0]])
+    third = comm.expect(received[2])
+    second(sent[rank][pieces[1]])
+    comm.allgather(sent[rank], whole)
+    third(sent[rank][pieces[2]])
+    for got, piece in zip(received, pieces, strict=True):
+        np.testing.assert_array_equal(got, np.concatenate([each[piece] for each in sent]))
+    np.testing.assert_array_equal(whole, np.concatenate(sent))
+    return whole.tobytes()
+
+
 def play_in(subset, salt):
     """Play a few cases on a subset (None: this rank is not in it); return their bytes."""
     if subset is None:
@@ -170,6 +195,7 @@ def play_in(subset, salt):
         "allreduce",
         "reduce_scatter",
         "allgather",
+        "expect",
         "alltoall",
         "broadcast",
         "barrier",

@@ -1,5 +1,6 @@
 """Compressed collectives between real processes: ``worker_compressed.py mpi``, or ``... gloo STORE
-RANK SIZE``. Rank 0 prints DONE once every rank has the bits that threads of one process get.
+RANK SIZE DISTANCE``. Rank 0 prints DONE once every rank has the bits that threads of one process
+get.
 """
 
 import hashlib
@@ -71,6 +72,8 @@ def main():
         rank, size = int(sys.argv[3]), int(sys.argv[4])
         store = FileStore(sys.argv[2], size)
         comm = GlooCommunicator(store, rank, size, timeout=60.0, host="127.0.0.1")
+        if sys.argv[5] == "all far":
+            comm._nearest, comm._delay, comm._spread = 0.01, 0.01, True
     found = set(comm.allgather_bytes(play(comm)))
     if comm.rank == 0:
         assert found == set(run_local(play, comm.size)), "other bits than between threads"
