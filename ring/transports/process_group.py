@@ -11,8 +11,10 @@ n ranks takes 2 (n - 1) messages one after the other. Between sites that is most
 messages take long, sums are made here, in one message or two: ranks send to each other directly,
 and all at once, as a connection takes several journeys until it fills its share of the line. Only
 where some ranks are near each other do large sums go around the ring. Over a line between two sites
-it sends each sum less than twice; ranks that send directly do so once for each rank of a site. What is known to come later, such as
-whether an exchange went well, can be waited for before its turn (``expect``): it takes one journey.
+it sends each sum less than twice; ranks that send directly do so once for each rank of a site.
+
+What is known to come later, such as whether an exchange went well, can be received before its turn
+(``expect``): it takes one journey.
 
 gloo ends the process when ranks disagree about a length: agree before you call. It does not tell
 who waits for a message that had begun to arrive when its connection ended. That ends here for
