@@ -7,6 +7,7 @@ from ringlet.ring.communicator import Communicator
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 
 LANES = 4  # communicators of a track, as many as an exchange makes collectives one after the other
+MOST_LANES = 8  # over two levels
 TRACKS = 4  # exchanges that do not wait for each other where all messages take long
 
 
@@ -19,13 +20,14 @@ class Track:
 
     def __init__(self, ranks: tuple[int, ...], comm: Communicator, number: int = 0) -> None:
         self.ranks, self.comm, self.number = ranks, comm, number
-        found = [comm.sibling(i) for i in range(1, LANES) if comm.size > 1]
+        lanes = LANES if levels_of(comm) is None else MOST_LANES
+        found = [comm.sibling(i) for i in range(1, lanes) if comm.size > 1]
         self.siblings = tuple(sibling for sibling in found if sibling is not None)
 
     @property
     def first_lane(self) -> int:
         """The number of the first of its lanes, each of which is a thread of the pipeline's."""
-        return LANES * self.number
+        return MOST_LANES * self.number
 
     @property
     def overlaps(self) -> bool:

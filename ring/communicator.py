@@ -280,6 +280,13 @@ class Communicator(ABC):
         """
         return True
 
+    def splits(self, buffer: Array) -> bool:
+        """Whether ``allreduce`` of ``buffer`` goes through two levels, which a pipeline overlaps.
+
+        Those are the attributes ``local`` and ``cross`` then. The same on all ranks.
+        """
+        return False
+
     @property
     def far(self) -> bool:
         """Whether messages are known to take ``FAR`` or longer, so that their number matters most.

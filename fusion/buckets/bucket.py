@@ -68,6 +68,9 @@ class Bucket(ABC):
         self._lease = Lease(self.place.pool)
         self.uncompressed = sum(member.nbytes for member in self.members)  # bytes
         self.raw_bytes = 2 * (size - 1) / size * self.uncompressed
+        # Bytes that an exchange takes, at most, where that is known. Shards of a sum may differ by
+        # a value, and what arrives is made as long for each.
+        self.arrives = self.uncompressed + 8 * size
         self.trace = Trace()  # of this step
         self._finishing = [member for member in self.members if member.finishes]
         self.failure: ExchangeFailed | None = None
@@ -80,8 +83,7 @@ class Bucket(ABC):
         ``turn`` says which of its sums are compared; the same on all ranks.
         """
         if not self.place.ordered:  # one tensor may be more than a bucket's limit
-            # Shards of a sum may differ by a value, and what arrives is made as long for each.
-            self.place.pool.reserve(self.uncompressed + 8 * self.size)
+            self.place.pool.reserve(self.arrives)
         self.trace = Trace()
         self.last_digest, self.digest, self.turn = self.digest, 0, turn
         return self.trace
@@ -312,10 +314,9 @@ class SumBucket(Bucket):
         return self._nbytes
 
     def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
-        comm, later = track.comm, track.lane(1)
         allocate, self.lanes = self._lease.allocate, 0
         op, dtype = ReduceOp.SUM, self._dtype
-        for wire in allreduce_steps(comm, later, self._buffer, op, dtype, allocate):
+        for wire in allreduce_steps(track.lane, self._buffer, op, dtype, allocate):
             yield wire
             self.lanes += 1
         self.note_sum(self._buffer, dtype)

@@ -98,7 +98,7 @@ class PlainBucket(Bucket):
         else:
             op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
             allocate = self._lease.allocate
-            yield from allreduce_steps(comm, track.lane(1), buffer, op, self._wire, allocate)
+            yield from allreduce_steps(track.lane, buffer, op, self._wire, allocate)
         start = time.perf_counter()
         compared = self._op is not ReduceOp.ADASUM and self.verify
         alike = self._scaled_alike()

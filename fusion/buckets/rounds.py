@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.process_set import Track
 from ringlet.fusion.recording.recorder import Recorder
-from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import Steps, Wire
 
@@ -98,12 +99,13 @@ class RoundsBucket(Bucket):
             return
         buffers = sorted(self._buffers.items(), key=lambda pair: pair[0])
 
-        def combine() -> None:
-            for (op, _), buffer in buffers:
-                track.comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
-
-        nbytes = sum(buffer.nbytes for _, buffer in buffers)
-        yield Wire(combine, 2 * (self.size - 1) / self.size * nbytes)
+        # Over two levels the second lane makes large sums, as it does for other buckets.
+        for lane, large in enumerate((False, True)):
+            comm = track.lane(lane)
+            chosen = [each for each in buffers if comm.splits(each[1]) is large]
+            nbytes = 2 * (self.size - 1) / self.size * sum(each.nbytes for _, each in chosen)
+            if chosen or not large:
+                yield Wire(partial(_combine, comm, chosen), nbytes)
         for (op, dtype), buffer in buffers:
             self.note_sum(buffer, dtype, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
         start = time.perf_counter()
@@ -165,6 +167,11 @@ class RoundsBucket(Bucket):
     def _deliver(self, member: Member, out: Array) -> None:
         factor = member.postscale * self.size  # an exchange ends with the mean, not the sum
         from_float32(out, member.output, member.output_dtype, member.workspace, factor)
+
+
+def _combine(comm: Communicator, buffers: Sequence[tuple[tuple[str, str], Array]]) -> None:
+    for (op, _), buffer in buffers:
+        comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
 
 
 def _check(label: str, round_: object) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import cast
 
 import numpy as np
 
@@ -24,10 +25,11 @@ from ringlet.fusion.planning.member import Member
 from ringlet.fusion.planning.strategy import choose
 from ringlet.fusion.process_set import Track
 from ringlet.fusion.recording.recorder import Recorder
-from ringlet.ring.collectives.two_level import HostShard, two_level
+from ringlet.fusion.recording.watched_communicator import unwatched
+from ringlet.ring.collectives.two_level import Allocate, HostShard, room_of, two_level, within
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.ring.pipeline import Steps
+from ringlet.ring.pipeline import ALONE, Steps
 from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 
@@ -57,6 +59,12 @@ class TwoLevelBucket(Bucket):
         self._parts = _shard_members(self.members, self._names, comm)
         self._codec = _ShardCodec(self._parts, _parts_between(self.members[0], comm.cross.size))
         self._buffer: Array = np.empty(0, np.float32)
+        mine, hosts = self._counts[local.rank], comm.cross.size
+        self.arrives = 8 * mine  # bytes of the shard's sum and of the result
+        if self._codec.fixed:
+            self.arrives += room_of(self._codec, hosts, comm.cross.rank)
+        else:  # no payload takes much more than what it stands for
+            self.arrives += (1 + hosts) * (5 * mine + 1024 * len(self.members))
 
     def _encode(self) -> int:
         self._buffer = self._lease.allocate(4 * self._ends[-1]).view(np.float32)
@@ -73,16 +81,22 @@ class TwoLevelBucket(Bucket):
         return self._buffer.nbytes
 
     def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
-        comm = self._comm
-        self._lease.use_reserve()
-        mine, allocate = self._counts[comm.local.rank], self._lease.allocate
-        sums, results = (allocate(4 * mine).view(np.float32) for _ in range(2))
+        comm, codec, lease = self._comm, self._codec, self._lease
+        mine, hosts = self._counts[comm.local.rank], comm.cross
+        sums, results = (lease.allocate(4 * mine).view(np.float32) for _ in range(2))
+        allocate: Allocate = lease.allocate
+        if codec.fixed:  # else it is known too late how much, and this has to be alone
+            allocate = within(lease.allocate(room_of(codec, hosts.size, hosts.rank)))
         ends = [0, *accumulate(part.numel for part in self._parts)]
         for part, start, stop in zip(self._parts, ends, ends[1:], strict=False):
             part.input, part.output = sums[start:stop], results[start:stop]
         self.fatal = self._seen  # some ranks may have seen the sum of their shard, and others not
-        shard, plan = HostShard(self._codec, sums, results), self.plan_of(epoch)
-        steps = two_level(comm, self._buffer, self._buffer, self._counts, shard, allocate, plan)
+        shard, plan = HostShard(codec, sums, results), self.plan_of(epoch)
+        lane = partial(_lane, track)
+        steps = two_level(lane, self._buffer, self._buffer, self._counts, shard, allocate, plan)
+        if not codec.fixed:
+            yield ALONE
+            lease.use_reserve()
         start_s = time.perf_counter()
         for wire in steps:
             recorder.decompressed(self.trace, start_s)
@@ -140,6 +154,10 @@ class TwoLevelBucket(Bucket):
             (slice(*self._ends[at : at + 2]), slice(*starts[rank : rank + 2]))
             for rank, at in enumerate(range(i, len(self._ends) - 1, tensors))
         ]
+
+
+def _lane(track: Track, number: int) -> HierarchicalCommunicator:
+    return cast(HierarchicalCommunicator, unwatched(track.lane(number)))
 
 
 class _ShardCodec(BucketCodec):

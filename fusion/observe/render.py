@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringlet.fusion.observe.merge import CLOCK
-from ringlet.fusion.process_set import LANES, TRACKS
+from ringlet.fusion.process_set import MOST_LANES, TRACKS
 from ringlet.fusion.recording.events import BucketDone, Span, StepDone
 
 Event = dict[str, Any]
-_LANES = ("first", "second", "third", "fourth")
+_LANES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _SINGLES = "operations that are not fused"  # the track that they share
 ENGINE, PROGRAM, WIRE = 1, 2, 10  # threads of the trace; lanes count on from WIRE
 
@@ -95,7 +95,7 @@ class Renderer:
         threads = {ENGINE: "engine", PROGRAM: "tensors handed in, steps", PROGRAM + 1: "program"}
         for track in range(TRACKS):
             wire = f"wire {track + 1}" if track else "wire"
-            lanes = enumerate(_LANES, WIRE + 1 + LANES * track)
+            lanes = enumerate(_LANES, WIRE + 1 + MOST_LANES * track)
             threads |= {tid: f"{wire}, {which} collectives" for tid, which in lanes}
         for tid, name in threads.items():
             yield self._meta("thread_name", tid, {"name": name})

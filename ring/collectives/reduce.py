@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import Steps, Wire
 from ringlet.ring.rank_order import combine, even_counts
+from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 
 LEAST = 1 << 17  # bytes over all ranks from which two collectives that overlap beat one that waits
 
 
 def allreduce_steps(
-    comm: Communicator,
-    later: Communicator,
+    lane: Callable[[int], Communicator],
     buffer: Array,
     op: ReduceOp,
     dtype: str,
@@ -23,10 +24,14 @@ def allreduce_steps(
 ) -> Steps:
     """Combine ``buffer`` over all ranks in place, as ``Communicator.allreduce`` does.
 
-    What the transport does not reduce itself is summed here, between two collectives, of which
-    ``later``, a sibling of ``comm`` or itself, makes the second. ``allocate`` returns that many
-    bytes (uint8).
+    Over two levels each level's collective is a step of its own. What the transport does not reduce
+    itself is summed here, between two collectives. ``lane(i)`` makes collective i, counted from 0:
+    one communicator, or siblings of it. ``allocate`` returns that many bytes (uint8).
     """
+    comm = lane(0)
+    if comm.splits(buffer):
+        yield from _through_levels(lane, buffer, op, dtype, allocate)
+        return
     rank, size = comm.rank, comm.size
     nbytes = (size - 1) / size * buffer.nbytes
     if comm.reduces(op, dtype) or buffer.nbytes * size < max(LEAST, comm.gathered):
@@ -38,4 +43,21 @@ def allreduce_steps(
     yield Wire(partial(comm.alltoall, buffer, arrived, counts, [mine] * size), nbytes)
     shards = [arrived[r * mine : (r + 1) * mine] for r in range(size)]
     combine(shards, shards[:1], op, dtype)
-    yield Wire(partial(later.allgather, shards[0], buffer, counts), nbytes)
+    yield Wire(partial(lane(1).allgather, shards[0], buffer, counts), nbytes)
+
+
+def _through_levels(
+    lane: Callable[[int], Communicator],
+    buffer: Array,
+    op: ReduceOp,
+    dtype: str,
+    allocate: Callable[[int], Array],
+) -> Steps:
+    levels = [cast(HierarchicalCommunicator, lane(i)) for i in range(3)]
+    counts = even_counts(buffer.size, levels[0].local.size)
+    mine = counts[levels[0].local.rank]
+    shard = allocate(mine * buffer.itemsize).view(buffer.dtype)
+    nbytes = 2 * (levels[0].size - 1) / levels[0].size * buffer.nbytes
+    yield Wire(partial(levels[0].local.reduce_scatter, buffer, shard, counts, op, dtype))
+    yield Wire(partial(levels[1].cross.allreduce, shard, op, dtype), nbytes)
+    yield Wire(partial(levels[2].local.allgather, shard, buffer, counts))

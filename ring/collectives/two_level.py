@@ -9,6 +9,9 @@ for it. Ranks therefore agree twice. Before payloads travel, those that exchange
 other their sizes, or that there is none: then none of them sends. And before the output is written
 all ranks agree, inside the host and between hosts, that every shard is there; otherwise all raise
 the same error, and no output is touched.
+
+Each collective has a communicator of its own (a lane), so that those of several exchanges can be
+under way at once. Which one is the same on all ranks, whether they send payloads or not.
 """
 
 from __future__ import annotations
@@ -40,6 +43,14 @@ def _allocate(nbytes: int) -> Array:
     return np.empty(nbytes, np.uint8)
 
 
+def _nothing() -> None:
+    pass
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
 @dataclass(frozen=True)
 class HostShard:
     """What this rank compresses: its part of the host's sum.
@@ -54,8 +65,36 @@ class HostShard:
     result: Array
 
 
+def room_of(codec: Codec, hosts: int, mine: int) -> int:
+    """Return the bytes that ``two_level`` allocates on host ``mine``, where capacities are known.
+
+    Those that ``prepare`` tells are not.
+    """
+    sizes = [codec.capacity(part) + SEAL for part in range(codec.parts)]
+    taken = [sum(sizes)]
+    if codec.parts == 1:
+        taken += [hosts * sizes[0]]
+    else:
+        taken += [hosts * sizes[mine], sizes[mine], sum(sizes)]
+    return sum(map(_aligned, taken))
+
+
+def within(buffer: Array) -> Allocate:
+    """Return what allocates one piece of ``buffer`` (uint8) after the other."""
+    used = 0
+
+    def allocate(nbytes: int) -> Array:
+        nonlocal used
+        start, used = used, used + _aligned(nbytes)
+        if used > buffer.size:
+            raise MemoryError(f"{used} bytes were to be taken of {buffer.size}")
+        return buffer[start : start + nbytes]
+
+    return allocate
+
+
 def two_level(
-    comm: HierarchicalCommunicator,
+    lane: Callable[[int], HierarchicalCommunicator],
     send: Array,
     receive: Array,
     counts: Sequence[int],
@@ -66,18 +105,19 @@ def two_level(
     """Sum ``send`` (flat float32) over all ranks into ``receive``; collective.
 
     A generator that yields what communicates, for a pipeline or for ``run``, and encodes and
-    decodes in between. Only what leaves the host counts as sent. ``counts`` are the elements of
-    each local rank's shard, the same on every host; ``send`` and ``receive`` may be one array. All
-    ranks end with the same bits.
+    decodes in between. ``lane(i)`` makes collective i, counted from 0: one communicator, or
+    siblings of it. Only what leaves the host counts as sent. ``counts`` are the elements of each
+    local rank's shard, the same on every host; ``send`` and ``receive`` may be one array. All ranks
+    end with the same bits.
 
     Raises ValueError for a codec of another number of parts. When a codec fails on any rank, or a
     payload arrives damaged, raises ExchangeFailed on all ranks, with one text, and leaves
     ``receive`` as it was.
     """
-    codec, hosts = shard.codec, comm.cross.size
+    codec, hosts = shard.codec, lane(0).cross.size
     if codec.parts not in (1, hosts):
         raise ValueError(f"a shard's codec has 1 part or {hosts}, one per host, not {codec.parts}")
-    yield Wire(partial(comm.reduce_within, send, shard.values, counts))
+    yield Wire(partial(lane(0).reduce_within, send, shard.values, counts))
     failure: Exception | None = None
     encoded = Encoded(np.empty(0, np.uint8), [])
     try:
@@ -86,14 +126,16 @@ def two_level(
         failure = error
     sizes = np.empty(hosts, np.int64)
     own = np.array([-1 if failure else encoded.nbytes], np.int64)
-    yield Wire(partial(comm.cross.allgather, own, sizes))
+    yield Wire(partial(lane(1).cross.allgather, own, sizes))
+    exchange: Exchange
+    moves = 2 if codec.parts == 1 else 3  # collectives of the exchange of payloads
     if (sizes >= 0).all():
-        exchange: Exchange
+        comm, later = lane(2).cross, [lane(3).cross, lane(4).cross]
         if codec.parts == 1:
             known = [int(n) for n in sizes]
-            exchange = AllgatherReduce(comm.cross, codec, encoded, known, allocate, plan)
+            exchange = AllgatherReduce(comm, codec, encoded, known, allocate, plan, later)
         else:
-            exchange = ScatterReduce(comm.cross, codec, encoded, allocate, plan)
+            exchange = ScatterReduce(comm, codec, encoded, allocate, plan, later)
         yield Wire(exchange.start, exchange.sent)
         exchange.reduce()
         for collective in (*exchange.rest, exchange.agree):
@@ -105,8 +147,10 @@ def two_level(
                 exchange.decode()
             except Exception as error:
                 failure = error
-    yield from _agree(comm, failure)
-    yield Wire(partial(comm.gather_within, shard.result, receive, counts))
+    else:  # of other shards payloads may travel
+        yield from [Wire(_nothing)] * moves
+    yield from _agree(lane, 2 + moves, failure)
+    yield Wire(partial(lane(4 + moves).gather_within, shard.result, receive, counts))
 
 
 def run(steps: Steps) -> int:
@@ -142,19 +186,21 @@ def _encode(codec: Codec, allocate: Allocate) -> Encoded:
     return encoded
 
 
-def _agree(comm: HierarchicalCommunicator, failure: Exception | None) -> Steps:
+def _agree(
+    lane: Callable[[int], HierarchicalCommunicator], first: int, failure: Exception | None
+) -> Steps:
     """Raise ExchangeFailed on every rank if there was a ``failure`` on any."""
+    local, cross = lane(first).local, lane(first + 1).cross
     if isinstance(failure, ExchangeFailed) and isinstance(failure.__cause__, Exception):
         failure = failure.__cause__
-    here = np.empty(comm.local.size, np.int64)
-    everywhere = np.empty(comm.cross.size, np.int64)
+    here, everywhere = np.empty(local.size, np.int64), np.empty(cross.size, np.int64)
     own = np.array([failure is not None], np.int64)
-    yield Wire(partial(comm.local.allgather, own, here))
+    yield Wire(partial(local.allgather, own, here))
     host = np.array([here.any()], np.int64)
-    yield Wire(partial(comm.cross.allgather, host, everywhere))
+    yield Wire(partial(cross.allgather, host, everywhere))
     if not everywhere.any():
         return
-    said: list[bytes] = []
+    comm, said = lane(first + 2), list[bytes]()
     text = "" if failure is None else _told(comm.origin[comm.rank], failure)
     yield Wire(lambda: said.extend(comm.allgather_bytes(text.encode())))
     told = [words.decode() for words in said]

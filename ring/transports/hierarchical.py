@@ -12,6 +12,7 @@ compressed shards with each other instead, it sends L times as much.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -73,12 +74,19 @@ class HierarchicalCommunicator(Communicator):
         self._usable()
         self.local.allgather(shard, receive, counts)
 
-    def _allreduce(self, buffer: Array, op: ReduceOp, name: str) -> None:
+    def splits(self, buffer: Array) -> bool:
+        """Whether an allreduce of ``buffer`` goes through both levels, in host memory."""
+        return self._divides(buffer) and not _on_gpu(buffer)
+
+    def _divides(self, buffer: Array) -> bool:
         trivial = self.local.size == 1 or self.cross.size == 1
-        if trivial or buffer.nbytes < LEAST:
+        return not trivial and buffer.nbytes >= LEAST
+
+    def _allreduce(self, buffer: Array, op: ReduceOp, name: str) -> None:
+        if not self._divides(buffer):
             self.flat.allreduce(buffer, op, name)
             return
-        if hasattr(buffer, "__cuda_array_interface__"):
+        if _on_gpu(buffer):
             self._allreduce_on_gpu(buffer, op, name)
             return
         counts = even_counts(buffer.size, self.local.size)
@@ -128,6 +136,16 @@ class HierarchicalCommunicator(Communicator):
         hosts = [self.hosts[rank] for rank in ranks]
         return two_levels(subset, Topology.from_hosts(subset.rank, hosts))
 
+    def _sibling(self, number: int) -> HierarchicalCommunicator | None:
+        flat, local, cross = (x.sibling(number) for x in (self.flat, self.local, self.cross))
+        if flat is None or local is None or cross is None:
+            return None
+        sibling = copy.copy(self)
+        sibling.flat, sibling.local, sibling.cross = flat, local, cross
+        sibling._scratch, sibling._subsets, sibling._siblings = Scratch(), [], {}
+        sibling.before_close = lambda: None
+        return sibling
+
     def severed(self) -> list[int]:
         """Return ``origin`` of the ranks to which a connection has ended, on any level."""
         levels = self.flat, self.local, self.cross
@@ -139,6 +157,10 @@ class HierarchicalCommunicator(Communicator):
 
     def _close(self) -> None:
         self.flat.close()
+
+
+def _on_gpu(buffer: Array) -> bool:
+    return hasattr(buffer, "__cuda_array_interface__")
 
 
 def by_host(hosts: Sequence[str]) -> list[list[int]]:

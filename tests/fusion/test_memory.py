@@ -10,8 +10,9 @@ from engines import with_engines
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, EngineClosed, Limits, OutOfMemory, Request
 from ringlet.fusion.devices.fusion_buffers import BufferPool
-from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.communicator import ReduceOp, Topology
 from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.hierarchical import two_levels
 from ringlet.ring.transports.local import run_local
 
 
@@ -188,20 +189,24 @@ def starve(engine):
 SPECS = ["int8", "topk(ratio=0.05)", "fp16", "none"]
 
 
-@pytest.mark.parametrize("hungry", [{1}, {0, 1, 2}])
-def test_without_memory_to_receive_exchanges_are_made_one_at_a_time(hungry):
+@pytest.mark.parametrize(
+    ("hosts", "hungry"), [("abc", {1}), ("abc", {0, 1, 2}), ("aabb", {1}), ("aabb", {0, 1, 2, 3})]
+)
+def test_without_memory_to_receive_exchanges_are_made_one_at_a_time(hosts, hungry):
     n = 30_000
     requests = [
         Request(f"{i}", shape=(n,), spec=SPECS[i % 4], op=ReduceOp.SUM, collective=way)
         for i, way in enumerate(["scatter_reduce", "auto", "auto", "auto"] * 3)
     ]
+    requests.append(replace(requests[1], name="of no fixed size", spec="lossless"))
     requests.append(replace(requests[1], name="more than a bucket may hold", shape=(5 * n,)))
     singles = [Request(f"s{i}", shape=(n,), op=ReduceOp.SUM) for i in range(8)]
     halves = [Request(f"h{i}", dtype="float16", shape=(n,), op=ReduceOp.SUM) for i in range(4)]
 
     def rank_main(comm, hungry):
         rng = np.random.default_rng(comm.rank)
-        engine = Engine(comm, open_control, Limits(fusion_threshold=4 * n, lookahead=0))
+        levels = two_levels(comm, Topology.from_hosts(comm.rank, hosts))
+        engine = Engine(levels, open_control, Limits(fusion_threshold=4 * n, lookahead=0))
         try:
             compressors = [parse(request.spec) for request in requests]
             group = engine.declare("g", requests, compressors, [{} for _ in requests])
@@ -227,8 +232,8 @@ def test_without_memory_to_receive_exchanges_are_made_one_at_a_time(hungry):
         finally:
             engine.shutdown()
 
-    expected = run_local(lambda comm: rank_main(comm, set()), 3)[0]
-    for results in run_local(lambda comm: rank_main(comm, hungry), 3):
+    expected = run_local(lambda comm: rank_main(comm, set()), len(hosts))[0]
+    for results in run_local(lambda comm: rank_main(comm, hungry), len(hosts)):
         for ours, right in zip(results, expected, strict=True):
             np.testing.assert_array_equal(ours, right)
 

@@ -34,9 +34,9 @@ class Levels(HierarchicalCommunicator):
 
     offered = 0
 
-    def _allreduce(self, buffer, op, name):
+    def splits(self, buffer):
         self.offered += 1
-        super()._allreduce(buffer, op, name)
+        return super().splits(buffer)
 
 
 def on_hosts(hosts, body, **limits):

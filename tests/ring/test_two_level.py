@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.ring import PeerLost, ProtocolError, Topology
+from ringlet.ring import PeerLost, ProtocolError, ReduceOp, Topology
+from ringlet.ring.collectives.reduce import allreduce_steps
 from ringlet.ring.collectives.seal import SEAL
 from ringlet.ring.collectives.two_level import HostShard, run, two_level
+from ringlet.ring.pipeline import Flight, Pipeline
 from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 from ringlet.ring.transports.local import run_local
@@ -35,7 +37,7 @@ def reduce(two, n, seed, scatter, counts=None, **options):
     counts = even_counts(n, two.local.size) if counts is None else counts
     receive = np.full(n, np.nan, np.float32)
     shard = shard_of(two, counts, scatter, **options)
-    sent = run(two_level(two, gradient(two.rank, n, seed), receive, counts, shard))
+    sent = run(two_level(lambda _: two, gradient(two.rank, n, seed), receive, counts, shard))
     return receive, sent
 
 
@@ -84,7 +86,7 @@ def test_the_output_may_be_the_input():
         two, n = two_levels(comm, "aabb"), 100
         counts = even_counts(n, 2)
         values = gradient(comm.rank, n, 0)
-        run(two_level(two, values, values, counts, shard_of(two, counts, True)))
+        run(two_level(lambda _: two, values, values, counts, shard_of(two, counts, True)))
         return values.tobytes(), reduce(two, n, 0, True)[0].tobytes()
 
     assert all(here == there for here, there in run_local(in_place, 4))
@@ -137,7 +139,7 @@ def test_a_codec_that_fails_is_one_error_everywhere_and_no_output_is_touched(
         shard = shard_of(two, counts, scatter, codec if comm.rank == 2 else Int8Codec)
         receive = np.full(n, np.nan, np.float32)
         with pytest.raises(ProtocolError) as caught:
-            run(two_level(two, gradient(comm.rank, n, 0), receive, counts, shard))
+            run(two_level(lambda _: two, gradient(comm.rank, n, 0), receive, counts, shard))
         assert np.isnan(receive).all()
         if comm.rank == 2 and codec is not Short:
             assert isinstance(caught.value.__cause__, KeyError)
@@ -146,6 +148,84 @@ def test_a_codec_that_fails_is_one_error_everywhere_and_no_output_is_touched(
     results = run_local(failing, len(hosts))
     assert len(set(results)) == 1  # and the communicator still serves
     assert text in results[0][0]
+
+
+def ramp(n):
+    return np.arange(min(64 * n, 50_000), dtype=np.int32)
+
+
+def pipelined(two, tasks, seed, failing=Int8Codec, overlapping=True):
+    """Make exchanges of ``tasks`` overlap; return by task what it gave, or the error it raised.
+
+    A task is its elements, whether payloads are reduced in parts, and the rank whose codec fails,
+    if there is one. Sums of integers that are not compressed lie between them.
+    """
+    lanes = [two, *(two.sibling(i) if overlapping else two for i in range(1, 8))]
+    pipeline, results = Pipeline(lambda: None, depth=3), []
+
+    def compressed(i, n, scatter, fails):
+        counts, receive = even_counts(n, two.local.size), np.full(n, np.nan, np.float32)
+        shard = shard_of(two, counts, scatter, failing if two.rank == fails else Int8Codec)
+        try:
+            yield from two_level(
+                lanes.__getitem__, gradient(two.rank, n, seed + i), receive, counts, shard
+            )
+            results[i] = receive.tobytes()
+        except ProtocolError as error:
+            assert np.isnan(receive).all()
+            results[i] = str(error)
+
+    def plain(i, n):
+        values = ramp(n) * (two.rank + 1)
+        yield from allreduce_steps(
+            lanes.__getitem__, values, ReduceOp.SUM, "int32", lambda k: np.empty(k, np.uint8)
+        )
+        results[i] = values.tobytes()
+
+    steps = []
+    for n, scatter, fails in tasks:
+        steps += [compressed(len(steps), n, scatter, fails), plain(len(steps) + 1, n)]
+    results += [None] * len(steps)
+    try:
+        for each in steps:
+            pipeline.add(Flight(each, lambda: None, lambda *_: None), overlapping)
+        pipeline.drain()
+    finally:
+        pipeline.stop(lambda: None)
+    return results
+
+
+@settings(max_examples=60)
+@given(
+    hosts=st.sampled_from(["aabb", "abab", "aaabbb", "aabbcc"]),
+    tasks=st.lists(
+        st.tuples(st.integers(0, 600), st.booleans(), st.sampled_from([None] * 5 + [0, 1, 2, 3])),
+        max_size=6,
+    ),
+    failing=st.sampled_from([FailsToEncode, FailsToSum, FailsToDecode]),
+    seed=st.integers(0, 99),
+)
+def test_exchanges_that_overlap_equal_those_one_by_one_whichever_fail(hosts, tasks, failing, seed):
+    tasks = [(n, s, None if failing is FailsToSum and not s else fails) for n, s, fails in tasks]
+
+    def one_by_one(comm):
+        two = two_levels(comm, hosts)
+        return [reduce(two, n, seed + 2 * i, s)[0].tobytes() for i, (n, s, _) in enumerate(tasks)]
+
+    alone = run_local(one_by_one, len(hosts))[0]
+    found = run_local(
+        lambda comm: pipelined(two_levels(comm, hosts), tasks, seed, failing), len(hosts)
+    )
+    assert all(each == found[0] for each in found)
+    ranks = sum(range(1, len(hosts) + 1))
+    for (n, _, fails), got, plain, right in zip(
+        tasks, found[0][::2], found[0][1::2], alone, strict=True
+    ):
+        assert plain == (ramp(n) * ranks).tobytes()
+        if fails is None:
+            assert got == right
+        else:
+            assert got == f"the codec of rank {fails} failed on its host's sum: KeyError: 'boom'"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +242,7 @@ def test_a_damaged_payload_is_one_error_everywhere(scatter, method):
         with pytest.raises(ProtocolError) as caught:
             run(
                 two_level(
-                    two,
+                    lambda _: two,
                     gradient(comm.rank, n, 0),
                     receive,
                     counts,
@@ -185,7 +265,7 @@ def test_a_rank_that_leaves_ends_it_for_the_others():
         counts = even_counts(n, 2)
         receive = np.full(n, np.nan, np.float32)
         shard = shard_of(two, counts, True)
-        steps = two_level(two, gradient(comm.rank, n, 0), receive, counts, shard)
+        steps = two_level(lambda _: two, gradient(comm.rank, n, 0), receive, counts, shard)
         if comm.rank == 1:
             next(steps).call()
             raise RuntimeError("gone")
@@ -207,6 +287,10 @@ def test_a_codec_of_other_parts_is_refused():
         values = np.zeros(2, np.float32)
         shard = HostShard(Int8Codec(values, 3), values, values)
         with pytest.raises(ValueError, match="1 part or 2, one per host, not 3"):
-            run(two_level(two, np.zeros(4, np.float32), np.zeros(4, np.float32), [2, 2], shard))
+            run(
+                two_level(
+                    lambda _: two, np.zeros(4, np.float32), np.zeros(4, np.float32), [2, 2], shard
+                )
+            )
 
     run_local(wrong, 4)

@@ -49,6 +49,9 @@ def play(comm):
         for n in (1, 1001, 400_001):
             for scatter in (True, False):
                 digest.update(TWO["reduce"](two, n, n, scatter)[0].tobytes())
+        tasks = [(n, i % 2 == 0, 1 if i == 4 else None) for i, n in enumerate(SIZES)]
+        for result in TWO["pipelined"](two, tasks, 0, TWO["FailsToEncode"], bool(siblings)):
+            digest.update(result if isinstance(result, bytes) else result.encode())
         try:
             codec = TWO["FailsToEncode"] if comm.rank == 2 else codec_of
             TWO["reduce"](two, 1000, 0, True, codec=codec)
