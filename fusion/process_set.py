@@ -65,7 +65,7 @@ class Peers:
         first = Track(ranks, comm)
         self.tracks: tuple[Track, ...] = (first,)
         if first.all_far and first.overlaps:
-            beside = ((comm.sibling(LANES * i), i) for i in range(1, TRACKS))
+            beside = ((comm.sibling(MOST_LANES * i), i) for i in range(1, TRACKS))
             self.tracks += tuple(Track(ranks, each, i) for each, i in beside if each is not None)
         self._launched = 0
         levels = levels_of(comm)

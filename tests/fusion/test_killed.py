@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("worker_killed.py")
 pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("distance", ["near", "far"])
+@pytest.mark.parametrize("distance", ["near", "far", "levels"])
 def test_survivors_name_a_rank_that_is_killed(distance, tmp_path):
     phases = runpy.run_path(str(WORKER))["PHASES"]
     process = subprocess.Popen(
@@ -34,5 +34,5 @@ def test_survivors_name_a_rank_that_is_killed(distance, tmp_path):
             process.communicate()
     assert process.returncode == 0, output
     for phase in phases:
-        for rank in (0, 2):
+        for rank in (0, 2, 3)[: 3 if distance == "levels" else 2]:
             assert f"{phase}: rank {rank}: PeerLost: rank 1 is gone" in output, output

@@ -46,7 +46,7 @@ def test_results_are_those_of_ranks_that_are_near(monkeypatch):
     monkeypatch.setattr(LocalCommunicator, "sibling", sibling)
     monkeypatch.setattr(LocalCommunicator, "all_far", True)
     far = with_engines(SIZE, train, **limits)
-    assert made == {1, 2, 3, 4, 8, 12}
+    assert made == {1, 2, 3, 8, 16, 24}
     assert near == far
     assert far[0] == far[1] == far[2]
 

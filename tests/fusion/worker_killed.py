@@ -1,6 +1,6 @@
-"""Three ranks of which one is killed in a phase of an exchange.
+"""Ranks of which one is killed in a phase of an exchange: three, or four on two levels.
 
-    worker_killed.py FOLDER near|far PHASE...
+    worker_killed.py FOLDER near|far|levels PHASE...
 
 The ranks are forked, so that torch is imported once. Prints what each survivor raised.
 """
@@ -17,12 +17,14 @@ from torch.distributed import FileStore
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, Limits, Request
 from ringlet.fusion.planning import pieces
-from ringlet.ring import RingError
+from ringlet.ring import RingError, Topology
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.gloo import GlooCommunicator
+from ringlet.ring.transports.hierarchical import two_levels
 from ringlet.ring.transports.process_group import ProcessGroupCommunicator
 
-VICTIM, SIZE, SPEC = 1, 3, "int8 | ef"
+VICTIM, SPEC = 1, "int8 | ef"
+HOSTS = {"near": "abc", "far": "abc", "levels": "aabb"}
 PHASES = ("idle", "encode", "first collective", "sum", "second collective", "decode", "plain")
 
 
@@ -39,10 +41,10 @@ def doomed(original):
     return call
 
 
-def prepare(phase, far):
+def prepare(phase, distance):
     """Let this process die in ``phase``."""
     compressor = type(parse(SPEC))
-    plain = "_alltoall" if far else "_allreduce"
+    plain = "_alltoall" if distance == "far" else "_allreduce"
     where = {
         "encode": (compressor, "encode_into"),
         "sum": (compressor, "sum_into"),
@@ -54,13 +56,15 @@ def prepare(phase, far):
     setattr(*where, doomed(getattr(*where)))
 
 
-def train(folder, phase, far, rank):
+def train(folder, phase, distance, rank):
     """Train until something is raised."""
-    store = FileStore(str(Path(folder) / phase.replace(" ", "-")), SIZE)
-    comm = GlooCommunicator(store, rank, SIZE, timeout=60.0, host="127.0.0.1")
-    if far:
+    hosts = HOSTS[distance]
+    store = FileStore(str(Path(folder) / phase.replace(" ", "-")), len(hosts))
+    comm = GlooCommunicator(store, rank, len(hosts), timeout=60.0, host="127.0.0.1")
+    if distance == "far":
         comm._nearest, comm._delay, comm._spread = 0.01, 0.01, True
-    engine = Engine(comm, open_control, Limits(fusion_threshold=1 << 18))
+    levels = two_levels(comm, Topology.from_hosts(rank, hosts))
+    engine = Engine(levels, open_control, Limits(fusion_threshold=1 << 18))
     spec = "none" if phase == "plain" else SPEC
     n = 400_000
     group = engine.declare("g", [Request("w", shape=(n,), spec=spec)], [parse(spec)], [{}])
@@ -70,26 +74,26 @@ def train(folder, phase, far, rank):
             if rank == VICTIM and step == 2:
                 if phase == "idle":
                     os.kill(os.getpid(), signal.SIGKILL)
-                prepare(phase, far)
+                prepare(phase, distance)
             group.submit("w", x)
             group.wait(60)
     except RingError as error:
         print(f"{phase}: rank {rank}: {type(error).__name__}: {error}", flush=True)
     engine.shutdown()
-    comm.close()
+    levels.close()
 
 
 def main():
     pieces.PIECE = 50_000
-    far = sys.argv[2] == "far"
+    distance = sys.argv[2]
     for phase in sys.argv[3:]:
         children = []
-        for rank in range(SIZE):
+        for rank in range(len(HOSTS[distance])):
             child = os.fork()
             if child == 0:
                 code = 1
                 try:
-                    train(sys.argv[1], phase, far, rank)
+                    train(sys.argv[1], phase, distance, rank)
                     code = 0
                 except BaseException:
                     traceback.print_exc()
@@ -98,7 +102,9 @@ def main():
                     os._exit(code)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        assert codes == [0, -signal.SIGKILL, 0], (phase, codes)
+        expected = [0] * len(codes)
+        expected[VICTIM] = -signal.SIGKILL
+        assert codes == expected, (phase, codes)
 
 
 if __name__ == "__main__":
