@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ringlet.compressors import NoCompression
 from ringlet.fusion.buckets.bucket import Bucket, CompressedBucket, SumBucket
 from ringlet.fusion.buckets.cuda_bucket import DeviceBucket, DeviceSumBucket
+from ringlet.fusion.buckets.cuda_two_level import DeviceTwoLevelBucket
 from ringlet.fusion.buckets.plain import PlainBucket
 from ringlet.fusion.buckets.rounds import RoundsBucket
 from ringlet.fusion.buckets.two_level import TwoLevelBucket
@@ -43,4 +44,7 @@ def _suitable(members: Sequence[Member], peers: Peers, hierarchical: bool) -> Bu
     levels = levels_of(peers.comm)
     if kind is CompressedBucket and levels is not None:
         return TwoLevelBucket(members, levels)
+    fixed = all(member.compressor.traits().fixed_size for member in members)
+    if kind is DeviceBucket and levels is not None and fixed:
+        return DeviceTwoLevelBucket(members, levels)
     return kind(members, peers.size)

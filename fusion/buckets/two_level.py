@@ -7,7 +7,7 @@ What it holds back of a whole tensor, from other ranks or hosts before, goes int
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -41,23 +41,20 @@ class TwoLevelBucket(Bucket):
         super().__init__(members, comm.size)
         self._seen, self._finishing = bool(self._finishing), []  # of its shard, by the codec
         self._comm, local = comm, comm.local
-        shares = [even_counts(member.numel, local.size) for member in self.members]
-        self._counts = [sum(share[rank] for share in shares) for rank in range(local.size)]
-        # The fusion buffer holds shard after shard, each of them tensor after tensor.
-        sizes = [share[rank] for rank in range(local.size) for share in shares]
-        self._ends = [0, *accumulate(sizes)]
-        self._starts = [[0, *accumulate(share)] for share in shares]
+        self._shares = [even_counts(member.numel, local.size) for member in self.members]
+        self._counts = self._lay_out()  # elements of each local rank's shard
+        self._starts = [[0, *accumulate(share)] for share in self._shares]
         starts = [
             member.start + at[local.rank]
             for member, at in zip(self.members, self._starts, strict=True)
         ]
         self._names = [
             ShardName.of(comm.cross.origin, start, start + share[local.rank], member.request.numel)
-            for member, start, share in zip(self.members, starts, shares, strict=True)
+            for member, start, share in zip(self.members, starts, self._shares, strict=True)
         ]
         self._owing: set[int] = set()  # members that paid back, in the step at hand, what they owe
         self._parts = _shard_members(self.members, self._names, comm)
-        self._codec = _ShardCodec(self._parts, _parts_between(self.members[0], comm.cross.size))
+        self._codec = self._codec_of(_parts_between(self.members[0], comm.cross.size))
         self._buffer: Array = np.empty(0, np.float32)
         mine, hosts = self._counts[local.rank], comm.cross.size
         self.arrives = 8 * mine  # bytes of the shard's sum and of the result
@@ -66,30 +63,41 @@ class TwoLevelBucket(Bucket):
         else:  # no payload takes much more than what it stands for
             self.arrives += (1 + hosts) * (5 * mine + 1024 * len(self.members))
 
+    def _lay_out(self) -> list[int]:
+        """Decide where shards lie in the fusion buffer; return the elements of each."""
+        # One behind the other, each of them tensor after tensor.
+        ranks = range(self._comm.local.size)
+        sizes = [share[rank] for rank in ranks for share in self._shares]
+        self._ends = [0, *accumulate(sizes)]
+        return [sum(share[rank] for share in self._shares) for rank in ranks]
+
+    def _codec_of(self, parts: int) -> BucketCodec:
+        """Return what encodes this rank's shards, and decodes them, in ``parts``."""
+        return _ShardCodec(self._parts, parts)
+
     def _encode(self) -> int:
-        self._buffer = self._lease.allocate(4 * self._ends[-1]).view(np.float32)
+        self._buffer = self._lease.allocate(4 * sum(self._counts)).view(np.float32)
+        multiply = self.place.xp.multiply
         for i, member in enumerate(self.members):
             request, workspace = member.request, member.workspace
             values = to_float32(member.input, request.dtype, workspace)
             average = request.op is ReduceOp.AVERAGE
             factor = request.prescale / (len(self._counts) if average else 1)
+            for here, part in self._pairs(i, values):
+                multiply(part, np.float32(factor), out=here)
             owed = self._owed(i)
-            for place, piece in self._places(i):
-                np.multiply(values[piece], np.float32(factor), out=self._buffer[place])
-                if owed is not None:
-                    self._buffer[place] += owed[piece] * np.float32(factor / member.prescale)
+            if owed is not None:
+                for here, part in self._pairs(i, owed):
+                    here += part * np.float32(factor / member.prescale)
         return self._buffer.nbytes
 
     def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
         comm, codec, lease = self._comm, self._codec, self._lease
-        mine, hosts = self._counts[comm.local.rank], comm.cross
-        sums, results = (lease.allocate(4 * mine).view(np.float32) for _ in range(2))
+        hosts = comm.cross
+        sums, results = self._bind()
         allocate: Allocate = lease.allocate
         if codec.fixed:  # else it is known too late how much, and this has to be alone
             allocate = within(lease.allocate(room_of(codec, hosts.size, hosts.rank)))
-        ends = [0, *accumulate(part.numel for part in self._parts)]
-        for part, start, stop in zip(self._parts, ends, ends[1:], strict=False):
-            part.input, part.output = sums[start:stop], results[start:stop]
         self.fatal = self._seen  # some ranks may have seen the sum of their shard, and others not
         shard, plan = HostShard(codec, sums, results), self.plan_of(epoch)
         lane = partial(_lane, track)
@@ -103,17 +111,36 @@ class TwoLevelBucket(Bucket):
             yield wire
             start_s = time.perf_counter()
         self.note_sum(self._buffer, "float32")
+        self._deliver()
+        recorder.decompressed(self.trace, start_s)
+
+    def _bind(self) -> tuple[Array, Array]:
+        """Let shards lie in what is allocated for their sums and results, which is returned."""
+        local = self._comm.local
+        mine, starts = self._counts[local.rank], self._starts_in_shard()
+        sums, results = (self._lease.allocate(4 * mine).view(np.float32) for _ in range(2))
+        for part, start in zip(self._parts, starts, strict=True):
+            place = slice(start, start + part.numel)
+            part.input, part.output = sums[place], results[place]
+        return sums, results
+
+    def _starts_in_shard(self) -> list[int]:
+        """Return where in this rank's shard the members' begin."""
+        ends = list(accumulate(part.numel for part in self._parts))
+        return [0, *ends[:-1]]
+
+    def _deliver(self) -> None:
+        """Copy what the fusion buffer holds to the members' outputs."""
         for i, member in enumerate(self.members):
             dtype = member.output_dtype
             wide = member.output
             if dtype != "float32":
                 wide = member.workspace.array("decoded32", member.numel)
-            for place, piece in self._places(i):
-                wide[piece] = self._buffer[place]
+            for here, part in self._pairs(i, wide):
+                part[...] = here
             if i in self._owing:
                 self._paid(member, wide)
             from_float32(wide, member.output, dtype, member.workspace)
-        recorder.decompressed(self.trace, start_s)
 
     def let_go(self) -> None:
         """Refer to no tensor any more, nor to the fusion buffer."""
@@ -143,17 +170,16 @@ class TwoLevelBucket(Bucket):
         whole = member.state.get("residual")
         if whole is None:  # other pieces of the tensor have paid all that there was
             return
-        whole[member.start : member.start + member.numel][np.isfinite(result)] = 0
-        if not whole.any():
+        whole[member.start : member.start + member.numel][self.place.xp.isfinite(result)] = 0
+        if not self.place.to_host(whole.any()):
             del member.state["residual"]
 
-    def _places(self, i: int) -> list[tuple[slice, slice]]:
-        """Return where the shards of member ``i`` lie: in the fusion buffer, in the tensor."""
+    def _pairs(self, i: int, values: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield views of the fusion buffer, and of ``values`` of member ``i``, that are alike."""
         starts, tensors = self._starts[i], len(self.members)
-        return [
-            (slice(*self._ends[at : at + 2]), slice(*starts[rank : rank + 2]))
-            for rank, at in enumerate(range(i, len(self._ends) - 1, tensors))
-        ]
+        for rank, at in enumerate(range(i, len(self._ends) - 1, tensors)):
+            here, there = slice(*self._ends[at : at + 2]), slice(*starts[rank : rank + 2])
+            yield self._buffer[here], values[there]
 
 
 def _lane(track: Track, number: int) -> HierarchicalCommunicator:

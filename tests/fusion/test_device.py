@@ -15,6 +15,7 @@ from standin import Enqueuing, Gpu, OutOfOrder, array_module, on_gpu, on_ranks
 from ringlet.compressors import PayloadError, parse
 from ringlet.compressors.specs import registry
 from ringlet.fusion import CompressionFailed, EngineClosed, Request
+from ringlet.fusion.buckets.cuda_two_level import DeviceTwoLevelBucket
 from ringlet.fusion.codecs.cuda_varying_codec import DescribedCodec
 from ringlet.fusion.devices import cuda as cuda_place
 from ringlet.fusion.devices.cuda import CudaPlace
@@ -183,21 +184,20 @@ def test_pieces_of_large_tensors(monkeypatch):
     same(*results(body, fusion_threshold=2000))
 
 
-def test_sums_go_through_two_levels_and_payloads_stay_on_one(monkeypatch):
-    """Sums are those of host memory; shards lie on the GPU, and nobody waits for them."""
+def test_sums_go_through_two_levels(monkeypatch):
+    """They are those of host memory; shards lie on the GPU, and nobody waits for them."""
     monkeypatch.setattr(hierarchical, "LEAST", 1)
-    specs, shape = ["none", "fp16", "int8 | ef", "none"], (30, 40)
+    specs, shape = ["none", "fp16", "none"], (30, 40)
 
     def body(engine, place, put, get):
-        group, _ = declared(engine, [place] * 4, specs, shape)
-        sums, decoded = [], []
+        group, _ = declared(engine, [place] * 3, specs, shape)
+        sums = []
         for step in range(2):
             arrays = [put(values(n, engine.rank, step, shape)) for n in group.members]
             for name, x in zip(group.members, arrays, strict=True):
                 group.submit(name, x)
             group.wait(60)
-            sums += [get(x) for x in (arrays[0], arrays[1], arrays[3])]
-            decoded.append(get(arrays[2]))
+            sums += [get(x) for x in arrays]
         for op, dtype in (ReduceOp.MAX, "float32"), (ReduceOp.SUM, "int64"):
             x = put((values("m", engine.rank, 0) * 9).astype(dtype))
             request = Request(f"m.{dtype}", "allreduce", dtype, SHAPE, op, place=place)
@@ -206,13 +206,115 @@ def test_sums_go_through_two_levels_and_payloads_stay_on_one(monkeypatch):
             levels = levels_of(engine.comm)
             assert levels.local.moved > 0
             assert levels.cross.moved > 0
-        return sums, decoded
+        return sums
 
-    host, device = results(body, 4, hosts="aabb")
-    same([sums for sums, _ in host], [sums for sums, _ in device])
-    for _, decoded in device:  # the host's payloads are of shards, so they differ from these
-        same([device[0][1]], [decoded])
-        assert all(np.isfinite(each).all() for each in decoded)
+    same(*results(body, 4, hosts="aabb"))
+
+
+PAYLOADS = [
+    ("int8 | ef", "float32", 1203), ("int8 | ef", "float32", 1), ("int8 | ef", "float32", 2600),
+    ("int8 | ef", "float16", 1500), ("int4", "float64", 1800), ("topk | ef", "float32", 1206),
+    ("topk | int8(bucket=32) | ef", "float32", 1500), ("block_topk | ef", "bfloat16", 1700),
+    ("mxfp4", "float32", 1500), ("int8 | ef21", "float32", 1501), ("onebit | ef", "float32", 1100),
+    ("int4 | hadamard | ef", "float32", 1400), ("terngrad", "float32", 1100),
+    ("lossless", "float32", 1300), ("threshold(value=0.5) | ef", "float32", 1300),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aaabbb", "abcabc"])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE])
+def test_payloads_go_through_two_levels_as_they_do_in_host_memory(hosts, op):
+    """Those of no fixed size stay on one level."""
+    warm_up([spec for spec, _, _ in PAYLOADS])
+
+    def body(engine, place, put, get):
+        requests = [
+            Request(f"{i}", "allreduce", dtype, (n,), op, f"{spec} | min_size(0)", prescale=0.5,
+                    place=place)
+            for i, (spec, dtype, n) in enumerate(PAYLOADS)
+        ]  # fmt: skip
+        states = [{} for _ in requests]
+        group = engine.declare("g", requests, [parse(r.spec) for r in requests], states)
+        if place == "cuda":
+            for bucket in group.buckets:
+                fixed = bucket.members[0].compressor.traits().fixed_size
+                assert isinstance(bucket, DeviceTwoLevelBucket) == fixed
+        outs = []
+        for step in range(3):
+            arrays = []
+            for request in requests:
+                x = values(request.name, engine.rank, step, request.shape)
+                x = (x.view(np.uint32) >> 16).astype(np.uint16) if (
+                    request.dtype == "bfloat16"
+                ) else x.astype(request.dtype)  # fmt: skip
+                arrays.append(put(x))
+                group.submit(request.name, arrays[-1])
+            group.wait(60)
+            outs += [get(x) for x in arrays[:-2]]
+        held = [
+            (i, name, key, get(value))
+            for i, state in enumerate(states[:-2])
+            for name, part in sorted(state.items())
+            if isinstance(part, dict)
+            for key, value in sorted(part.items())
+            if hasattr(value, "dtype") and value.size
+        ]
+        return outs, held
+
+    host, device = results(body, len(hosts), hosts=hosts)
+    same([outs for outs, _ in host], [outs for outs, _ in device])
+    (of_host, of_device) = ([held for _, held in found] for found in (host, device))
+    for here, there in zip(of_host, of_device, strict=True):
+        assert [each[:3] for each in here] == [each[:3] for each in there]
+        same([[each[3] for each in here]], [[each[3] for each in there]])
+
+
+def test_what_is_held_back_of_whole_tensors_goes_into_the_sums_of_hosts():
+    def body(engine, place, put, get):
+        request = Request("w", shape=SHAPE, spec="topk | ef", place=place)
+        with engine.at_work():
+            state = {"step": 1, "residual": put(values("owed", engine.rank, 0))}
+        group = engine.declare("g", [request], [parse("topk | ef")], [state])
+        outs = []
+        for step in range(2):
+            x = put(values("w", engine.rank, step))
+            group.submit("w", x)
+            group.wait(60)
+            outs.append(get(x))
+        assert "residual" not in state
+        return outs
+
+    same(*results(body, 4, hosts="aabb"))
+
+
+def test_a_compressor_that_fails_on_its_hosts_sum_fails_the_step_on_all_ranks(brittle):
+    brittle["when"] = lambda ctx: ctx.rank == 1  # of the hosts
+
+    def body(engine, gpu):
+        group, _ = declared(engine, ["cuda"] * 2, ["brittle", "none"])
+        barrier = Request("b", "barrier")
+
+        def step():
+            arrays = [on_gpu(gpu, np.full(SHAPE, 1.0, np.float32).reshape(-1)) for _ in range(2)]
+            for name, x in zip(group.members, arrays, strict=True):
+                group.submit(name, x)
+            group.wait(60)
+            return [set(x.get()) for x in arrays]
+
+        with pytest.raises(CompressionFailed) as caught:
+            step()
+        engine.submit(barrier, np.empty(0, np.float32)).wait(60)
+        brittle.clear()
+        engine.submit(barrier, np.empty(0, np.float32)).wait(60)
+        return str(caught.value), step()
+
+    found = on_ranks(4, body, hosts="aabb")
+    assert [results for _, results in found] == [[{1.0}, {1.0}]] * 4
+    (text,) = {text for text, _ in found}
+    assert text.startswith(
+        "rank 2: compressor 'brittle' failed in encode_into of tensor '0.brittle"
+    )
+    assert "lost my keys" in text
 
 
 def test_ranks_that_disagree_on_the_place_all_learn_it():

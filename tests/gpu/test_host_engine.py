@@ -51,8 +51,8 @@ def kernels(monkeypatch):
     return found
 
 
-def test_kernels_give_what_they_give_in_host_memory_and_tell_the_host_nothing(kernels):
-
+@pytest.mark.parametrize("hosts", [None, "aabb"])
+def test_kernels_give_what_they_give_in_host_memory_and_tell_the_host_nothing(kernels, hosts):
     def body(place):
         def run(engine, gpu):
             requests = [Request(spec, shape=SHAPE, spec=spec, place=place) for spec in SPECS]
@@ -68,7 +68,7 @@ def test_kernels_give_what_they_give_in_host_memory_and_tell_the_host_nothing(ke
             assert (gpu.reads, gpu.copies) == (0, 0)
             return [out.get() if place == "cuda" else out for out in outs]
 
-        return on_ranks(3, run, module="standin_kernels")
+        return on_ranks(len(hosts or "abc"), run, module="standin_kernels", hosts=hosts)
 
     host, device = body("host"), body("cuda")
     assert kernels.launches > 0
