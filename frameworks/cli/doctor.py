@@ -188,6 +188,7 @@ def _as_rank(ranks_only: bool, as_json: bool = False, assumed: MeasuredLink | No
         good = all(f.good for f in findings) and not any(link.error for link in links)
         good = good and not _differing([found for _, found in told])
         rows = [asdict(each) for each in _predicted(codecs, places, links)] if compared else []
+        best = _best(rows) if compared else None if links else "none"
         facts = {
             "machine": _as_objects(findings),
             "transport": comm.name,
@@ -196,7 +197,8 @@ def _as_rank(ranks_only: bool, as_json: bool = False, assumed: MeasuredLink | No
             "assumed_link": asdict(assumed) if assumed else None,
             "allreduce_bytes_per_s": reduced,
             "predicted": rows,
-            "compression": _best(rows) if compared else None if links else "none",
+            "compression": best,
+            "hierarchical_bytes": _share_of_levels([UNCOMPRESSED, *codecs], best or "none", places),
             "good": good,
         }
         print(json.dumps(facts, indent=1), flush=True)
@@ -279,6 +281,12 @@ def _verdict(
     plain = _wire(UNCOMPRESSED, hosts, links)
     chosen = _best([asdict(one) for one in predicted])
     print(f"Uncompressed: {1e3 * plain:.1f} ms. Fastest by this model: compression={chosen!r}.")
+    share = _share_of_levels([UNCOMPRESSED, *codecs], chosen, hosts)
+    if share < 1:
+        print(
+            f"Ranks share hosts: with --hierarchical-allreduce {share:.2g} times as many bytes of"
+            f" {chosen!r} leave one\n(docs/which-collective.md). That is not counted above."
+        )
 
 
 def _predicted(
@@ -315,6 +323,17 @@ def _delays(codec: CodecCost, hosts: Sequence[str], links: Sequence[MeasuredLink
     far = places == len(hosts) and min(link.latency for link in links) >= FAR
     combine = "allreduce" if codec.combine in ("sum", "rounds") else codec.combine
     return codec.sums * Workload(combine, 0, places, far=far).terms().alpha
+
+
+def _share_of_levels(codecs: Sequence[CodecCost], spec: str, hosts: Sequence[str]) -> float:
+    """Return what two levels send of the bytes that leave a host without them; 1 for no use."""
+    places = len(set(hosts))
+    counts = {list(hosts).count(host) for host in hosts}
+    if places == 1 or len(counts) > 1 or counts == {1}:
+        return 1.0
+    codec = next(codec for codec in codecs if codec.spec == spec)
+    payloads = places - 1 if codec.combine == "allgather" else 2 * (places - 1) / places
+    return payloads * codec.ratio / _crossing(codec.combine, codec.ratio, hosts)
 
 
 def _crossing(combine: str, ratio: float, hosts: Sequence[str]) -> float:

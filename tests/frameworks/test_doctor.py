@@ -15,7 +15,15 @@ import pytest
 from ringlet.__main__ import main
 from ringlet.cli import doctor
 from ringlet.cli.assumed_link import assumed_link
-from ringlet.cli.doctor import CodecCost, _compare, _crossing, _verdict, _wire
+from ringlet.cli.doctor import (
+    UNCOMPRESSED,
+    CodecCost,
+    _compare,
+    _crossing,
+    _share_of_levels,
+    _verdict,
+    _wire,
+)
 from ringlet.job.capabilities import gpu_path
 from ringlet.ring.command.cli import UsageError
 from ringlet.ring.cost.link_probe import MeasuredLink
@@ -189,6 +197,30 @@ def test_the_verdict_depends_on_the_link(capsys: pytest.CaptureFixture[str]) -> 
     assert "compression='none'" in told
     _verdict([codec], ["a", "b"], [MeasuredLink("a", "b", error="refused")])
     assert "No verdict" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("combine", "hosts", "share"),
+    [
+        ("sum", "aabb", 2 / 3),
+        ("scatter_reduce", "aabb", 1 / 2),
+        ("scatter_reduce", "aaaabbbb", 1 / 4),
+        ("allgather", "aaaabbbb", 1 / 16),
+        ("allgather", "abcabc", 1 / 4),
+        ("scatter_reduce", "abcd", 1),
+        ("scatter_reduce", "aaaa", 1),
+        ("scatter_reduce", "aaab", 1),
+    ],
+)
+def test_two_levels_are_named_where_ranks_share_hosts(
+    combine: str, hosts: str, share: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codec = CodecCost("int8", combine, 1e-5, 1e-5, 0.01)
+    assert _share_of_levels([UNCOMPRESSED, codec], "int8", hosts) == pytest.approx(share)
+    links = [MeasuredLink("a", "b", 1e-5, 12.5e6)] if len(set(hosts)) > 1 else []
+    _verdict([codec], hosts, links)
+    told = f"with --hierarchical-allreduce {share:.2g} times as many bytes of 'int8' leave one"
+    assert (told in capsys.readouterr().out) == (share < 1)
 
 
 def test_delays_count_once_for_ranks_that_are_far_apart_and_in_every_round() -> None:
