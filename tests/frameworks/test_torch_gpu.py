@@ -274,6 +274,13 @@ def sharded(*sizes):
     return SimpleNamespace(_get_fsdp_state=lambda: state)
 
 
+def in_backward(call):
+    """Do ``call`` where FSDP2 does, in a backward pass."""
+    result = torch.zeros((), requires_grad=True) * 1
+    result.register_hook(lambda _: call())
+    result.backward()
+
+
 def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
     """FSDP's own group carries the payloads, in order with the stream that FSDP calls on."""
     sizes, worlds = (1500, 40, 700), {}
@@ -314,7 +321,8 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
                 for step in numbers:
                     values = drawn(10 * step + hvd.rank(), 2 * sum(sizes)).to(dtype)
                     out = torch.empty(sum(sizes), dtype=dtype)
-                    scatter(out, values, key, torch.distributed.ReduceOp.AVG)
+                    given = out, values, key, torch.distributed.ReduceOp.AVG
+                    in_backward(lambda given=given: scatter(*given))
                     outs.append(out)
 
             scatter, state = made()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import tempfile
 import threading
@@ -22,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from standin.memory import device
 
 import ringlet.torch as hvd
+from ringlet.compressors import Compressor, Part, Traits
+from ringlet.fusion import CompressionFailed
 from ringlet.job import session
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.transports import torch_nccl
@@ -449,6 +452,163 @@ def case_fsdp2_another_spec_on_one_rank():
     assert "rank 0: qsgd(bits=4)" in str(told.value)
     assert f"rank {hvd.size() - 1}: int4" in str(told.value)
     assert len(set(hvd.allgather_object(str(told.value)))) == 1
+
+
+class Moody(Compressor):
+    """Sends values as they are; raises on one rank, or has another payload there."""
+
+    bad = ("", -1)
+
+    def come(self, where):
+        if self.bad == (where, dist.get_rank()):
+            raise KeyError(f"moody in {where}")
+
+    def at(self, step):
+        self.come("at")
+        return self
+
+    def traits(self):
+        return Traits(fixed_size=True, granularity=1)
+
+    def layout(self, n):
+        self.come("layout")
+        return (Part("values", "float32", n),)
+
+    def compress(self, x, ctx):
+        self.come("compress")
+        return {"values": x.copy()}
+
+    def decompress(self, payload, out, ctx):
+        self.come("decompress")
+        out[:] = payload["values"]
+
+
+def two_levels():
+    """Return a mesh of two replicas."""
+    shape = (2, hvd.size() // 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh=None):
+    own = model()
+    for part in (own[0], own):
+        fully_shard(part, mesh=mesh)
+    return own
+
+
+def check_failures_reach_all_ranks(own, where):
+    """Fail now here and now there. Each step works or fails on all ranks, and leaves them equal."""
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+    last = dist.get_world_size() - 1
+    for method in where:
+        for bad in ((method, last), ("", -1), (method, 0), ("", -1)):
+            Moody.bad = bad
+            optimizer.zero_grad()
+            told = None
+            try:
+                own(batches(1)[0]).square().mean().backward()
+                optimizer.step()
+            except CompressionFailed as error:
+                told = str(error)
+            assert hvd.allgather_object(told) == [told] * hvd.size()
+            if bad[0]:
+                assert f"rank {bad[1]}: " in told, told
+                assert f"moody in {method}" in told
+                assert re.search(r"\(test_torch_parallel.py, line \d+: ", told), told
+            else:
+                assert told is None
+            whole = torch.cat([p.full_tensor().detach().flatten() for p in own.parameters()])
+            assert all(torch.equal(row, whole) for row in hvd.allgather(whole[None]))
+    Moody.bad = ("", -1)
+
+
+def case_fsdp2_tells_all_ranks_what_a_compressor_raises_on_one():
+    started()
+    own = sharded()
+    hvd.compress_fsdp(own, Moody())
+    before = torch.cat([p.full_tensor().detach().flatten() for p in own.parameters()])
+    check_failures_reach_all_ranks(own, ("compress", "decompress", "at"))
+    after = torch.cat([p.full_tensor().detach().flatten() for p in own.parameters()])
+    reference = sharded()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for _ in range(6):  # of twelve, of which the others failed
+        optimizer.zero_grad()
+        reference(batches(1)[0]).square().mean().backward()
+        optimizer.step()
+    wanted = torch.cat([p.full_tensor().detach().flatten() for p in reference.parameters()])
+    assert (after - wanted).norm() < 1e-5 * (before - wanted).norm()
+
+
+def case_fsdp2_tells_all_ranks_what_a_plan_raises_on_one():
+    started()
+    own = sharded()
+    hvd.compress_fsdp(own, Moody())
+    Moody.bad = ("layout", 0)
+    told = ""
+    for each in (own, own):
+        with pytest.raises(CompressionFailed, match=r"rank 0: .*moody in layout") as failed:
+            each(batches(1)[0]).square().mean().backward()
+        told += str(failed.value)
+    assert len(set(hvd.allgather_object(told))) == 1
+    check_failures_reach_all_ranks(own, ("compress",))
+
+
+def case_fsdp2_tells_replicas_what_a_compressor_raises_in_one_of_them():
+    if hvd.size() < 4:
+        return
+    started()
+    own = sharded(two_levels())
+    hvd.compress_fsdp(own, Moody())
+    check_failures_reach_all_ranks(own, ("compress", "decompress", "at"))
+
+
+def case_hsdp_tells_all_shards_what_a_compressor_raises_in_one_of_them():
+    started()
+    mesh = two_levels()
+    own = sharded(mesh["shard"])
+    hvd.compress_hsdp(own, Moody(), mesh["replicate"].get_group())
+    check_failures_reach_all_ranks(own, ("compress", "decompress", "at"))
+
+
+def case_fsdp2_uncompressed_on_one_rank():
+    started()
+    own, odd = sharded(), hvd.rank() == hvd.size() - 1
+    hvd.compress_fsdp(own, "none" if odd else "int8")
+    with pytest.raises(Mismatch) as told:
+        own(batches(1)[0]).square().mean().backward()
+    assert "rank 0: int8" in str(told.value)
+    assert f"rank {hvd.size() - 1}: none" in str(told.value)
+    assert len(set(hvd.allgather_object(str(told.value)))) == 1
+
+
+def case_fsdp2_none_takes_the_place_of_a_compressor():
+    started()
+    own = sharded()
+    hvd.compress_fsdp(own, "int4")
+    hvd.compress_fsdp(own, "none")
+    hvd.compress_fsdp(own, "none")
+    plain = sharded()
+    for each in (own, plain):
+        each(batches(1)[0]).square().mean().backward()
+    for p, q in zip(own.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad.to_local(), q.grad.to_local())
+
+
+def case_fsdp2_refuses_what_one_rank_alone_has_loaded():
+    started()
+    own = sharded()
+    made = hvd.compress_fsdp(own, "int8 | ef")
+    for _ in range(2):
+        own(batches(1)[0]).square().mean().backward()
+    kept = made.state_dict()
+    own(batches(1)[0]).square().mean().backward()
+    if hvd.rank() == 0:
+        made.load_state_dict(kept)
+    with pytest.raises(Mismatch, match=r"rank 0: 2; rank 1: 3.*load on every rank") as told:
+        own(batches(1)[0]).square().mean().backward()
+    assert len(set(hvd.allgather_object(str(told.value)))) == 1
+    made.load_state_dict(kept)
+    own(batches(1)[0]).square().mean().backward()
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

@@ -7,6 +7,7 @@ ringlet.torch.compress_fsdp(model, "int8")
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,17 +82,23 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
     FSDP module, torch is too old (before 2.9), or for a compressor whose payloads cannot be
     scattered: sparsifiers of variable size, low rank, shared scales, and what has to see the whole
     result (ef21, signsgd). The first ``backward`` raises Mismatch, on all ranks, where some
-    compress otherwise.
+    compress otherwise, or not at all. What a compressor raises on one rank, ``backward`` raises on
+    all of them when it ends; the gradients are of no use then, and training may go on.
     """
     compressor = as_compressor(compression)
     modules = sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
     from ringlet.torch.parallel.fsdp_scatter import (  # what older torch lacks
+        CheckedReduceScatter,
         CompressedReduceScatter,
         check_scatterable,
+        torchs_own,
     )
 
     ways = Ways(str(compressor))
     if isinstance(compressor, NoCompression):
+        for _, each in modules:
+            with suppress(ValueError):  # what no rank can have compressed, such as several meshes
+                each.set_custom_reduce_scatter(CheckedReduceScatter(torchs_own(each), ways))
         return FsdpState([], ways)
     check_scatterable(compressor)
     made = []

@@ -27,7 +27,7 @@ def reduced(module: Any, n: int, frame: FrameType) -> Reduced | None:
     """
     present = frame.f_locals.get("fsdp_params")
     ids = {id(param) for param in present} if isinstance(present, list) else set()
-    for number, group in enumerate(_groups(module)):
+    for number, group in enumerate(param_groups(module)):
         every, found, start = [], [], 0
         for param in group.fsdp_params:
             span = start, start + param.padded_sharded_param_size.numel()
@@ -41,7 +41,8 @@ def reduced(module: Any, n: int, frame: FrameType) -> Reduced | None:
     return None
 
 
-def _groups(module: Any) -> Iterator[Any]:
+def param_groups(module: Any) -> Iterator[Any]:
+    """Yield what torch keeps of each group of parameters that an FSDP module reduces at once."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.11 has one

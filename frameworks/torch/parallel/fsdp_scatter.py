@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,19 +11,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from ringlet.compressors import Compressor, Context, NoCompression, Payload
 from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.context import State
 from ringlet.compressors.core.payload import padded
+from ringlet.fusion import CompressionFailed
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.planning.member import overrides
 from ringlet.fusion.planning.strategy import effective
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
-from ringlet.torch.parallel.fsdp_params import Reduced, reduced
-from ringlet.torch.parallel.fsdp_transport import Ways
+from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, told
+from ringlet.torch.parallel.fsdp_params import Reduced, param_groups, reduced
+from ringlet.torch.parallel.fsdp_transport import Way, Ways
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 
 
@@ -68,6 +71,40 @@ def check_scatterable(compressor: Compressor) -> None:
         )
 
 
+class CheckedReduceScatter(ReduceScatter):
+    """One FSDP module's own reduce-scatter, once its ranks know that none of them compresses."""
+
+    def __init__(self, own: ReduceScatter, ways: Ways) -> None:
+        self.own, self._ways = own, ways
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for FSDP's inputs and outputs."""
+        return self.own.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Do what torch would have done. Raises Mismatch, on all ranks, where some compress."""
+        self._ways.of_all(group, sys._getframe(1))
+        return self.own(output_tensor, input_tensor, group, op, async_op)
+
+
+def torchs_own(module: FSDPModule) -> ReduceScatter:
+    """Return how ``module`` reduces where nobody compresses."""
+    for group in param_groups(module):
+        own = getattr(group, "_reduce_scatter_comm", None)
+        if isinstance(own, CheckedReduceScatter):
+            own = own.own
+        if own is not None and not isinstance(own, CompressedReduceScatter):
+            return own
+    return DefaultReduceScatter()
+
+
 class CompressedReduceScatter(ReduceScatter):
     """One FSDP module's reduce-scatter: what goes to a rank is compressed by who sends it.
 
@@ -84,6 +121,8 @@ class CompressedReduceScatter(ReduceScatter):
         self.step = 0
         self.ways = ways
         self.loaded = False  # what is remembered, so that it lies in host memory
+        self.now: Compressor | None = compressor  # in this step; None where a rank has none
+        self.scheduled = overrides(compressor, "at")
         self._module = module
         self._pieces: dict[tuple[Compressor, Reduced | None, int], list[_Piece]] = {}
 
@@ -101,12 +140,19 @@ class CompressedReduceScatter(ReduceScatter):
     ) -> None:
         """Overwrite ``output_tensor`` with this rank's part of the sum, or average, over ranks.
 
-        Raises InvalidArgument, on all ranks, where a schedule has come to what cannot be scattered.
+        What a compressor raises, on any rank, is raised on all of them when backward ends.
         """
         average = op == dist.ReduceOp.AVG
         if not average and op != dist.ReduceOp.SUM:
             raise InvalidArgument(f"compressed reduce-scatter sums or averages; FSDP asks for {op}")
-        way = self.ways.of(group)
+        caller = sys._getframe(1)
+        way, replicas = self.ways.of_all(group, caller)
+        self.ways.outcome.expect(way.comm, None if replicas is None else replicas.comm)
+        if self.scheduled:
+            self._agree_on_schedules(way)
+        if self.now is None:
+            output_tensor.zero_()
+            return
         where = place_of(input_tensor, engine=way)
         comm, place = way.comm, way.places[where]
         wide = packed(input_tensor.detach().float(), where)
@@ -116,7 +162,10 @@ class CompressedReduceScatter(ReduceScatter):
         for state in self.states.values() if self.loaded else ():
             place.bring(state)
         self.loaded = False
-        pieces = self._pieces_of(reduced(self._module, total.size, sys._getframe(1)), total.size)
+        pieces = self._pieces_of(way, reduced(self._module, total.size, caller), total.size)
+        if pieces is None:
+            output_tensor.zero_()
+            return
         ready = place.ready()
         with place.at_work():
             place.after([ready])
@@ -125,14 +174,58 @@ class CompressedReduceScatter(ReduceScatter):
         if mark is not None:
             mark.collect()
         output_tensor.copy_(result / comm.size if average else result)
+        self.ways.outcome.count(comm, self.name, self.step)
         self.step += 1
 
-    def _pieces_of(self, params: Reduced | None, n: int) -> list[_Piece]:
-        now = self.compressor.at(self.step)
+    def plan(self) -> BackwardFailure | None:
+        """Take what a schedule has for the step at hand; return what it raised, if it did."""
+        self.now = None
+        try:
+            now = self.compressor.at(self.step)
+            check_scatterable(now)
+        except InvalidArgument as error:
+            return BackwardFailure(Stage.PLAN, InvalidArgument.__name__, str(error))
+        except BaseException as error:
+            return self._failure(Stage.PLAN, self.compressor, self.compressor.at, self.name, error)
+        self.now = now
+        return None
+
+    def _agree_on_schedules(self, way: Way) -> None:
+        """Take this step's compressors, once a backward pass for all modules that go this way."""
+        outcome, modules = self.ways.outcome, list(way.users)
+        if way.planned == outcome.passes:
+            modules = []
+        if self not in way.users:
+            way.users[self] = None
+            modules.append(self)
+        if not modules:
+            return
+        way.planned = outcome.passes
+        failures = [failure for failure in (each.plan() for each in modules) if failure]
+        plans = "".join(f"{each.name} {each.step} {each.now}\n" for each in modules)
+        found = outcome.agreed(way.comm, next(iter(failures), None), self.step, plans)
+        if found is not None:
+            outcome.note(found)
+            for each in modules:
+                each.now = None
+
+    def _pieces_of(self, way: Way, params: Reduced | None, n: int) -> list[_Piece] | None:
+        """Return how what goes to a rank is divided; None where that fails on some rank."""
+        now = self.now
+        assert now is not None
         pieces = self._pieces.get((now, params, n))
         if pieces is None:
-            check_scatterable(now)
-            pieces = self._pieces[now, params, n] = list(self._divide(now, params, n))
+            failure = None
+            try:
+                pieces = list(self._divide(now, params, n))
+            except BaseException as error:
+                failure = self._failure(Stage.PLAN, now, now.layout, self.name, error)
+            failure = self.ways.outcome.agreed(way.comm, failure, self.step, "")
+            if failure is not None:
+                self.ways.outcome.note(failure)
+                return None
+            assert pieces is not None
+            self._pieces[now, params, n] = pieces
         return pieces
 
     def _reduce(
@@ -147,18 +240,47 @@ class CompressedReduceScatter(ReduceScatter):
         nbytes = pieces[-1].end
         send = workspace.array("send", nbytes * comm.size, np.uint8)
         receive = workspace.array("receive", nbytes * comm.size, np.uint8)
+        failed = False
         for rank in range(comm.size):
             own, out = values[rank * n : (rank + 1) * n], send[rank * nbytes : (rank + 1) * nbytes]
-            for piece in pieces:
+            for piece in [] if failed else pieces:
                 context = self._context(rank, piece, comm, place)
-                part = own[piece.start : piece.stop]
-                piece.compressor.encode_into(part, piece.payload(out), context)
+                given = own[piece.start : piece.stop], piece.payload(out), context
+                failed = failed or self._fails(Stage.ENCODE, piece, "encode_into", *given)
+        if failed:
+            send[...] = 0  # the others wait for as many bytes
         comm.alltoall(send, receive)
         arrived = [receive[rank * nbytes : (rank + 1) * nbytes] for rank in range(comm.size)]
-        for piece in pieces:
+        for piece in [] if failed else pieces:
             context = self._context(comm.rank, piece, comm, place)
             payloads = [piece.payload(part) for part in arrived]
-            piece.compressor.sum_into(payloads, total[piece.start : piece.stop], context)
+            out = total[piece.start : piece.stop]
+            failed = failed or self._fails(Stage.DECODE, piece, "sum_into", payloads, out, context)
+        if failed:
+            total[...] = 0
+
+    def _fails(self, stage: Stage, piece: _Piece, method: str, *given: Any) -> bool:
+        """Whether a compressor's ``method`` raises something, which is noted."""
+        function = getattr(piece.compressor, method)
+        try:
+            function(*given)
+        except BaseException as error:  # such as SystemExit, or a panic of Rust's
+            what = f"tensor {given[-1].name!r} {list(given[-1].shape)}"
+            failure = self._failure(stage, piece.compressor, function, what, error)
+            self.ways.outcome.note(failure, error)
+            return True
+        return False
+
+    def _failure(
+        self,
+        stage: Stage,
+        compressor: Compressor,
+        function: Callable[..., object],
+        what: str,
+        error: BaseException,
+    ) -> BackwardFailure:
+        failed = CompressionFailed.of(compressor, function, what, error)
+        return BackwardFailure(stage, CompressionFailed.__name__, told(failed))
 
     def _divide(self, compressor: Compressor, params: Reduced | None, n: int) -> Iterator[_Piece]:
         """Divide ``n`` elements where parameters begin; small ones that follow each other stay one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
+from ringlet.torch.parallel.backward_outcome import BackwardOutcome
 
 
 def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tuple[str, Any]]:
@@ -48,6 +50,8 @@ class Way:
         # FSDP calls in the order in which it would use the group itself, on the same thread.
         self.comm = connect_group(group, own=False)
         self.places = {place.name: place for place in (Place(), *agreed_places(self.comm))}
+        self.users: dict[Any, None] = {}  # the reductions that have gone this way
+        self.planned = 0  # the backward pass in which ranks have agreed on their schedules
 
     def place(self, name: str) -> Place | None:
         """Return a place where gradients can lie; None if there is none of that name."""
@@ -60,8 +64,9 @@ class Ways:
     All of a group's ranks compress with ``spec``.
     """
 
-    def __init__(self, spec: str) -> None:
-        self._spec = spec
+    def __init__(self, spec: str, caller: str = "compress_fsdp") -> None:
+        self._spec, self._caller = spec, caller
+        self.outcome = BackwardOutcome(caller)
         self._made: dict[Any, Way] = {}
 
     def of(self, group: dist.ProcessGroup) -> Way:
@@ -78,11 +83,19 @@ class Ways:
                 ranks = dist.get_process_group_ranks(group)
                 shown = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks, told, strict=True))
                 raise Mismatch(
-                    f"compress_fsdp: compressors differ between ranks ({shown}); pass the same on "
+                    f"{self._caller}: compressors differ between ranks ({shown}); pass the same on "
                     "all ranks"
                 )
             self._made[group] = way
         return way
+
+    def of_all(self, group: dist.ProcessGroup, frame: FrameType) -> tuple[Way, Way | None]:
+        """Return the way of ``group``, and that of its replicas where torch averages over some.
+
+        ``frame`` is that of FSDP's function. Raises as ``of`` does.
+        """
+        way, replicas = self.of(group), frame.f_locals.get("all_reduce_group")
+        return way, None if replicas is None else self.of(replicas)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import os
+import re
 import sys
 import threading
 import weakref
@@ -21,18 +22,20 @@ import torch.distributed as dist
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
-from ringlet.fusion import Engine, Request
+from ringlet.fusion import CompressionFailed, Engine, Request
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.job.settings import limits_from
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.control.opening import open_control
+from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, reduced
-from ringlet.torch.parallel.fsdp_transport import sharded_modules
+from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
 
@@ -42,23 +45,47 @@ _ADVICE = "Save state_dict() of what compress_hsdp returns on every rank, and lo
 class ReplicaAverage:
     """Averages one FSDP module's shard of the gradient over the replicas, in place."""
 
-    def __init__(self, engine: Engine, compressor: Compressor, name: str, module: Any) -> None:
-        self.name = name
+    def __init__(
+        self, engine: Engine, compressor: Compressor, name: str, module: Any, ways: Ways
+    ) -> None:
+        self.name, self._ways = name, ways
         self.places: dict[str, str] = {}  # of shards, by the names under which they travel
         self.compressor = compressor
         self._engine, self._module = engine, weakref.ref(module)  # which holds this
 
     def __call__(self, shard: torch.Tensor) -> None:
-        """Take the output of a reduce-scatter. What fails on one rank raises on all of them."""
+        """Take the output of a reduce-scatter.
+
+        What fails on one rank is raised on all of them when backward ends: of other shards too.
+        """
         check(shard, self.name)
+        caller = sys._getframe(1)
+        group = caller.f_locals.get("reduce_scatter_group")
+        if group is not None:
+            self._ways.outcome.expect(self._ways.of(group).comm)
         dtype, spec = dtype_of(shard), str(self.compressor)
         op, place = ReduceOp.AVERAGE, place_of(shard, engine=self._engine)
-        name = self._named(reduced(self._module(), shard.numel(), sys._getframe(1)))
+        name = self._named(reduced(self._module(), shard.numel(), caller))
         shape, self.places[name] = tuple(shard.shape), place
         request = Request(name, "allreduce", dtype, shape, op, spec, place=place)
         staged = packed(shard, place)
-        self._engine.submit(request, flat_at(staged, place), None, self.compressor).wait()
-        unstage(staged, shard)
+        try:
+            self._engine.submit(request, flat_at(staged, place), None, self.compressor).wait()
+        except (CompressionFailed, Mismatch) as error:
+            if group is None:
+                raise
+            shard.zero_()
+            failure = BackwardFailure(
+                Stage.ENCODE, type(error).__name__, self._in_all_ranks(str(error))
+            )
+            self._ways.outcome.note(failure, error)
+        else:
+            unstage(staged, shard)
+
+    def _in_all_ranks(self, text: str) -> str:
+        """Return an error's ``text``, which names a rank of the replicas, with its rank of all."""
+        origin = self._engine.comm.origin
+        return re.sub(r"^rank (\d+):", lambda found: f"rank {origin[int(found[1])]}:", text)
 
     def _named(self, params: Reduced | None) -> str:
         """Return a name of its own for what is of some of the parameters alone."""
@@ -154,7 +181,8 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     serves. Its residuals are of shards: ``state_dict`` and ``load_state_dict`` of what is returned
     carry them, for a job with as many ranks.
 
-    Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already.
+    Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already. What
+    fails on one rank in ``backward`` is raised on all of them when it ends.
     """
     compressor = as_compressor(compression)
     modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")
@@ -172,8 +200,8 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     finalizer = weakref.finalize(module, _thread.start_new_thread, leave, ())
     finalizer.atexit = False
     atexit.register(leave)
-    made = []
+    made, ways = [], Ways(str(compressor), "compress_hsdp")
     for name, each in modules:
-        made.append(ReplicaAverage(engine, compressor, name or "root", each))
+        made.append(ReplicaAverage(engine, compressor, name or "root", each, ways))
         each.set_all_reduce_hook(made[-1])
     return HsdpState(made, engine)

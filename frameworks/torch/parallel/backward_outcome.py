@@ -1,0 +1,134 @@
+"""What a backward pass under FSDP2 came to: its ranks agree on that when it ends.
+
+FSDP2 cannot be used again after an exception in the middle of a backward pass, and the other ranks
+would wait in the next module's collective. So failures are noted, and raised at the end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ringlet.fusion import CompressionFailed
+from ringlet.job.process_sets import InvalidArgument
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.errors import Mismatch, RingError
+
+
+class Stage(IntEnum):
+    """Where something failed. Of several failures the earliest is told, of the lowest rank."""
+
+    PLAN = 1
+    ENCODE = 2
+    DECODE = 3
+
+
+class BackwardFailure(NamedTuple):
+    """A failure as all ranks tell it."""
+
+    stage: Stage
+    kind: str
+    text: str
+
+
+@dataclass
+class _Among:
+    """Ranks that agree, first those with ``order`` 0, and what they are to have alike."""
+
+    order: int
+    step: int = 0
+    steps: str = ""
+
+
+_KINDS: dict[str, type[RingError]] = {
+    kind.__name__: kind for kind in (CompressionFailed, InvalidArgument, Mismatch)
+}
+
+
+class BackwardOutcome:
+    """Gathers what fails in a backward pass on this rank, and raises what any rank has noted."""
+
+    def __init__(self, caller: str) -> None:
+        self.passes = 0
+        self._caller = caller
+        self._task: int | None = None  # torch's number of the pass at hand
+        self._failure: BackwardFailure | None = None
+        self._cause: BaseException | None = None
+        self._among: dict[Communicator, _Among] = {}
+
+    def expect(self, shards: Communicator, replicas: Communicator | None = None) -> None:
+        """Agree, when backward ends, with the ranks of ``shards``, then with their ``replicas``."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # after an exception the last one has not ended
+            self.passes += 1
+            self._task, self._failure, self._cause = task, None, None
+            self._among.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._among.setdefault(shards, _Among(0))
+        if replicas is not None:
+            self._among.setdefault(replicas, _Among(1))
+
+    def count(self, comm: Communicator, name: str, step: int) -> None:
+        """Note at which step a reduction is. Ranks compare these."""
+        among = self._among[comm]
+        among.step, among.steps = step, f"{among.steps}{name} {step}\n"
+
+    def note(self, failure: BackwardFailure, cause: BaseException | None = None) -> None:
+        """Note what failed here, unless it comes of something earlier."""
+        if self._failure is None or failure.stage < self._failure.stage:
+            self._failure, self._cause = failure, cause
+        if isinstance(cause, KeyboardInterrupt):
+            self._cause = cause
+
+    def _end(self) -> None:
+        """Raise one error on all ranks if any of them has noted a failure."""
+        among, failure, cause = self._among, self._failure, self._cause
+        self._task, self._failure, self._cause, self._among = None, None, None, {}
+        # What a small group knows, its ranks tell in larger ones.
+        for comm in sorted(among, key=lambda comm: (among[comm].order, comm.size)):
+            failure = self.agreed(comm, failure, among[comm].step, among[comm].steps)
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
+        if failure is not None:
+            raise _KINDS[failure.kind](failure.text) from cause
+
+    def agreed(
+        self, comm: Communicator, failure: BackwardFailure | None, step: int, alike: str
+    ) -> BackwardFailure | None:
+        """Return what all ranks of ``comm`` tell of the ``failure`` that some of them come with.
+
+        That is another one where ranks are not ``alike``, because ``step`` is not. Collective.
+        """
+        stage = 0 if failure is None else failure.stage
+        own = np.array([stage, step, zlib.crc32(alike.encode())], np.int64)
+        told = np.empty(3 * comm.size, np.int64)
+        comm.allgather(own, told)
+        stages, at, hashes = told.reshape(-1, 3).T
+        if stages.any():
+            first = int(np.argmin(np.where(stages == 0, len(Stage) + 1, stages)))
+            words = None if failure is None else f"{failure.kind}\n{failure.text}".encode()
+            said = comm.broadcast_bytes(words if comm.rank == first else None, first).decode()
+            kind, _, text = said.partition("\n")
+            return BackwardFailure(Stage(int(stages[first])), kind, text)
+        if len(set(hashes.tolist())) > 1:
+            ranks = zip(comm.origin, at.tolist(), strict=True)
+            shown = "; ".join(f"rank {rank}: {n}" for rank, n in ranks)
+            return BackwardFailure(
+                Stage.PLAN,
+                Mismatch.__name__,
+                f"{self._caller}: ranks are at different steps ({shown}), so that their "
+                "compressors do not fit each other; load on every rank what that rank saved, or on "
+                "none",
+            )
+        return None
+
+
+def told(error: BaseException) -> str:
+    """Return an ``error`` of this rank's as all ranks tell it."""
+    return f"rank {dist.get_rank()}: {error}"
