@@ -54,6 +54,40 @@ def step(m, optimizer):
     optimizer.step()
 
 
+def case_a_failed_adasum_step_leaves_parameters_alike():
+    m = model()
+    cast = hvd.Compression.fp16 if odd() else hvd.Compression.none
+    bad = wrap(m, op=hvd.Adasum, compression=cast)
+    good = wrap(m, op=hvd.Adasum)
+    before = [p.detach().clone() for p in m.parameters()]
+    refused(lambda: step(m, bad), "dtypes differ")
+    assert all(map(torch.equal, before, m.parameters()))
+    step(m, good)
+    assert not any(map(torch.equal, before, m.parameters()))
+    assert hvd.replicas_equal(m.state_dict())
+
+
+def case_an_adasum_step_that_raises_on_one_rank_can_be_repeated_there():
+    class Moody(torch.optim.SGD):
+        moody = odd()
+
+        def step(self, closure=None):
+            super().step(closure)
+            if self.moody:
+                Moody.moody = False
+                raise KeyError("moody")
+
+    m = model()
+    optimizer = hvd.DistributedOptimizer(
+        Moody(m.parameters(), lr=0.1), m.named_parameters(), op=hvd.Adasum
+    )
+    if odd():
+        with pytest.raises(KeyError, match="moody"):
+            step(m, optimizer)
+    step(m, optimizer)
+    assert hvd.replicas_equal(m.state_dict())
+
+
 def case_names():
     m = model()
     named = list(m.named_parameters())

@@ -82,30 +82,41 @@ class AdasumMixin(RefusesScaler):
         check_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take this rank's step, then replace it by what Adasum makes of all ranks' steps."""
+        """Take this rank's step, then replace it by what Adasum makes of all ranks' steps.
+
+        Where that fails, parameters are as before; the wrapped optimizer's state is not.
+        """
         inner: Any = super()
         self._ringlet_original._opt_called = True
         start = {name: p.detach().clone() for name, p in self._ringlet_named.items()}
         taking_part = bool(start) and self._ringlet_process_set.included()
         if taking_part and closure is None:
             self._refuse_strays()
-        result = inner.step(closure)
-        if not taking_part:
-            return result
-        if closure is not None:
-            self._refuse_strays()
+        try:
+            result = inner.step(closure)
+            if taking_part and closure is not None:
+                self._refuse_strays()
+            combined = self._combined(start) if taking_part else []
+        except BaseException:  # parameters are each rank's own until all ranks' steps are combined
+            with torch.no_grad():
+                for name, p in self._ringlet_named.items():
+                    p.copy_(start[name])
+            raise
         with torch.no_grad():
-            deltas = [p.detach() - start[name] for name, p in self._ringlet_named.items()]
-            combined = grouped_allreduce_(
-                deltas,
+            for (name, p), delta in zip(self._ringlet_named.items(), combined, strict=taking_part):
+                p.copy_(start[name] + delta)
+        return result
+
+    def _combined(self, start: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return what Adasum makes of all ranks' steps away from ``start``."""
+        with torch.no_grad():
+            return grouped_allreduce_(
+                [p.detach() - start[name] for name, p in self._ringlet_named.items()],
                 name=self._label(),
                 op=ReduceOp.ADASUM,
                 process_set=self._ringlet_process_set,
                 compression=self._ringlet_compression,
             )
-            for (name, p), delta in zip(self._ringlet_named.items(), combined, strict=True):
-                p.copy_(start[name] + delta)
-        return result
 
     def _label(self) -> str:
         """Return the name of what is combined, the same on all ranks of the process set.
