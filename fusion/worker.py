@@ -246,7 +246,8 @@ class Worker:
             bucket.final,
             bucket.phantom,
         )
-        self._control.send(m.pack_vote(vote))
+        with suppress(PeerLost):  # who failed the step may have left; what it said is read first
+            self._control.send(m.pack_vote(vote))
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Tell ``observers`` of everything from now on, and nobody else."""

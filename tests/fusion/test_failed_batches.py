@@ -7,8 +7,10 @@ import pytest
 from engines import with_engines
 
 from ringlet.compressors import Compressor, parse
-from ringlet.fusion import CompressionFailed, Request
+from ringlet.fusion import CompressionFailed, Engine, Limits, Request
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.control.opening import open_control
+from ringlet.ring.transports.local import run_local
 
 N, WAIT = 2000, 20
 
@@ -132,6 +134,27 @@ def test_buckets_of_a_run_that_failed_are_not_encoded_for_the_next():
         return {name: state["step"] for name, state in states.items()}
 
     assert with_engines(2, body, fusion_threshold=1) == [{"a": 5, "b": 5}] * 2
+
+
+def test_a_rank_that_fails_its_last_step_and_leaves_is_heard_by_one_that_encodes_late():
+    begun, left = threading.Event(), threading.Event()
+
+    def rank_main(comm):
+        engine = Engine(comm, open_control, Limits())
+        encode = engine._worker.encode_next
+        if engine.rank:
+            engine._worker.encode_next = lambda: (begun.set(), left.wait(WAIT), encode())
+        else:
+            engine._worker.encode_next = lambda: (begun.wait(WAIT), encode())
+            Moody.bad.set()
+        try:
+            with pytest.raises(CompressionFailed, match=r"rank 0: .*moody"):
+                submit(engine, {"w": Moody()})[0].wait(WAIT)
+        finally:
+            engine.shutdown()
+            left.set()
+
+    run_local(rank_main, 2)
 
 
 def test_nothing_is_left_of_batches_that_failed():
