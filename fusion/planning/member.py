@@ -151,10 +151,10 @@ class Member:
     def at(self, step: int, apart: bool = False) -> Member:
         """Return this member as it is at ``step``: itself, or one with the compressor of then.
 
-        That one is kept ``apart`` where each rank counts the steps for itself.
+        It is one of its own, kept ``apart``, where each rank counts the steps for itself.
         """
         now = self.call(self.declared.at, step)
-        if now is self.declared:
+        if now is self.declared and not apart:
             return self
         return Member(self.request, now, *self._surroundings, apart=apart)
 

@@ -10,6 +10,7 @@ from ringlet.compressors import NoCompression
 from ringlet.fusion.buckets.bucket import SPREAD, Bucket
 from ringlet.fusion.buckets.bucket_owner import BucketOwner
 from ringlet.fusion.buckets.factory import make_bucket
+from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.exchanges import Exchanges
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.planning.lookahead import pack
@@ -31,9 +32,9 @@ class Batch(BucketOwner):
 
     Uncompressed buckets run at once. Compressed ones are encoded and voted on first, like those
     of a declared group, so that a compressor that fails on one rank leaves nobody waiting. So are
-    those of schedules, of which a rank may be at another step. A batch
-    serves again whenever the same requests become ready together. ``note`` is told the digests of
-    sums, which ranks compare afterwards.
+    those of schedules, of which a rank may be at another step. A batch serves again whenever the
+    same requests become ready together, and its schedules are where they were. ``note`` is told
+    the digests of sums, which ranks compare afterwards.
     """
 
     def __init__(
@@ -46,14 +47,24 @@ class Batch(BucketOwner):
     ) -> None:
         self._note = note
         self.peers, self.members = peers, list(members)
+        self._scheduled: list[tuple[Member, Member]] = []  # as declared, and as in this batch
         self.number = self.step = self.epoch = 0
         divided = [divide(member) for member in members]
         pieces = [piece for of_one in divided for piece in of_one]
         self._divided = [of_one for of_one in divided if len(of_one) > 1]
-        self.buckets: list[Bucket] = [
-            make_bucket(b, peers, limits.hierarchical, limits.share)
-            for b in pack(pieces, limits.fusion_threshold, limits.lookahead)
-        ]
+        queues = [pieces]
+        if any(member.apart or member.foreign for member in members):
+            # One rank may plan these otherwise, or not at all: the rest must be planned without.
+            queues = [[p for p in pieces if _at_once(p)], [p for p in pieces if not _at_once(p)]]
+        self.buckets: list[Bucket] = []
+        try:
+            for queue in queues:
+                self.buckets += [
+                    make_bucket(b, peers, limits.hierarchical, limits.share)
+                    for b in pack(queue, limits.fusion_threshold, limits.lookahead)
+                ]
+        except CompressionFailed as error:  # of a plugin's layout, once the first queue is planned
+            self.unplanned = error
         self._tensor_queue = tensor_queue
         self._works: dict[Member, Work] = {}
         self._missing: dict[Member, int] = {}  # pieces of a tensor that are not done
@@ -96,8 +107,7 @@ class Batch(BucketOwner):
         """Launch the uncompressed buckets; return the indices of those that need a vote."""
         compressed: list[int] = []
         for index, bucket in enumerate(self.buckets):
-            first = bucket.members[0]
-            if isinstance(first.compressor, NoCompression) and not first.apart:
+            if _at_once(bucket.members[0]):
                 nbytes = sum(member.nbytes for member in bucket.members)
                 done = partial(self._plain_done, index, recorder)
                 track = bucket.among(self.peers).next_track()
@@ -105,6 +115,8 @@ class Batch(BucketOwner):
                 exchanges.launch(steps, self.begin_bucket(index), track, nbytes, done)
             else:
                 compressed.append(index)
+        if self.unplanned is not None and not compressed:
+            compressed.append(len(self.buckets))  # of a bucket that there is not, which is to fail
         self._voted = set(compressed)
         return compressed
 
@@ -164,6 +176,30 @@ class Batch(BucketOwner):
         self._works.clear()
         self._tensor_queue.fail(works, error)
 
+    def follow(self, declared: Sequence[Member], problems: Iterable[CompressionFailed]) -> None:
+        """Note of what the members are stages, and the ``problems`` of schedules: the first counts.
+
+        Where there is one the batch will fail.
+        """
+        pairs = zip(declared, self.members, strict=True)
+        self._scheduled = [(whole, member) for whole, member in pairs if whole is not member]
+        self.unplanned = next(iter(problems), self.unplanned)
+
+    def serves_again(self, works: Sequence[Work]) -> bool:
+        """Whether the batch serves for ``works`` as it is, and schedules are where they were."""
+        declared = {member: whole.declared for whole, member in self._scheduled}
+        for member, work in zip(self.members, works, strict=True):
+            known = declared.get(member, member.declared) if declared else member.declared
+            if known is not work.compressor and known != work.compressor:
+                return False  # a plugin was defined anew
+        try:
+            return all(
+                whole.call(whole.declared.at, whole.step) == member.declared
+                for whole, member in self._scheduled
+            )
+        except CompressionFailed:
+            return False  # who plans anew tells the others
+
     def _is_last(self, member: Member) -> bool:
         """Whether the tensor is done with this member of a bucket that is."""
         if member.whole is None:
@@ -186,3 +222,8 @@ class Batch(BucketOwner):
         if recorder.observers:
             self.observed(index, recorder)
         self.bucket_done(index)
+
+
+def _at_once(member: Member) -> bool:
+    """Whether ranks need no vote on what a member travels in."""
+    return isinstance(member.compressor, NoCompression) and not member.apart

@@ -134,7 +134,7 @@ class RequestExecutor:
             return
         known = self._plans.get((number, bits))
         works = [self._asked(member.request) for member in known.members] if known else []
-        if known is not None and all(map(_fits, known.members, works)):
+        if known is not None and known.serves_again(works):
             self._plans.move_to_end((number, bits))
             self._take(works)
             self._run(known, batch, works, [0] * len(works))
@@ -143,8 +143,7 @@ class RequestExecutor:
         found = [cached[i] for i in m.ids_of(bits)]
         ready = [_Ready(self._asked(request), sizes, 0) for request, sizes in found]
         plan = self._run_all(self._sets[number], batch, ready, limits)
-        settled = plan is not None and not any(m.apart or m.scheduled for m in plan.members)
-        if plan is not None and settled and len(plan.members) == len(ready):
+        if plan is not None and plan.unplanned is None and len(plan.members) == len(ready):
             self._plans[number, bits] = plan
             if len(self._plans) > _PLANS:
                 self._plans.popitem(last=False)
@@ -178,7 +177,7 @@ class RequestExecutor:
         ]
         alike = _alike(works)
         known = self._series_plans.get((number, alike)) if alike else None
-        if known is not None and all(map(_fits, known.members, works)):
+        if known is not None and known.serves_again(works):
             self._series_plans.move_to_end((number, alike))
             if not known.finished:
                 self._exchanges.pipeline.drain()
@@ -225,10 +224,9 @@ class RequestExecutor:
         plan: Batch | None = None
         if reductions:
             works, note = [each.work for each in reductions], partial(self._note, peers.number)
-            planned = list(map(self._planned, works))
-            members = [member for member, _ in planned]
+            members, errors = zip(*map(self._planned, works), strict=True)
             plan = Batch(peers, members, limits, self._tensor_queue, note)
-            plan.unplanned = next((error for _, error in planned if error is not None), None)
+            plan.follow([self._member_for(work) for work in works], filter(None, errors))
             self._run(plan, batch, works, [each.contributors for each in reductions])
         for i, (work, sizes, _) in enumerate(ready):
             if work.request.kind != "allreduce":
@@ -320,11 +318,6 @@ class RequestExecutor:
 def _is_of(process_set: int, key: Hashable) -> bool:
     """Whether a request's key is one of a process set, other than that of all ranks."""
     return isinstance(key, tuple) and key[0] == process_set
-
-
-def _fits(member: Member, work: Work) -> bool:
-    """Whether a plan's member travels as is asked: a plugin may have been defined anew."""
-    return member.declared is work.compressor or member.declared == work.compressor
 
 
 def _alike(works: Sequence[Work]) -> Alike:

@@ -1,5 +1,6 @@
 """Compressors that exchange in rounds, follow schedules, or finish the combined result."""
 
+import threading
 from contextlib import suppress
 
 import numpy as np
@@ -12,6 +13,7 @@ from ringlet.compressors import (
     Int8,
     Modifier,
     NoCompression,
+    Part,
     Round,
     Traits,
     option,
@@ -20,6 +22,7 @@ from ringlet.compressors import (
 )
 from ringlet.compressors.specs import registry
 from ringlet.fusion import CompressionFailed, Request
+from ringlet.fusion.queue.batch import Batch
 from ringlet.ring import Mismatch, ReduceOp
 
 fault: dict = {}
@@ -246,6 +249,148 @@ def test_a_schedule_that_raises_for_what_is_submitted_by_itself_fails_that_alone
     assert step == 1
     assert f"rank {ranks[0]}: compressor" in text or len(ranks) > 1
     assert "no plan" in text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("lookahead", [None, 9000])
+def test_a_schedule_that_raises_on_one_rank_leaves_its_neighbours_as_they_are(lookahead):
+    """Whatever buckets the others have: plain tensors must be fused alike on all ranks."""
+    sizes = {"w0": 2000, "b0": 2000, "w1": 3000, "b1": 2000}
+
+    def body(engine):
+        outcomes = []
+        for _ in range(3):
+            items = []
+            for name, numel in sizes.items():
+                fails = 1 if engine.rank == 1 and name == "w0" else -1
+                spec = f"int8 | later(fails={fails})" if name[0] == "w" else "none"
+                said = "int8 | later" if name[0] == "w" else "none"
+                x = np.full(numel, engine.rank + float(name[1]), np.float32)
+                request = Request(name, shape=x.shape, spec=said, op=ReduceOp.SUM)
+                items.append((request, x, None, parse(spec)))
+            told = []
+            for handle in engine.submit_all(items, at_once=True):
+                try:
+                    told.append(set(handle.wait(20).tolist()))
+                except CompressionFailed as error:
+                    told.append(str(error))
+            outcomes.append(told)
+        return outcomes
+
+    first, second, third = with_engines(3, body, lookahead=lookahead, fusion_threshold=1 << 16)
+    assert first == second == third
+    for step, told in enumerate(first):
+        assert told[1::2] == [{3.0}, {6.0}]
+        assert all(("no plan" in str(each)) == (step > 0) for each in told[::2])
+
+
+@pytest.mark.timeout(60)
+def test_a_small_tensor_whose_schedule_raises_on_one_rank_shares_no_sum():
+    """Elsewhere it may travel as it is, in a bucket with others."""
+
+    @register("constant")
+    class Constant(Modifier):
+        fails: int = option(-1)
+
+        def at(self, step):
+            if step == self.fails:
+                raise ArithmeticError("no plan")
+            return self
+
+    def body(engine):
+        outcomes = []
+        for _ in range(3):
+            spec = "int8 | constant(fails=1)" if engine.rank == 1 else "int8 | constant"
+            x, y = np.ones(20, np.float32), np.ones(30, np.float32)
+            small = Request("w", shape=(20,), spec="int8 | constant", op=ReduceOp.SUM)
+            plain = Request("b", shape=(30,), op=ReduceOp.SUM)
+            items = [(small, x, None, parse(spec)), (plain, y, None, None)]
+            told = []
+            for handle in engine.submit_all(items, at_once=True):
+                try:
+                    told.append(handle.wait(20).tolist())
+                except CompressionFailed as error:
+                    told.append(str(error))
+            outcomes.append(told)
+        return outcomes
+
+    first, second = with_engines(2, body)
+    assert first == second
+    assert [plain for _, plain in first] == [[2.0] * 30] * 3
+    assert first[0][0] == [2.0] * 20
+    assert "rank 1: compressor" in first[1][0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("numel", [2000, 1 << 23])
+def test_a_layout_that_raises_on_one_rank_fails_its_tensors_alone(numel):
+    @register("laid")
+    class Laid(Compressor):
+        def traits(self):
+            return Traits(fixed_size=True, granularity=1)
+
+        def layout(self, n):
+            if fault.get("layout") == threading.current_thread().name[-1]:
+                raise ArithmeticError("no layout")
+            return (Part("values", "float32", n),)
+
+        def compress(self, x, ctx):
+            return {"values": x.copy()}
+
+        def decompress(self, payload, out, ctx):
+            out[...] = payload["values"]
+
+    def body(engine):
+        fault["layout"] = ""
+        outcomes = []
+        for step in range(3):
+            items = []
+            for name, spec, n in (("a", "none", 50), ("w", "laid", numel), ("b", "none", 60)):
+                request = Request(f"{name}{step}", shape=(n,), spec=spec, op=ReduceOp.SUM)
+                items.append((request, np.ones(n, np.float32), None, parse(spec)))
+            for request, _, _, compressor in items:
+                engine._tensor_queue.check(request, compressor, engine.size)
+            engine.submit(Request(f"{step}", "barrier"), np.empty(0, np.float32)).wait(20)
+            fault["layout"] = "1" if step == 1 else ""  # in the engine's thread of rank 1
+            told = []
+            for handle in engine.submit_all(items, at_once=True):
+                try:
+                    told.append(set(handle.wait(20).tolist()))
+                except CompressionFailed as error:
+                    told.append(str(error))
+            outcomes.append(told)
+        return outcomes
+
+    first, second = with_engines(2, body)
+    assert first == second
+    assert first[0] == first[2] == [{2.0}] * 3
+    assert first[1][0] == first[1][2] == {2.0}
+    assert "rank 1: compressor 'laid' failed in layout of tensor 'w1'" in first[1][1]
+
+
+def test_a_batch_is_planned_once_for_each_stage_of_a_schedule(monkeypatch):
+    planned = []
+    plan = Batch.__init__
+
+    def counted(batch, peers, *given):
+        planned.append(peers.comm.rank)
+        plan(batch, peers, *given)
+
+    monkeypatch.setattr(Batch, "__init__", counted)
+
+    def body(engine):
+        spec = "int8 | ef | later"
+        for _ in range(12):
+            x, y = np.ones(2000, np.float32), np.ones(50, np.float32)
+            items = [(Request("w", shape=(2000,), spec=spec), x, None, parse(spec))]
+            items.append((Request("b", shape=(50,)), y, None, None))
+            for handle in engine.submit_all(items, at_once=True):
+                handle.wait(60)
+        return engine.states["w"]["step"]
+
+    assert with_engines(2, body) == [12, 12]
+    # By name at first, then by number; then for each of two more stages.
+    assert planned.count(0) == planned.count(1) == 4
 
 
 @pytest.mark.parametrize("spec", ["int8 | negated", "fp16 | negated", "topk(ratio=0.5) | negated"])
