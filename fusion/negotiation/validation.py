@@ -7,6 +7,7 @@ from typing import Any
 
 from ringlet.fusion.requests.request import Request
 
+_LOADS = "times when a state was loaded, in buckets (0: never),"
 _COMPARED: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     ("operations", lambda r: r.kind),
     ("places", lambda r: r.place),
@@ -18,12 +19,15 @@ _COMPARED: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     ("prescale factors", lambda r: r.prescale),
     ("postscale factors", lambda r: r.postscale),
     ("groups", lambda r: (r.group, r.group_size)),
+    (_LOADS, lambda r: r.loaded),
 )
 _LISTED = 6
-_ON_ANOTHER = (
-    "; tensors on a GPU that is not their rank's go through host memory: "
-    "choose it before anything is on it, torch.cuda.set_device(local_rank())"
-)
+_CURES = {
+    "places": "; tensors on a GPU that is not their rank's go through host memory: "
+    "choose it before anything is on it, torch.cuda.set_device(local_rank())",
+    _LOADS: "; compressors need the same kind of memory, of the same step, on all ranks, or "
+    "replicas part: load on every rank what that rank saved, before its next step",
+}
 
 
 def disagreement(asked: Mapping[int, Request]) -> str:
@@ -34,7 +38,7 @@ def disagreement(asked: Mapping[int, Request]) -> str:
     for what, value in _COMPARED:
         text = _differing(what, {rank: value(request) for rank, request in asked.items()}, first)
         if text:
-            return text + (_ON_ANOTHER if what == "places" else "")
+            return text + _CURES.get(what, "")
     if first.kind == "allgather":
         if not all(request.shape for request in asked.values()):
             return f"{_subject(first)}: a tensor without dimensions cannot be gathered"

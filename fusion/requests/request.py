@@ -26,7 +26,8 @@ class Request:
     are multiplied by ``prescale`` before they are compressed and by ``postscale`` after they are
     combined. ``splits`` are the rows that an all-to-all sends to each rank. The ``group_size``
     requests that name the same ``group`` are executed together or not at all. ``place`` is where
-    the tensor lies: "host", or "cuda" where the transport moves memory of a GPU.
+    the tensor lies: "host", or "cuda" where the transport moves memory of a GPU. ``loaded`` tells
+    when, in the asker's own count, what compressors remember was loaded last; 0: before the first.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Request:
     group: str = ""
     group_size: int = 0
     place: str = "host"
+    loaded: int = 0
     key: Hashable = field(init=False, repr=False, compare=False, default=None)
     """What must not be in flight twice: the name, within its process set."""
     fit: tuple[tuple[int], np.dtype[Any] | None] = field(
@@ -115,8 +117,8 @@ class Request:
     def from_list(cls, values: list[Any]) -> Request:
         """Rebuild a request from ``to_list``."""
         name, kind, dtype, shape, op, *more = values
-        *plain, splits, group, group_size, place = more
-        every = *plain, tuple(splits), group, group_size, place
+        *plain, splits, group, group_size, place, loaded = more
+        every = *plain, tuple(splits), group, group_size, place, loaded
         return cls(name, kind, dtype, tuple(shape), ReduceOp(op), *every)
 
 

@@ -246,6 +246,40 @@ def case_ranks_count_alike_after_loading_rank_0s_file():
     assert steps == [3, 3]
 
 
+def case_a_state_that_one_rank_alone_loads_after_the_first_step_is_refused():
+    """PowerSGD's factors are in common: replicas would part, and nobody would be told."""
+    started()
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    state, hook = hvd.ddp_hook("powersgd(rank=1) | ef", own.named_parameters())
+    wrapped.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.05)
+
+    def train(step):
+        optimizer.zero_grad()
+        wrapped(numbers(step)).square().mean().backward()
+        optimizer.step()
+
+    train(0)
+    kept = state.state_dict()
+    for step in range(1, 3):
+        train(step)
+    if hvd.rank() == 0:
+        state.load_state_dict(kept)
+    for _ in range(2):
+        with pytest.raises(Mismatch, match="load on every rank what that rank saved") as told:
+            train(3)
+        assert len(set(hvd.allgather_object(str(told.value)))) == 1
+    if hvd.rank() != 0:
+        state.load_state_dict(kept)
+    for step in range(3, 6):
+        train(step)
+    assert hvd.replicas_equal(own.state_dict())
+    state.load_state_dict(state.state_dict())
+    train(6)
+    assert hvd.replicas_equal(own.state_dict())
+
+
 def case_a_model_with_a_hook_is_copied_and_pickled():
     started()
     wrapped = DistributedDataParallel(layers())

@@ -611,6 +611,25 @@ def case_fsdp2_refuses_what_one_rank_alone_has_loaded():
     own(batches(1)[0]).square().mean().backward()
 
 
+def case_hsdp_refuses_what_one_rank_alone_has_loaded():
+    started()
+    mesh = two_levels()
+    own = sharded(mesh["shard"])
+    made = hvd.compress_hsdp(own, "powersgd | ef", mesh["replicate"].get_group())
+    for _ in range(2):
+        own(batches(1)[0]).square().mean().backward()
+    kept = made.state_dict()
+    own(batches(1)[0]).square().mean().backward()
+    if hvd.rank() == 0:
+        made.load_state_dict(kept)
+    with pytest.raises(Mismatch, match="load on every rank what that rank saved") as told:
+        own(batches(1)[0]).square().mean().backward()
+    assert len(set(hvd.allgather_object(str(told.value)))) == 1
+    if hvd.rank() != 0:
+        made.load_state_dict(kept)
+    own(batches(1)[0]).square().mean().backward()
+
+
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
 
 

@@ -11,6 +11,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +120,8 @@ class DdpState:
             finalizer.atexit = False
         self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
         self._alike = False  # whether ranks know what they have loaded
+        self.reduced = 0  # buckets, which ranks count alike
+        self._loaded = 0  # after how many of them a state was loaded last
         self._untouched: list[_Untouched] = []
         self._failure: Exception | None = None
         self._watched = NO_BACKWARD  # the backward pass whose end is waited for
@@ -160,7 +163,17 @@ class DdpState:
             exact = self._runtime.engine.sums_in_float32(dtype)
             compressor, collective = carrier(declared, dtype, numel, self._reduction, exact)
             full, op, spec = f"{self._label}.{name}", ReduceOp.AVERAGE, str(compressor)
-            request = Request(full, "allreduce", dtype, shape, op, spec, collective, place=place)
+            request = Request(
+                full,
+                "allreduce",
+                dtype,
+                shape,
+                op,
+                spec,
+                collective,
+                place=place,
+                loaded=self._loaded,
+            )
             known = self._requests[name] = (request, compressor)
             self._taken[name] = compressor.traits().stateful
             if memory is not None:
@@ -329,9 +342,19 @@ class DdpState:
         return {name: (routed(self._router, name, self._depth), numels.get(name)) for name in names}
 
     def _bring(self, states: Mapping[str, State]) -> None:
+        """After a load: let states lie where they are used, and ranks compare whether all loaded.
+
+        Before the first step they ``agree`` on it.
+        """
+        if self.reduced:
+            self._loaded = self.reduced
         for name, (request, _) in self._requests.items():
             if name in states:
                 self._runtime.engine.bring(states[name], request.place)
+        self._requests = {
+            name: (replace(request, loaded=self._loaded), compressor)
+            for name, (request, compressor) in self._requests.items()
+        }
 
     def _states(self) -> dict[str, State]:
         start = f"{self._label}."
@@ -457,6 +480,7 @@ def reduce_bucket(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Te
                     handle.wait()
                 for ours, grad in staged:
                     unstage(ours, grad)
+                state.reduced += 1
                 future.set_result(buffer)
         except Exception as error:
             state.failed(error)

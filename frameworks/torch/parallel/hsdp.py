@@ -51,6 +51,8 @@ class ReplicaAverage:
         self.name, self._ways = name, ways
         self.places: dict[str, str] = {}  # of shards, by the names under which they travel
         self.compressor = compressor
+        self.count = 0  # averages, which replicas count alike
+        self.loaded = 0  # behind so many of them, and one, a state was loaded last
         self._engine, self._module = engine, weakref.ref(module)  # which holds this
 
     def __call__(self, shard: torch.Tensor) -> None:
@@ -67,7 +69,9 @@ class ReplicaAverage:
         op, place = ReduceOp.AVERAGE, place_of(shard, engine=self._engine)
         name = self._named(reduced(self._module(), shard.numel(), caller))
         shape, self.places[name] = tuple(shard.shape), place
-        request = Request(name, "allreduce", dtype, shape, op, spec, place=place)
+        request = Request(
+            name, "allreduce", dtype, shape, op, spec, place=place, loaded=self.loaded
+        )
         staged = packed(shard, place)
         try:
             self._engine.submit(request, flat_at(staged, place), None, self.compressor).wait()
@@ -80,6 +84,7 @@ class ReplicaAverage:
             )
             self._ways.outcome.note(failure, error)
         else:
+            self.count += 1
             unstage(staged, shard)
 
     def _in_all_ranks(self, text: str) -> str:
@@ -122,6 +127,7 @@ class HsdpState:
         So it does when the number of ranks has changed: shards are others then.
         """
         for each in self._made:
+            each.loaded = each.count + 1
             for name in state["states"]:
                 if name.partition("[")[0] == each.name:
                     each.places.setdefault(name, HOST)
