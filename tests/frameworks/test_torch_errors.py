@@ -11,7 +11,7 @@ from torch import nn
 import ringlet
 import ringlet.torch as hvd
 from ringlet.compressors import Compressor, register
-from ringlet.fusion import CompressionFailed
+from ringlet.fusion import CompressionFailed, StepAbandoned
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.functions import WorkerFailed
 
@@ -176,6 +176,44 @@ def case_a_layer_that_one_rank_freezes():
     first.requires_grad_(False)
     for _ in range(2):
         step(m, optimizer)
+    assert hvd.replicas_equal(m.state_dict())
+
+
+def case_a_parameter_that_is_added_gives_the_step_up_on_all_ranks():
+    """On one rank, and on all of them: nobody waits, and zero_grad() begins the next step."""
+    for everywhere in (False, True):
+        m, extra = model(), nn.Linear(4, 40)
+        optimizer = wrap(m)
+        step(m, optimizer)
+        if everywhere or odd():
+            optimizer.add_param_group({"params": list(extra.parameters())})
+        optimizer.zero_grad()
+        part = m[1](extra(torch.ones(2, 4)))  # what is left nobody reduces before step()
+        part.sum().backward()
+        wanted = RuntimeError if everywhere or odd() else StepAbandoned
+        with pytest.raises(wanted, match=r"was added or unfrozen.*given up, on all ranks"):
+            optimizer.step()
+        optimizer.zero_grad()
+        for p in extra.parameters():
+            p.grad = None
+        step(m, optimizer)
+        assert hvd.replicas_equal(m.state_dict())
+
+
+def case_a_parameter_that_one_rank_adds_to_onebit_adam_leaves_nobody_waiting():
+    m, extra = model(), nn.Linear(4, 40)
+    optimizer = hvd.OneBitAdam(m.named_parameters(), warmup=1)
+    if odd():
+        optimizer.add_param_group({"params": list(extra.parameters())})
+    for _ in range(2):
+        optimizer.zero_grad()
+        (m(torch.ones(2, 4)).sum() + extra(torch.ones(2, 4)).sum()).backward()
+        with pytest.raises(RuntimeError if odd() else StepAbandoned, match="was added or unfrozen"):
+            optimizer.step()
+    for p in extra.parameters():
+        p.grad = None
+    m(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
     assert hvd.replicas_equal(m.state_dict())
 
 

@@ -209,7 +209,7 @@ class Reducer:
 
         Raises RuntimeError if another reducer has the parameters now, or if ``param_groups`` holds
         one with a gradient that was never this reducer's: each rank would update it on its own.
-        So where a gradient was changed since backward: then the step is given up on all ranks, or
+        So where a gradient was changed since backward. Then the step is given up on all ranks, or
         the next one, where all have reduced this one already.
         """
         if self._hooks.retired:
@@ -218,7 +218,10 @@ class Reducer:
             )
         self.join_epoch()
         cure = "wrap the original optimizer again, on all ranks; residuals stay"
-        refuse_strays(param_groups, self._hooks, "DistributedOptimizer", cure)
+        try:
+            refuse_strays(param_groups, self._hooks, "DistributedOptimizer", cure)
+        except RuntimeError as error:
+            raise self.given_up(error) from None
         changed = self._handed.changed(self.parameters)
         if self._group is None:
             self._handed.clear()
@@ -445,6 +448,14 @@ class Reducer:
 
     def _counted(self) -> dict[str, int]:
         return {"": self.step, **self.memory.steps}
+
+    def given_up(self, error: RuntimeError) -> RuntimeError:
+        """Give the step up on all ranks, if others take part; return ``error``, which says so."""
+        if self._group is None:
+            return error
+        why = f"{error}. The step is given up, on all ranks"
+        self._give_up(why)
+        return RuntimeError(why)
 
     def _too_early(self, name: str) -> str:
         return (

@@ -75,9 +75,11 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         cure = "make a new OneBitAdam of all parameters, on all ranks"
-        refuse_strays(self.param_groups, self._names, "OneBitAdam", cure)
+        try:
+            refuse_strays(self.param_groups, self._names, "OneBitAdam", cure)
+        except RuntimeError as error:
+            raise self._reducer.given_up(error) from None
         self._switch()
-        self.steps += 1
         frozen = self._compressing
         with torch.no_grad():
             for group, p in self._each():
@@ -96,6 +98,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
                 carrier.grad = gradient.clone()
             self._reducer.drift.groups = self.param_groups  # the reducer's are of stand-ins
             self._reducer.synchronize([])
+            self.steps += 1  # not before: ranks count those that none of them has given up
             for group, p in self._each():
                 self._update(group, p, self._carriers[self._names[p]].grad, frozen)
         return loss
