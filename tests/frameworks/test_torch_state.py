@@ -8,6 +8,10 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import ringlet.torch as hvd
 from ringlet.compressors import parse
@@ -69,6 +73,41 @@ def case_a_sharded_checkpoint_continues_bit_for_bit():
             warnings.simplefilter("error")
             resumed.load_state_dict(kept["optimizer"])
         assert torch.equal(train(again, resumed, 3, start=3), straight), spec
+
+
+def case_a_state_that_is_loaded_before_wrapping_is_told_of():
+    for spec, told in (("topk(ratio=0.05) | ef", 1), ("none", 0)):
+        _, _, kept = trained(spec)
+        own = model(1)
+        plain = torch.optim.Adam(own.parameters(), lr=0.01)
+        plain.load_state_dict(kept["optimizer"])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            optimizer = hvd.DistributedOptimizer(plain, own.named_parameters(), spec)
+        assert len(warned) == told
+        assert all("wrap first, and load into" in str(each.message) for each in warned)
+        assert all("remembers" not in key for group in plain.param_groups for key in group)
+        train(own, optimizer, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.load_state_dict(kept["optimizer"])
+            again = hvd.DistributedOptimizer(plain, own.named_parameters(), spec)
+        assert again.residual_norm() == optimizer.residual_norm()
+
+
+def case_torchs_get_state_dict_tells_what_it_leaves_out():
+    own, optimizer, _ = trained("topk(ratio=0.05) | ef")
+    norm, kept = optimizer.residual_norm(), optimizer.state_dict()["ringlet"]
+    with pytest.warns(UserWarning, match="leaves out what compression holds back"):
+        saved = stored(get_optimizer_state_dict(own, optimizer))
+    again = model()
+    resumed = wrapped(again)
+    with pytest.warns(UserWarning, match="holds no residuals"):
+        set_optimizer_state_dict(again, resumed, saved)
+    resumed.load_state_dict({**resumed.state_dict(), "ringlet": kept})
+    assert resumed.residual_norm() == norm > 0
+    again.load_state_dict(own.state_dict())
+    assert torch.equal(train(again, resumed, 2, start=3), train(own, optimizer, 2, start=3))
 
 
 def case_rank_0s_checkpoint_resets_residuals_with_a_warning():

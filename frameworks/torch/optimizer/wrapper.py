@@ -21,9 +21,11 @@ from ringlet.ring.callers import outside, public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.shared.optimizer_options import Options
+from ringlet.shared.residual_store import remembered
 from ringlet.shared.wrapping import refuse_wrapped, wrapped
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
+from ringlet.torch.optimizer.lost_memory import mark, take_mark, warn_of_loaded_too_early
 from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
 from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler, of_scaler
@@ -248,6 +250,8 @@ class _Distributed:
         kept = self._ringlet.memory.saved(self._ringlet.step)
         if kept is not None:
             state[STATE_KEY] = kept
+            if remembered(kept["states"]):
+                mark(state, sys._getframe(1))
         if self._ringlet_masters is not None:
             state[PRECISION_KEY] = self._ringlet_masters.state_dict()
         return state
@@ -316,6 +320,7 @@ class _Distributed:
         if self._ringlet_masters is not None and masters is not None:
             self._ringlet_masters.load_state_dict(masters)
             self._ringlet.memory.rescale(self._scale_now() / before)
+        take_mark(self._ringlet_groups)
         # Loading replaces both; a scheduler made for the original goes on setting its groups.
         self._ringlet_original.param_groups = self._ringlet_groups
         self._ringlet_original.state = self.state
@@ -414,6 +419,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         unscaling = Unscaling(policy.scale.scale) if policy.scale.watches else None
         groups_of_names = grouped_names(named, options.grouping)
         before, title = _reducer_of(optimizer), type(optimizer).__name__
+        if take_mark(optimizer.param_groups):
+            warn_of_loaded_too_early()
         reducer = Reducer(named, options, groups_of_names, unscaling, before, title)
         _reducers[optimizer] = weakref.ref(reducer)
         masters = None
