@@ -4,11 +4,14 @@ import copy
 import io
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
 import ringlet
 import ringlet.torch as hvd
+from ringlet.compressors import Compressor
+from ringlet.fusion import CompressionFailed
 from ringlet.ring.errors import Mismatch
 
 
@@ -301,6 +304,58 @@ def test_diloco_refuses_settings_out_of_range(options):
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=next(iter(options))):
         hvd.DiLoCo(inner, model.named_parameters(), **options)
+
+
+class Half(Compressor):
+    calls = 0
+
+    def compress(self, x, ctx):
+        if ctx.rank == 1 and ctx.step == 2:
+            self.__class__.calls += 1
+            if self.__class__.calls == 2:
+                raise KeyError("moody")
+        return {"values": np.where(np.arange(x.size) % 4, 0, x).astype(np.float32)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+def test_an_outer_step_that_fails_is_made_up_for_by_the_next():
+    """What moved, and is still held back, is what all inner steps moved: nothing counts twice."""
+
+    Half.calls = 0
+
+    def train():
+        hvd.init()
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        hvd.broadcast_parameters(model.state_dict())
+        named = list(model.named_parameters())
+        start = {name: p.detach().clone() for name, p in named}
+        optimizer = hvd.DiLoCo(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            named,
+            every=2,
+            compression=f"{__name__}:Half | ef",
+            outer_lr=1.0,
+            outer_momentum=0.0,
+        )
+        failed = 0
+        for _ in range(12):
+            for _, p in named:
+                p.grad = torch.full_like(p, hvd.rank() + 1.0)
+            try:
+                optimizer.step()
+            except CompressionFailed:
+                failed += 1
+        left = optimizer.state_dict()["ringlet"]["states"]
+        for name, p in named:
+            held = left.get(name, {}).get("residual")
+            held = torch.zeros(p.numel()) if held is None else held
+            owed = hvd.allreduce(held.reshape(p.shape), name=name)
+            assert torch.allclose(start[name] - p.detach() + owed, torch.tensor(18.0), atol=1e-3)
+        return failed
+
+    assert ringlet.run(train, np=2, transport="local") == [1, 1]
 
 
 @pytest.mark.parametrize("kind", ["diloco", "onebit", "adasum"])

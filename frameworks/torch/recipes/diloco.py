@@ -13,6 +13,7 @@ import torch
 
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.session import current
+from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, name_parameters, refuse_strays
@@ -30,7 +31,8 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
     and applies SGD with Nesterov momentum to the last agreed ones. With ``outer_lr=1`` and
     ``outer_momentum=0`` this is local SGD: plain averaging. Ranks must begin with the same
     parameters (``broadcast_parameters``) and take the same number of steps. Keeps one more copy of
-    the parameters. Collective where it is made and every ``every`` steps.
+    the parameters, and two of residuals. Collective where it is made and every ``every`` steps.
+    Where an outer step fails ranks go on alone, and the next one brings what all have moved.
 
     Schedulers take it, or ``inner``, whose parameter groups and state it shows; the outer ones are
     those of ``outer``. Raises ValueError for settings out of range; what DistributedOptimizer
@@ -72,6 +74,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         )
         self._moving = set(self._parameters)  # since the last outer step; the others are frozen
         self.outer: Any = DistributedOptimizer(outer, self._agreed.items(), compression)
+        self._ringlet.memory.keep_steps()
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -198,7 +201,12 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
                 last, moves = self._agreed[name], name in self._moving
                 last.requires_grad_(moves)  # or outer momentum would move it
                 last.grad = last.detach() - p if moves else None
+            try:
+                self.outer.step()
+            except RingError:
+                # What moved travels again, whole: residuals must not bring a part of it once more.
+                self._ringlet.take_back()
+                raise
             self._moving = set()
-            self.outer.step()
             for name, p in self._parameters.items():
                 p.copy_(self._agreed[name])
