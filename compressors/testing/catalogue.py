@@ -14,6 +14,7 @@ from ringlet.compressors.testing.checks import (
     many_steps,
     noise,
     one_call,
+    option_ends,
     overrides,
     program,
     ranks,
@@ -21,6 +22,7 @@ from ringlet.compressors.testing.checks import (
     tensor_sizes,
     training,
 )
+from ringlet.compressors.testing.schedules import check_of_schedules
 from ringlet.compressors.testing.tools.named_check import Named
 
 
@@ -29,9 +31,10 @@ def all_checks() -> list[Named]:
     modules = (
         declared, one_call, buffers, overrides, launches, batches, isolation, program, claims,
         tensor_sizes, stages, training, ranks, noise, many_steps, magnitudes,
-        fed_back,
+        fed_back, option_ends,
     )  # fmt: skip
-    return _behind_needs([Named(c) for module in modules for c in module.CHECKS])
+    checks = _behind_needs([Named(c) for module in modules for c in module.CHECKS])
+    return [*checks, Named(check_of_schedules(checks))]
 
 
 def _behind_needs(checks: list[Named]) -> list[Named]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -90,7 +91,8 @@ def report(
             print(f"  {marks[ok]:6}  {name}")
 
     if as_json:
-        failures = failures_of(plugin, checks, told)
+        with contextlib.redirect_stdout(sys.stderr):  # where plugins' own words do not spoil it
+            failures = failures_of(plugin, checks, told)
         print(json.dumps({"plugin": str(plugin), "checks": found, "failures": failures}, indent=1))
         return 1 if failures else 0
     print(f"checking {plugin}")

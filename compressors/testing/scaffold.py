@@ -154,9 +154,8 @@ _README = """\
 
 A gradient compressor for Ringlet. Install it with `pip install -e '.[test]'`, test it with
 `pytest`, use it with `compression="{before}{name} | ef"`. Before it is installed, here,
-`ringlet check "{before}ringlet_{name}:{cls} | ef"` says what is wrong and what to do; try the
-extremes of its options as well. What a compressor has to keep to is in Ringlet's
-docs/own-compressor.md.
+`ringlet check "{before}ringlet_{name}:{cls} | ef"` says what is wrong and what to do. What a
+compressor has to keep to is in Ringlet's docs/own-compressor.md.
 """
 
 

@@ -186,7 +186,7 @@ CAUGHT = {
         "LocalForgotten": "local_is_written",
         "NotInPlace": "results_may_replace_values",
         "KeepsReceived": "compresses_a_tensor",
-        "NarrowSum": "every_length",
+        "NarrowSum": "sums_of_ranks_fit",
         "NoRound": "compresses_a_tensor",
         "NotAGenerator": "compresses_a_tensor",
         "SwallowsNaNInRounds": "non_finite_stays_visible",
@@ -478,6 +478,23 @@ CAUGHT = {
         "SharedNoiseUnclaimed": "ranks_draw_their_own",
         "SharedNoiseInCells": "ranks_draw_their_own",
     },
+    "offered": {
+        "AnyWord": "options_refuse_other_words",
+        "MoreThanAByte": "options_at_their_ends",
+        "NoUpperEnd": "options_at_their_ends",
+        "NoRange": "options_at_their_ends",
+        "AllOfThem": "options_at_their_ends",
+        "OnlyItsOwnBlock": "options_at_their_ends",
+        "PrintsItsStep": "leaves_the_program_alone",
+        "SizeByProcess": "another_process_agrees",
+        "SumsByTheFirstStep": "fast_paths_agree",
+        "TimesRanks": "mean_of_equal_gradients",
+        "ScaleOfEarlierSteps": "values_may_grow",
+        "LaterPromisesTooMuch": "schedule_keeps_promises",
+        "NormOfAll": "every_element_has_its_turn",
+        "NothingOfFew": "every_element_has_its_turn",
+        "BytesAddedUp": "sums_of_ranks_fit",
+    },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
 SAYS = {
@@ -543,8 +560,22 @@ SAYS = {
     ("longrun", "WiderLater"): ("in step 100",),
     ("longrun", "OmegaOfMiddlingTensors"): ("131072 values", "a scale of their own"),
     ("edges", "ConstantIsLost"): ("all equal", "range of values is 0"),
+    ("offered", "AnyWord"): ("rounding='certainly_no_choice'", 'choices=("nearest", "floor")'),
+    ("offered", "MoreThanAByte"): ("takes steps=255", "does not fit its integer type"),
+    ("offered", "NoUpperEnd"): ("takes steps=301", "le=127"),
+    ("offered", "NoRange"): ("That is with steps=0",),
+    ("offered", "AllOfThem"): ("That is with ratio=1.0", "offered.py, line"),
+    ("offered", "OnlyItsOwnBlock"): ("That is with block=200",),
+    ("offered", "PrintsItsStep"): ("prints 'step 1: ", "logging.getLogger"),
+    ("offered", "SizeByProcess"): ("min_size", "os.getpid()"),
+    ("offered", "SumsByTheFirstStep"): ("each with scales of its own",),
+    ("offered", "ScaleOfEarlierSteps"): ("64 times as large", "xp.clip(codes, -127, 127)"),
+    ("offered", "LaterPromisesTooMuch"): ("in step 100 it is", "fails 'contraction'"),
+    ("offered", "NormOfAll"): ("largest magnitude", "a norm of all"),
+    ("offered", "NothingOfFew"): ("max(1, k)",),
+    ("offered", "BytesAddedUp"): ("overflows int8", 'codes.astype("int32")'),
 }
-BASES = {"Stochastic", "Rounds", "FeedsBack", "WholeAtRandom", "Levels"}
+BASES = {"Stochastic", "Rounds", "FeedsBack", "WholeAtRandom", "Levels", "Steps", "Later"}
 CASES = [(module, name) for module, found in CAUGHT.items() for name in found]
 
 

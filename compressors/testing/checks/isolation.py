@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import socket
@@ -52,6 +53,9 @@ def check_another_process_agrees(compressor: Compressor) -> None:
         other.begin()
     for other in others:
         there = other.ask(modules, elsewhere, compressor, sent)
+        for what, value in here["promises"].items():
+            found = there["promises"].get(what)
+            assert value == found, f"another process finds {what} {found!r}, this one {value!r}"
         assert same(here["result"], there["result"]), (
             "another process decodes the payload to something else"
             if by_payload(compressor)
@@ -66,11 +70,25 @@ def check_another_process_agrees(compressor: Compressor) -> None:
 def answer(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:
     """Return what this process makes of ``sent``, and of the same values."""
     x = heavy_tailed(_N, 1)
+    found: dict[str, Any] = {"promises": _promises(compressor)}
     if sent is None:
-        return {"result": simulate(compressor, [x, heavy_tailed(_N, 2)], step=2)[0]}
+        return found | {"result": simulate(compressor, [x, heavy_tailed(_N, 2)], step=2)[0]}
     ctx = context(x, rank=1, size=4, step=2)
     result = decode(compressor.at(2), sent, x.size, ctx)
-    return {"result": result, "payload": _sent(compressor)}
+    return found | {"result": result, "payload": _sent(compressor)}
+
+
+def _promises(compressor: Compressor) -> dict[str, Any]:
+    """Return what the engine goes by before it compresses anything, which ranks compare."""
+    found: dict[str, Any] = {}
+    for step in (0, 2, 100_000):
+        now = compressor.at(step)
+        found[f"in step {step}"] = str(now)
+        for field in dataclasses.fields(now.traits()):
+            found[f"in step {step} {field.name}"] = getattr(now.traits(), field.name)
+        if by_payload(now) and now.traits().fixed_size:
+            found[f"in step {step} layout({_N})"] = now.layout(_N)
+    return found
 
 
 def elsewhere(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:

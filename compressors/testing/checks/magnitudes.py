@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
-from ringlet.compressors.core.context import Array
+from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.testing.checks.one_call import PURE
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
@@ -16,6 +16,7 @@ _STEPS = 4
 _ALIKE = 4.0  # times: how much larger what comes of one sign may be than what comes of the other
 _LEAST = 0.05  # of what comes of magnitudes: what comes of the same values with both signs
 _LONG = 200_000
+_GROWN = 64
 
 
 @needs(*PURE, "points_the_same_way", "extreme_values")
@@ -89,4 +90,30 @@ def check_one_of_many_stays_finite(compressor: Compressor) -> None:
     )
 
 
-CHECKS = (check_both_signs_arrive, check_one_of_many_stays_finite)
+@needs(*PURE, "points_the_same_way", "memory_is_declared", "extreme_values")
+def check_values_may_grow(compressor: Compressor) -> None:
+    """Gradients grow from one step to the next, where a learning rate is raised or a batch is
+    unlike others: a scale that is remembered is then too small, and codes wrap round.
+
+    Keep codes in their range whatever is remembered: xp.clip(codes, -127, 127), with NaN in the
+    scale that is sent. Or take this step's values into account in full: xp.maximum(remembered,
+    xp.abs(x).max()).
+    """
+    if not compressor.traits().stateful:
+        return
+    x, turned = gaussian(_N, 5), 0
+    states: list[State] = [{}, {}]
+    large = np.abs(x) >= np.float32(0.5) * np.abs(x).max()
+    for step in range(_STEPS):
+        by = np.float32(_GROWN if step == _STEPS - 1 else 1)
+        (out, _) = simulate(compressor, [by * x, by * x], states, step)
+        turned = int((out[large] * x[large] < 0).sum())
+        if by == 1 and turned:
+            return  # it is not that kind of code
+    assert not turned, (
+        f"after {_STEPS - 1} steps values {_GROWN} times as large come, and {turned} of the "
+        f"{int(large.sum())} largest come out with the other sign"
+    )
+
+
+CHECKS = (check_both_signs_arrive, check_one_of_many_stays_finite, check_values_may_grow)

@@ -286,9 +286,16 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
         return  # what goes by absolute sizes may be meant for larger ones
     if traits.stateful and never < x.size // 2:
         return  # it may be slow, but it chooses anew
+    likely = (
+        "send at least one entry, max(1, k), and take steps from the largest magnitude: half of "
+    )
+    likely += "one that comes of a norm of all may be more than each of them"
+    if traits.combine == "rounds":
+        likely = "if something that was received in a round decides about it, copy that before the "
+        likely += "next yield"
     assert anything, (
-        f"the result is 0 in every one of {_TURNS} steps of error feedback; if something that was "
-        "received in a round decides about it, copy that before the next yield"
+        f"of {x.size} elements the result is 0 in every one of {_TURNS} steps of error feedback; "
+        f"{likely}"
     )
     signs = "both" if (x[waiting] > 0).any() and (x[waiting] < 0).any() else "only one"
     raise AssertionError(

@@ -30,7 +30,13 @@ from ringlet.compressors.testing.tools.inputs import (
 )
 from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.other_time import later
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import (
+    Overflow,
+    context,
+    decode,
+    encode,
+    simulate,
+)
 from ringlet.compressors.testing.tools.uninitialised import uninitialised_as
 
 # Without these, whatever else is found says nothing new.
@@ -176,6 +182,24 @@ def _takes_local(compressor: Compressor) -> bool:
 
 
 @needs("compresses_a_tensor")
+def check_sums_of_ranks_fit(compressor: Compressor) -> None:
+    """What rounds add up is added up in the type that it is yielded in: where a sum does not fit
+    it, the largest values come out with the other sign.
+
+    Yield codes of at most the integer's largest divided by ctx.size, or convert them to a wider
+    integer before: codes.astype("int32").
+    """
+    x = gaussian(2000, 0)
+    for size in (2, 3, 8):
+        try:
+            simulate(compressor, [x] * size)
+        except Overflow:
+            raise
+        except Exception:
+            return  # which another check tells
+
+
+@needs("compresses_a_tensor")
 def check_scratch_does_not_matter(compressor: Compressor) -> None:
     """Fresh and borrowed memory holds what somebody left there: a result that shows it differs from
     rank to rank.
@@ -202,7 +226,7 @@ def check_scratch_does_not_matter(compressor: Compressor) -> None:
         )
 
 
-@needs("compresses_a_tensor", "scratch_does_not_matter")
+@needs("compresses_a_tensor", "scratch_does_not_matter", "sums_of_ranks_fit")
 def check_every_length(compressor: Compressor) -> None:
     """Biases have one element, shards can be empty, and few layers are a multiple of anything.
 
@@ -640,6 +664,7 @@ def _on(rank: int, x: Array, state: dict[str, Any]) -> dict[str, Any]:
 CHECKS = (
     check_compresses_a_tensor,
     check_local_is_written,
+    check_sums_of_ranks_fit,
     check_scratch_does_not_matter,
     check_every_length,
     check_leaves_its_input_alone,

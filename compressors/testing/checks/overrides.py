@@ -24,7 +24,8 @@ def check_fast_paths_agree(compressor: Compressor) -> None:
     """Overrides are for speed: the engine uses whichever fits; results must not show which.
 
     Round as compress and decompress do, in the same order and in float32, and draw what they draw:
-    by ctx.key() and ctx.offset. sum_into gets as many payloads as there are ranks.
+    by ctx.key() and ctx.offset. sum_into gets as many payloads as there are ranks, each with scales
+    of its own.
     """
 
     def body(x: Array) -> None:
@@ -41,7 +42,9 @@ def check_fast_paths_agree(compressor: Compressor) -> None:
             assert same(total, expected), "accumulate is not decompress and add"
             compressor.sum_into([payload], total, context(x))
             assert same(total, decoded), "sum_into of one payload is not decompress"
-            payloads = [encode(compressor, y, context(x)) for y in (x, -x, x[::-1].copy())]
+            # Scales of their own: whoever adds codes must not take those of the first.
+            given = (x, -x, x[::-1] * np.float32(0.25), x * np.float32(3))
+            payloads = [encode(compressor, y, context(x)) for y in given]
             parts = [decode(compressor, part, x.size, context(x)) for part in payloads]
             compressor.sum_into(payloads, total, context(x))
             assert close(total, parts), "sum_into is not the sum of all that is decoded"
@@ -63,11 +66,11 @@ def _check_many_sums(compressor: Compressor) -> None:
     """Raise AssertionError unless as many payloads as there may be ranks are added up."""
     given = [np.roll(gaussian(_FEW, 1), 7 * rank) for rank in range(max(_RANKS))]
     payloads = [encode(compressor, x, context(x, rank=r)) for r, x in enumerate(given)]
-    parts = [decode(compressor, part, _FEW, context(given[0])) for part in payloads]
     for count in _RANKS:
-        total = np.full(_FEW, np.nan, np.float32)
-        compressor.sum_into(payloads[:count], total, context(given[0], size=count))
-        assert close(total, parts[:count], count), (
+        total, at = np.full(_FEW, np.nan, np.float32), context(given[0], size=count)
+        parts = [decode(compressor, part, _FEW, at) for part in payloads[:count]]
+        compressor.sum_into(payloads[:count], total, at)
+        assert close(total, parts, count), (
             f"sum_into of {count} payloads is not the sum of all that is decoded"
         )
 

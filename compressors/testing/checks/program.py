@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import logging
 import os
 import pickle
@@ -51,8 +52,8 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
 
     Leave np.random.seed(), np.seterr(), warnings.filterwarnings(), os.environ and the like to the
     user. What np.errstate(...) or warnings.catch_warnings() sets lasts as long as its with-block.
-    Start threads once, in a pool, close what is opened, and keep no list or dict on the class or in
-    the module that grows with every call.
+    Print nothing. Start threads once, in a pool, close what is opened, and keep no list or dict on
+    the class or in the module that grows with every call.
     """
     with known_surroundings():
         _calls(compressor)  # whose first one may compile, and start threads that stay
@@ -64,7 +65,21 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
         there = OTHERS[0].ask(modules, _changed_by_calls, compressor)
         changed += [what for what in there if what not in _BY_IMPORTS]
     assert not changed, f"a call changes {changed[0]}, on which the user's program relies"
+    with known_surroundings():
+        said = _said_by_calls(compressor)
+    assert not said, (
+        f"a call prints {said[:60]!r}, which every rank would for every tensor in every step; use "
+        "logging.getLogger(__name__).debug(...), which is quiet until the user asks for it"
+    )
     _check_given_back(compressor)
+
+
+def _said_by_calls(compressor: Compressor) -> str:
+    """Return the first line that calls print which are not the first ones."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        _calls(compressor)
+    return (told.getvalue().strip().splitlines() or [""])[0]
 
 
 def _changed_by_calls(compressor: Compressor) -> list[str]:

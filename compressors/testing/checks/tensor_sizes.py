@@ -22,6 +22,7 @@ _GROUP, _LIKE = 200, 0.25  # values that can be compared, and the cosine that th
 # About where indices of 8 and of 16 bits end.
 _WIDER = (255, 256, 257, 258, 65535, 65536, 65537, 65538)
 # Beyond what 16 bits count, and beyond the integers that float32 holds.
+_TURNS = 34
 _LARGE = ((200_000, 150_000), ((1 << 24) + 40_000, 1 << 24))
 
 
@@ -40,7 +41,11 @@ def check_large_tensors(compressor: Compressor) -> None:
         values = gaussian((n - start) // 2, 1)
         if everything:
             break  # there are no indices, then
-        sent, likeness = _arrived(compressor, n, start + 1, values)
+        sent, likeness = 0, 0.0
+        for step in range(1, _TURNS):  # in each of which it may be another part's turn
+            sent, likeness = _arrived(compressor, n, start + 1, values, step)
+            if sent:
+                break
         if not sent:  # it may be that hardly anything ever is
             lost = _arrived(compressor, n, 1, values)[0] > _MANY
         else:  # of m values in any order the cosine is about 1 / sqrt(m)
@@ -65,12 +70,20 @@ def _spreads(compressor: Compressor) -> bool:
 def _check_distances(compressor: Compressor) -> None:
     """Raise AssertionError where values arrive elsewhere that lie just too far behind others."""
     x, groups = far_apart()
+    out = np.zeros(x.size)
     try:
-        out = simulate(compressor, [x], step=1)[0].astype(np.float64)
+        for step in range(1, _TURNS):  # in each of which it may be another part's turn
+            came = simulate(compressor, [x], step=step)[0]
+            out = np.where(out == 0, came, out)
+            counts = [np.count_nonzero(out[places]) for places in groups.values()]
+            if max(counts) < _GROUP or min(counts) >= max(counts) / 2:
+                break
     except Exception as error:
         distances = ", ".join(str(distance) for distance in groups)
         error.add_note(f"There are entries that lie {distances} elements behind the one before.")
         raise
+    if np.count_nonzero(out) > 0.9 * out.size:
+        return  # zeros come out as something, too: there are no indices
     arrived = {distance: np.flatnonzero(out[places]) for distance, places in groups.items()}
     most = max(came.size for came in arrived.values())
     if most < _GROUP:
@@ -89,14 +102,16 @@ def _check_distances(compressor: Compressor) -> None:
         )
 
 
-def _arrived(compressor: Compressor, n: int, first: int, values: Array) -> tuple[int, float]:
+def _arrived(
+    compressor: Compressor, n: int, first: int, values: Array, step: int = 1
+) -> tuple[int, float]:
     """Send n elements, zeros but for every second one from ``first`` on.
 
     Returns how many of those arrive, and the cosine of what they were and what they became.
     """
     x, places = np.zeros(n, np.float32), slice(first, first + 2 * values.size, 2)
     x[places][: values.size] = values[: x[places].size]
-    out = simulate(compressor, [x], step=1)[0][places].astype(np.float64)
+    out = simulate(compressor, [x], step=step)[0][places].astype(np.float64)
     given = np.where(out != 0, x[places], 0).astype(np.float64)
     lengths = float(np.linalg.norm(out) * np.linalg.norm(given))
     return int(np.count_nonzero(out)), float(out @ given) / lengths if lengths else 0.0
@@ -112,13 +127,13 @@ def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
     if not compressor.traits().fixed_size or not by_payload(compressor):
         return  # where sizes vary there are indices, of which another check knows
     x, parts = large().copy(), LARGE // _PART
-    out = simulate(compressor, [x], step=1)[0]
-    cut = (parts, _PART)
-    given, got = (a[: parts * _PART].reshape(cut) for a in (x, out))
-    lost = given - got
-    energy = np.einsum("ij,ij->i", given, given, dtype=np.float64)
-    along = np.einsum("ij,ij->i", given, got, dtype=np.float64) / energy
-    off = np.einsum("ij,ij->i", lost, lost, dtype=np.float64) / energy
+    got = np.zeros(x.size, np.float32)
+    for step in range(1, _TURNS):  # in each of which it may be another part's turn
+        out = simulate(compressor, [x], step=step)[0]
+        got = np.where(got == 0, out, got)
+        along, off = _by_part(x, got, parts)
+        if (off <= 2 * off.min() + 1e-9).all() and (along >= 0.5 * along.max()).all():
+            break
     least, share = float(off.min()), float(along.max())
     for part in range(parts):
         start = part * _PART
@@ -130,6 +145,15 @@ def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
             f"of {LARGE} elements, those from {start} on come out {along[part]:.3g} times as large "
             f"as they were, others {share:.3g} times: a chunk is left out"
         )
+
+
+def _by_part(x: Array, out: Array, parts: int) -> tuple[Array, Array]:
+    """Return of each part how much of it arrives, and how much of its energy is lost."""
+    given, got = (a[: parts * _PART].reshape(parts, _PART) for a in (x, out))
+    lost = given - got
+    energy = np.einsum("ij,ij->i", given, given, dtype=np.float64)
+    along = np.einsum("ij,ij->i", given, got, dtype=np.float64) / energy
+    return along, np.einsum("ij,ij->i", lost, lost, dtype=np.float64) / energy
 
 
 @needs(*PURE, "points_the_same_way", "the_last_element_counts", "large_tensors")

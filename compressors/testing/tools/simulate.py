@@ -11,6 +11,11 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor, Exchange, Payload, Round, storage
 from ringlet.compressors.core.context import SECOND_STAGE, Array, Context, State, Workspace
 
+
+class Overflow(AssertionError):
+    """Integers of several ranks whose sum does not fit their type."""
+
+
 _ROUNDS = 10_000
 _WIRE = ("int8", "int16", "int32", "int64", "float32")  # what transports add up
 
@@ -241,8 +246,9 @@ def _combine(arrays: Sequence[Array], op: str) -> Array:
     if dtype.kind == "i":
         limits = np.iinfo(dtype)
         inside = bool((wide >= limits.min).all() and (wide <= limits.max).all())
-        assert inside, (
-            f"the sum of {len(arrays)} ranks overflows {dtype}; send a wider integer, or codes of "
-            "at most its largest divided by ctx.size"
-        )
+        if not inside:
+            raise Overflow(
+                f"the sum of {len(arrays)} ranks overflows {dtype}; send a wider integer, or codes "
+                "of at most its largest divided by ctx.size"
+            )
     return np.asarray(wide).astype(dtype)

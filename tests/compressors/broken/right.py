@@ -4,11 +4,12 @@ Array code throughout, as an author writes who follows docs/own-compressor.md.
 """
 
 import ctypes
+import zlib
 from dataclasses import replace
 
 import numpy as np
 
-from ringlet.compressors import Compressor, Context, Part, Round, Traits
+from ringlet.compressors import Compressor, Context, Part, Round, Traits, option
 from ringlet.compressors.base.batched import Batched
 
 CELL = 64
@@ -632,3 +633,111 @@ class ByTurns(Compressor):
     def decompress(self, payload, out, ctx):
         out[:] = payload["visible"]
         out[payload["turn"][0] :: 4] += payload["values"]
+
+
+class BlocksInTurn(Compressor):
+    """Sends another tenth in each step, of which all ranks send the same: values add up."""
+
+    parts: int = option(10, ge=1, le=1000)
+
+    def traits(self):
+        return Traits("sum", fixed_size=True)
+
+    def layout(self, n):
+        return (Part("values", "float32", -(-n // self.parts)),)
+
+    def places(self, n, ctx):
+        length = -(-n // self.parts)
+        return (np.arange(length) + ctx.step % self.parts * length) % max(1, n)
+
+    def compress(self, x, ctx):
+        with np.errstate(all="ignore"):
+            return {"values": x[self.places(x.size, ctx)] + (0 * x).sum(dtype="float32")}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        out[self.places(out.size, ctx)] = payload["values"]
+
+
+class OneDitheredBit(Compressor):
+    """One bit, which compares each value with noise (Jin et al., 2020): zeros come out as well.
+
+    ``salt`` is an option of any text, which makes a difference.
+    """
+
+    salt: str = option("", doc="any text: other noise")
+
+    def compress(self, x, ctx):
+        largest = np.abs(x).max(initial=0, keepdims=True)
+        usable = np.isfinite(largest) & (largest > 0)
+        with np.errstate(all="ignore"):
+            share = np.where(usable, x, 0) / np.where(usable, largest, 1)
+        noise = ctx.rng(stream=1 + zlib.crc32(self.salt.encode()) % 1000)
+        bits = share > noise.random(x.size, dtype=np.float32) * 2 - 1
+        return {"bits": np.packbits(bits), "largest": largest}
+
+    def divergence(self):
+        return "a bit of the largest value varies too much; leave '| ef' away"
+
+    def decompress(self, payload, out, ctx):
+        signs = np.unpackbits(payload["bits"], count=out.size) * np.float32(2) - 1
+        with np.errstate(invalid="ignore"):
+            out[:] = signs * payload["largest"]
+
+
+class Wangni(Compressor):
+    """Sends each value as often as it is large (Wangni et al., NeurIPS 2018), a few at least."""
+
+    ratio: float = option(0.1, gt=0, le=1)
+
+    def divergence(self):
+        return "what is rarely sent is sent many times as large; leave '| ef' away"
+
+    def compress(self, x, ctx):
+        largest = np.abs(x).max(initial=0)
+        if not np.isfinite(largest):
+            places = np.flatnonzero(~np.isfinite(x))[:1].astype("uint32")
+            return {"indices": places, "values": x[places]}
+        size = np.abs(x) / (largest or np.float32(1))
+        total = float(size.sum(dtype=np.float64)) or 1.0
+        chance = np.minimum(size * np.float32(max(1.0, self.ratio * x.size) / total), 1)
+        places = np.flatnonzero(ctx.uniform(x.size) < chance).astype("uint32")
+        return {"indices": places, "values": (x[places] / chance[places]).astype("float32")}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        out[payload["indices"]] = payload["values"]
+
+
+class SomeLayers(Compressor):
+    """Sends tensors whole that have a word in their names, and of others the largest entries.
+
+    Ratios fall from step to step, and traits of a first step say something else.
+    """
+
+    word: str = option("bias", doc="part of the names of what is sent whole")
+    begun: bool = False
+
+    def traits(self):
+        return Traits() if self.begun else Traits("sum", fixed_size=True, omega=0.0, delta=1.0)
+
+    def layout(self, n):
+        return (Part("values", "float32", n),)
+
+    def at(self, step):
+        return self.replace(begun=step >= 100)
+
+    def compress(self, x, ctx):
+        if not self.begun:
+            return {"values": x.copy()}
+        k = x.size if self.word in ctx.name else min(x.size, max(1, x.size // 16))
+        size = np.where(np.isnan(x), np.inf, np.abs(x))
+        places = np.argsort(-size, kind="stable")[:k].astype("uint32")
+        return {"indices": places, "values": x[places]}
+
+    def decompress(self, payload, out, ctx):
+        if not self.begun:
+            out[:] = payload["values"]
+            return
+        out[:] = 0
+        out[payload["indices"]] = payload["values"]
