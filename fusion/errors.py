@@ -39,6 +39,10 @@ class LostElsewhere(Exception):
         return PeerLost(str(self), self.ranks)
 
 
+# By our functions that look at what a plugin returned: what of it that was.
+_CALLED = {"check_payload": "compress", "check_round": "exchange", "check_generator": "exchange"}
+
+
 class CompressionFailed(RingError):
     """A compressor raised on some rank; the message names rank, tensor and compressor."""
 
@@ -53,9 +57,8 @@ class CompressionFailed(RingError):
         """Return what to raise for an ``error`` of ``function``, called for tensors ``what``."""
         own = isinstance(error, CompressorError)
         reason = str(error) if own else in_words(error) + more_of(error)
-        return cls(
-            f"compressor {str(compressor)!r} failed in {function.__name__} of {what}: {reason}"
-        )
+        called = _CALLED.get(function.__name__, function.__name__)
+        return cls(f"compressor {str(compressor)!r} failed in {called} of {what}: {reason}")
 
 
 def in_words(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -57,15 +58,31 @@ class Compressor:
         if "__init__" in cls.__dict__:
             raise TypeError(f"{cls.__name__}: declare options as attributes, not in __init__")
         cls.spec_name = ""
+        typed = inspect.get_annotations(cls)
+        for name, value in cls.__dict__.items():
+            if isinstance(value, dataclasses.Field) and name not in typed:
+                kind = type(value.default).__name__
+                raise TypeError(
+                    f"{cls.__name__}: an option has a type; write {name}: {kind} = option(...)"
+                )
         try:
             dataclasses.dataclass(frozen=True, repr=False)(cls)
         except TypeError as error:
             raise TypeError(f"{cls.__name__}: {error}") from None
+        except ValueError as error:  # of a default such as []
+            raise TypeError(
+                f"{cls.__name__}: {str(error).partition(' is not allowed')[0]}, which no spec can "
+                "write; an option is a number, a string, True, False or None"
+            ) from None
         for name, field in options_of(cls).items():
             if field.default is dataclasses.MISSING:
                 raise TypeError(f"{cls.__name__}: option {name!r} needs a default")
         if "compress" in cls.__dict__:
             cls.compress = _checking(cls.__dict__["compress"])  # type: ignore[method-assign]
+        if cls.__module__.partition(".")[0] != "ringlet":  # a plugin
+            for name, wanted in (("traits", Traits), ("at", Compressor)):
+                if name in cls.__dict__:
+                    setattr(cls, name, _returning(wanted, name, cls.__dict__[name]))
         generated = cls.__init__
 
         def __init__(self: Compressor, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -347,6 +364,38 @@ def _checking(compress: Callable[..., Payload]) -> Callable[..., Payload]:
         return compress(self, x, ctx)
 
     return checked_compress
+
+
+def _returning(wanted: type, name: str, method: Any) -> Callable[..., Any]:
+    """Return ``method`` with a check of what it returns, before the engine goes by that."""
+    if not callable(method):  # a value, or a property
+
+        def refuse(self: Compressor, *args: Any) -> Any:
+            raise CompressorError(
+                f"{self.label()}: {name} is a value; define it as a method, def {name}(self"
+                f"{', step' if name == 'at' else ''}): return ..."
+            )
+
+        return refuse
+
+    @functools.wraps(method)
+    def checked_method(self: Compressor, *args: Any, **kwargs: Any) -> Any:
+        found = method(self, *args, **kwargs)
+        if isinstance(found, wanted):
+            return found
+        what = f"{found.__name__}, the class" if isinstance(found, type) else type(found).__name__
+        if wanted is Traits:
+            raise CompressorError(
+                f"{self.label()}: traits() returns {what}; return Traits(...), with what it "
+                "promises as arguments"
+            )
+        step = ", ".join(map(str, (*args, *kwargs.values())))
+        raise CompressorError(
+            f"{self.label()}: at({step}) returns {what}; return a compressor, such as "
+            "self.replace(...), and self where nothing changes"
+        )
+
+    return checked_method
 
 
 def _contiguous(x: Any) -> bool:

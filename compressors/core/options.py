@@ -78,6 +78,10 @@ def bind_options(
     for name, value in kwargs.items():
         if name not in names:
             hint = did_you_mean(name, names) or "."
+            plain = getattr(cls, name, None)
+            if isinstance(plain, (bool, int, float, str)):
+                kind = type(plain).__name__
+                hint = f", for one has a type: write {name}: {kind} = {plain!r} in the class."
             raise OptionError(
                 f"{label} has no option {name!r}{hint} Options: {describe_options(cls)}"
             )
@@ -101,9 +105,15 @@ def checked(label: str, field: dataclasses.Field[Any], value: Any) -> Any:
     choices = limits.get("choices")
     if choices is not None and value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
-        raise OptionError(f"{label}: {field.name} must be one of {listed}; got {value!r}")
-    if value is not None and not _within(value, limits):
-        raise OptionError(f"{label}: {field.name} must be {_range(limits)}, got {value!r}")
+        own = ", which is its own default" if value == default else ""
+        raise OptionError(f"{label}: {field.name} must be one of {listed}; got {value!r}{own}")
+    try:
+        fits = value is None or _within(value, limits)
+    except TypeError:  # of another type than the ends of the range, where the default is None
+        fits = False
+    if not fits:
+        own = ", which is its own default" if value == default else ""
+        raise OptionError(f"{label}: {field.name} must be {_range(limits)}, got {value!r}{own}")
     return value
 
 

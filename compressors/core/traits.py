@@ -115,3 +115,9 @@ class Traits:
     scales: bool = True
     min_size: int = 1024
     in_place: bool = False
+
+    def __post_init__(self) -> None:
+        if self.combine not in ("sum", "gather", "rounds"):
+            raise CompressorError(
+                f"Traits: combine must be 'sum', 'gather' or 'rounds', not {self.combine!r}"
+            )

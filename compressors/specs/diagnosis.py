@@ -12,6 +12,8 @@ _TOKEN = re.compile(
 _FILE = re.compile(
     r"""'[^']*'|"[^"]*"|(?P<path>([A-Za-z]:)?[^\s|()'":]*[/\\][^\s|()'":]*):(?P<name>\w+)"""
 )
+# MODULE:NAME with spaces in it, or another ':'; what is read of it stands as one word already.
+_LOOSE = re.compile(r"(?P<module>[^\W\d][\w.]*)\s*:[\s:]*(?P<name>[^\W\d][\w.]*)")
 _COMMA = re.compile(r"\b\d+,\d+\b")
 BRACKETS = "options stand in brackets, as in 'topk(ratio=0.01)'"
 HELP = "expected a compressor such as 'int8' or 'topk(ratio=0.01)', joined by '|'"
@@ -46,6 +48,8 @@ def diagnose(text: str, offset: int) -> tuple[int, str]:
         found = _quote(token) or _pair(before, token, inside, word)
         if found is not None:
             reason, here = found
+            if not inside and (loose := _loose(text, at)) is not None:
+                return loose
             return (column if here else at), reason
         if token == "(":
             opened.append((column, _is_word(before)))
@@ -60,6 +64,8 @@ def diagnose(text: str, offset: int) -> tuple[int, str]:
         return column, f"this '(' is never closed; write ')' behind {what}"
     if before == "|":
         return at, "a compressor is missing behind this '|'; write one there, or leave '|' away"
+    if before == ":":
+        return at, "a name is missing behind this ':'; a class in a module is MODULE:NAME"
     if number := _COMMA.search(text):
         meant = number[0].replace(",", ".")
         return (
@@ -67,6 +73,16 @@ def diagnose(text: str, offset: int) -> tuple[int, str]:
             f"a number is written with a point, and ',' is between options: {meant}",
         )
     return offset, HELP
+
+
+def _loose(text: str, place: int) -> tuple[int, str] | None:
+    """Return where a MODULE:NAME with spaces, or two colons, begins around ``place``, and why."""
+    for match in _LOOSE.finditer(text):
+        if match.start() <= place < match.end():
+            # A word that has been read stands for MODULE:NAME already.
+            one = (".", ":")["\u02d0" not in match["module"]].join(match.groups())
+            return match.start(), f"a class in a module is MODULE:NAME, with one ':': write {one!r}"
+    return None
 
 
 def _quote(token: str) -> tuple[str, bool] | None:

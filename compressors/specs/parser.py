@@ -169,6 +169,8 @@ def _literal(node: ast.expr, text: str) -> Any:
         value = ast.literal_eval(node)
     except ValueError:
         reason = "an option's value is a number, a string, True, False or None"
+        if isinstance(node, (ast.Name, ast.Call)):
+            reason += "; a compressor stands before or behind another: 'int8 | ef'"
         raise _at(text, _column(node, text), reason) from None
     return value
 

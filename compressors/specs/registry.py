@@ -7,6 +7,7 @@ imported when its name is first used. A class that nobody announced is found by 
 from __future__ import annotations
 
 import importlib
+import keyword
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -34,14 +35,25 @@ _ALSO_CALLED = {
 }
 
 
+def name_problem(name: object) -> str | None:
+    """Return why nothing can be registered as ``name``; None if it can be."""
+    if not isinstance(name, str):
+        return f"@register wants a name, as in @register('sign'), not {name!r}"
+    if not name.isidentifier() or name != name.lower():
+        return f"a compressor's name is a lower-case identifier, not {name!r}"
+    if keyword.iskeyword(name):
+        return f"a compressor's name cannot be {name!r}, a word of Python's, which no spec can read"
+    return None
+
+
 def register(name: str) -> Callable[[type[C]], type[C]]:
     """Register the decorated compressor class as ``name`` for spec strings.
 
     Raises CompressorError if the name is no identifier or belongs to another class. A class of
     the same module and qualified name replaces its former self, as when a notebook cell runs again.
     """
-    if not name.isidentifier() or name != name.lower():
-        raise CompressorError(f"a compressor's name is a lower-case identifier, not {name!r}")
+    if (problem := name_problem(name)) is not None:
+        raise CompressorError(problem)
 
     def add(cls: type[C]) -> type[C]:
         if not (isinstance(cls, type) and issubclass(cls, Compressor)):
@@ -108,9 +120,11 @@ def built_in() -> dict[str, type[Compressor]]:
 def _imported(module: str, name: str) -> type[Compressor]:
     try:
         found: object = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         file = module.removesuffix(".py")
         hint = "" if file == module else f"; a module, not a file: write {f'{file}:{name}'!r}"
+        if not hint and isinstance(error, ModuleNotFoundError) and _within(error.name, module):
+            hint = "; install it on every host, or put the folder that it is in into PYTHONPATH"
         raise CompressorError(
             f"{module} does not import: {type(error).__name__}: {error}{hint}"
         ) from error
@@ -122,21 +136,35 @@ def _imported(module: str, name: str) -> type[Compressor]:
             hint = did_you_mean(attribute, classes)
             raise CompressorError(f"{module} has no compressor {name!r}{hint}")
     if not _is_compressor(found):
-        raise CompressorError(
-            f"{module} has no compressor {name!r}: that is {found!r}, not a class derived from "
-            "ringlet.compressors.Compressor"
-        )
+        raise CompressorError(f"{module} has no compressor {name!r}: that is {_told(found)}")
     return found
 
 
+def _within(missing: str | None, module: str) -> bool:
+    """Whether the module that is ``missing`` is ``module``, or a package above it."""
+    return missing is not None and f"{module}.".startswith(f"{missing}.")
+
+
+def _told(found: object) -> str:
+    """Return what somebody found in the place of a class, the same on every rank."""
+    cls = type(found)
+    if isinstance(found, Compressor):
+        place = f"{cls.__module__}:{cls.__qualname__}"
+        return f"{found!r}, which is no class; write its class and options, as in {place!r}"
+    if found is Compressor:
+        return "the class that compressors are derived from; write the name of yours"
+    what = f"the class {found.__name__}" if isinstance(found, type) else f"a {cls.__name__}"
+    return f"{what}, not a class derived from ringlet.compressors.Compressor"
+
+
 def _is_compressor(value: object) -> TypeGuard[type[Compressor]]:
-    return isinstance(value, type) and issubclass(value, Compressor)
+    return isinstance(value, type) and issubclass(value, Compressor) and value is not Compressor
 
 
 def _load(entry: metadata.EntryPoint) -> type[Compressor]:
     try:
         cls = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CompressorError(
             f"compressor {entry.name!r} of package {_origin(entry)} does not import: "
             f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ringlet.compressors.specs.registry import names
+from ringlet.compressors.specs.registry import name_problem, names
 
 EXAMPLES = """\
 ringlet new sign                        # makes ringlet-sign/: plugin and test
@@ -134,6 +134,7 @@ class {cls}(Modifier):
         out[:] = xp.sign(out) * xp.abs(out) ** xp.float32(1 / self.power)
 '''
 
+_IMPORTED = {"Compressor", "Modifier", "Round", "Traits"}  # by the modules above
 _MODULES = {"payload": _PAYLOAD, "rounds": _ROUNDS, "modifier": _MODIFIER}
 
 _TEST = '''\
@@ -180,8 +181,10 @@ def main(options: argparse.Namespace) -> int:
     name = options.name
     directory = options.directory or Path(f"ringlet-{name}")
     problem = ""
-    if not name.isidentifier() or name != name.lower():
-        problem = f"a compressor's name is a lower-case identifier, not {name!r}"
+    if (found := name_problem(name)) is not None:
+        problem = found
+    elif not name.isascii() or not name[0].isalpha():
+        problem = f"a package's name has ASCII letters, and begins with one, unlike {name!r}"
     elif name in names():
         problem = f"there is a compressor {name!r} already"
     else:
@@ -190,6 +193,8 @@ def main(options: argparse.Namespace) -> int:
         print(f"ringlet new: {problem}", file=sys.stderr)
         return 2
     cls = "".join(word.title() for word in name.split("_"))
+    if cls in _IMPORTED:
+        cls += "Compressor"
     before = "int8 | " if options.kind == "modifier" else ""
     files = {
         "pyproject.toml": _PYPROJECT,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ringlet.compressors.specs.edition import edition
 from ringlet.fusion import Request
 from ringlet.fusion.devices.host import Place
 from ringlet.job.process_sets import ProcessSet
@@ -30,7 +31,9 @@ def allreduce_arrays(
     """Write the combination of ``arrays`` over all ranks to ``results``, which are contiguous."""
     wires = asked.wires([name_of_type(array) for array in arrays])
     used = asked.summed()
-    requests = _reductions("allreduce", base, arrays, wires, asked, spec=str(used))
+    requests = _reductions(
+        "allreduce", base, arrays, wires, asked, spec=str(used), edition=edition(used)
+    )
     sources = _as_wired(arrays, wires)
     targets = [
         flat(result) if name_of_type(result) == wire else source

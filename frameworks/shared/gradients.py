@@ -15,6 +15,7 @@ import numpy as np
 
 from ringlet.compressors import NoCompression, Router
 from ringlet.compressors.core.context import State
+from ringlet.compressors.specs.edition import edition
 from ringlet.fusion import Request
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
@@ -416,6 +417,7 @@ class _Step:
                 postscale=settings.predivide,
                 process_set=number,
                 group=slot.cohort,
+                edition=edition(compressor),
             )
             for slot, (compressor, collective) in zip(self._dense, carried, strict=True)
         ]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 
 import numpy as np
 
-from ringlet.compressors import Exchange, Round
+from ringlet.compressors import CompressorError, Exchange, Round
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.devices.fusion_buffers import Lease
@@ -121,7 +121,8 @@ class RoundsBucket(Bucket):
             if not self.place.xp.may_share_memory(x, member.input):
                 x = x.copy()  # scratch would not last until the next round
             out = self._output(member)
-            generator = member.compressor.exchange(x, out, member.context(0, 1))
+            generator = member.call(member.compressor.exchange, x, out, member.context(0, 1))
+            member.call(check_generator, member.compressor.label(), generator)
             self._running[member] = (generator, out)
             self._step(member, None)
 
@@ -161,7 +162,7 @@ class RoundsBucket(Bucket):
                 member.check_written(out, member.compressor.exchange)
             self._deliver(member, out)
         else:
-            member.call(_check, member.compressor.label(), round_)
+            member.call(check_round, member.compressor.label(), round_)
             self._rounds[member] = round_
 
     def _deliver(self, member: Member, out: Array) -> None:
@@ -174,10 +175,30 @@ def _combine(comm: Communicator, buffers: Sequence[tuple[tuple[str, str], Array]
         comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
 
 
-def _check(label: str, round_: object) -> None:
-    if not isinstance(round_, Round) or round_.values.ndim != 1:
-        raise TypeError(f"{label}.exchange must yield Round(flat array, op), not {round_!r}")
-    if round_.values.dtype.name not in _WIRE:
-        raise TypeError(f"{label}.exchange: {round_.values.dtype} cannot be combined")
-    if round_.op not in ("mean", "sum", "max"):
-        raise ValueError(f"{label}.exchange: op must be mean, sum or max, not {round_.op!r}")
+def check_generator(label: str, made: object) -> None:
+    """Raise CompressorError unless ``exchange`` has made rounds to come."""
+    if not isinstance(made, Generator):
+        raise CompressorError(
+            f"{label}.exchange is no generator: ranks combine nothing; write p = yield "
+            "Round(values, 'mean')"
+        )
+
+
+def check_round(label: str, round_: object) -> None:
+    """Raise CompressorError unless ranks can combine what ``label`` has yielded."""
+    if not isinstance(round_, Round):
+        raise CompressorError(
+            f"{label}.exchange yields an object of type {type(round_).__name__}; yield "
+            "Round(values, 'mean'), or 'sum' or 'max'"
+        )
+    values = round_.values
+    if not hasattr(values, "dtype") or values.ndim != 1:
+        shape = list(values.shape) if hasattr(values, "dtype") else type(values).__name__
+        raise CompressorError(
+            f"{label}.exchange yields a Round of {shape}; yield a flat array: .reshape(-1)"
+        )
+    if values.dtype.name not in _WIRE:
+        raise CompressorError(
+            f"{label}.exchange yields a Round of {values.dtype}, which no wire adds up; yield "
+            "float32 or a signed integer: values.astype('float32')"
+        )

@@ -14,6 +14,7 @@ _COMPARED: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     ("dtypes", lambda r: r.dtype),
     ("reduce ops", lambda r: r.op.name.title()),
     ("compressors", lambda r: r.spec),
+    ("versions of the plugin", lambda r: r.edition),
     ("collectives", lambda r: r.collective),
     ("root ranks", lambda r: r.root),
     ("prescale factors", lambda r: r.prescale),
@@ -27,6 +28,7 @@ _CURES = {
     "choose it before anything is on it, torch.cuda.set_device(local_rank())",
     _LOADS: "; compressors need the same kind of memory, of the same step, on all ranks, or "
     "replicas part: load on every rank what that rank saved, before its next step",
+    "versions of the plugin": "; install the same one on all hosts, and start the job again",
 }
 
 

@@ -328,7 +328,10 @@ class Member:
     def check_written(self, out: Array, function: Callable[..., object]) -> None:
         """Raise CompressionFailed where ``function``, a plugin's, has not overwritten ``out``."""
         if self.foreign and out.size and (_ends(out) == _UNWRITTEN).any():
-            error = CompressorError("it left its output unwritten, at least at one end")
+            error = CompressorError(
+                "it left its output unwritten, at least at one end: overwrite all of it, out[:] = "
+                "..., for 'out = ...' and what is returned are lost"
+            )
             raise CompressionFailed.of(self.compressor, function, self.described, error)
 
     def reclaim(self, gone: Callable[[str], bool]) -> None:
@@ -374,7 +377,8 @@ class Member:
     def describe(self) -> str:
         """Return what a plan's hash covers, on a line."""
         piece = f"{self.start} {self.numel}"
-        return f"{self.request.text} {self.strategy} {piece} {_text(self.compressor)}"
+        promises = f" {self.compressor.traits()}" if self.foreign else ""
+        return f"{self.request.text} {self.strategy} {piece} {_text(self.compressor)}{promises}"
 
 
 _texts: tuple[Compressor, str] = (NoCompression(), "none")  # the last: neighbours share theirs

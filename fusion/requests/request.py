@@ -28,6 +28,7 @@ class Request:
     requests that name the same ``group`` are executed together or not at all. ``place`` is where
     the tensor lies: "host", or "cuda" where the transport moves memory of a GPU. ``loaded`` tells
     when, in the asker's own count, what compressors remember was loaded last; 0: before the first.
+    ``edition`` tells versions of a plugin apart.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Request:
     group_size: int = 0
     place: str = "host"
     loaded: int = 0
+    edition: str = ""
     key: Hashable = field(init=False, repr=False, compare=False, default=None)
     """What must not be in flight twice: the name, within its process set."""
     fit: tuple[tuple[int], np.dtype[Any] | None] = field(
@@ -117,8 +119,8 @@ class Request:
     def from_list(cls, values: list[Any]) -> Request:
         """Rebuild a request from ``to_list``."""
         name, kind, dtype, shape, op, *more = values
-        *plain, splits, group, group_size, place, loaded = more
-        every = *plain, tuple(splits), group, group_size, place, loaded
+        *plain, splits, group, group_size, place, loaded, edition = more
+        every = *plain, tuple(splits), group, group_size, place, loaded, edition
         return cls(name, kind, dtype, tuple(shape), ReduceOp(op), *every)
 
 

@@ -11,6 +11,7 @@ from ringlet.compressors import (
     CompressorError,
     Context,
     OptionError,
+    Traits,
     UnknownCompressor,
     lookup,
     names,
@@ -19,6 +20,7 @@ from ringlet.compressors import (
     register,
 )
 from ringlet.compressors.specs import registry
+from ringlet.compressors.specs.edition import edition
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,60 @@ def test_a_class_may_be_defined_again_in_place():
     assert lookup("again") is second is not first
 
 
+@pytest.mark.parametrize("word", ["lambda", "in", "class"])
+def test_a_name_is_no_word_of_python(word):
+    with pytest.raises(CompressorError, match=f"{word!r}, a word of Python's, which no spec can"):
+        register(word)
+
+
+def test_the_decorator_wants_a_name():
+    with pytest.raises(CompressorError, match=r"wants a name, as in @register\('sign'\)"):
+
+        @register
+        class Bare(Compressor):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("traits", "says"),
+    [
+        (Traits(), r"Wrong: traits is a value; define it as a method, def traits\(self\)"),
+        (lambda self: None, r"Wrong: traits\(\) returns NoneType; return Traits\(...\)"),
+        (lambda self: {"combine": "sum"}, r"Wrong: traits\(\) returns dict; return Traits"),
+        (lambda self: Traits, r"Wrong: traits\(\) returns Traits, the class"),
+        (lambda self: Traits(combine="mean"), "combine must be 'sum', 'gather' or 'rounds', not"),
+    ],
+)
+def test_wrong_traits_are_told_wherever_they_are_asked_for(traits, says):
+    wrong = type("Wrong", (Compressor,), {"traits": traits, "__module__": __name__})
+    for use in (lambda: wrong().traits(), lambda: wrong() | parse("ef")):
+        with pytest.raises(CompressorError, match=says):
+            use()
+
+
+def test_a_schedule_returns_compressors():
+    class Ends(Compressor):
+        def at(self, step):
+            return None if step else self
+
+    assert Ends().at(0) == Ends()
+    with pytest.raises(CompressorError, match=r"Ends: at\(3\) returns NoneType; .* self where not"):
+        Ends().at(3)
+
+
+def test_editions_of_a_plugin_go_by_its_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = "from ringlet.compressors import TopK\nclass Mine(TopK):\n    ratio: float = {}\n"
+    editions = {}
+    for module, ratio in (("edition_a", 0.1), ("edition_b", 0.1), ("edition_c", 0.2)):
+        (tmp_path / f"{module}.py").write_text(source.format(ratio))
+        editions[module] = edition(parse(f"{module}:Mine | ef"))
+    a, b, c = (text.partition(" ")[2] for text in editions.values())
+    assert editions["edition_a"].startswith("edition_a of source ")
+    assert a == b != c
+    assert edition(parse("topk | int8 | ef")) == ""
+
+
 def test_what_is_not_a_compressor_is_refused():
     with pytest.raises(CompressorError, match="subclass of Compressor"):
         register("thing")(int)  # type: ignore[type-var]
@@ -86,6 +142,37 @@ def test_options_need_defaults_and_no_init():
         class OwnInit(Compressor):
             def __init__(self):
                 pass
+
+
+def test_what_is_no_option_says_why():
+    with pytest.raises(TypeError, match=r"Untyped: an option has a type; write ratio: float = opt"):
+
+        class Untyped(Compressor):
+            ratio = option(0.1)
+
+    with pytest.raises(TypeError, match=r"Listed: mutable default <class 'list'> .* option is"):
+
+        class Listed(Compressor):
+            sizes: list = []  # noqa: RUF012
+
+    class Plain(Compressor):
+        ratio = 0.1
+
+    with pytest.raises(
+        OptionError, match=r"for one has a type: write ratio: float = 0.1 in the class"
+    ):
+        Plain(ratio=0.2)
+
+
+def test_a_default_out_of_its_range_is_the_authors():
+    class Share(Compressor):
+        ratio: float = option(10.0, le=1)
+        clip: float | None = option(None, gt=0)
+
+    with pytest.raises(OptionError, match=r"must be <= 1, got 10\.0, which is its own default"):
+        Share()
+    with pytest.raises(OptionError, match=r"clip must be > 0, got 'a'$"):
+        Share(ratio=0.5, clip="a")
 
 
 def test_choices_are_checked():

@@ -25,6 +25,13 @@ from ringlet.compressors import (
 )
 from ringlet.compressors.specs.parser import LONGEST, MOST
 
+AN_INSTANCE = Int8()
+
+
+def a_function():
+    """Stand where somebody looks for a class."""
+
+
 plain = st.one_of(
     st.just(NoCompression()),
     st.just(FP16()),
@@ -218,6 +225,12 @@ def test_a_class_that_nobody_registered_is_named_by_its_place(tmp_path, monkeypa
     ("spec", "says"),
     [
         ("no_such_module_here:X | ef", "no_such_module_here does not import: ModuleNotFoundError"),
+        ("mine::Mine | ef", "with one ':': write 'mine:Mine'"),
+        ("mine:Mine:Inner", "with one ':': write 'mine:Mine.Inner'"),
+        ("ringlet.compressors:Compressor", "the class that compressors are derived from"),
+        ("no_such_package.module:X", "put the folder that it is in into PYTHONPATH"),
+        (f"{__name__}:AN_INSTANCE", "that is Int8(), which is no class; write its class and opt"),
+        (f"{__name__}:a_function", "that is a function, not a class derived from"),
         (f"{PLACE}:Nothing", f"{PLACE} has no compressor 'Nothing'"),
         (f"int8 | {PLACE}:simulate", "not a class derived from"),
         ("int8 json:X", "a '|' is missing before 'json:X'"),
@@ -242,3 +255,25 @@ def test_a_place_without_a_compressor_is_pointed_at(spec, says):
     text, caret = message.splitlines()[-2:]
     assert text.strip() == spec
     assert text[caret.index("^") :].startswith(spec.split(" ")[-1 if "int8" in spec else 0])
+
+
+def test_a_module_that_ends_the_process_is_told_of(tmp_path, monkeypatch):
+    (tmp_path / "ends_here.py").write_text("import sys\nsys.exit('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CompressorError, match="ends_here does not import: SystemExit: no licence"):
+        resolve("ends_here:Mine")
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (f"{PLACE} : Context", f"with one ':': write '{PLACE}:Context'"),
+        (f"int8 | {PLACE}: Context", f"with one ':': write '{PLACE}:Context'"),
+        ("mine:", "a name is missing behind this ':'"),
+        ("ef(int8)", "a compressor stands before or behind another: 'int8 | ef'"),
+    ],
+)
+def test_a_place_that_cannot_be_read_says_how_it_is_written(spec, says):
+    with pytest.raises(SpecError) as caught:
+        parse(spec)
+    assert says in str(caught.value)

@@ -1,14 +1,18 @@
 """``ringlet check`` and ``ringlet new``, as their users type them."""
 
 import importlib
+import json
 import re
 import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from ringlet.compressors import resolve
 from ringlet.compressors.testing import check_compressor
+from ringlet.compressors.testing.tools.simulate import simulate
 
 
 def ringlet(*args, cwd=None):
@@ -124,6 +128,28 @@ def test_packages_of_other_kinds_conform(tmp_path, monkeypatch, kind, specs):
         check_compressor(spec)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("traits", "payload"), ("round", "rounds")])
+def test_a_new_class_hides_nothing_that_its_module_imports(tmp_path, monkeypatch, name, kind):
+    assert ringlet("new", name, "--kind", kind, cwd=tmp_path).returncode == 0
+    monkeypatch.syspath_prepend(str(tmp_path / f"ringlet-{name}"))
+    importlib.import_module(f"ringlet_{name}")
+    (out,) = simulate(resolve(name), [np.ones(8, np.float32)])
+    assert out.tolist() == [1] * 8
+
+
+def test_json_holds_no_words_of_the_plugin(tmp_path):
+    (tmp_path / "talks.py").write_text(
+        "from ringlet.compressors import Int8\n"
+        "class Talks(Int8):\n"
+        "    def layout(self, n):\n"
+        "        print('layout of', n)\n"
+        "        return super().layout(n)\n"
+    )
+    ran = ringlet("check", "--json", "talks:Talks", cwd=tmp_path)
+    (failure,) = json.loads(ran.stdout)["failures"]
+    assert "prints 'layout of " in failure
+
+
 def test_what_the_new_package_says_can_be_typed(tmp_path):
     ringlet("new", "levels", cwd=tmp_path)
     made = tmp_path / "ringlet-levels"
@@ -136,7 +162,14 @@ def test_what_the_new_package_says_can_be_typed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("int8", "already"), ("Not-A-Name", "lower-case identifier")]
+    ("name", "says"),
+    [
+        ("int8", "already"),
+        ("Not-A-Name", "lower-case identifier"),
+        ("lambda", "a word of Python's"),
+        ("_", "begins with one"),
+        ("größe", "ASCII letters"),
+    ],
 )
 def test_new_refuses_bad_names(tmp_path, name, says):
     ran = ringlet("new", name, cwd=tmp_path)

@@ -496,3 +496,50 @@ def test_a_rank_that_leaves_while_others_train():
     said = ringlet.run(work, np=2, transport="gloo")
     assert said[1] == "left"
     assert "rank 1 has shut down" in said[0]
+
+
+PLUGIN = """
+from ringlet.compressors import Int8
+
+class Louder(Int8):
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= {}
+
+    def sum_into(self, payloads, out, ctx):
+        super().sum_into(payloads, out, ctx)
+        out *= {}
+"""
+
+
+@pytest.mark.parametrize("spec", ["two_versions:Louder", "two_versions:Louder | ef"])
+def test_versions_of_a_plugin_that_differ_are_told_before_replicas_do(tmp_path, spec):
+    """Ranks decode alike only by the same source: its spec is the same on all of them."""
+    for rank, factor in enumerate(("1.0", "1.5")):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "two_versions.py").write_text(PLUGIN.format(factor, factor))
+
+    def work():
+        import sys
+
+        torch.set_num_threads(1)
+        hvd.init()
+        sys.path.insert(0, str(tmp_path / str(hvd.rank())))
+        m = model()
+        texts = []
+        for call in (
+            lambda: step(m, wrap(m, compression=spec)),
+            lambda: hvd.allreduce(torch.ones(2000), name="w", compression=spec),
+        ):
+            try:
+                call()
+            except Mismatch as error:
+                texts.append(str(error))
+        return texts
+
+    first, second = ringlet.run(work, np=2, transport="gloo")
+    assert first == second
+    assert len(first) == 2
+    for text in first:
+        assert "versions of the plugin differ between ranks (rank 0: two_versions of sour" in text
+        assert "install the same one on all hosts" in text

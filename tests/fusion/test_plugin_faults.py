@@ -724,3 +724,81 @@ def test_the_place_in_the_plugin_is_told_and_what_python_does_not_say(faults):
     assert "immutable: what one remembers belongs into ctx.state" in told
     assert "self.residual = x  # what it remembers)" in told
     assert "test_plugin_faults.py, line " in told
+
+
+class NoRounds(Compressor):
+    """Forgets to yield."""
+
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx, local=None):
+        out[:] = x
+
+
+class BareArrays(NoRounds):
+    """Yields what ranks are to combine as it is."""
+
+    def exchange(self, x, out, ctx, local=None):
+        out[:] = yield x.copy()
+
+
+class Matrices(NoRounds):
+    """Yields what is not flat."""
+
+    def exchange(self, x, out, ctx, local=None):
+        out[:] = (yield Round(x.reshape(2, -1))).reshape(-1)
+
+
+class WritesNothing(Compressor):
+    """Returns what it decodes."""
+
+    def compress(self, x, ctx):
+        return {"values": x.copy()}
+
+    def decompress(self, payload, out, ctx):
+        return payload["values"]
+
+
+class SendsArrays(WritesNothing):
+    """Returns what travels without a name."""
+
+    def compress(self, x, ctx):
+        return x.copy()
+
+
+class EndsItsSchedule(WritesNothing):
+    """Has nothing to return at first."""
+
+    def at(self, step):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("plugin", "says"),
+    [
+        (NoRounds, "failed in exchange of tensor 'w0' [3000]: NoRounds.exchange is no generator"),
+        (BareArrays, "failed in exchange of tensor 'w0' [3000]: BareArrays.exchange yields an obj"),
+        (Matrices, "yields a Round of [2, 1500]; yield a flat array: .reshape(-1)"),
+        (WritesNothing, "unwritten, at least at one end: overwrite all of it, out[:] = ..."),
+        (SendsArrays, "failed in compress of tensor 'w0' [3000]: SendsArrays.compress must return"),
+        (
+            EndsItsSchedule,
+            "failed in at of tensor 'w0' [3000]: EndsItsSchedule: at(0) returns None",
+        ),
+    ],
+)
+def test_what_a_plugin_does_wrong_is_told_with_its_cure(plugin, says):
+    def body(engine):
+        def first_step():
+            step, _ = stepper(engine, [f"{__name__}:{plugin.__name__}"], True)
+            step(np.ones(N, np.float32))
+
+        with pytest.raises(CompressionFailed) as told:
+            first_step()
+        sync(engine)
+        return str(told.value)
+
+    texts = with_engines(body)
+    (text,) = set(texts)
+    assert says in text

@@ -68,10 +68,18 @@ def check_points_the_same_way(compressor: Compressor) -> None:
     packbits count bits from the same end as unpackbits, do indices count from 0, does the largest
     code fit its integer type, and are a payload's arrays taken by their names?
     """
+    check_direction(compressor, 0.9)
+
+
+def check_direction(compressor: Compressor, most: float) -> None:
+    """Raise AssertionError where what comes out has nothing to do with what went in.
+
+    Their cosine is above what it is by chance, of which ``most`` is asked for.
+    """
     n = 20_000
     for step, x in enumerate((gaussian(n, 1), heavy_tailed(n, 2), gaussian(n, 3))):
         out = simulate(compressor, [x], step=step, shape=(100, 200))[0].astype(np.float64)
-        _check_direction(x, out)
+        _check_cosine(x, out, most)
     for large in (1000, -1000):
         for place in (0, 777, 2999):
             x = gaussian(3000, 3)
@@ -83,13 +91,13 @@ def check_points_the_same_way(compressor: Compressor) -> None:
             )
 
 
-def _check_direction(x: Array, out: Array) -> None:
+def _check_cosine(x: Array, out: Array, most: float) -> None:
     sent = np.where(out != 0, x.astype(np.float64), 0)
     lengths = float(np.linalg.norm(out) * np.linalg.norm(sent))
     likeness = float((out * sent).sum()) / lengths if lengths else 1.0
     # Of m values in any order the cosine is about 1 / sqrt(m), of a few it may be anything.
     several = np.count_nonzero(out)
-    chance = min(4 / np.sqrt(several), 0.9) if several > _SEVERAL else 0.0
+    chance = min(4 / np.sqrt(several), most) if several > _SEVERAL else 0.0
     assert likeness >= -chance, (
         f"what is decoded points away from what went in (their cosine is {likeness:.3f}): a sign "
         "is turned round"

@@ -83,7 +83,7 @@ def _promises(compressor: Compressor) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for step in (0, 2, 100_000):
         now = compressor.at(step)
-        found[f"in step {step}"] = str(now)
+        found[f"in step {step}"] = repr(now)
         for field in dataclasses.fields(now.traits()):
             found[f"in step {step} {field.name}"] = getattr(now.traits(), field.name)
         if by_payload(now) and now.traits().fixed_size:

@@ -13,7 +13,7 @@ from ringlet.compressors.base.contract import Compressor, wrapped_fields
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.options import options_of
-from ringlet.compressors.testing.checks.claims import check_points_the_same_way
+from ringlet.compressors.testing.checks.claims import check_direction
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, check_fits_layout, same
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
@@ -23,6 +23,7 @@ _MANY = 200  # of what has no upper end: more than a byte with a sign holds
 _MOST = 1 << 16  # a larger end may be meant for memory that is not here
 _LENGTHS = (2000, 64, 1, 0)
 _RAMP, _CHUNK = 4096, 64
+_LIKE = 0.1  # the cosine that is asked for at most: a sketch of few cells may be far off
 _AGAINST = -0.4  # of a chunk's energy, in four steps
 _WORDS = ("certainly_no_choice", "nor_this_one_either")  # of other lengths
 
@@ -55,7 +56,7 @@ def check_options_at_their_ends(compressor: Compressor) -> None:
             if not within:
                 continue
             try:
-                check_points_the_same_way(changed)
+                check_direction(changed, _LIKE)
             except AssertionError as error:
                 raise AssertionError(f"{what}, and then {error}") from error
             assert not ordered or _keeps_order(changed), (
@@ -106,7 +107,7 @@ def _parts(compressor: Compressor) -> Iterator[Compressor]:
 
 
 def _ends(compressor: Compressor) -> Iterator[tuple[str, Any, bool]]:
-    """Yield an option's name, a value at an end of it, and whether its range says so."""
+    """Yield an option's name, a value at an end of it, and whether it is to come through there."""
     for name, field in options_of(type(compressor)).items():
         now, limits = getattr(compressor, name), field.metadata
         found: list[tuple[Any, bool]] = [(choice, True) for choice in limits.get("choices") or ()]
@@ -128,7 +129,8 @@ def _range_ends(field: dataclasses.Field[Any], now: Any) -> list[tuple[Any, bool
             found.append((limits[closed], True))
         elif limits.get(opened) is not None:
             end = limits[opened]
-            found.append((end + sign if whole else end + (now - end) / 1024, True))
+            # Near an open end little may be left that comes through, but nothing is NaN.
+            found.append((end + sign, True) if whole else (end + (now - end) / 1024, False))
         elif sign > 0:
             found += [(0, False), (-1, False)] if whole else [(0.0, False)]
         elif whole:

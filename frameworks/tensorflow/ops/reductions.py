@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Handle, Request
 from ringlet.fusion.devices.host import Place
@@ -123,7 +124,7 @@ def _run(tensors: Sequence[Any], asked: Reduction) -> list[Any]:
     asked.check("allreduce", wires)
     number, in_graph = asked.process_set.number(), not tf.executing_eagerly()
     named = operation_name(asked.kind("allreduce"), asked.name, tensors[0], number)
-    alike = {"spec": str(used), **asked.alike()}
+    alike = {"spec": str(used), "edition": edition(used), **asked.alike()}
     made: dict[Hashable, list[Request]] = {}  # what was asked for last, for it to be known again
 
     def submit(

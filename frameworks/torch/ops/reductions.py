@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ringlet.compressors import Compressor, NoCompression
+from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Request
 from ringlet.fusion.requests.series import Series, prototype_of
@@ -378,6 +379,7 @@ def _start(
         places,
         op=op,
         spec=str(plain),
+        edition=edition(plain),
         prescale=factors[0],
         postscale=factors[1],
         process_set=number,

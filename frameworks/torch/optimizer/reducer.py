@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ringlet.compressors import Compressor
+from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
@@ -391,6 +392,7 @@ class Reducer:
                 process_set=number,
                 group=self._cohorts.get(name, ""),
                 place=places[name],
+                edition=edition(compressor),
             )
             for name, (compressor, collective) in zip(names, carried, strict=True)
         ]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
+from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Router, Routes, Spec
 from ringlet.compressors.states import forget_shared, shared
 from ringlet.fusion import Engine, Request
@@ -173,6 +174,7 @@ class DdpState:
                 collective,
                 place=place,
                 loaded=self._loaded,
+                edition=edition(compressor),
             )
             known = self._requests[name] = (request, compressor)
             self._taken[name] = compressor.traits().stateful

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.core.context import State
+from ringlet.compressors.specs.edition import edition
 from ringlet.ring.callers import public
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.optimizer import checkpoint
@@ -94,7 +95,8 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
         torchs_own,
     )
 
-    ways = Ways(str(compressor))
+    plugin = edition(compressor)
+    ways = Ways(f"{compressor} ({plugin})" if plugin else str(compressor))
     if isinstance(compressor, NoCompression):
         for _, each in modules:
             with suppress(ValueError):  # what no rank can have compressed, such as several meshes
