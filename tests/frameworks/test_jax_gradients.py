@@ -265,10 +265,28 @@ class Counting(Compressor):
         out[:] = payload["values"]
 
 
+class KeepsWhatIsNotZero(Compressor):
+    """Remembers the largest value, and nothing of zeros."""
+
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        if x.any():
+            ctx.state["largest"] = np.abs(x).max(keepdims=True)
+        return {"values": x.copy()}
+
+    def decompress(self, payload: Payload, out, ctx):
+        out[:] = payload["values"]
+
+
 def case_plugins():
     if hvd.size() == 1:
         return
     grads = {"w": jnp.ones(2000)}
+    keeping = hvd.reduce_gradients(KeepsWhatIsNotZero())
+    _, state = jax.jit(keeping.update)(grads, keeping.init(grads))
+    assert state.held["w"]["largest"].tolist() == [1.0]
     counting = hvd.reduce_gradients(Counting())
     state = counting.init(grads)
     update = jax.jit(counting.update)
