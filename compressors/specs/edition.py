@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from ringlet.compressors.base.contract import Compressor
 
 _known: WeakKeyDictionary[type, str] = WeakKeyDictionary()
+_last: tuple[Compressor | None, str] = (None, "")  # neighbours, and calls in a row, share theirs
 
 
 def edition(compressor: Compressor) -> str:
@@ -19,8 +20,13 @@ def edition(compressor: Compressor) -> str:
     A spec names a class and the options that are not the default ones; what the class does, and
     what its defaults are, only its source tells.
     """
-    found = dict.fromkeys(text for cls in _classes(compressor) if (text := _of_class(cls)))
-    return ", ".join(found)
+    global _last
+    known, text = _last
+    if known is not compressor:
+        found = dict.fromkeys(text for cls in _classes(compressor) if (text := _of_class(cls)))
+        text = ", ".join(found)
+        _last = compressor, text
+    return text
 
 
 def _classes(compressor: Compressor) -> Iterator[type]:

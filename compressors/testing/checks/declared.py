@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Part, Traits
+from ringlet.compressors.base.modifier import Modifier
+from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError, OptionError
 from ringlet.compressors.core.options import options_of
+from ringlet.compressors.quantizers.quantize import Int8
 from ringlet.compressors.specs.parser import parse
 from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.other_time import later
+from ringlet.compressors.testing.tools.simulate import simulate
 
 # Words for what a trait says, the trait, and whether a value of it says so.
 _WORDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -265,7 +269,36 @@ def _variations(compressor: Compressor) -> Iterator[tuple[str, Compressor]]:
             break
 
 
+class _Finishing(Int8):
+    """Leaves a trace where its finish() is called."""
+
+    def finish(self, out: Array, ctx: Context) -> None:
+        ctx.state["finished"] = 1.0
+
+
+@needs("is_a_value", "compresses_a_tensor")
+def check_finish_is_passed_on(compressor: Compressor) -> None:
+    """A modifier stands in the place of what it wraps: a hook of that one which it does not call is
+    not called at all, such as one that renews an estimate.
+
+    Begin finish() with super().finish(out, ctx), and end it with what the modifier does.
+    """
+    for part in _wrapped(compressor):
+        if not isinstance(part, Modifier) or type(part).finish is Modifier.finish:
+            continue
+        states: list[State] = [{}]
+        try:
+            simulate(part.replace(inner=_Finishing()), [np.ones(2000, np.float32)], states)
+        except CompressorError:
+            continue  # what it does not stand behind
+        assert "finished" in states[0], (
+            f"finish() of {part.label()} does not call that of what it wraps: what stands in front "
+            "of it never sees the result"
+        )
+
+
 CHECKS = (
+    check_finish_is_passed_on,
     check_traits_are_traits,
     check_schedule_goes_by_the_step,
     check_nothing_is_declared_in_vain,

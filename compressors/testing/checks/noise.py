@@ -27,6 +27,7 @@ _OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("steps 3 and 65539", {"step": _STEP + (1 << 16)}),
 )
 _RANKS, _TURNS = 6, 3
+_GRADIENTS, _COMMON = 48, 4.0  # half of all is 24 times what luck explains
 
 
 @needs(*PURE, "points_the_same_way", "extreme_values", "unbiased")
@@ -148,4 +149,33 @@ def _error(compressor: Compressor, place: int, fields: dict[str, Any]) -> Array:
     return decode(compressor, encode(compressor, x, ctx), _N, ctx) - x
 
 
-CHECKS = (check_noise_at_its_ends, check_noise_is_drawn_anew, check_ranks_draw_their_own)
+@needs("ranks_draw_their_own", "noise_is_drawn_anew", "both_signs_arrive")
+def check_errors_have_nothing_in_common(compressor: Compressor) -> None:
+    """What is lost of one gradient is made up for by others, of other ranks and steps: an element
+    that is always rounded up, whatever it is, drifts away with every step.
+
+    Draw noise anew in every step and on every rank: ctx.uniform(n), and no table of noise that is
+    kept. Without noise round to the nearest, xp.rint, and neither down nor up.
+    """
+    now = compressor.at(0)
+    traits = now.traits()
+    if not by_payload(now) or traits.stateful or traits.combine == "sum":
+        return
+    total, energy = np.zeros(_N), 0.0
+    for turn in range(_GRADIENTS):
+        error = _error(now, turn, {"step": turn, "rank": turn % 2})
+        total += error
+        energy += float(np.square(error, dtype=np.float64).sum())
+    common = float(np.square(total).sum()) / (energy or 1.0)  # 1, where errors are independent
+    assert common <= _COMMON, (
+        f"errors of {_GRADIENTS} gradients that are independent add up to {common:.3g} times the "
+        "energy that luck explains: they go the same way at the same elements"
+    )
+
+
+CHECKS = (
+    check_noise_at_its_ends,
+    check_noise_is_drawn_anew,
+    check_ranks_draw_their_own,
+    check_errors_have_nothing_in_common,
+)

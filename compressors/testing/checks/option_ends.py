@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -77,10 +76,14 @@ def check_options_refuse_other_words(compressor: Compressor) -> None:
         for name, field in options_of(type(part)).items():
             if not isinstance(field.default, str) or not part.is_bound():
                 continue
-            results: list[Array] = []
-            with suppress(Exception):  # it refuses late, and says so
+            try:
                 results = [_with_word(part, name, word) for word in _WORDS]
-            assert not results or not same(*results), (
+            except (CompressorError, OSError):
+                continue  # it refuses late, and says so, or there is no such file
+            except Exception as error:
+                error.add_note(f"That is with {name}={_WORDS[0]!r}, which {part.label()} takes.")
+                raise
+            assert not same(*results), (
                 f"{part.label()} takes {name}={_WORDS[0]!r}, and gives what it gives with "
                 f"{name}={_WORDS[1]!r}: it is no word that it knows"
             )

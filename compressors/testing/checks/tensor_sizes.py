@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
-from ringlet.compressors.core.context import Array
+from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.testing.checks.many_steps import check_sent_at_all
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload
 from ringlet.compressors.testing.checks.training import with_feedback
@@ -170,6 +170,8 @@ def check_indices_are_wide_enough(compressor: Compressor) -> None:
         places = range(n // 16, n - 1, n // 16)
         others = all(any(_counts(compressor, n, p, s) for s in range(3)) for p in places)
         last = any(_counts(compressor, n, n - 1, step) for step in range(1, _STEPS))
+        if not last and compressor.traits().stateful:  # whose turn it is may be remembered
+            last = any(_came(compressor, n, n - 1, step, step) > 0 for step in range(1, _STEPS))
         assert last or not others, f"the last one of {n} elements comes back as another, or never"
 
 
@@ -191,6 +193,10 @@ def check_the_last_element_counts(compressor: Compressor) -> None:
             last = max(last, _came(compressor, n, n - 1, step))
             if last > enough:
                 break
+        for turn in range(1, _TURNS if tries and compressor.traits().stateful else 0):
+            if last > enough:
+                break
+            last = max(last, _came(compressor, n, n - 1, turn, turn))  # whose turn is remembered
         assert last > 0 or not tries, f"the last one of {n} elements is lost"
         if tries and last <= enough:  # some rotate the last few by themselves
             start = (n - 1) // granule * granule
@@ -210,13 +216,19 @@ def _counts(compressor: Compressor, n: int, place: int, step: int) -> bool:
     return _came(compressor, n, place, step) > 0
 
 
-def _came(compressor: Compressor, n: int, place: int, step: int) -> float:
-    """Return what of an element comes back that stands out; 0 or less where its sign does not."""
+def _came(compressor: Compressor, n: int, place: int, step: int, before: int = 0) -> float:
+    """Return what of an element comes back that stands out; 0 or less where its sign does not.
+
+    There were so many steps ``before``.
+    """
     x = gaussian(n, step, 1e-3)
     came = []
     for value in (5, -5):
+        states: list[State] = [{}]
+        for earlier in range(before):
+            simulate(compressor, [gaussian(n, earlier, 1e-3)], states, earlier)
         x[place] = value
-        came.append(simulate(compressor, [x], step=step)[0][place])
+        came.append(simulate(compressor, [x], states, step)[0][place])
     return float(min(came[0], -came[1]))
 
 

@@ -247,7 +247,13 @@ def _strayed(compressor: Compressor, overflows: bool) -> float:
     return float(np.linalg.norm(outs - mean) / np.linalg.norm(mean))
 
 
-@needs(*PURE, "decoding_is_the_same_everywhere", "memory_is_declared", "replicas_agree")
+@needs(
+    *PURE,
+    "decoding_is_the_same_everywhere",
+    "memory_is_declared",
+    "replicas_agree",
+    "finish_is_passed_on",
+)
 def check_resumes_from_a_checkpoint(compressor: Compressor) -> None:
     """A run that was interrupted goes on as if it had not been: all memory is in ctx.state, as
     arrays, numbers, strings and dicts of them, which a checkpoint can hold.

@@ -2,11 +2,12 @@
 
 import os
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from broken.right import Cells, Largest, Whole
-from ringlet.compressors import Compressor, Part, Round, Traits, option
+from ringlet.compressors import Compressor, Modifier, Part, Round, Traits, option
 
 
 class Steps(Compressor):
@@ -228,3 +229,36 @@ class BytesAddedUp(Compressor):
             out[:] = total * (step / np.float32(ctx.size))
             if local is not None:
                 local[:] = codes * step
+
+
+class FinishesAlone(Modifier):
+    """Changes the result, and keeps what it wraps from seeing it."""
+
+    def finish(self, out, ctx):
+        np.minimum(out, np.float32(1e30), out=out, where=np.isfinite(out))
+
+
+class TableOfNoise(Steps):
+    """Makes noise once for each length, and rounds by it in every step, on every rank."""
+
+    steps: int = option(7, ge=1, le=127)
+
+    def rounded(self, places, ctx):
+        return np.minimum(np.floor(places + noise_of(places.size, ctx.seed)), self.steps)
+
+
+@lru_cache
+def noise_of(n, seed):
+    return np.random.default_rng(seed).random(n, dtype=np.float32)
+
+
+class WordsOfMethods(Largest):
+    """Calls the method that a word names, if there is one."""
+
+    way: str = option("largest", doc="largest")
+
+    def compress(self, x, ctx):
+        return getattr(self, f"by_{self.way}")(x, ctx)
+
+    def by_largest(self, x, ctx):
+        return super().compress(x, ctx)

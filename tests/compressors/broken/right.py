@@ -741,3 +741,22 @@ class SomeLayers(Compressor):
             return
         out[:] = 0
         out[payload["indices"]] = payload["values"]
+
+
+class TurnsRemembered(Compressor):
+    """Sends every fourth entry, and remembers which ones come next."""
+
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        turn = int(ctx.state.get("turn", 0))
+        ctx.state["turn"] = (turn + 1) % 4
+        places = np.arange(turn, x.size, 4, dtype=np.uint32)
+        with np.errstate(all="ignore"):
+            spoiled = (0 * x).sum(dtype=np.float32)
+        return {"indices": places, "values": x[places] + spoiled, "spoiled": spoiled.reshape(1)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["spoiled"]
+        out[payload["indices"]] = payload["values"]
