@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from itertools import count
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from ringlet.fusion.planning.member import overrides
 from ringlet.jax.held_state import Held, flattened, merge_layouts, nested, store
 from ringlet.jax.ops.operands import dtype_of
 from ringlet.jax.ops.ordered_calls import Output, call
+from ringlet.jax.ops.watched_arrays import FLAG, compare_where, raise_flag
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current, is_initialized
@@ -39,6 +41,7 @@ Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # dtype and shape, 
 _KIND = "reduce_gradients"
 _LATEST = 24  # schedules are tried at the steps 0, 1, 2, 4, ..., 2 ** _LATEST
 _carried: ContextVar[_CarriedOver | None] = ContextVar("carried over", default=None)
+_BROADCAST = "call params = hvd.broadcast_pytree(params) on all ranks before training"
 _ALIKE = (
     "give every rank the same gradients and the same compression; make the state by init on every "
     "rank, or restore the state of the same step on every rank"
@@ -102,9 +105,7 @@ def reduce_gradients(
         )
     plain = options.settings()
     chosen = plain.reduction if reduction is None else reduction
-    made = _Reductions(
-        Settings(plain.router, plain.op, plain.predivide, plain.process_set, reduction=chosen)
-    )
+    made = _Reductions(replace(plain, reduction=chosen))
     return optax.GradientTransformation(made.init, made.update)
 
 
@@ -173,8 +174,10 @@ class _Reductions:
     def update(
         self, updates: Any, state: ReduceGradientsState, params: Any = None
     ) -> tuple[Any, ReduceGradientsState]:
-        """Return the reduced gradients, and what compressors remember now."""
-        del params
+        """Return the reduced gradients, and what compressors remember now.
+
+        ``params``, if given, are compared with other ranks' after the first step, and now and then.
+        """
         if not _is_ours(state):
             raise TypeError(
                 "the state of reduce_gradients comes from its init(params), not "
@@ -194,21 +197,26 @@ class _Reductions:
         outputs: list[Output] = [(slot.dtype, slot.shape) for slot in slots]
         outputs.append(("uint8", tuple(state.present.shape)))
         outputs += [(array.dtype.name, tuple(array.shape)) for array in remembered]
+        outputs.append(FLAG)
         first = len(slots)
 
         def exchange(arrays: Sequence[Array], results: Sequence[Array]) -> None:
             step, present = int(arrays[first]), arrays[first + 1]
-            for source, target in zip(arrays[first + 2 :], results[first + 1 :], strict=True):
+            *kept, flag = results[first + 1 :]
+            flag[...] = 0
+            for source, target in zip(arrays[first + 2 :], kept, strict=True):
                 if source.ctypes.data != target.ctypes.data:
                     target[...] = source
             places: dict[str, dict[str, Array]] = {}
-            for (path, key), target in zip(keys, results[first + 1 :], strict=True):
+            for (path, key), target in zip(keys, kept, strict=True):
                 places.setdefault(path, {})[key] = target
-            self._run(slots, arrays[:first], results[:first], step, present, results[first], places)
+            memory = present, results[first], places
+            self._run(slots, arrays[:first], results[:first], step, *memory, flag)
 
         aliases = tuple((first + 2 + i, first + 1 + i) for i in range(len(keys)))
         given = [*leaves, state.step, state.present, *remembered]
-        results = call(exchange, given, outputs, aliases)
+        *results, due = call(exchange, given, outputs, aliases)
+        compare_where(due, lambda: self._reducers[slots].drift, _numbers(params))
         held: Held = {path: {} for path in state.held}
         for (path, key), array in zip(keys, results[first + 1 :], strict=True):
             held[path][key] = array
@@ -256,8 +264,12 @@ class _Reductions:
         present: Array,
         now_present: Array,
         places: dict[str, dict[str, Array]],
+        flag: Array,
     ) -> None:
-        """Reduce ``arrays`` into ``outputs``; what is remembered lies in ``places``."""
+        """Reduce ``arrays`` into ``outputs``; what is remembered lies in ``places``.
+
+        ``flag`` is raised where parameters are to be compared.
+        """
         if not self._settings.process_set.included():
             for array, out in zip(arrays, outputs, strict=True):
                 out[...] = array
@@ -268,7 +280,8 @@ class _Reductions:
             reducer = self._reducers.get(slots)
             if reducer is None:
                 self._agree(slots, "update", step)
-                made = GradientReducer(_KIND, self._settings, warns=not self._reducers)
+                warns = not self._reducers
+                made = GradientReducer(_KIND, self._settings, warns=warns, cure=_BROADCAST)
                 reducer = self._reducers[slots] = made
             try:
                 for path, known in _of_paths(places, present).items():
@@ -276,7 +289,7 @@ class _Reductions:
                 for slot in slots:  # which compressors that remember nothing else count, too
                     reducer.memory.states.setdefault(slot.name, {})["step"] = step
                 reducer.go_to(step)
-                reducer.reduce(slots, arrays, outputs=outputs)
+                reducer.reduce(slots, arrays, (), outputs, lambda: raise_flag(flag))
                 first = 0
                 for path in sorted(reducer.memory.states):  # as ``places`` are
                     arrays_of = places.get(path, {})
@@ -349,6 +362,16 @@ def _slots(tree: Any) -> tuple[Slot, ...]:
     for path, leaf in zip(paths, map(_as_jax_takes_it, leaves), strict=True):
         slots.append(Slot(path, dtype_of(leaf, f"the gradient of {path!r}"), tuple(leaf.shape)))
     return tuple(slots)
+
+
+def _numbers(params: Any) -> dict[str, Any]:
+    """Return the arrays of numbers in ``params``, by path."""
+    paths, leaves = paths_and_leaves(params)
+    return {
+        path: leaf
+        for path, leaf in zip(paths, leaves, strict=True)
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.number)
+    }
 
 
 def _as_jax_takes_it(leaf: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from ringlet.ring.dtypes import Array
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import numpy_dtype
+from ringlet.shared.drift import RATE
 from ringlet.shared.gradients import GradientReducer, Slot
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -62,8 +63,8 @@ def reduce_gradients(
 
         return reduced(reducer, variables, names, gradients, cohorts, accumulator)
     if backend() == "jax":
-        return True, _reduce_jax(reducer, names, gradients, cohorts)
-    return _reduce_torch(reducer, accumulator, names, gradients, cohorts)
+        return True, _reduce_jax(reducer, variables, names, gradients, cohorts)
+    return _reduce_torch(reducer, accumulator, variables, names, gradients, cohorts)
 
 
 def one_if_finite(gradients: Sequence[Any]) -> Any:
@@ -121,12 +122,14 @@ def check_jax(optimizer: Any, passes: int) -> None:
 
 def _reduce_jax(
     reducer: GradientReducer,
+    variables: Sequence[Any],
     names: Sequence[str],
     gradients: Sequence[Any],
     cohorts: Sequence[str],
 ) -> list[Any]:
     from ringlet.jax.ops.operands import dtype_of
     from ringlet.jax.ops.ordered_calls import call
+    from ringlet.jax.ops.watched_arrays import FLAG, compare_where, raise_flag
 
     slots, given = [], []
     for name, gradient, cohort in zip(names, gradients, cohorts, strict=True):
@@ -136,16 +139,31 @@ def _reduce_jax(
             given.append(gradient)
     unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
 
-    def exchange(arrays: Sequence[Array], results: Sequence[Array]) -> None:
-        reducer.reduce(slots, arrays, unused, results)
+    outputs = [(slot.dtype, slot.shape) for slot in slots]
 
-    reduced = iter(call(exchange, given, [(slot.dtype, slot.shape) for slot in slots]))
+    def exchange(arrays: Sequence[Array], results: Sequence[Array]) -> None:
+        *to, flag = results
+        flag[...] = 0
+        reducer.reduce(slots, arrays, unused, to, lambda: raise_flag(flag))
+
+    *done, due = call(exchange, given, [*outputs, FLAG])
+    values = zip(names, variables, gradients, strict=True)
+    watched = {n: keras.ops.convert_to_tensor(v) for n, v, g in values if g is not None}
+    if reducer.rate is not None:
+        watched[RATE] = keras.ops.convert_to_tensor(reducer.rate())
+    compare_where(due, lambda: reducer.drift, watched)
+    reduced = iter(done)
     return [None if gradient is None else next(reduced) for gradient in gradients]
+
+
+def _rate(reducer: GradientReducer) -> list[tuple[str, Any]]:
+    return [] if reducer.rate is None else [(RATE, keras.ops.convert_to_numpy(reducer.rate()))]
 
 
 def _reduce_torch(
     reducer: GradientReducer,
     accumulator: Accumulator,
+    variables: Sequence[Any],
     names: Sequence[str],
     gradients: Sequence[Any],
     cohorts: Sequence[str],
@@ -165,7 +183,13 @@ def _reduce_torch(
     if given is None:
         return False, list(gradients)
     unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
-    results = iter(reducer.reduce(slots, given, unused))
+
+    def shown() -> list[tuple[str, Array]]:
+        values = zip(names, variables, gradients, strict=True)
+        found = [(n, keras.ops.convert_to_numpy(v)) for n, v, g in values if g is not None]
+        return [*found, *_rate(reducer)]
+
+    results = iter(reducer.reduce(slots, given, unused, shown=shown))
     done: list[Any] = []
     for gradient in gradients:
         if gradient is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from ringlet.precision.guards import unscaled_first
@@ -11,9 +13,14 @@ from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.gradients import GradientReducer, Staying
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
+from ringlet.shared.plain_settings import of_config
 from ringlet.shared.variable_names import cohorts, identity, name_of
 from ringlet.shared.wrapping import wrapped
 
+_BROADCAST = (
+    "put callbacks.BroadcastGlobalVariablesCallback(0) among the callbacks of fit, or call "
+    "hvd.broadcast_variables on all ranks before training"
+)
 _LOCAL = "local gradients are finite"  # what stands for them among what ranks reduce
 
 
@@ -139,6 +146,7 @@ def made_of(
         guard=isinstance(optimizer, scales) and unscaled_first(options.router)
     )
     base: Any = type(optimizer)
+    told = {"the class of the optimizer": base.__name__, **of_config(optimizer)}
 
     def from_config(_: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         again = base.from_config(config, *args, **kwargs)
@@ -147,7 +155,13 @@ def made_of(
     content = {"from_config": classmethod(from_config), "__module__": base.__module__}
     made = wrapped(optimizer, mixin, kind(base), content)
     made.__dict__.update(
-        _ringlet=GradientReducer("DistributedOptimizer", settings, name or title),
+        _ringlet=GradientReducer(
+            "DistributedOptimizer",
+            settings,
+            name or title,
+            told=told | options.passes,
+            cure=_BROADCAST,
+        ),
         _ringlet_accumulator=options.accumulator(),
         _ringlet_staying=(Staying("local variables", settings), options.accumulator()),
         _ringlet_groups=options.grouping,
@@ -157,4 +171,12 @@ def made_of(
     )
     if name is not None:
         made.__dict__["name"] = name
+    made._ringlet.rate = partial(_rate, weakref.ref(made))
     return made
+
+
+def _rate(reference: weakref.ref[Any]) -> Any:
+    """Return the learning rate of an optimizer, as its library has it."""
+    optimizer: Any = reference()
+    rate = optimizer.learning_rate
+    return rate(optimizer.iterations) if callable(rate) else rate

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,9 +26,10 @@ from ringlet.ring.dtypes import FLOATS, Array
 from ringlet.ring.errors import Mismatch, RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.arrays import all_finite, allocate, flat
+from ringlet.shared.drift import Drift
 from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
-from ringlet.shared.model_agreement import UNUSED, common_names
+from ringlet.shared.model_agreement import UNUSED, agree, common_names
 from ringlet.shared.requests import check_predivide
 from ringlet.shared.residual_store import warn_of_common
 from ringlet.shared.sparse_rows import RowExchange, densified
@@ -37,6 +38,8 @@ from ringlet.shared.variable_names import alike
 log = logging.getLogger("ringlet")
 
 _ROWS = "rows"  # what a step's group holds where all gradients travel as rows
+_BROADCAST = "broadcast them from one rank before training"
+_SAME = "pass the same on all ranks, or replicas would drift apart"
 LARGE = 1 << 16  # elements of a table from which its sparse gradients travel as rows
 
 
@@ -67,7 +70,7 @@ class Slot:
 class Settings:
     """How gradients are reduced. ``guard`` skips a step on all ranks when one has an overflow.
 
-    ``reduction`` is a precision policy's.
+    ``reduction`` is a precision policy's, which ``precision`` tells in words.
     """
 
     router: Router
@@ -77,6 +80,7 @@ class Settings:
     sparse_as_dense: bool = False
     guard: bool = False
     reduction: str = "wire"
+    precision: str = ""
 
     def __post_init__(self) -> None:
         """Raise ValueError for arguments that do not go together."""
@@ -93,7 +97,15 @@ class Settings:
         """Return what distinguishes these settings from others."""
         number = self.process_set.process_set_id
         plain = (self.op, self.predivide, number, self.sparse_as_dense, self.guard, self.reduction)
-        return (str(self.router), *plain)
+        return (str(self.router), *plain, self.precision)
+
+    def told(self) -> dict[str, object]:
+        """Return what ranks must have in common and requests do not tell, by name."""
+        return {
+            "precision": self.precision or "none",
+            "sparse_as_dense": bool(self.sparse_as_dense),
+            "that a step is skipped for an overflow before it is compressed": self.guard,
+        }
 
     def dense(self, slot: Slot) -> bool:
         """Whether a gradient is fused with others, rather than gathered as rows."""
@@ -105,15 +117,27 @@ class GradientReducer:
 
     Outlives ``shutdown`` and ``init``: what is declared with an engine is declared again.
     ``warns`` of patterns that match none of its variables; off for one that has a part of them.
+    ``told`` is what else ranks must have in common, by name. ``drift`` compares variables that are
+    shown to it; ``cure`` is what to do where they differ.
     """
 
-    def __init__(self, kind: str, settings: Settings, title: str = "", warns: bool = True) -> None:
-        self.settings, self._warns = settings, warns
+    def __init__(
+        self,
+        kind: str,
+        settings: Settings,
+        title: str = "",
+        warns: bool = True,
+        told: Mapping[str, object] | None = None,
+        cure: str = _BROADCAST,
+    ) -> None:
+        self.settings, self._warns, self._told = settings, warns, told or {}
         self.memory = Memory(settings.router, settings.averages, settings.predivide)
         self.step = 0
         self._kind, self._label = kind, ""
-        self.title = title or kind
+        self.title, self.drift = title or kind, Drift(cure)
+        self.rate: Callable[[], Any] | None = None  # the learning rate of the step at hand
         self._runtime: Runtime | None = None
+        self._agreed = False  # whether ranks have the same settings
         self._changes: ListChanges
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._titles: dict[str, str] = {}  # by what steps are labelled
@@ -131,10 +155,13 @@ class GradientReducer:
         arrays: Sequence[Array],
         unused: Sequence[str] = (),
         outputs: Sequence[Array] | None = None,
+        shown: Callable[[], Sequence[tuple[str, Array]]] | None = None,
     ) -> list[Array]:
         """Return the reduced gradients; collective, and called with the same slots on all ranks.
 
-        ``unused`` are the names of variables that have no gradient on this rank.
+        ``unused`` are the names of variables that have no gradient on this rank. ``shown`` returns
+        variables as they are before this step; it is called in the steps in which these are
+        compared.
 
         ``arrays`` are one for each slot, or values and indices where it is sparse. So are the
         results, but those of sparse gradients that are fused are dense: one array. Arrays given
@@ -150,6 +177,8 @@ class GradientReducer:
                     self._bind(runtime)
                 return self._paid_back(slots, self._alone(slots, arrays, outputs))
             self._bind(runtime)
+            if not self._agreed:  # first: by settings ranks may take different ways from here on
+                self._agree()
             if self.settings.guard and not self._all_finite(arrays):
                 return self._overflowed(slots, arrays)
             key = tuple(slots)
@@ -160,6 +189,9 @@ class GradientReducer:
                 self._changes.end()
                 raise
             self._changes.end(key)
+            if shown is not None and self.drift.due and (variables := shown()):
+                self.drift.compare(variables)
+            self.drift.ended()
             return results
 
     def go_to(self, step: int) -> None:
@@ -225,10 +257,20 @@ class GradientReducer:
                 self.memory.resize(size)
             self.memory.among = size
             self._runtime, self._steps, self._titles = runtime, {}, {}
+            self._agreed = False
             # Ranks outside of a process set do not count what its ranks do.
             number = self.settings.process_set.number()
             self._label = runtime.unnamed(self._kind, number)
             self._changes = ListChanges(runtime, self._label, number)
+            self.drift.restart(self._label, self.settings.process_set)
+
+    def _agree(self) -> None:
+        """Raise Mismatch, on all ranks, unless all have the same settings. Collective."""
+        told = {**self.settings.told(), **self._told}
+        items = [(name, str(value)) for name, value in told.items()]
+        where = f"{self._label}.settings", items, self.settings.process_set
+        agree(f"settings of {self._kind}", *where, _SAME)
+        self._agreed = True
 
     def _forget(self) -> None:
         if self._runtime is not None:
@@ -379,6 +421,7 @@ class Staying(GradientReducer):
         arrays: Sequence[Array],
         unused: Sequence[str] = (),
         outputs: Sequence[Array] | None = None,
+        shown: Callable[[], Sequence[tuple[str, Array]]] | None = None,
     ) -> list[Array]:
         """Return the gradients as they are."""
         return self._alone(slots, arrays, outputs)

@@ -47,6 +47,21 @@ class Options:
         """What ``precision`` names. Raises ValueError."""
         return parse_policy(self.precision)
 
+    @property
+    def described_precision(self) -> str:
+        """The policy and its loss scale, in words."""
+        scale = self.policy.scale
+        return f"{self.policy.name}, {type(scale).__name__} {scale.state_dict()}"
+
+    @property
+    def passes(self) -> dict[str, object]:
+        """What ranks must have in common where each step ends with the last of its passes."""
+        average = self.average_aggregated_gradients and self.backward_passes_per_step > 1
+        return {
+            "backward_passes_per_step": self.backward_passes_per_step,
+            "average_aggregated_gradients": bool(average),
+        }
+
     @cached_property
     def router(self) -> Router:
         """What ``compression`` names, or the policy's where it is None. Raises SpecError."""
@@ -73,6 +88,7 @@ class Options:
             self.sparse_as_dense,
             guard,
             self.policy.reduction,
+            self.described_precision,
         )
 
     def accumulator(self) -> Accumulator:

@@ -21,10 +21,11 @@ from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.gradients import GradientReducer
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
+from ringlet.shared.plain_settings import of_attributes
 from ringlet.shared.variable_names import cohorts, name_of
 from ringlet.shared.wrapping import refuse_wrapped, wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_graph
-from ringlet.tensorflow.ops.gradient_node import reduced
+from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES, reduced
 
 _V1: Any = tf.compat.v1.train.Optimizer
 _made: weakref.WeakSet[Any] = weakref.WeakSet()  # what was wrapped of its kind
@@ -126,9 +127,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "cannot have one; take 'bf16', or a Keras optimizer"
         )
     title = name or optimizer.get_name()
+    told = {"the class of the optimizer": type(optimizer).__name__, **of_attributes(optimizer)}
     made = wrapped(optimizer, _Distributed)
     made.__dict__.update(
-        _ringlet=GradientReducer("DistributedOptimizer", options.settings(), title),
+        _ringlet=GradientReducer(
+            "DistributedOptimizer",
+            options.settings(),
+            title,
+            told=told | options.passes,
+            cure=BROADCAST_VARIABLES,
+        ),
         _ringlet_accumulator=options.accumulator(),
         _ringlet_groups=options.grouping,
         _ringlet_ends=None,

@@ -21,7 +21,7 @@ from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
 from ringlet.shared.wrapping import wrapped
 from ringlet.tensorflow.ops.bridge import as_written
-from ringlet.tensorflow.ops.gradient_node import reduced_differentiably
+from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES, reduced_differentiably
 
 
 class _Distributed:
@@ -185,7 +185,10 @@ def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str])
             del known[old]
         references = [weakref.ref(v) for v, lasts in zip(held, lasting, strict=True) if lasts]
         entry = known[key] = _Entry(
-            GradientReducer("DistributedGradientTape", settings, "GradientTape"), references
+            GradientReducer(
+                "DistributedGradientTape", settings, "GradientTape", cure=BROADCAST_VARIABLES
+            ),
+            references,
         )
     return entry.reducer
 

@@ -6,6 +6,8 @@ import gc
 import logging
 import re
 import tempfile
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -123,21 +125,73 @@ def case_names():
     assert shapes.held["out"]["residual"].shape == (5000,)
 
 
+@contextmanager
+def warned(texts):
+    """Add to ``texts`` what is logged meanwhile."""
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("ringlet").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("ringlet").removeHandler(handler)
+
+
+def case_parameters_that_differ():
+    """Whoever forgets to broadcast them is told so, in programs, loops of one, and outside."""
+
+    def looped(step, params, state):
+        return jax.lax.scan(step, (params, state), jnp.ones((20, 3, 5)))[0]
+
+    def stepped(step, params, state):
+        for x in jnp.ones((20, 3, 5)):
+            (params, state), _ = step((params, state), x)
+        return params, state
+
+    def told_in(optimizer, train, first, later):
+        def step(carry, x):
+            params, state = carry
+            updates, state = optimizer.update({"deep": {"w": x}, "b": x[0]}, state, params)
+            return (optax.apply_updates(params, updates), state), 0.0
+
+        run, texts = train(step), []
+        params = {"deep": {"w": jnp.full((3, 5), float(first))}, "b": jnp.zeros(5)}
+        with warned(texts):
+            params, state = run(params, optimizer.init(params))
+            params["b"] += later
+            for _ in range(2):
+                params, state = run(params, state)
+            hvd.barrier()
+        return texts, hvd.replicas_equal(params)
+
+    for train in (
+        lambda step: jax.jit(partial(looped, step)),
+        lambda step: partial(stepped, jax.jit(step)),
+        lambda step: partial(stepped, step),
+    ):
+        for first, later, words in (
+            (0, 0, None),
+            (hvd.rank(), 0, "'deep/w' differs between ranks after the first step"),
+            (0, hvd.rank(), "'b' differs between ranks after 32 steps"),
+        ):
+            optimizer = optax.chain(hvd.reduce_gradients("int8 | ef"), optax.sgd(0.1))
+            texts, alike = told_in(optimizer, train, first, later)
+            wrong = words is not None and hvd.size() > 1
+            assert alike is not wrong
+            assert len(texts) == (wrong and hvd.rank() == 0), texts
+            assert all(words in text for text in texts), texts
+
+
 def case_patterns_without_a_match():
     """Patterns are held against all leaves, of which `init` tries those that remember only."""
     told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("ringlet").addHandler(handler)
-    try:
+    with warned(told):
         for routes in (
             {"*/bias": "none", "*": "int8 | ef"},
             {"*/bais": "none", "*": "int8 | ef"},
         ):
             transformation = hvd.reduce_gradients(routes)
             trained(jax.jit(transformation.update), transformation.init(gradients(0)), range(2))
-    finally:
-        logging.getLogger("ringlet").removeHandler(handler)
     assert len(told) == (hvd.rank() == 0 and hvd.size() > 1)
     assert all("'*/bais' matches none of the variables" in text for text in told)
 

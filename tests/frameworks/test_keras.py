@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import tempfile
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import keras
@@ -49,6 +52,18 @@ def fit(model, callbacks=(), epochs=2, x=None, **options):
     given = given if x is None else x
     options = {"batch_size": 16, "verbose": 0, "epochs": epochs} | options
     return model.fit(given, y, callbacks=list(callbacks), **options).history
+
+
+@contextmanager
+def warned(texts):
+    """Add to ``texts`` what is logged meanwhile."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("ringlet").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("ringlet").removeHandler(handler)
 
 
 def case_fit():
@@ -581,6 +596,94 @@ def case_passes_end_with_what_is_restored():
         assert step(1.0) == [0.0, 0.0]
         assert step(1.0) == [-2.0, -2.0]
         shared.assign([[0.0]])
+
+
+def case_settings_that_one_rank_has_otherwise():
+    """One error on every rank, at the first step, and no rank waits for another."""
+    import tensorflow as tf
+
+    odd, opts = hvd.rank() == 1, keras.optimizers
+    schedule = opts.schedules.ExponentialDecay
+    differing = {
+        "precision": lambda: {"precision": "fp16" if odd else None, "compression": "none"},
+        "backward_passes_per_step": lambda: {"backward_passes_per_step": 1 + odd},
+        "average_aggregated_gradients": lambda: {
+            "backward_passes_per_step": 2,
+            "average_aggregated_gradients": odd,
+        },
+        "sparse_as_dense": lambda: {"sparse_as_dense": odd},
+        "the class of the optimizer": lambda: {"optimizer": opts.Adam() if odd else opts.SGD()},
+        "weight_decay": lambda: {"optimizer": opts.SGD(weight_decay=0.1 if odd else None)},
+        "clipnorm": lambda: {"optimizer": opts.SGD(clipnorm=1.0 + odd)},
+        "gradient_accumulation_steps": lambda: {
+            "optimizer": opts.SGD(gradient_accumulation_steps=2 + odd)
+        },
+        "inner_optimizer momentum": lambda: {
+            "optimizer": opts.LossScaleOptimizer(opts.SGD(momentum=0.5 * odd)),
+            "compression": "int8 | ef",
+        },
+        "learning_rate decay_rate": lambda: {
+            "optimizer": opts.SGD(schedule(0.1, 10, 0.9 if odd else 0.8))
+        },
+    }
+    for name, arguments in differing.items():
+        x = keras.Variable(np.zeros(8, np.float32), name="x")
+        optimizer = hvd.DistributedOptimizer(**{"optimizer": opts.SGD(0.1)} | arguments())
+        optimizer.build([x])
+        step = tf.function(functools.partial(optimizer.apply, [tf.ones(8)], [x]))
+        for _ in range(2):  # it is not forgotten
+            if optimizer._ringlet_accumulator.passes == 2:
+                step()
+            with pytest.raises(hvd.HorovodInternalError, match=f"'{name}' differs between") as told:
+                step()
+        texts = hvd.allgather_object(str(told.value).partition("\n")[0])
+        assert len(set(texts)) == 1, texts
+        assert np.array_equal(x.numpy(), np.zeros(8)), name
+
+
+def case_settings_of_scales_that_differ():
+    """A rank with another way through a step: it looks for overflows before gradients travel."""
+    import tensorflow as tf
+
+    scaled = keras.optimizers.LossScaleOptimizer
+    for inner in (True, False):
+        own = keras.optimizers.SGD(0.1)
+        if inner or hvd.rank() == 1:
+            own = scaled(own, initial_scale=2.0 ** (4 + hvd.rank()))
+        optimizer = hvd.DistributedOptimizer(own, compression="int8 | ef")
+        name = "initial_scale" if inner else "that a step is skipped for an overflow"
+        with pytest.raises(hvd.HorovodInternalError, match=name):
+            optimizer.apply([tf.ones(8)], [keras.Variable(np.zeros(8, np.float32), name="x")])
+
+
+def case_models_that_drift_apart_are_told_of():
+    """Where nothing broadcasts them, or a rate is set on one rank; once, on one rank."""
+    rank = hvd.rank()
+    steps = {"run_eagerly": True, "steps_per_execution": 1}, {"steps_per_execution": 2}
+
+    def rate_of(rank):
+        class Own(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                self.model.optimizer.learning_rate = 0.01 * (1 + (epoch > 1) * rank)
+
+        return Own()
+
+    for options in steps:
+        for seed, callback, wrong in (
+            (rank, hvd.callbacks.BroadcastGlobalVariablesCallback(0), None),
+            (0, rate_of(0), None),
+            (rank, rate_of(0), "/kernel' differs between ranks after the first step, so that"),
+            (0, rate_of(rank), "the learning rate differs between ranks after 16 steps, so"),
+        ):
+            model = made(seed=seed)
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+            model.compile(optimizer, "mse", **options)
+            texts = []
+            with warned(texts):
+                fit(model, [callback], epochs=6)
+            assert len(texts) == (rank == 0 and wrong is not None), texts
+            assert all(wrong in text for text in texts), texts
+            assert variables_equal(model.weights) is (wrong is None)
 
 
 def case_horovods_names():

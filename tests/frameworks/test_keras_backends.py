@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.preloaded("tensorflow")
-CHECKS = ("fit", "residuals and models", "values", "mistakes")
+CHECKS = ("fit", "drift", "residuals and models", "values", "mistakes")
 OWN = {
     "torch": ("mixed float16", "precision", "accumulation", "elsewhere", "compiled"),
     "jax": ("bfloat16", "refusals"),
@@ -59,6 +60,30 @@ def main():
         assert losses[-1] < losses[0]
         assert variables_equal([*model.weights, *optimizer.variables])
     print("fit", flush=True)
+
+    texts = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("ringlet").addHandler(handler)
+    x = np.ones((64, 16), np.float32)
+    for alike in (True, False):  # nothing broadcasts: a rate, and then weights, of its own
+        other = made(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+        if alike:
+            for weight in other.weights:
+                weight.assign(np.full(weight.shape, 0.01))
+            other.fit(x, x[:, :4], 4, 2, verbose=0)
+            assert variables_equal(other.weights)
+            assert not texts
+            other.optimizer.learning_rate = 0.01 * (1 + rank)
+        other.fit(x, x[:, :4], 4, verbose=0)
+    kernel = repr(other.weights[0].path)
+    told = [text.partition(", so that their models drift apart")[0] for text in texts]
+    assert told == [
+        "the learning rate differs between ranks after 32 steps",
+        f"{kernel} differs between ranks after the first step",
+    ] * (rank == 0), texts
+    logging.getLogger("ringlet").removeHandler(handler)
+    print("drift", flush=True)
 
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
     best = hvd.callbacks.BestModelCheckpoint("loss", filepath=folder / "best.keras")

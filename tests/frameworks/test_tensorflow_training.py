@@ -627,6 +627,30 @@ def case_precision_of_a_tape():
     assert tape._ringlet_settings.reduction == "float32"
 
 
+def case_settings_of_tapes_and_old_optimizers_that_differ():
+    odd = hvd.rank() == 1
+    for arguments in (
+        {"precision": "fp16(static=1024)" if odd else "fp16(static=2048)"},
+        {"precision": "fp16(static=1024)" if odd else None, "compression": "int8 | ef"},
+    ):
+        x = tf.Variable(tf.zeros(8), name="x")
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x)
+        tape = hvd.DistributedGradientTape(tape, **arguments)
+        with pytest.raises(hvd.HorovodInternalError, match="'precision' differs between ranks"):
+            tape.gradient(loss, [x])
+    v1 = tf.compat.v1.train
+    for name, own in (
+        ("learning_rate", v1.GradientDescentOptimizer(0.1 + odd)),
+        ("the class of the optimizer", (v1.AdamOptimizer if odd else v1.AdagradOptimizer)(0.1)),
+    ):
+        x = tf.Variable(tf.zeros(8), name="x")
+        optimizer = hvd.DistributedOptimizer(own)
+        with pytest.raises(hvd.HorovodInternalError, match=f"'{name}' differs between ranks"):
+            optimizer.minimize(lambda v=x: tf.reduce_sum(v), var_list=[x])
+        assert np.array_equal(x.numpy(), np.zeros(8))
+
+
 def case_compat_v1():
     rank, size = hvd.rank(), hvd.size()
     v1 = tf.compat.v1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,18 @@ import tensorflow as tf
 from ringlet.ring.dtypes import Array
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import numpy_dtype
+from ringlet.shared.drift import RATE
 from ringlet.shared.gradients import GradientReducer, Slot
 from ringlet.shared.reduction_arguments import Reduction
 from ringlet.tensorflow.ops.autodiff import STOP, differentiable
 from ringlet.tensorflow.ops.bridge import Output, in_plain_graph, run
 from ringlet.tensorflow.ops.reductions import grouped_allreduce
 from ringlet.tensorflow.ops.tensors import dense, dtype_of
+
+BROADCAST_VARIABLES = (
+    "call hvd.broadcast_variables(variables, root_rank=0) on all ranks before training, or after "
+    "the first step, with the optimizer's variables among them"
+)
 
 
 def reduced(
@@ -55,13 +63,16 @@ def reduced(
             outputs.append((slot.dtype, slot.shape))
 
     unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+    shown = (
+        None if in_plain_graph() else partial(_shown, reducer, _held(variables, names, gradients))
+    )
 
     def exchange(arrays: list[Array]) -> list[Array]:
         shaped = _shaped(slots, arrays, told_later)
         given = accumulator.add(shaped, arrays) if accumulator and accumulates else arrays
         if given is None:
             return [np.array(False), *_placeholders(outputs[1:])]
-        results = reducer.reduce(shaped, given, unused)
+        results = reducer.reduce(shaped, given, unused, shown=shown)
         kinds = [numpy_dtype(dtype) for dtype, _ in outputs[1:]]
         pairs = zip(results, kinds, strict=True)
         return [np.array(True), *[array.astype(kind, copy=False) for array, kind in pairs]]
@@ -141,6 +152,24 @@ def reduced_differentiably(
         return reduced(reducer, variables, names, gradients, cohorts)[1]
     parts = differentiable(split(gradients), forward, backward)
     return joined(parts, shapes, shapes.__getitem__)  # type: ignore[no-any-return]
+
+
+def _held(
+    variables: Sequence[Any], names: Sequence[str], gradients: Sequence[Any]
+) -> list[tuple[str, weakref.ref[Any]]]:
+    """Return the variables that have a gradient, which this does not keep alive."""
+    held = [getattr(variable, "_value", variable) for variable in variables]
+    each = zip(names, held, gradients, strict=True)
+    return [(n, weakref.ref(v)) for n, v, g in each if g is not None and hasattr(v, "assign")]
+
+
+def _shown(
+    reducer: GradientReducer, held: Sequence[tuple[str, weakref.ref[Any]]]
+) -> list[tuple[str, Array]]:
+    """Return the values of variables, and the learning rate, when the node runs."""
+    values = [(name, reference()) for name, reference in held]
+    found = [(name, np.asarray(v.numpy())) for name, v in values if v is not None]
+    return found if reducer.rate is None else [*found, (RATE, np.array(reducer.rate(), np.float64))]
 
 
 def _slot(

@@ -462,10 +462,9 @@ def _agree_on_arguments(base: type, options: Options) -> None:
 
     Arguments that requests tell, such as ``compression``, are compared where these are declared.
     """
-    scale = options.policy.scale
     told = {
         "the class of the optimizer that is wrapped": base.__name__,
-        "precision": f"{options.policy.name}, {type(scale).__name__} {scale.state_dict()}",
+        "precision": options.described_precision,
         "op=Adasum": options.op is ReduceOp.ADASUM,
         "sparse_as_dense": bool(options.sparse_as_dense),
     }
