@@ -179,17 +179,20 @@ def _reduce_torch(
         slots.append(Slot(name, dtype, shape, False, cohort))
         array = flat(on_host(gradient))
         arrays.append(array.view(numpy_dtype(dtype)).reshape(shape))
-    given = accumulator.add(slots, arrays)
-    if given is None:
+    summed = accumulator.add(slots, arrays)
+    if summed is None:
         return False, list(gradients)
-    unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+    every, given = summed
+    used = {slot.name for slot in every}
+    unused = [name for name in names if name not in used]
 
     def shown() -> list[tuple[str, Array]]:
         values = zip(names, variables, gradients, strict=True)
         found = [(n, keras.ops.convert_to_numpy(v)) for n, v, g in values if g is not None]
         return [*found, *_rate(reducer)]
 
-    results = iter(reducer.reduce(slots, given, unused, shown=shown))
+    results = iter(reducer.reduce(every, given, unused, shown=shown))
+    accumulator.refuse_unused(slots, every)
     done: list[Any] = []
     for gradient in gradients:
         if gradient is None:

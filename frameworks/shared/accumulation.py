@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,41 +27,51 @@ class Accumulator:
     def __init__(self, passes: int, average: bool = False) -> None:
         check_passes(passes)
         self.passes, self._average = passes, average
-        self._sums: dict[str, tuple[Array, ...]] = {}
+        self._sums: dict[str, tuple[Slot, tuple[Array, ...]]] = {}
         self._count = 0
 
-    def add(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array] | None:
-        """Add one pass's gradients; return the sums after the last pass, None before it.
+    def add(
+        self, slots: Sequence[Slot], arrays: Sequence[Array]
+    ) -> tuple[list[Slot], list[Array]] | None:
+        """Add one pass's gradients; return what is to be reduced after the last, None before it.
 
         16-bit gradients are added up in float32. A variable that only some passes use is one whose
-        gradient is zero in the others; ValueError if a pass uses one that earlier ones did not.
+        gradient is zero in the others. One that the last pass does not use stands behind the rest:
+        see ``refuse_unused``.
         """
         if self.passes == 1:
-            return list(arrays)
-        given, kinds = iter(arrays), {}
+            return list(slots), list(arrays)
+        given, names = iter(arrays), {slot.name for slot in slots}
         for slot in slots:
             parts = [next(given) for _ in range(slot.inputs)]
-            kinds[slot.name] = slot
-            self._sums[slot.name] = self._added(slot, parts)
-        if kinds.keys() != self._sums.keys():
-            odd = sorted(self._sums.keys() ^ kinds.keys())
-            self.reset()
-            raise ValueError(
-                f"{odd[0]!r} has a gradient in some of {self.passes} backward passes only; with "
-                "backward_passes_per_step the same variables must have gradients in each"
-            )
+            self._sums[slot.name] = slot, self._added(slot, parts)
         self._count += 1
         if self._count < self.passes:
             return None
         divisor = self.passes if self._average else 1
+        early = [slot for slot, _ in self._sums.values() if slot.name not in names]
+        every = [*slots, *[replace(slot, early=True) for slot in early]]
         result: list[Array] = []
-        for slot in slots:
-            values, *rest = self._sums[slot.name]
+        for slot in every:
+            values, *rest = self._sums[slot.name][1]
             if divisor > 1:
                 values = values / values.dtype.type(divisor)
             result += [values.astype(numpy_dtype(slot.dtype), copy=False), *rest]
         self.reset()
-        return result
+        return every, result
+
+    def refuse_unused(self, slots: Sequence[Slot], every: Sequence[Slot]) -> None:
+        """Raise ValueError unless the last pass, that of ``slots``, used ``every`` variable.
+
+        After they were reduced, so that all ranks raise it: another one hears of the difference.
+        """
+        if len(every) > len(slots):
+            name = every[len(slots)].name
+            raise ValueError(
+                f"{name!r} has a gradient in earlier ones of {self.passes} backward passes, and "
+                "none in the last one, which applies them: use it there too, or add a term that is "
+                "zero, such as 0.0 * keras.ops.sum(variable)"
+            )
 
     def reset(self) -> None:
         """Forget what was added up so far."""
@@ -68,9 +79,9 @@ class Accumulator:
 
     def _added(self, slot: Slot, parts: Sequence[Array]) -> tuple[Array, ...]:
         values = parts[0].astype(np.float32) if parts[0].dtype.itemsize == 2 else parts[0]
-        held = self._sums.get(slot.name)
-        if held is None:  # a copy: the array given is the framework's
+        if slot.name not in self._sums:  # a copy: the array given is the framework's
             return (values.copy(), *(part.copy() for part in parts[1:]))
+        _, held = self._sums[slot.name]
         if not slot.sparse:
             np.add(held[0], values, out=held[0])
             return held

@@ -48,6 +48,7 @@ class Slot:
     """One gradient in a step: its variable's name, dtype and shape.
 
     ``sparse`` gradients come as values and indices. ``cohort`` names those that travel together.
+    ``early`` is one of earlier backward passes, and not of the last.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Slot:
     shape: tuple[int, ...]
     sparse: bool = False
     cohort: str = ""
+    early: bool = False
 
     @property
     def inputs(self) -> int:
@@ -63,7 +65,8 @@ class Slot:
 
     def describe(self) -> str:
         """Return what all ranks must have in common, in words."""
-        return f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}"
+        kind = f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}"
+        return f"{kind}, not in the last backward pass" if self.early else kind
 
 
 @dataclass(frozen=True)

@@ -545,6 +545,46 @@ def case_backward_passes_per_step():
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
 
 
+def applying_some(optimizer, x, y):
+    def apply(used):
+        given = tf.fill([3], hvd.rank() + 1.0)
+        optimizer.apply([given if name in used else None for name in "xy"], [x, y])
+
+    return apply
+
+
+def case_a_variable_that_some_passes_do_not_use():
+    """What a pass does not use has a gradient of zero there; the last one must use it."""
+    rank, last = hvd.rank(), "'x' has a gradient in earlier ones of 2 backward passes"
+    for plan, words in (
+        ([("y", "xy")] * 2, None),
+        ([("y", "xy"), ("xy", "xy")], None),
+        ([("xy", "y")] * 2, last),
+        ([("xy", "y"), ("xy", "xy")], "'x' differs between ranks"),
+        ([("xy", "y"), ("y", "y")], "'x' differs between ranks .*no gradient"),
+        ([("xy", "x"), ("x", "xy")], "'y' differs between ranks"),
+    ):
+        for wrap in (function, lambda call: call):
+            x, y = (keras.Variable(np.zeros(3, np.float32), name=name) for name in "xy")
+            optimizer = hvd.DistributedOptimizer(
+                keras.optimizers.SGD(1.0), backward_passes_per_step=2
+            )
+            optimizer.build([x, y])
+
+            step = wrap(applying_some(optimizer, x, y))
+            step(plan[rank][0])
+            if words is None:
+                step(plan[rank][1])
+                passes = [[sum(name in used for used in each) for each in plan] for name in "xy"]
+                for variable, (first, second) in zip((x, y), passes, strict=True):
+                    assert np.allclose(variable, -(first + 2 * second) / 2), plan
+                continue
+            kinds = (ValueError, tf.errors.InvalidArgumentError, hvd.HorovodInternalError)
+            with pytest.raises(kinds, match=words):
+                step(plan[rank][1])
+            assert np.array_equal(x.numpy(), np.zeros(3))
+
+
 def case_mixed_float16():
     """One rank overflows: every rank skips the step, and residuals stay."""
     rank = hvd.rank()

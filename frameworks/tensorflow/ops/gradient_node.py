@@ -69,10 +69,17 @@ def reduced(
 
     def exchange(arrays: list[Array]) -> list[Array]:
         shaped = _shaped(slots, arrays, told_later)
-        given = accumulator.add(shaped, arrays) if accumulator and accumulates else arrays
-        if given is None:
-            return [np.array(False), *_placeholders(outputs[1:])]
-        results = reducer.reduce(shaped, given, unused, shown=shown)
+        every, given = shaped, arrays
+        if accumulator is not None and accumulates:
+            summed = accumulator.add(shaped, arrays)
+            if summed is None:
+                return [np.array(False), *_placeholders(outputs[1:])]
+            every, given = summed
+        used = {slot.name for slot in every}
+        without = [name for name in unused if name not in used]
+        results = reducer.reduce(every, given, without, shown=shown)
+        if accumulator is not None:
+            accumulator.refuse_unused(shaped, every)
         kinds = [numpy_dtype(dtype) for dtype, _ in outputs[1:]]
         pairs = zip(results, kinds, strict=True)
         return [np.array(True), *[array.astype(kind, copy=False) for array, kind in pairs]]
