@@ -24,21 +24,23 @@ from ringlet.jax.ops.ordered_calls import Output, call
 from ringlet.jax.ops.watched_arrays import FLAG, compare_where, raise_flag
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.process_sets import ProcessSet, global_process_set
-from ringlet.job.session import current, is_initialized
+from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy
 from ringlet.precision.reduction import carrier
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import Mismatch
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.gradients import GradientReducer, Settings, Slot
+from ringlet.shared.list_changes import NewLists
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.residual_store import put
 
 Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # dtype and shape, by path and key
 
-_KIND = "reduce_gradients"
+_KIND, _RESIDUAL = "reduce_gradients", "residual"
 _LATEST = 24  # schedules are tried at the steps 0, 1, 2, 4, ..., 2 ** _LATEST
 _carried: ContextVar[_CarriedOver | None] = ContextVar("carried over", default=None)
 _BROADCAST = "call params = hvd.broadcast_pytree(params) on all ranks before training"
@@ -116,30 +118,34 @@ class _CarriedOver:
         self._states, self._among = list(states), among
 
     def over_to(
-        self,
-        held: dict[str, dict[str, Array]],
-        present: Array,
-        slots: Sequence[Slot],
-        settings: Settings,
-    ) -> int:
-        """Fill ``held`` from the first state of such gradients that is left; return its step."""
+        self, held: dict[str, dict[str, Array]], slots: Sequence[Slot], settings: Settings
+    ) -> tuple[int, set[tuple[str, str]]]:
+        """Fill ``held`` from the first state of such gradients that is left.
+
+        A residual gets room where it has none: of shards that are no more, in however few bits new
+        ones are kept, and on a rank that is left alone and gives it back. Returns that state's
+        step, and the paths and keys that are filled.
+        """
         paths = {slot.name for slot in slots}
         places = [i for i, state in enumerate(self._states) if state.held.keys() <= paths]
+        filled: set[tuple[str, str]] = set()
         if not places:
-            return 0
-        old, among, first = self._states.pop(places[0]), settings.process_set.size(), 0
-        remembered = _of_paths(old.held, np.asarray(old.present))
-        for path, arrays in sorted(held.items()):
-            state = jax.tree.map(np.array, nested(remembered.get(path, {})))
+            return 0, filled
+        old, among = self._states.pop(places[0]), settings.process_set.size()
+        for path, arrays in _of_paths(old.held, np.asarray(old.present)).items():
+            compressor = settings.router(path)
+            units = compressor.traits().gradient_units
+            state = jax.tree.map(np.array, nested(arrays))
             how = self._among, among, settings.averages, False, settings.predivide
-            resize(state, settings.router(path), *how)
-            found = flattened(state)
-            for place, (key, array) in enumerate(sorted(arrays.items()), first):
-                given = found.get(key)
-                if given is not None and given.shape == array.shape and given.dtype == array.dtype:
-                    array[...], present[place] = given, 1
-            first += len(arrays)
-        return int(old.step)
+            resize(state, compressor, *how)
+            for key, given in flattened(state).items():
+                room = held.get(path, {}).get(key)
+                if room is None and key == _RESIDUAL and key in units:
+                    room = held.setdefault(path, {})[key] = np.zeros_like(given)
+                if room is not None and (room.shape, room.dtype) == (given.shape, given.dtype):
+                    room[...] = given
+                    filled.add((path, key))
+        return int(old.step), filled
 
 
 class _Reductions:
@@ -152,23 +158,24 @@ class _Reductions:
         self._numbers: dict[tuple[Slot, ...], Iterator[str]] = {}
         self._runtime: object = None
         self._reducers: dict[tuple[Slot, ...], GradientReducer] = {}
+        self.changes: NewLists | None = None  # the calls of ``update``, by what is reduced
         self._layouts: dict[tuple[Slot, ...], Layouts] = {}
 
     def init(self, params: Any) -> ReduceGradientsState:
         """Return the state for gradients like ``params``, which may be shapes and dtypes."""
         slots = _slots(params)
         layouts = self._layout(slots)
-        arrays = max(1, sum(map(len, layouts.values())))  # orbax saves no empty arrays
         held = {
             path: {key: np.zeros(shape, numpy_dtype(dtype)) for key, (dtype, shape) in each.items()}
             for path, each in layouts.items()
         }
-        step, present = 0, np.zeros(arrays, np.uint8)
-        carried = _carried.get()
-        if carried is not None:
-            step = carried.over_to(held, present, slots, self._settings)
+        step, carried, filled = 0, _carried.get(), set[tuple[str, str]]()
+        if carried is not None and self._settings.process_set.included():
+            step, filled = carried.over_to(held, slots, self._settings)
+        keys = [(path, key) for path in sorted(held) for key in sorted(held[path])]
+        present = [each in filled for each in keys] or [False]  # orbax saves no empty arrays
         return ReduceGradientsState(
-            jnp.int32(step), jnp.array(present), jax.tree.map(jnp.array, held)
+            jnp.int32(step), jnp.array(present, jnp.uint8), jax.tree.map(jnp.array, held)
         )
 
     def update(
@@ -184,8 +191,6 @@ class _Reductions:
                 f"{type(state).__name__}: state = transformation.init(params)"
             )
         slots, (leaves, tree) = _slots(updates), jax.tree_util.tree_flatten(updates)
-        if not leaves:
-            return updates, state
         if is_initialized() and self._settings.process_set.included():
             self._labels(slots)  # while programs are traced, which is in one order on all ranks
         leaves = [leaf if hasattr(leaf, "shape") else jnp.asarray(leaf) for leaf in leaves]
@@ -229,6 +234,7 @@ class _Reductions:
         """Forget what was among the ranks of another runtime: newcomers know nothing of it."""
         if self._runtime is not current():
             self._runtime, self._reducers, self._layouts = current(), {}, {}
+            self.changes = None
 
     def _labels(self, slots: tuple[Slot, ...]) -> Iterator[str]:
         """Return names for what ranks agree on about ``slots``, the same on all of them.
@@ -245,15 +251,26 @@ class _Reductions:
                 self._numbers[slots] = map(f"{label}.{{}}".format, count())
             return self._numbers[slots]
 
-    def _agree(self, slots: tuple[Slot, ...], called: str, step: int) -> None:
+    def agree(self, slots: Sequence[Slot], called: str, step: int) -> None:
         """Raise Mismatch, the same on every rank, unless all ranks do the same now.
 
         One whose compressors remember nothing begins with ``update``, and others with ``init``.
+        Later on some rank has told the others that its gradients are new ones.
         """
+        label = next(self._labels(tuple(slots)))
+        if self.changes is not None and self.changes.changed:
+            label = f"{self._label}.new{self.changes.call}"
         chosen = self._settings.router
         items = [(slot.name, f"{slot.describe()}, {chosen(slot.name)}") for slot in slots]
         items += [("the call", called), ("the step", str(step))]
-        agree(_KIND, next(self._labels(slots)), items, self._settings.process_set, _ALIKE)
+        try:
+            agree(_KIND, label, items, self._settings.process_set, _ALIKE)
+        except Mismatch:  # on all ranks, which have asked for names of different lists
+            with self._numbering:
+                self._label, self._numbers = f"{self._label}.again", {}
+            for reducer in self._reducers.values():
+                reducer.pass_over()
+            raise
 
     def _run(
         self,
@@ -275,15 +292,20 @@ class _Reductions:
                 out[...] = array
             now_present[...] = present
             return
+        self._labels(slots)  # those of the present ranks
         with self._lock:
             self._bind()
-            reducer = self._reducers.get(slots)
-            if reducer is None:
-                self._agree(slots, "update", step)
-                warns = not self._reducers
-                made = GradientReducer(_KIND, self._settings, warns=warns, cure=_BROADCAST)
-                reducer = self._reducers[slots] = made
+            if self.changes is None:
+                number = self._settings.process_set.number()
+                self.changes = NewLists(current(), self._label, number)
+            self.changes.begin(slots)
+            done = None
             try:
+                reducer = self._reducers.get(slots)
+                if reducer is None:
+                    self.agree(slots, "update", step)
+                    made = _OfOneList(self, self._settings, not self._reducers)
+                    reducer = self._reducers[slots] = made
                 for path, known in _of_paths(places, present).items():
                     put(reducer.memory.states.setdefault(path, {}), nested(known))
                 for slot in slots:  # which compressors that remember nothing else count, too
@@ -299,11 +321,12 @@ class _Reductions:
                     )
                     first += len(arrays_of)
                 now_present[first:] = 0
+                done = slots
             finally:
-                for (
-                    state
-                ) in reducer.memory.states.values():  # of memory that is about to be XLA's again
-                    put(state, {})
+                self.changes.end(done)
+                if reducer is not None:  # its states lie in memory that is XLA's again
+                    for state in reducer.memory.states.values():
+                        put(state, {})
 
     def _layout(self, slots: tuple[Slot, ...]) -> Layouts:
         """Return what compressors remember of these gradients. Collective, if they do."""
@@ -333,7 +356,7 @@ class _Reductions:
                 remembering.append(slot)
         if not remembering:
             return {}
-        self._agree(slots, "init", 0)
+        self.agree(slots, "init", 0)
         reducer = GradientReducer(f"{_KIND}.init", settings, warns=False)
         seen: dict[str, list[dict[str, Array]]] = {}
         for step in schedules.values():
@@ -348,6 +371,26 @@ class _Reductions:
         except ValueError as error:
             raise ValueError(f"compression={settings.router}: {error}") from error
         return {path: layout for path, layout in layouts.items() if layout}
+
+
+class _OfOneList(GradientReducer):
+    """The reducer of one list of gradients, among those that a transformation has."""
+
+    _counts = False
+
+    def __init__(self, owner: _Reductions, settings: Settings, first: bool) -> None:
+        super().__init__(_KIND, settings, warns=first, cure=_BROADCAST)
+        self._owner = owner
+
+    def _bind(self, runtime: Runtime) -> None:
+        super()._bind(runtime)
+        assert self._owner.changes is not None
+        self._changes = self._owner.changes
+
+    def _compared(self, slots: Sequence[Slot], unused: Sequence[str]) -> list[str]:
+        if self._changes.changed:
+            self._owner.agree(slots, "update", self.step)
+        return super()._compared(slots, unused)
 
 
 def _some_values(slot: Slot) -> Array:
@@ -415,7 +458,7 @@ def residual_norm(state: Any) -> Any:
         if _is_ours(one)
         for arrays in one.held.values()
         for key, array in arrays.items()
-        if key.rpartition("/")[2] == "residual"
+        if key.rpartition("/")[2] == _RESIDUAL
     ]
     return jnp.sqrt(sum((jnp.vdot(array, array) for array in residuals), jnp.zeros(())))
 

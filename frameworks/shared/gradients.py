@@ -146,6 +146,8 @@ class GradientReducer:
         self._titles: dict[str, str] = {}  # by what steps are labelled
         self._lock = self.memory.lock
 
+    _counts = True  # the calls; False where somebody does for several reducers
+
     def enlist(self) -> None:
         """Count this reducer now, and not with its first gradients: ranks may begin with others."""
         with self._lock:
@@ -184,14 +186,15 @@ class GradientReducer:
                 self._agree()
             if self.settings.guard and not self._all_finite(arrays):
                 return self._overflowed(slots, arrays)
-            key = tuple(slots)
-            self._changes.begin(key)
+            key, done = tuple(slots), None
+            if self._counts:
+                self._changes.begin(key)
             try:
                 results = self._reduced(key, arrays, unused, outputs, runtime)
-            except BaseException:
-                self._changes.end()
-                raise
-            self._changes.end(key)
+                done = key
+            finally:
+                if self._counts:
+                    self._changes.end(done)
             if shown is not None and self.drift.due and (variables := shown()):
                 self.drift.compare(variables)
             self.drift.ended()
@@ -212,6 +215,11 @@ class GradientReducer:
         with self._lock:
             self._forget()
             self.step = step
+
+    def pass_over(self) -> None:
+        """Take notice of steps that ranks have given up, as their lists of gradients differ."""
+        for step in self._steps.values():
+            step.pass_over()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -249,8 +257,7 @@ class GradientReducer:
         try:
             return common_names(f"gradients of {self._kind}", *where)[: len(slots)]
         except Mismatch:
-            for step in self._steps.values():  # what some ranks have given up for this
-                step.pass_over()
+            self.pass_over()
             raise
 
     def _bind(self, runtime: Runtime) -> None:

@@ -97,6 +97,25 @@ class ListChanges:
                 self._group.let_go(_WHY)
 
 
+class NewLists(ListChanges):
+    """The same where lists may take turns: one that no call had before is a change."""
+
+    def __init__(self, runtime: Runtime, label: str, process_set: int) -> None:
+        super().__init__(runtime, label, process_set)
+        self._known: set[Hashable] = set()
+
+    def begin(self, slots: Hashable, call: int | None = None) -> None:
+        """Begin a call with the list ``slots``, and tell the others if it is a new one."""
+        self.last = None if slots in self._known or not self._known else ()
+        super().begin(("new", slots), call)
+
+    def end(self, slots: Hashable = None) -> None:
+        """End the call; with ``slots`` if all ranks have reduced that list."""
+        super().end()
+        if slots is not None:
+            self._known.add(slots)
+
+
 def _called(method: weakref.WeakMethod[Any], call: int) -> None:
     found = method()
     if found is not None:

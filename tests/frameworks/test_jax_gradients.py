@@ -18,7 +18,9 @@ import pytest
 
 import ringlet.jax as hvd
 from ringlet.compressors import Compressor, Payload, Traits, resolve
+from ringlet.compressors.modifiers.residuals import wide
 from ringlet.compressors.testing.tools.simulate import simulate
+from ringlet.jax.gradient_transformation import carrying_over
 from ringlet.jax.held_state import flattened, merge_layouts, nested, store
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.session import current
@@ -390,6 +392,81 @@ def case_errors():
         plain.init({"z": jnp.ones(3, "complex64")})
     with pytest.raises(ValueError, match="unknown compressor"):
         hvd.reduce_gradients("int9")
+
+
+def case_trees_that_differ():
+    """Also of which one is empty, or new in a later step; and whoever catches that goes on."""
+    one, two, none = {"w": jnp.ones(300)}, {"w": jnp.ones(300), "v": jnp.ones(2)}, {}
+    for spec in ("none", "int8 | ef"):
+        for jit in (jax.jit, lambda call: call):
+            for before, odd, others in (
+                ((), none, one),
+                ((), one, none),
+                ((one,), none, one),
+                ((one,), two, one),
+                ((one, two, one), {"u": jnp.ones(3)}, two),
+            ):
+                if hvd.size() == 1:
+                    continue
+                transformation = hvd.reduce_gradients(spec)
+                update = jit(transformation.update)
+                for tree in before:
+                    update(tree, transformation.init(tree))
+                own = odd if hvd.rank() == 1 else others
+                state = hvd.reduce_gradients("none").init(own)
+                with pytest.raises(hvd.HorovodInternalError, match="is there on rank") as told:
+                    update(own, state)
+                assert len(set(hvd.allgather_object(str(told.value).partition("\n")[0]))) == 1
+                for tree in (one, {"new": jnp.ones(5)}, one):
+                    mean, _ = update(tree, transformation.init(tree))
+                    assert hvd.replicas_equal(mean)
+
+
+def case_a_rank_that_is_left_gives_back_what_it_held():
+    """And several that come after it take it over, however few bits it was kept in."""
+    if hvd.size() == 1:
+        return
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    alone = sets[hvd.rank()]
+    params, given = gradients(0, 0), gradients(5)
+    paths = paths_and_leaves(params)[0]
+    for spec in ("topk(ratio=0.1) | ef", "int8 | ef(dtype='bf16')", "onebit | ef(dtype='int8')"):
+        among = hvd.reduce_gradients(spec)
+        _, before = trained(jax.jit(among.update), among.init(params), range(2))
+        left = hvd.reduce_gradients(spec, process_set=alone)
+        with carrying_over([before], hvd.size()):
+            state = left.init(params)
+        assert int(state.step) == 2
+        held = {path: np.array(arrays["residual"]) for path, arrays in state.held.items()}
+        assert held.keys() == before.held.keys()
+        if hvd.size() == 2:  # of three and more, what shards lack is in it too
+            for path, arrays in before.held.items():
+                assert np.array_equal(held[path], wide(nested(jax.tree.map(np.array, arrays))))
+        for update in (left.update, jax.jit(left.update)):
+            results, after = update(given, state)
+            for path, got, own in zip(
+                paths, jax.tree.leaves(results), jax.tree.leaves(given), strict=True
+            ):
+                owed = held[path].reshape(own.shape) if path in held else 0  # a small one: exact
+                assert np.allclose(got, own + owed, rtol=1e-6), path
+            assert hvd.residual_norm(after) == 0
+            assert bits(update(given, after)[0]) == bits(given)
+        with carrying_over([state], 1):
+            again = among.init(params)
+        assert int(again.step) == 2
+        for path in held:
+            arrays = nested(jax.tree.map(np.array, again.held[path]))
+            assert np.array_equal(arrays["residual"], held[path])
+        assert trained(among.update, again, [2])[0] == trained(jax.jit(among.update), again, [2])[0]
+    for each in sets:
+        hvd.remove_process_set(each)
+
+
+def case_no_gradients_on_any_rank():
+    transformation = hvd.reduce_gradients("int8 | ef")
+    updates, state = transformation.update({}, transformation.init({}))
+    assert updates == {}
+    assert int(state.step) == 1
 
 
 def case_init_on_some_ranks_only():
