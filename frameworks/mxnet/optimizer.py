@@ -11,10 +11,20 @@ import numpy as np
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.mxnet.nd_views import view
-from ringlet.shared.gradients import GradientReducer, Slot
+from ringlet.shared.drift import RATE
+from ringlet.shared.gradients import Beside, GradientReducer, Slot
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
+from ringlet.shared.plain_settings import of_attributes
 from ringlet.shared.variable_names import numbered_groups
+
+_BROADCAST = "call hvd.broadcast_parameters on all ranks before training"
+_BATCH = (
+    "pass step() the same batch size on all ranks: leave the last batch away, or fill it up, where "
+    "one rank's is smaller"
+)
+# Of an optimizer's numbers: what is compared in other ways, and what counts its steps.
+_SPARED = frozenset({"lr", "rescale_grad", "num_update", "begin_num_update"})
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):
@@ -33,6 +43,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     ) -> None:
         self._optimizer = optimizer
         self._settings = Options.among(locals()).settings()
+        self._told = _told(optimizer)
         self._reducers: dict[tuple[Slot, ...], GradientReducer] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -48,12 +59,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Reduce ``grad`` in place, and update ``weight``; lists of them, too."""
-        self._reduce(index, grad)
+        self._reduce(index, weight, grad)
         self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Reduce ``grad`` in place, and update a ``weight`` of 16 bits."""
-        self._reduce(index, grad)
+        self._reduce(index, weight, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def set_learning_rate(self, lr: float) -> None:
@@ -68,18 +79,26 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         """Set the wrapped optimizer's factors of decay."""
         self._optimizer.set_wd_mult(args_wd_mult)
 
-    def _reduce(self, index: Any, grad: Any) -> None:
+    def _reduce(self, index: Any, weight: Any, grad: Any) -> None:
         listed = isinstance(index, tuple | list)
-        indices, grads = (list(index), list(grad)) if listed else ([index], [grad])
+        each = index, weight, grad
+        indices, weights, grads = map(list, each) if listed else ([one] for one in each)
         names = [str(self._optimizer.idx2name.get(i, i)) for i in indices]
         arrays = [
             view(each, f"the gradient of {n!r}") for n, each in zip(names, grads, strict=True)
         ]
         slots = _slots(names, arrays)
-        reducer = self._reducers.setdefault(
-            slots, GradientReducer("DistributedOptimizer", self._settings)
-        )
-        reducer.reduce(slots, arrays, outputs=arrays)
+        reducer = self._reducers.get(slots)
+        if reducer is None:
+            reducer = self._reducers[slots] = GradientReducer(
+                "DistributedOptimizer", self._settings, told=self._told, cure=_BROADCAST
+            )
+
+        def shown() -> list[tuple[str, Any]]:
+            values = [(name, view(w)) for name, w in zip(names, weights, strict=True)]
+            return [*values, (RATE, np.array(self._optimizer.learning_rate))]
+
+        reducer.reduce(slots, arrays, outputs=arrays, shown=shown)
 
 
 class DistributedTrainer(mx.gluon.Trainer):
@@ -108,7 +127,8 @@ class DistributedTrainer(mx.gluon.Trainer):
         settings = Options.among(locals()).settings()
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         self._prefix, self._groups = prefix or "", num_groups
-        self._reducer = GradientReducer("DistributedTrainer", settings)
+        told = _told(self._optimizer)
+        self._reducer = GradientReducer("DistributedTrainer", settings, told=told, cure=_BROADCAST)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
@@ -121,9 +141,21 @@ class DistributedTrainer(mx.gluon.Trainer):
             view(param.list_grad()[0], f"the gradient of {name!r}")
             for name, param in zip(names, used, strict=True)
         ]
+
+        def shown() -> list[tuple[str, Any]]:
+            values = [(n, view(p.list_data()[0])) for n, p in zip(names, used, strict=True)]
+            return [*values, (RATE, np.array(self.learning_rate))]
+
         if arrays:
             slots = _slots(names, arrays, self._groups)
-            self._reducer.reduce(slots, arrays, outputs=arrays)
+            scale = Beside("rescale_grad", str(self._optimizer.rescale_grad), _BATCH)
+            self._reducer.reduce(slots, arrays, outputs=arrays, shown=shown, beside=scale)
+
+
+def _told(optimizer: Any) -> dict[str, object]:
+    """Return what ranks must have in common: the class of an optimizer, and its numbers."""
+    plain = of_attributes(optimizer, _SPARED)
+    return {"the class of the optimizer": type(optimizer).__name__, **plain}
 
 
 def _slots(names: Sequence[str], arrays: Sequence[Any], groups: int = 0) -> tuple[Slot, ...]:

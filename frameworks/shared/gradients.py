@@ -70,6 +70,15 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What ranks must have in common in a step, beside gradients; ``cure`` is what to do else."""
+
+    name: str
+    value: str
+    cure: str
+
+
+@dataclass(frozen=True)
 class Settings:
     """How gradients are reduced. ``guard`` skips a step on all ranks when one has an overflow.
 
@@ -146,6 +155,7 @@ class GradientReducer:
         self._titles: dict[str, str] = {}  # by what steps are labelled
         self._lock = self.memory.lock
 
+    _beside: Beside | None = None
     _counts = True  # the calls; False where somebody does for several reducers
 
     def enlist(self) -> None:
@@ -161,12 +171,13 @@ class GradientReducer:
         unused: Sequence[str] = (),
         outputs: Sequence[Array] | None = None,
         shown: Callable[[], Sequence[tuple[str, Array]]] | None = None,
+        beside: Beside | None = None,
     ) -> list[Array]:
         """Return the reduced gradients; collective, and called with the same slots on all ranks.
 
         ``unused`` are the names of variables that have no gradient on this rank. ``shown`` returns
         variables as they are before this step; it is called in the steps in which these are
-        compared.
+        compared. ``beside`` is something else that ranks must have in common in each step.
 
         ``arrays`` are one for each slot, or values and indices where it is sparse. So are the
         results, but those of sparse gradients that are fused are dense: one array. Arrays given
@@ -186,11 +197,12 @@ class GradientReducer:
                 self._agree()
             if self.settings.guard and not self._all_finite(arrays):
                 return self._overflowed(slots, arrays)
-            key, done = tuple(slots), None
+            self._beside = beside
+            key, done = (tuple(slots), beside), None
             if self._counts:
                 self._changes.begin(key)
             try:
-                results = self._reduced(key, arrays, unused, outputs, runtime)
+                results = self._reduced(key[0], arrays, unused, outputs, runtime)
                 done = key
             finally:
                 if self._counts:
@@ -254,7 +266,11 @@ class GradientReducer:
         changed = self._changes.changed
         which = f"change{self._changes.call}" if changed else len(self._steps)
         where = f"{self._label}.{which}", items, self.settings.process_set
+        beside = self._beside
         try:
+            if beside is not None:
+                label, told = f"{where[0]}.beside", [(beside.name, beside.value)]
+                agree(self._kind, label, told, self.settings.process_set, beside.cure)
             return common_names(f"gradients of {self._kind}", *where)[: len(slots)]
         except Mismatch:
             self.pass_over()
@@ -432,6 +448,7 @@ class Staying(GradientReducer):
         unused: Sequence[str] = (),
         outputs: Sequence[Array] | None = None,
         shown: Callable[[], Sequence[tuple[str, Array]]] | None = None,
+        beside: Beside | None = None,
     ) -> list[Array]:
         """Return the gradients as they are."""
         return self._alone(slots, arrays, outputs)

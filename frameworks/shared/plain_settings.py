@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,12 @@ def of_config(optimizer: Any) -> dict[str, object]:
     return dict(_plain(config, ""))
 
 
-def of_attributes(optimizer: Any) -> dict[str, object]:
-    """Return the numbers among the attributes of ``optimizer``, its learning rate too."""
+def of_attributes(optimizer: Any, spared: Container[str] = ()) -> dict[str, object]:
+    """Return the numbers among the attributes of ``optimizer`` that are not ``spared``."""
     return {
         name.strip("_"): _number(value)
         for name, value in sorted(vars(optimizer).items())
-        if isinstance(value, int | float | np.number)
+        if isinstance(value, int | float | np.number) and name not in spared
     }
 
 

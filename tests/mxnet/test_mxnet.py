@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 pytestmark = pytest.mark.preloaded("torch")
-CHECKS = ("reductions", "movements", "one semantics", "training", "module", "mistakes")
+CHECKS = ("reductions", "movements", "one semantics", "training", "module", "drift", "mistakes")
 SIZE = 2
 
 
@@ -153,6 +154,49 @@ def main():
     optimizer.set_learning_rate(0.5)
     assert inner.learning_rate == 0.5
     print("module", flush=True)
+
+    texts = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("ringlet").addHandler(handler)
+
+    def stepped(trainer, param, batch_sizes):
+        for batch_size in batch_sizes:
+            with autograd.record():
+                loss = (param.data() * (rank + 1)).sum()
+            loss.backward()
+            trainer.step(batch_size)
+        hvd.barrier()
+
+    for first, rate, words in (
+        (0.0, 0.1, None),
+        (float(rank), 0.1, "'w' differs between ranks after the first step"),
+        (0.0, 0.1 + rank, "the learning rate differs between ranks after the first step"),
+    ):
+        param = gluon.Parameter("w", shape=(3,))
+        param.initialize(mx.init.Constant(first))
+        trainer = hvd.DistributedTrainer([param], "sgd", {"learning_rate": rate})
+        stepped(trainer, param, [4] * 12)
+        assert hvd.replicas_equal({"w": param}) is (words is None)
+        assert len(texts) == (words is not None and rank == 0), texts
+        assert all(words in text for text in texts), texts
+        texts.clear()
+        if words is None:
+            stepped(trainer, param, [2, 4])
+            with pytest.raises(hvd.HorovodInternalError, match="'rescale_grad' differs between"):
+                stepped(trainer, param, [4 - rank])
+            stepped(trainer, param, [4])
+            assert hvd.replicas_equal({"w": param})
+    for kind, own in (("sgd", {"wd": 0.1 * rank}), ("adam" if rank else "sgd", {})):
+        trainer = hvd.DistributedTrainer([param], kind, own)
+        with pytest.raises(hvd.HorovodInternalError, match="pass the same on all ranks"):
+            stepped(trainer, param, [4])
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", momentum=0.1 * rank))
+    weight = mx.nd.zeros(3)
+    with pytest.raises(hvd.HorovodInternalError, match="'momentum' differs between ranks"):
+        optimizer.update(0, weight, ones(3), optimizer.create_state(0, weight))
+    logging.getLogger("ringlet").removeHandler(handler)
+    print("drift", flush=True)
 
     with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
         hvd.allreduce(ones(3 + rank), name="odd")
