@@ -13,3 +13,8 @@ WORKER = Path(__file__).parent / "worker_nccl.py"
 def test_collectives(size, cupy):
     pytest.importorskip("torch")
     run_ranks(WORKER, size)
+
+
+def test_payloads_go_over_two_levels(cupy):
+    pytest.importorskip("torch")
+    run_ranks(WORKER.with_name("worker_levels.py"), 4)
