@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from unittest import mock
 
 import pytest
 import torch
@@ -214,6 +215,29 @@ def case_a_parameter_that_one_rank_adds_to_onebit_adam_leaves_nobody_waiting():
         p.grad = None
     m(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+    assert hvd.replicas_equal(m.state_dict())
+
+
+def case_a_step_that_is_interrupted_on_one_rank_is_taken_when_it_is_repeated():
+    """Others take it; zero_grad() would leave this rank a step behind, which nobody would see."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)  # whose gradient is copied
+    m = nn.Sequential(conv, nn.Flatten(), nn.Linear(32, 3))
+    optimizer = wrap(m, compression="int8 | ef")
+    for n in range(3):
+        optimizer.zero_grad()
+        images = torch.full((2, 4, 4, 4), hvd.rank() + n + 1.0)
+        m(images.to(memory_format=torch.channels_last)).square().sum().backward()
+        if n == 1 and odd():
+            group = optimizer._ringlet._group
+            with (
+                mock.patch.object(type(group), "wait", side_effect=KeyboardInterrupt),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match=r"Call it after step\(\).*abandon_step"):
+                optimizer.zero_grad()
+        optimizer.step()
     assert hvd.replicas_equal(m.state_dict())
 
 

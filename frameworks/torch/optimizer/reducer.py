@@ -252,15 +252,19 @@ class Reducer:
         except Exception as error:
             self.abandon(f"{type(error).__name__}: {error}")
             raise
+        turn = self._group.turn
         try:
             self._group.wait()
             if self._rows.dims:
                 self._rows.collect()
             self._handed.put()
             self.memory.ended()
-        finally:
-            for handle in self._reset():
-                handle.forget()
+        except BaseException as error:
+            # What is interrupted while it waits can be waited for again, and must be.
+            if isinstance(error, Exception) or self._group.turn != turn:
+                self._end_step()
+            raise
+        self._end_step()
         differs = self._alike.changed  # on some rank, which would go on with another model
         self._alike.end()
         if differs:
@@ -330,8 +334,7 @@ class Reducer:
 
     def take_back(self) -> None:
         """Forget the step at hand, which has failed: compressors remember what was before it."""
-        for handle in self._reset():
-            handle.forget()
+        self._end_step()
         self.memory.take_back()
 
     # -- inside ---------------------------------------------------------------------------------
@@ -491,8 +494,7 @@ class Reducer:
         except RuntimeError:
             with contextlib.suppress(RingError):
                 self._group.wait()
-            for handle in self._reset():
-                handle.forget()
+            self._end_step()
             return False
         return True
 
@@ -572,6 +574,10 @@ class Reducer:
                 f"{error}. A model is converted, as by .double(), before DistributedOptimizer is "
                 "made for it"
             ) from None
+
+    def _end_step(self) -> None:
+        for handle in self._reset():
+            handle.forget()
 
     def _reset(self) -> list[SparseHandle]:
         """Begin a new step; return what was being gathered."""
