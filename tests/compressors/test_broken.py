@@ -495,6 +495,8 @@ CAUGHT = {
         "NothingOfFew": "every_element_has_its_turn",
         "BytesAddedUp": "sums_of_ranks_fit",
         "FinishesAlone": "finish_is_passed_on",
+        "FirstRankAlone": "every_rank_counts",
+        "LocalOfItsResult": "results_may_replace_values",
         "TableOfNoise": "errors_have_nothing_in_common",
         "WordsOfMethods": "options_refuse_other_words",
     },

@@ -615,3 +615,17 @@ def test_a_modifier_that_stops_a_schedule_is_found():
 def test_parts_that_do_not_share_a_name_are_let_be():
     for spec in ("powersgd | ef", "topk | momentum_correction", "int8 | hadamard | ef21"):
         check_compressor(spec, [Named(check_parts_keep_apart)])
+
+
+class Rescaled(TopK):
+    """Changes the result of all ranks."""
+
+    def finish(self, out, ctx):
+        out *= np.float32(0.5)
+
+
+@pytest.mark.parametrize("plugin", [Rescaled(), Rescaled() | parse("hadamard")])
+def test_ef21_refuses_what_changes_the_result_behind_its_back(plugin):
+    with pytest.raises(CompressorError, match=r"changes the result in finish\(\), of which ef21"):
+        plugin | parse("ef21")
+    assert (plugin | parse("ef")).is_bound()

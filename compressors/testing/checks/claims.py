@@ -59,7 +59,7 @@ def _adverse() -> Iterator[tuple[str, Array]]:
     yield "a single value", one
 
 
-@needs(*PURE)
+@needs(*PURE, "decoding_is_the_same_everywhere")
 def check_points_the_same_way(compressor: Compressor) -> None:
     """A step along the decoded gradient must go down: a decoder that reads bits or entries in
     another order than they were written, or with another sign, goes anywhere.
@@ -372,7 +372,7 @@ def _parts(compressor: Compressor) -> Iterator[Compressor]:
     "decoding_is_the_same_everywhere",
     "memory_is_declared",
     "pieces_remember_their_own",
-    "resumes_from_a_checkpoint",
+    "memory_does_not_grow",
     "scales_with_its_values",
 )
 def check_gradient_units(compressor: Compressor) -> None:
@@ -445,12 +445,14 @@ def check_results_may_replace_values(compressor: Compressor) -> None:
         for step in range(3):
             gradients = [gaussian(2000, 2 * step), gaussian(2000, 2 * step + 1)]
             given: dict[str, Any] = {"step": step, "name": str(shape), "shape": shape}
-            apart = simulate(compressor, gradients, states[0], **given)
-            within = simulate(compressor, gradients, states[1], **given, in_place=True)
-            assert same(apart[0], within[0]), (
-                f"step {step} of shape {shape} gives another result if out is x itself, but "
-                "traits() says in_place=True"
-            )
+            own, kept = list[Array](), list[Array]()
+            apart = simulate(compressor, gradients, states[0], **given, shares=own)
+            within = simulate(compressor, gradients, states[1], **given, shares=kept, in_place=True)
+            for what, pair in (("result", (apart[0], within[0])), ("local", (own[0], kept[0]))):
+                assert same(*pair), (
+                    f"step {step} of shape {shape} gives another {what} if out is x itself, but "
+                    "traits() says in_place=True"
+                )
         states = [[{}, {}], [{}, {}]]
 
 

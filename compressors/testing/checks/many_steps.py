@@ -73,7 +73,7 @@ def described(state: Any, name: str = "") -> dict[str, str]:
     return {name: f"{state.dtype}{list(np.shape(state))}"}
 
 
-@needs(*PURE, "resumes_from_a_checkpoint", "pieces_remember_their_own")
+@needs(*PURE, "memory_does_not_grow", "pieces_remember_their_own")
 def check_memory_fits_its_tensor(compressor: Compressor) -> None:
     """A vocabulary that grows leaves a tensor of the same name and another size, and a checkpoint
     may hold one: what is remembered of it must not be taken for this one's.
@@ -340,7 +340,7 @@ def _check_places(wrapped: Compressor) -> None:
         )
 
 
-@needs(*PURE, "another_process_agrees", "mean_of_ranks")
+@needs(*PURE, "another_process_agrees", "every_rank_counts")
 def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
     """Steps, seeds and ranks grow large: what does not fit an integer ends a run after weeks, or
     with somebody else's seed, or on the 257th rank.

@@ -97,7 +97,7 @@ def _drawn(compressor: Compressor, **fields: Any) -> Array:
     return decode(now, encode(now, x, ctx), _N, ctx)
 
 
-@needs("shares_make_the_mean", "noise_averages_out")
+@needs("shares_make_the_mean", "noise_averages_out", "every_rank_counts")
 def check_ranks_draw_their_own(compressor: Compressor) -> None:
     """The mean is worth more than one rank's gradient because errors cancel, in rounds too: if all
     ranks round with the same numbers, they do not.

@@ -19,7 +19,7 @@ _FEW = 100
 _RANKS = (2, 5, 9, 17, 33, 65, 129)  # one more than a table may be long
 
 
-@needs(*PURE, "writes_only_where_it_should")
+@needs(*PURE, "writes_only_where_it_should", "decoding_is_the_same_everywhere")
 def check_fast_paths_agree(compressor: Compressor) -> None:
     """Overrides are for speed: the engine uses whichever fits; results must not show which.
 

@@ -18,6 +18,7 @@ from ringlet.compressors.testing.tools.simulate import context, simulate
 
 _STEPS = 24
 _N = 2000
+_COUNTED = 4  # ranks, each of which has the only gradient in its turn
 _FEW = 200
 _SIZES = (2, 9, 33, 130)
 
@@ -325,7 +326,33 @@ def _norm(x: Array) -> float:
     return float(np.sqrt(np.square(x, dtype=np.float64).sum()))
 
 
+@needs("mean_of_ranks")
+def check_every_rank_counts(compressor: Compressor) -> None:
+    """A mean over ranks has a share of each: a rank whose gradient never comes through trains on
+    the others' data alone, and its own NaN is seen by nobody.
+
+    Send of every rank what is sent of the first, or let ranks take turns by ctx.step % ctx.size:
+    whatever only some ranks send, all of them need.
+    """
+    zeros = np.zeros(_N, np.float32)
+    came = []
+    for rank in range(_COUNTED):
+        gradients = [gaussian(_N, 1) if rank == other else zeros for other in range(_COUNTED)]
+        states: list[State] = [{} for _ in gradients]
+        outs = [
+            simulate(compressor, gradients, states, step, shape=(40, 50))[0]
+            for step in range(2 * _COUNTED)
+        ]
+        came.append(_norm(np.asarray(outs, np.float64)))
+    least, most = int(np.argmin(came)), int(np.argmax(came))
+    assert came[least] > 0 or not came[most], (
+        f"where rank {least} of {_COUNTED} alone has a gradient the result is 0 in all of "
+        f"{2 * _COUNTED} steps, which it is not where rank {most} has it"
+    )
+
+
 CHECKS = (
+    check_every_rank_counts,
     check_every_rank_takes_part,
     check_mean_of_ranks,
     check_many_ranks,

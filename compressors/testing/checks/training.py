@@ -174,6 +174,7 @@ def _check_bounded_in_rounds(compressor: Compressor) -> None:
     "feedback_telescopes",
     "replicas_agree",
     "every_rank_takes_part",
+    "every_rank_counts",
     "sums_on_the_wire",
 )
 def check_one_overflow_is_survived(compressor: Compressor) -> None:

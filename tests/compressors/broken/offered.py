@@ -262,3 +262,32 @@ class WordsOfMethods(Largest):
 
     def by_largest(self, x, ctx):
         return super().compress(x, ctx)
+
+
+class LocalOfItsResult(Compressor):
+    """Says that results may replace values, and looks at these for local when they have."""
+
+    def traits(self):
+        return Traits("rounds", in_place=True)
+
+    def chained_part(self):
+        return None
+
+    def exchange(self, x, out, ctx, local=None):
+        mean = yield Round(x.copy(), "mean")
+        out[:] = mean
+        if local is not None:
+            local[:] = x
+
+
+class FirstRankAlone(Steps):
+    """Sends a step on the first rank, and leaves it away on the others: all their codes are 0."""
+
+    steps: int = option(7, ge=1, le=127)
+
+    def rounded(self, places, ctx):
+        return np.minimum(np.floor(places + ctx.uniform(places.size)), self.steps)
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        return payload if ctx.rank == 0 else payload | {"step": np.zeros(1, np.float32)}
