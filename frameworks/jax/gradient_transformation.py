@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ from ringlet.shared.model_agreement import agree
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.residual_store import put
 
+log = logging.getLogger("ringlet")
+
 Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # dtype and shape, by path and key
 
 _KIND, _RESIDUAL = "reduce_gradients", "residual"
@@ -55,12 +58,14 @@ class ReduceGradientsState(NamedTuple):
 
     ``step`` (int32) counts reductions. ``held`` has what compressors remember, arrays by the
     gradient's path and a key, such as ``held["dense/kernel"]["residual"]``; ``present`` (uint8)
-    says of each whether its compressor has made it yet.
+    says of each whether its compressor has made it yet. ``owner`` (int32) is whose they are: a
+    rank, and of how many.
     """
 
     step: Any
     present: Any
     held: Held
+    owner: Any
 
 
 @public
@@ -174,9 +179,9 @@ class _Reductions:
             step, filled = carried.over_to(held, slots, self._settings)
         keys = [(path, key) for path in sorted(held) for key in sorted(held[path])]
         present = [each in filled for each in keys] or [False]  # orbax saves no empty arrays
-        return ReduceGradientsState(
-            jnp.int32(step), jnp.array(present, jnp.uint8), jax.tree.map(jnp.array, held)
-        )
+        arrays = jax.tree.map(jnp.array, held)
+        owner = jnp.array(self._own([0, 1]), jnp.int32)
+        return ReduceGradientsState(jnp.int32(step), jnp.array(present, jnp.uint8), arrays, owner)
 
     def update(
         self, updates: Any, state: ReduceGradientsState, params: Any = None
@@ -200,16 +205,20 @@ class _Reductions:
         if missing:
             raise ValueError(f"the state is of other gradients: it remembers {missing[0]!r}")
         outputs: list[Output] = [(slot.dtype, slot.shape) for slot in slots]
-        outputs.append(("uint8", tuple(state.present.shape)))
+        outputs += [("uint8", tuple(state.present.shape)), ("int32", (2,))]
         outputs += [(array.dtype.name, tuple(array.shape)) for array in remembered]
         outputs.append(FLAG)
         first = len(slots)
 
         def exchange(arrays: Sequence[Array], results: Sequence[Array]) -> None:
             step, present = int(arrays[first]), arrays[first + 1]
-            *kept, flag = results[first + 1 :]
+            owner, *kept, flag = results[first + 1 :]
             flag[...] = 0
-            for source, target in zip(arrays[first + 2 :], kept, strict=True):
+            given = arrays[first + 2].tolist()
+            owner[...] = self._own(given)
+            if present.any() and owner.tolist() != given:
+                _warn_of_owner(given, owner.tolist())
+            for source, target in zip(arrays[first + 3 :], kept, strict=True):
                 if source.ctypes.data != target.ctypes.data:
                     target[...] = source
             places: dict[str, dict[str, Array]] = {}
@@ -218,17 +227,22 @@ class _Reductions:
             memory = present, results[first], places
             self._run(slots, arrays[:first], results[:first], step, *memory, flag)
 
-        aliases = tuple((first + 2 + i, first + 1 + i) for i in range(len(keys)))
-        given = [*leaves, state.step, state.present, *remembered]
+        aliases = tuple((first + 3 + i, first + 2 + i) for i in range(len(keys)))
+        given = [*leaves, state.step, state.present, state.owner, *remembered]
         *results, due = call(exchange, given, outputs, aliases)
         compare_where(due, lambda: self._reducers[slots].drift, _numbers(params))
         held: Held = {path: {} for path in state.held}
-        for (path, key), array in zip(keys, results[first + 1 :], strict=True):
+        for (path, key), array in zip(keys, results[first + 2 :], strict=True):
             held[path][key] = array
-        after = ReduceGradientsState(state.step + 1, results[first], held)
+        after = ReduceGradientsState(state.step + 1, results[first], held, results[first + 1])
         return jax.tree_util.tree_unflatten(tree, results[:first]), after
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _own(self, other: list[int]) -> list[int]:
+        """Return this rank and their number; ``other`` where it is none of them."""
+        ranks = self._settings.process_set
+        return [ranks.rank(), ranks.size()] if ranks.included() else other
 
     def _bind(self) -> None:
         """Forget what was among the ranks of another runtime: newcomers know nothing of it."""
@@ -397,6 +411,17 @@ def _some_values(slot: Slot) -> Array:
     """Return values to try compressors with: of zeros some remember nothing."""
     values = np.cos(np.arange(prod(slot.shape), dtype=np.float32)).reshape(slot.shape)
     return values.astype(numpy_dtype(slot.dtype))
+
+
+def _warn_of_owner(given: Sequence[int], own: Sequence[int]) -> None:
+    log.warning(
+        "the state of reduce_gradients is that of rank %d of %d, and rank %d of %d goes on with "
+        "it: what this rank held back is lost, and what the other did may count twice. Every rank "
+        "saves and restores its own, and nobody broadcasts it; among other ranks call init(params) "
+        "anew",
+        *given,
+        *own,
+    )
 
 
 def _slots(tree: Any) -> tuple[Slot, ...]:

@@ -35,6 +35,8 @@ def of_attributes(optimizer: Any, spared: Container[str] = ()) -> dict[str, obje
 
 
 def _plain(config: Mapping[str, Any], before: str) -> Iterator[tuple[str, object]]:
+    if config.get("class_name") == "__lambda__":
+        return  # Keras tells its code, and so in which folder of a host its file is
     for key, value in sorted(config.items()):
         if isinstance(value, Mapping):
             yield from _plain(value, before if key == "config" else f"{before}{key} ")
