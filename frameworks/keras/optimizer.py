@@ -115,8 +115,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
       in what sums accumulate, and its wire if ``compression`` is None.
 
     Devices are accepted for Horovod's sake. Raises ValueError for an optimizer that is wrapped
-    already; SpecError for a bad ``compression``; when gradients of different variables meet,
-    Mismatch (in a tf.function where that is called), the same on every rank.
+    already; SpecError for a bad ``compression``; when gradients of different variables meet, or
+    ranks have other settings or another class of optimizer, Mismatch (in a tf.function where that
+    is called), the same on every rank. One rank logs a warning where weights or learning rates
+    differ after the first step, or after 16, 32, ... steps.
     """
     return distributed(optimizer, name, Options.among(locals()))
 

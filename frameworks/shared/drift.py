@@ -20,6 +20,10 @@ log = logging.getLogger("ringlet")
 RATE = "the learning rate"
 _AGAIN = 16  # steps until ranks compare again; twice as many each time
 _WORDS = {1: np.uint8, 2: np.int16, 4: np.int32}
+_CURE_OF_LATER = (
+    "they were alike before, so look for what one rank does by itself, such as a callback, a "
+    "schedule or noise that goes by its own metric or seed"
+)
 _CURE_OF_RATE = (
     "where a callback or a schedule goes by a metric, average that over all ranks first, and set "
     "the same rate on all ranks"
@@ -90,11 +94,12 @@ class Drift:
                     self._warn(RATE if RATE in odd else repr(odd[0]), step)
 
     def _warn(self, odd: str, step: int) -> None:
+        cure = self._cure if step == 1 else _CURE_OF_LATER
         log.warning(
             "%s differs between ranks after %s, so that their models drift apart: %s",
             odd,
             "the first step" if step == 1 else f"{step} steps",
-            _CURE_OF_RATE if odd == RATE else self._cure,
+            _CURE_OF_RATE if odd == RATE else cure,
         )
 
 

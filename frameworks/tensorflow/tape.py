@@ -120,7 +120,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
       all of them. Residuals stay as they are then, and need a scale that stays too (ValueError).
 
     Devices are accepted for Horovod's sake. Raises Mismatch (in a tf.function where that is
-    called), the same on every rank, when ranks have gradients of different variables; SpecError for
+    called), the same on every rank, when ranks have gradients of different variables, or another
+    ``precision`` or ``sparse_as_dense``; SpecError for
     a bad ``compression``; ValueError for a tape that is distributed already; RuntimeError under
     ``jit_compile=True``.
     """

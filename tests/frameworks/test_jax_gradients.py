@@ -174,7 +174,12 @@ def case_parameters_that_differ():
         for first, later, words in (
             (0, 0, None),
             (hvd.rank(), 0, "'deep/w' differs between ranks after the first step"),
-            (0, hvd.rank(), "'b' differs between ranks after 32 steps"),
+            (
+                0,
+                hvd.rank(),
+                "'b' differs between ranks after 32 steps, so that their models drift "
+                "apart: they were alike before",
+            ),
         ):
             optimizer = optax.chain(hvd.reduce_gradients("int8 | ef"), optax.sgd(0.1))
             texts, alike = told_in(optimizer, train, first, later)
