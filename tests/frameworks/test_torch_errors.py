@@ -241,6 +241,31 @@ def case_a_step_that_is_interrupted_on_one_rank_is_taken_when_it_is_repeated():
     assert hvd.replicas_equal(m.state_dict())
 
 
+def case_a_recipes_step_that_is_interrupted_on_one_rank_is_taken_when_it_is_repeated():
+    for kind in ("OneBitAdam", "DiLoCo"):
+        m = model()
+        if kind == "DiLoCo":
+            inner = torch.optim.SGD(m.parameters(), lr=0.1)
+            optimizer = hvd.DiLoCo(inner, m.named_parameters(), every=1)
+        else:
+            optimizer = hvd.OneBitAdam(m.named_parameters(), warmup=1)
+        for n in range(4):
+            optimizer.zero_grad()
+            m(torch.ones(2, 4) * (hvd.rank() + n + 1)).square().sum().backward()
+            if n == 2 and odd():
+                group = type(optimizer._ringlet._group)
+                with (
+                    mock.patch.object(group, "wait", side_effect=KeyboardInterrupt),
+                    pytest.raises(KeyboardInterrupt),
+                ):
+                    optimizer.step()
+                with pytest.raises(RuntimeError, match=r"Call step\(\) again first"):
+                    optimizer.zero_grad()
+            optimizer.step()
+        assert hvd.replicas_equal(m.state_dict()), kind
+        assert optimizer.steps == 4
+
+
 def case_a_layer_that_one_rank_thaws():
     """Others, who have all of the step when it is handed in, hear of it before they go on."""
     m = model()

@@ -45,6 +45,7 @@ _CLIP = (
 )
 
 
+REPEAT = "Call step() again first: it was interrupted, and the other ranks may have taken it"
 _FREEZE = "set requires_grad alike on all ranks, in the same step, or their models drift apart"
 _LOADED = (
     "compressors need the same on all ranks, or replicas part: load optimizer.state_dict() as each "
@@ -274,6 +275,14 @@ class Reducer:
         if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
         self.drift.look(param_groups, self._counted, self._label, self._process_set)
+
+    def refuse_in_flight(self, cure: str) -> None:
+        """Raise RuntimeError while gradients are being reduced: others may take the step."""
+        if self.in_flight:
+            raise RuntimeError(
+                "zero_grad() between backward() and step(): the gradients are being reduced. "
+                f"{cure}"
+            )
 
     def refuse_unsynchronized(self, masters: bool) -> None:
         """Raise RuntimeError, and give the step up, if gradients were not waited for.

@@ -217,12 +217,10 @@ class _Distributed:
     @public
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; RuntimeError while they are being reduced."""
-        if self._ringlet.in_flight:
-            raise RuntimeError(
-                "zero_grad() between backward() and step(): the gradients are being reduced. "
-                "Call it after step(), or synchronize() first; after an exception in backward(), "
-                "abandon_step() gives the step up on all ranks"
-            )
+        self._ringlet.refuse_in_flight(
+            "Call it after step(), or synchronize() first; after an exception in backward(), "
+            "abandon_step() gives the step up on all ranks"
+        )
         self._ringlet_implied = self._ringlet_synchronized = False
         self._ringlet.forget_passes()
         inner: Any = super()

@@ -17,7 +17,7 @@ from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, name_parameters, refuse_strays
-from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 from ringlet.torch.optimizer.wrapper import DistributedOptimizer
 
@@ -86,14 +86,19 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         raise RuntimeError("DiLoCo's parameters are settled when it is made: make a new one")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
+        """Clear the gradients; RuntimeError after an outer step that was interrupted."""
+        self._ringlet.refuse_in_flight(REPEAT)
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take an inner step, and every ``every``-th time an outer one; return whether it did.
 
-        With a ``closure``, return its loss, as torch's optimizers do.
+        With a ``closure``, return its loss, as torch's optimizers do. After an outer step that was
+        interrupted, such as by a KeyboardInterrupt, take that one alone.
         """
+        if self._ringlet.in_flight:
+            self._finish()
+            return True if closure is None else None
         if not self.steps:  # somebody may have broadcast the parameters since this was made
             with torch.no_grad():
                 for name, p in self._parameters.items():
@@ -201,12 +206,17 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
                 last, moves = self._agreed[name], name in self._moving
                 last.requires_grad_(moves)  # or outer momentum would move it
                 last.grad = last.detach() - p if moves else None
-            try:
-                self.outer.step()
-            except RingError:
-                # What moved travels again, whole: residuals must not bring a part of it once more.
-                self._ringlet.take_back()
-                raise
-            self._moving = set()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Take the outer step, and begin with what ranks agree on."""
+        try:
+            self.outer.step()
+        except RingError:
+            # What moved travels again, whole: residuals must not bring a part of it once more.
+            self._ringlet.take_back()
+            raise
+        self._moving = set()
+        with torch.no_grad():
             for name, p in self._parameters.items():
                 p.copy_(self._agreed[name])

@@ -18,7 +18,7 @@ from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.shared.optimizer_options import Options
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, named_pairs, refuse_strays
-from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
 
@@ -82,7 +82,8 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         self._switch()
         frozen = self._compressing
         with torch.no_grad():
-            for group, p in self._each():
+            # Where the last call was interrupted, what it has handed in is waited for again.
+            for group, p in [] if self._reducer.in_flight else self._each():
                 carrier = self._carriers[self._names[p]]
                 still = p.grad is None and not p.requires_grad  # frozen: Adam passes it over
                 carrier.requires_grad_(not still)  # ranks compare what is frozen
@@ -102,6 +103,11 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             for group, p in self._each():
                 self._update(group, p, self._carriers[self._names[p]].grad, frozen)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; RuntimeError after a step that was interrupted."""
+        self._reducer.refuse_in_flight(REPEAT)
+        super().zero_grad(set_to_none)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a loaded state, which may be of before there was weight decay."""
