@@ -430,7 +430,7 @@ def check_gradient_units(compressor: Compressor) -> None:
             )
 
 
-@needs(*PURE)
+@needs(*PURE, "shares_make_the_mean")
 def check_results_may_replace_values(compressor: Compressor) -> None:
     """in_place=True lets the engine give ``exchange`` one array as ``x`` and as ``out``: what looks
     at ``x`` after it has written to ``out`` would then see something else.
