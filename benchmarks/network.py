@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -124,7 +125,8 @@ def run_rank(options):
     if options.per_host > 1:
         topology = Topology.from_hosts(comm.rank, hosts)
         two = HierarchicalCommunicator(comm.subset(range(comm.size)), topology)
-        engines[LEVELS] = Engine(two, open_control, engine.limits)
+        limits = replace(engine.limits, hierarchical=True)
+        engines[LEVELS] = Engine(two, open_control, limits)
 
     def once(row):
         values[:] = source
