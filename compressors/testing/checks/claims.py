@@ -430,7 +430,7 @@ def check_gradient_units(compressor: Compressor) -> None:
             )
 
 
-@needs(*PURE, "shares_make_the_mean")
+@needs(*PURE)
 def check_results_may_replace_values(compressor: Compressor) -> None:
     """in_place=True lets the engine give ``exchange`` one array as ``x`` and as ``out``: what looks
     at ``x`` after it has written to ``out`` would then see something else.
@@ -448,7 +448,10 @@ def check_results_may_replace_values(compressor: Compressor) -> None:
             own, kept = list[Array](), list[Array]()
             apart = simulate(compressor, gradients, states[0], **given, shares=own)
             within = simulate(compressor, gradients, states[1], **given, shares=kept, in_place=True)
-            for what, pair in (("result", (apart[0], within[0])), ("local", (own[0], kept[0]))):
+            pairs = [("result", (apart[0], within[0]))]
+            if np.allclose(np.mean(own, axis=0), apart[0], rtol=1e-3, atol=1e-4):  # or told already
+                pairs.append(("local", (own[0], kept[0])))
+            for what, pair in pairs:
                 assert same(*pair), (
                     f"step {step} of shape {shape} gives another {what} if out is x itself, but "
                     "traits() says in_place=True"
