@@ -221,8 +221,10 @@ PAYLOADS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "aaabbb", "abcabc"])
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE])
+@pytest.mark.parametrize(
+    ("hosts", "op"),
+    [("aabb", ReduceOp.SUM), ("aaabbb", ReduceOp.AVERAGE), ("abcabc", ReduceOp.AVERAGE)],
+)
 def test_payloads_go_through_two_levels_as_they_do_in_host_memory(hosts, op):
     """Those of no fixed size stay on one level."""
     warm_up([spec for spec, _, _ in PAYLOADS])

@@ -101,12 +101,16 @@ def _with_word(compressor: Compressor, name: str, word: str) -> Array:
 
 
 def _parts(compressor: Compressor) -> Iterator[Compressor]:
-    """Yield the compressor, and those that it wraps; each can compress by itself."""
+    """Yield the compressor, and those that it wraps; each can compress by itself.
+
+    What it wraps of Ringlet's own was tried by itself.
+    """
     yield compressor
     for field in wrapped_fields(type(compressor)):
         inner = getattr(compressor, field.name)
         if isinstance(inner, Compressor):
-            yield from _parts(inner)
+            own = type(inner).__module__.partition(".")[0] == "ringlet"
+            yield from (part for part in _parts(inner) if part is not inner or not own)
 
 
 def _ends(compressor: Compressor) -> Iterator[tuple[str, Any, bool]]:
