@@ -11,8 +11,7 @@ from ringlet.jax.ops.operands import operand
 from ringlet.jax.ops.ordered_calls import refuse_trace, to_array
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.process_sets import ProcessSet, global_process_set
-from ringlet.shared.digest import equal_on_all_ranks
-from ringlet.shared.model_agreement import common_names
+from ringlet.shared.model_agreement import common_names, equal_on_all_ranks
 
 
 def broadcast_pytree(

@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 from ringlet.precision.guards import unscaled_first
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.gradients import GradientReducer, Staying
-from ringlet.shared.model_agreement import unique
+from ringlet.shared.model_agreement import of_config, unique
 from ringlet.shared.optimizer_options import Options
-from ringlet.shared.plain_settings import of_config
 from ringlet.shared.variable_names import cohorts, identity, name_of
 from ringlet.shared.wrapping import wrapped
 

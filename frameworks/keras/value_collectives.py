@@ -19,8 +19,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import DTYPES, flat
 from ringlet.shared.compression import as_compressor
-from ringlet.shared.digest import equal_on_all_ranks
-from ringlet.shared.model_agreement import common_names, unique
+from ringlet.shared.model_agreement import common_names, equal_on_all_ranks, unique
 from ringlet.shared.variable_names import name_of
 
 

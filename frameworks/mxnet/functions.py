@@ -11,8 +11,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.mxnet.nd_views import view
 from ringlet.shared.array_operations import broadcast_flat
 from ringlet.shared.arrays import flat
-from ringlet.shared.digest import equal_on_all_ranks
-from ringlet.shared.model_agreement import common_names
+from ringlet.shared.model_agreement import common_names, equal_on_all_ranks
 
 
 def broadcast_parameters(

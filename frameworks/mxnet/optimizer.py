@@ -13,9 +13,8 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.mxnet.nd_views import view
 from ringlet.shared.drift import RATE
 from ringlet.shared.gradients import Beside, GradientReducer, Slot
-from ringlet.shared.model_agreement import unique
+from ringlet.shared.model_agreement import of_attributes, unique
 from ringlet.shared.optimizer_options import Options
-from ringlet.shared.plain_settings import of_attributes
 from ringlet.shared.variable_names import numbered_groups
 
 _BROADCAST = "call hvd.broadcast_parameters on all ranks before training"

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
+from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.variable_names import alike
 
 Items = Sequence[tuple[str, str]]
+# What ranks may call otherwise; what they decide for themselves; and what a broadcast makes alike.
+_OWN = frozenset({"name", "module", "registered_name", "build_config", "jit_compile"})
+_RATES = frozenset({"learning_rate", "lr"})
+
 SAME_MODEL = (
     "every rank needs the same model: build it in the same way on every rank, with layers in one "
     "order and under the same names, or load one file on every rank"
@@ -128,3 +135,58 @@ def unique(names: Sequence[str]) -> list[str]:
         count = seen[name] = seen.get(name, 0) + 1
         result.append(name if count == 1 else f"{name}#{count}")
     return result
+
+
+def equal_on_all_ranks(arrays: Iterable[tuple[str, Array]]) -> bool:
+    """Whether all ranks hold the same ``arrays``, bit for bit. Collective, one answer for all.
+
+    Each comes with what else must be equal, in words: a name, a dtype, a shape.
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    for words, array in arrays:
+        hashed.update(words.encode())
+        hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return json_exchange.alike(hashed.digest(), "replicas_equal", global_process_set)
+
+
+def of_config(optimizer: Any) -> dict[str, object]:
+    """Return what ``optimizer.get_config()`` tells, by name: numbers and words.
+
+    Those of an optimizer inside, and of a schedule, too. A learning rate that is a number is not
+    among them: callbacks change it, and a broadcast makes it alike.
+    """
+    try:
+        config = optimizer.get_config()
+    except Exception:  # one of the user's own need not have any
+        return {}
+    return dict(_plain(config, ""))
+
+
+def of_attributes(optimizer: Any, spared: Container[str] = ()) -> dict[str, object]:
+    """Return the numbers among the attributes of ``optimizer`` that are not ``spared``."""
+    return {
+        name.strip("_"): _number(value)
+        for name, value in sorted(vars(optimizer).items())
+        if isinstance(value, int | float | np.number) and name not in spared
+    }
+
+
+def _plain(config: Mapping[str, Any], before: str) -> Iterator[tuple[str, object]]:
+    if config.get("class_name") == "__lambda__":
+        return  # Keras tells its code, and so in which folder of a host its file is
+    for key, value in sorted(config.items()):
+        if isinstance(value, Mapping):
+            yield from _plain(value, before if key == "config" else f"{before}{key} ")
+        elif key in _OWN or key in _RATES:
+            continue
+        elif isinstance(value, bool | str | None):
+            yield f"{before}{key}", value
+        elif isinstance(value, int | float | np.number):
+            yield f"{before}{key}", _number(value)
+        elif isinstance(value, list | tuple):
+            yield from _plain({str(i): each for i, each in enumerate(value)}, f"{before}{key} ")
+
+
+def _number(value: Any) -> object:
+    # As a variable has it: on one rank it may have been loaded.
+    return value if isinstance(value, bool) else float(str(np.float32(value)))

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from ringlet.job import objects
 from ringlet.job.process_sets import ProcessSet, global_process_set
-from ringlet.shared.digest import equal_on_all_ranks
-from ringlet.shared.model_agreement import common_names, unique
+from ringlet.shared.model_agreement import common_names, equal_on_all_ranks, unique
 from ringlet.shared.variable_names import name_of
 from ringlet.tensorflow.ops.bridge import as_written, in_graph, operation_name, refuse_graph, run
 from ringlet.tensorflow.ops.movements import broadcast_all

@@ -19,9 +19,8 @@ from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.gradients import GradientReducer
-from ringlet.shared.model_agreement import unique
+from ringlet.shared.model_agreement import of_attributes, unique
 from ringlet.shared.optimizer_options import Options
-from ringlet.shared.plain_settings import of_attributes
 from ringlet.shared.variable_names import cohorts, name_of
 from ringlet.shared.wrapping import refuse_wrapped, wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_graph

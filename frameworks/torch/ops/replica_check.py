@@ -12,7 +12,7 @@ from ringlet.fusion.errors import EngineClosed
 from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import PeerLost
-from ringlet.shared.digest import equal_on_all_ranks
+from ringlet.shared.model_agreement import equal_on_all_ranks
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.reductions import allreduce_async
 from ringlet.torch.tensors.views import flat
