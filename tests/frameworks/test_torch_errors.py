@@ -241,6 +241,26 @@ def case_a_step_that_is_interrupted_on_one_rank_is_taken_when_it_is_repeated():
     assert hvd.replicas_equal(m.state_dict())
 
 
+def case_an_adasum_step_that_is_interrupted_on_one_rank_is_taken_when_it_is_repeated():
+    m = model()
+    optimizer = wrap(m, op=hvd.Adasum, compression="fp16")
+    waits = "ringlet.torch.ops.handles.wait_all"
+    for n in range(4):
+        optimizer.zero_grad()
+        m(torch.ones(2, 4) * (hvd.rank() + n + 1)).square().sum().backward()
+        before = [p.detach().clone() for p in m.parameters()]
+        if n == 2 and odd():
+            interrupt = mock.patch(waits, side_effect=KeyboardInterrupt)
+            with interrupt, pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            assert all(map(torch.equal, m.parameters(), before))
+            with pytest.raises(RuntimeError, match=r"Call step\(\) again first"):
+                optimizer.zero_grad()
+        optimizer.step()
+        assert not any(map(torch.equal, m.parameters(), before))
+        assert hvd.replicas_equal(m.state_dict())
+
+
 def case_a_recipes_step_that_is_interrupted_on_one_rank_is_taken_when_it_is_repeated():
     for kind in ("OneBitAdam", "DiLoCo"):
         m = model()

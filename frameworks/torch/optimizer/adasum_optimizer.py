@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,19 @@ from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.accumulation import check_passes
 from ringlet.shared.optimizer_options import Options
-from ringlet.torch.ops.reductions import grouped_allreduce_
+from ringlet.torch.ops.handles import TorchHandle
+from ringlet.torch.ops.reductions import grouped_allreduce_async_
 from ringlet.torch.optimizer.naming import refuse_strays
+from ringlet.torch.optimizer.reducer import REPEAT
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
+
+
+class _Step(NamedTuple):
+    """A step that is being combined: where it began, with what, and what the optimizer returned."""
+
+    start: dict[str, torch.Tensor]
+    handle: TorchHandle
+    result: Any
 
 
 class AdasumMixin(RefusesScaler):
@@ -33,6 +43,7 @@ class AdasumMixin(RefusesScaler):
     _ringlet_process_set: ProcessSet
     _ringlet_label: str  # among optimizers of its process set
     _ringlet_engine: Engine | None  # on which the label was made, anew in each epoch of a job
+    _ringlet_under_way: _Step | None
     _ringlet_original: Any
 
     @staticmethod
@@ -52,6 +63,7 @@ class AdasumMixin(RefusesScaler):
             "_ringlet_process_set": options.process_set,
             "_ringlet_label": "",
             "_ringlet_engine": None,
+            "_ringlet_under_way": None,
         }
 
     @property
@@ -81,42 +93,71 @@ class AdasumMixin(RefusesScaler):
         """Accept how many passes add up; with Adasum ranks meet in ``step`` only."""
         check_passes(passes)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; RuntimeError after a step that was interrupted."""
+        if self._ringlet_under_way is not None:
+            raise RuntimeError(f"zero_grad() while ranks' steps are being combined. {REPEAT}")
+        inner: Any = super()
+        inner.zero_grad(set_to_none=set_to_none)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take this rank's step, then replace it by what Adasum makes of all ranks' steps.
 
-        Where that fails, parameters are as before; the wrapped optimizer's state is not.
+        Where that fails, parameters are as before; the wrapped optimizer's state is not. After a
+        step that was interrupted while ranks' steps were combined, such as by a KeyboardInterrupt,
+        take that one alone.
         """
         inner: Any = super()
         self._ringlet_original._opt_called = True
+        if self._ringlet_under_way is not None:
+            return self._take_combined(self._ringlet_under_way)
         start = {name: p.detach().clone() for name, p in self._ringlet_named.items()}
         taking_part = bool(start) and self._ringlet_process_set.included()
         if taking_part and closure is None:
             self._refuse_strays()
         try:
             result = inner.step(closure)
-            if taking_part and closure is not None:
+            if not taking_part:
+                return result
+            if closure is not None:
                 self._refuse_strays()
-            combined = self._combined(start) if taking_part else []
-        except BaseException:  # parameters are each rank's own until all ranks' steps are combined
-            with torch.no_grad():
-                for name, p in self._ringlet_named.items():
-                    p.copy_(start[name])
+            self._ringlet_under_way = _Step(start, self._combine(start), result)
+        except BaseException:
+            self._put_back(start)
             raise
-        with torch.no_grad():
-            for (name, p), delta in zip(self._ringlet_named.items(), combined, strict=taking_part):
-                p.copy_(start[name] + delta)
-        return result
+        return self._take_combined(self._ringlet_under_way)
 
-    def _combined(self, start: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return what Adasum makes of all ranks' steps away from ``start``."""
+    def _combine(self, start: Mapping[str, torch.Tensor]) -> TorchHandle:
+        """Begin to combine all ranks' steps away from ``start``."""
         with torch.no_grad():
-            return grouped_allreduce_(
+            return grouped_allreduce_async_(
                 [p.detach() - start[name] for name, p in self._ringlet_named.items()],
                 name=self._label(),
                 op=ReduceOp.ADASUM,
                 process_set=self._ringlet_process_set,
                 compression=self._ringlet_compression,
             )
+
+    def _take_combined(self, step: _Step) -> Any:
+        """Wait for what Adasum makes of all ranks' steps, and step there."""
+        try:
+            combined = step.handle.wait()
+            with torch.no_grad():
+                for (name, p), delta in zip(self._ringlet_named.items(), combined, strict=True):
+                    p.copy_(step.start[name] + delta)
+        except BaseException as error:  # parameters are each rank's own until steps are combined
+            self._put_back(step.start)
+            # What is interrupted can be waited for again, and must be: others take this step.
+            if isinstance(error, Exception):
+                self._ringlet_under_way = None
+            raise
+        self._ringlet_under_way = None
+        return step.result
+
+    def _put_back(self, start: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, p in self._ringlet_named.items():
+                p.copy_(start[name])
 
     def _label(self) -> str:
         """Return the name of what is combined, the same on all ranks of the process set.
