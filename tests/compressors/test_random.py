@@ -42,3 +42,13 @@ def test_factors_begin_with_numbers_of_their_own():
     simulate(parse("acpsgd(rank=4)"), zeros, states, shape=(64, 64))
     left, right = states[0]["left"].reshape(-1), states[0]["right"].reshape(-1)
     assert abs(np.corrcoef(left, right)[0, 1]) < 0.3
+
+
+def test_a_piece_draws_what_the_whole_tensor_draws_there():
+    given = {"name": "w", "seed": 7}
+    whole = Context(**given).uniform(30_001)
+    for first, n in ((0, 30_001), (1, 30_000), (8191, 2), (8192, 8193), (30_000, 1)):
+        piece = Context(**given, offset=first).uniform(n)
+        np.testing.assert_array_equal(piece, whole[first : first + n])
+        alone = [Context(**given, offset=first + at).uniform(1)[0] for at in range(0, n, 997)]
+        np.testing.assert_array_equal(piece[::997], alone)
