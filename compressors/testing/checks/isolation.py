@@ -9,11 +9,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, 
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
 from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.other_process import OtherProcess, are_ours
+from ringlet.compressors.testing.tools.replaced import environment, replaced
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 _N = 3000
@@ -93,12 +95,12 @@ def _promises(compressor: Compressor) -> dict[str, Any]:
 
 def elsewhere(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:
     """Return the same on what looks like another host, where another tensor was there before."""
-    host, environment = "elsewhere", dict.fromkeys(_VARIABLES, "3")
+    host = "elsewhere"
     with (
-        mock.patch.object(os, "cpu_count", return_value=7),
-        mock.patch.object(socket, "gethostname", return_value=host),
-        mock.patch.object(platform, "node", return_value=host),
-        mock.patch.dict(os.environ, environment | {"HOSTNAME": host}),
+        replaced(os, cpu_count=lambda: 7),
+        replaced(socket, gethostname=lambda: host),
+        replaced(platform, node=lambda: host),
+        environment(HOSTNAME=host, **dict.fromkeys(_VARIABLES, "3")),
     ):
         simulate(compressor, [heavy_tailed(_N, 3)] * 2, step=2, name="before")
         return answer(compressor, sent)
@@ -138,21 +140,19 @@ def check_calls_may_interleave(compressor: Compressor) -> None:
     if not files:
         return
     x = gaussian(_N, 1)
-    lines = _interrupt(lambda: _call(compressor, x), lambda: None, files, -1)[2]
+    lines = _interrupt(lambda: _call(compressor, x), lambda: None, files, set())[2]
     # A simulated exchange takes longer than a call.
     others = (heavy_tailed(_N - 700, 2), heavy_tailed(_N, 3))[0 if by_payload(compressor) else 1 :]
     for y in others:
-        expected = _call(compressor, x), _call(compressor, y, "y")
-        points = _POINTS if by_payload(compressor) else _POINTS // 4
-        for at in sorted({lines * point // points for point in range(points)}):
-            one, other, _, place = _interrupt(
-                lambda: _call(compressor, x), partial(_call, compressor, y, "y"), files, at
-            )
-            for got, alone in ((one, expected[0]), (other, expected[1])):
-                assert got is None or _equal(got, alone), (
-                    "a call gives something else if another one runs in the middle of it, at "
-                    f"{place}"
-                )
+        count = _POINTS if by_payload(compressor) else _POINTS // 4
+        points = {lines * point // count for point in range(count)}
+        disturbed = partial(_disturbed, compressor, x, y, files)
+        place = disturbed(points)
+        if place:  # look for the first that does it alone
+            place = next(filter(None, (disturbed({at}) for at in sorted(points))), place)
+        assert not place, (
+            f"a call gives something else if another one runs in the middle of it, at {place}"
+        )
 
 
 @needs(*PURE, "every_rank_takes_part")
@@ -231,38 +231,60 @@ def _equal(a: tuple[Payload, Array], b: tuple[Payload, Array]) -> bool:
     return same_payload(a[0], b[0]) and same(a[1], b[1])
 
 
-def _interrupt(
-    outer: Callable[[], Any], inner: Callable[[], Any], files: set[str], at: int
-) -> tuple[Any, Any, int, str]:
-    """Run ``inner`` on another thread before line ``at`` that ``outer`` executes of ``files``.
+def _disturbed(
+    compressor: Compressor, x: Array, y: Array, files: set[str], points: set[int]
+) -> str:
+    """Return a place at which calls for ``x`` and ``y`` disturb each other; "" for none.
 
-    Returns both results, how many lines there were, and where the place was.
+    The one for ``y`` runs before each of the lines ``points`` of the one for ``x``.
     """
-    lines, place, found = 0, "its start", None
+    alone, other = _call(compressor, x), _call(compressor, y, "y")
+    outer, inner = partial(_call, compressor, x), partial(_call, compressor, y, "y")
+    result, found, _, place = _interrupt(outer, inner, files, points)
+    fine = _equal(result, alone) and all(_equal(each, other) for each in found)
+    return "" if fine else place
+
+
+def _interrupt(
+    outer: Callable[[], Any], inner: Callable[[], Any], files: set[str], points: set[int]
+) -> tuple[Any, list[Any], int, str]:
+    """Run ``inner`` on another thread before lines that ``outer`` executes of ``files``.
+
+    ``points`` says before which. Returns the result of ``outer``, those of ``inner`` that came to
+    an end, how many lines there were, and where the last of the places was.
+    """
+    lines, place, found = 0, "its start", list[Any]()
+    asked, ended = SimpleQueue[bool](), SimpleQueue[None]()
 
     def trace(frame: FrameType, event: str, _arg: Any) -> Any:
         nonlocal lines, place
         if frame.f_code.co_filename not in files:
             return None
         if event == "line":
-            if lines == at:
+            if lines in points:
                 place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-                thread = threading.Thread(target=run, daemon=True)
-                thread.start()
-                thread.join(1)  # it waits for us where a lock makes calls follow each other
+                asked.put(True)
+                with suppress(Empty):  # it waits for us where a lock makes calls follow each other
+                    ended.get(timeout=1)
             lines += 1
         return trace
 
     def run() -> None:
-        nonlocal found
-        found = inner()
+        while asked.get():
+            with suppress(Exception):  # which another check tells
+                found.append(inner())
+            ended.put(None)
 
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         result = outer()
     finally:
         sys.settrace(before)
+        asked.put(False)
+    thread.join(1)
     return result, found, lines, place
 
 

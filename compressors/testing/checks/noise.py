@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.replaced import replaced
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 _N = 2000
@@ -45,7 +45,7 @@ def check_noise_at_its_ends(compressor: Compressor) -> None:
         def drawn(ctx: Context, n: int, shared: bool = False, at: Any = end) -> Array:
             return np.full(n, at, np.float32)
 
-        with mock.patch.object(Context, "uniform", drawn):
+        with replaced(Context, uniform=drawn):
             assert _keeps_signs(compressor, x, 0), (
                 f"where ctx.uniform(n) gives {end!r} some of the largest values come out with the "
                 "other sign: a code wraps round"

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from ringlet.compressors.testing.checks.one_call import PURE, by_payload
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.other_process import are_ours
+from ringlet.compressors.testing.tools.replaced import environment
 from ringlet.compressors.testing.tools.simulate import simulate
 
 _N = 1000
@@ -129,7 +129,7 @@ def known_surroundings() -> Iterator[None]:
         warnings.catch_warnings(),
         np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
         np.printoptions(precision=7, suppress=False),
-        mock.patch.dict(os.environ),
+        environment(),
     ):
         warnings.simplefilter("ignore")
         warnings.simplefilter("default", _Mark)

@@ -11,7 +11,7 @@ from ringlet.compressors.testing.checks.one_call import PURE, by_payload
 from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.inputs import LARGE, far_apart, gaussian, large
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import simulate
+from ringlet.compressors.testing.tools.simulate import context, encode, simulate
 
 _STEPS = 8
 _PART = 1 << 18  # elements of a large tensor that are looked at together
@@ -35,16 +35,13 @@ def check_large_tensors(compressor: Compressor) -> None:
     the next index is sent, send a stop in between where it does not fit; its code, such as 65535,
     must not stand for a distance as well. Add indices up in int64.
     """
-    everything = False
     # Rounds exchange no payload that indices could ride in.
     for n, start in _LARGE if by_payload(compressor) else _LARGE[:1]:
         values = gaussian((n - start) // 2, 1)
-        if everything:
-            break  # there are no indices, then
         sent, likeness = 0, 0.0
         for step in range(1, _TURNS):  # in each of which it may be another part's turn
-            sent, likeness = _arrived(compressor, n, start + 1, values, step)
-            if sent:
+            sent, elsewhere, likeness = _arrived(compressor, n, start + 1, values, step)
+            if sent or elsewhere:
                 break
         if not sent:  # it may be that hardly anything ever is
             lost = _arrived(compressor, n, 1, values)[0] > _MANY
@@ -54,9 +51,20 @@ def check_large_tensors(compressor: Compressor) -> None:
             f"of {n} elements, those behind element {start} decode to something else: an index or "
             "a count is too narrow"
         )
-        everything = sent > 0.9 * values.size
+        if not sent or sent > 0.9 * values.size or _is_dense(compressor):
+            break  # there are no indices, then, or too few to be seen
     if by_payload(compressor) and not _spreads(compressor):
         _check_distances(compressor)
+
+
+def _is_dense(compressor: Compressor) -> bool:
+    """Whether each element has a code, though all but one are zero: none has an index, then."""
+    if not by_payload(compressor):
+        return False
+    x = np.zeros(_LARGE[0][0], np.float32)
+    x[x.size // 2] = 1
+    payload = encode(compressor, x, context(x, step=1))
+    return any(array.size >= x.size for array in payload.values())
 
 
 def _spreads(compressor: Compressor) -> bool:
@@ -104,17 +112,21 @@ def _check_distances(compressor: Compressor) -> None:
 
 def _arrived(
     compressor: Compressor, n: int, first: int, values: Array, step: int = 1
-) -> tuple[int, float]:
+) -> tuple[int, int, float]:
     """Send n elements, zeros but for every second one from ``first`` on.
 
-    Returns how many of those arrive, and the cosine of what they were and what they became.
+    Returns how many of those arrive, how many of the others are not zero any more, and the cosine
+    of what the first were and what they became.
     """
     x, places = np.zeros(n, np.float32), slice(first, first + 2 * values.size, 2)
     x[places][: values.size] = values[: x[places].size]
-    out = simulate(compressor, [x], step=step)[0][places].astype(np.float64)
+    whole = simulate(compressor, [x], step=step)[0]
+    out = whole[places].astype(np.float64)
+    arrived = int(np.count_nonzero(out))
     given = np.where(out != 0, x[places], 0).astype(np.float64)
     lengths = float(np.linalg.norm(out) * np.linalg.norm(given))
-    return int(np.count_nonzero(out)), float(out @ given) / lengths if lengths else 0.0
+    likeness = float(out @ given) / lengths if lengths else 0.0
+    return arrived, int(np.count_nonzero(whole)) - arrived, likeness
 
 
 @needs(*PURE, "points_the_same_way", "non_finite_stays_visible", "large_tensors")
@@ -127,10 +139,10 @@ def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
     if not compressor.traits().fixed_size or not by_payload(compressor):
         return  # where sizes vary there are indices, of which another check knows
     x, parts = large().copy(), LARGE // _PART
-    got = np.zeros(x.size, np.float32)
+    got: Array | None = None
     for step in range(1, _TURNS):  # in each of which it may be another part's turn
         out = simulate(compressor, [x], step=step)[0]
-        got = np.where(got == 0, out, got)
+        got = out if got is None else np.where(got == 0, out, got)
         along, off = _by_part(x, got, parts)
         if (off <= 2 * off.min() + 1e-9).all() and (along >= 0.5 * along.max()).all():
             break
@@ -149,11 +161,15 @@ def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
 
 def _by_part(x: Array, out: Array, parts: int) -> tuple[Array, Array]:
     """Return of each part how much of it arrives, and how much of its energy is lost."""
-    given, got = (a[: parts * _PART].reshape(parts, _PART) for a in (x, out))
-    lost = given - got
-    energy = np.einsum("ij,ij->i", given, given, dtype=np.float64)
-    along = np.einsum("ij,ij->i", given, got, dtype=np.float64) / energy
-    return along, np.einsum("ij,ij->i", lost, lost, dtype=np.float64) / energy
+    along, off = np.zeros(parts), np.zeros(parts)
+    for part in range(parts):
+        places = slice(part * _PART, (part + 1) * _PART)
+        given, got = x[places].astype(np.float64), out[places].astype(np.float64)
+        energy = given @ given
+        along[part] = given @ got / energy
+        given -= got
+        off[part] = given @ given / energy
+    return along, off
 
 
 @needs(*PURE, "points_the_same_way", "the_last_element_counts", "large_tensors")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+from contextlib import contextmanager
+
+from ringlet.compressors.testing.tools.replaced import replaced
 
 # Not monotonic, by which other threads' time-outs go.
 _CLOCKS = {"time": 1, "time_ns": 10**9, "perf_counter": 1, "perf_counter_ns": 10**9}
@@ -17,10 +18,8 @@ def later(seconds: int) -> Iterator[None]:
 
     For one thread at a time. Who imported a clock by its own name keeps the usual one.
     """
-    with ExitStack() as patches:
-        for name, ticks in _CLOCKS.items():
-            ahead = _ahead(getattr(time, name), seconds * ticks)
-            patches.enter_context(mock.patch.object(time, name, ahead))
+    ahead = {n: _ahead(getattr(time, n), seconds * ticks) for n, ticks in _CLOCKS.items()}
+    with replaced(time, **ahead):
         yield
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 
 from ringlet.compressors.core.context import Array, Workspace
+from ringlet.compressors.testing.tools.replaced import replaced
 
 
 @contextmanager
@@ -40,9 +40,7 @@ def uninitialised_as(mark: int) -> Iterator[None]:
         return filled(empty_like(*args, **kwargs))
 
     with (
-        mock.patch.object(np, "empty", fresh),
-        mock.patch.object(np, "empty_like", fresh_like),
-        mock.patch.object(Workspace, "array", borrowed),
-        mock.patch.object(Workspace, "lend", lent),
+        replaced(np, empty=fresh, empty_like=fresh_like),
+        replaced(Workspace, array=borrowed, lend=lent),
     ):
         yield
