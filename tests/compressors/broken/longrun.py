@@ -23,7 +23,8 @@ class FeedsBack(Compressor):
             kept = np.zeros(x.size, "float32")
         with np.errstate(invalid="ignore", over="ignore"):
             p = self.added(x, kept)
-            most = np.sort(np.argsort(np.abs(p), kind="stable")[x.size * 3 // 4 :])
+            least = x.size * 3 // 4
+            most = np.sort(np.argpartition(np.abs(p), least)[least:])
             sent = np.zeros(x.size, "float32")
             sent[most] = p[most]
             new = self.left(x, kept, p, sent)

@@ -56,9 +56,10 @@ class Cells(Compressor):
         rows = rows_of(x, xp)
         steps = xp.abs(rows).max(axis=1) / np.float32(127)
         with np.errstate(all="ignore"):
-            codes = self.rounded((rows / steps[:, None]).reshape(-1)[: x.size], ctx)
-        usable = (xp.isfinite(steps) & (steps > 0)).repeat(CELL)[: x.size]
-        return {"codes": xp.where(usable, codes, 0).astype("int8"), "steps": steps}
+            rows /= steps[:, None]
+        rows[~(xp.isfinite(steps) & (steps > 0))] = 0
+        codes = self.rounded(rows.reshape(-1)[: x.size], ctx)
+        return {"codes": codes.astype("int8"), "steps": steps}
 
     def decompress(self, payload, out, ctx):
         with np.errstate(invalid="ignore"):
@@ -71,8 +72,9 @@ class Largest(Compressor):
     def compress(self, x, ctx):
         xp = ctx.xp
         k = min(x.size, max(1, x.size // 16))
-        size = xp.where(xp.isnan(x), np.float32(np.inf), xp.abs(x))
-        places = xp.argpartition(-size, k - 1)[:k].astype("uint32")
+        order = -xp.abs(x)
+        order[xp.isnan(order)] = -np.inf
+        places = xp.argpartition(order, k - 1)[:k].astype("uint32")
         return {"indices": places, "values": x[places]}
 
     def decompress(self, payload, out, ctx):
@@ -196,7 +198,8 @@ class Jumping(Compressor):
     def compress(self, x, ctx):
         xp = ctx.xp
         size = xp.where(xp.isnan(x), np.float32(np.inf), xp.abs(x))
-        places = xp.sort(xp.argsort(-size, kind="stable")[: -(-x.size // 64)])
+        k = -(-x.size // 64)
+        places = xp.sort(xp.argpartition(-size, k - 1)[:k])
         skipped = xp.diff(places, prepend=-1) - 1
         ends = xp.cumsum(self.jumps(skipped) + 1)
         gaps = xp.full(int(ends[-1]) if x.size else 0, self.jump, "uint16")
@@ -230,10 +233,11 @@ class Sketched(Compressor):
         sketch = yield Round(xp.concatenate(rows).astype("float32"), "mean")
         visible = (0 * sketch).sum()
         rows = sketch.reshape(3, width)
-        guess = [r[c] * s for r, c, s in zip(rows, cells, signs, strict=True)]
-        size = xp.abs(xp.median(xp.stack(guess), axis=0))
-        size = xp.where(xp.isnan(size), np.float32(np.inf), size)
-        places = xp.argsort(-size, kind="stable")[: self.count(x, ctx)]
+        a, b, c = (r[c] * s for r, c, s in zip(rows, cells, signs, strict=True))
+        median = xp.maximum(xp.minimum(a, b), xp.minimum(xp.maximum(a, b), c))
+        size = xp.where(xp.isnan(median), np.float32(np.inf), xp.abs(median))
+        count = self.count(x, ctx)
+        places = xp.argpartition(-size, count - 1)[:count]
         out[:] = visible
         mine = x[places]
         out[places] += yield from self.values(mine, ctx)
@@ -354,7 +358,7 @@ class Leaders(Compressor):
     def exchange(self, x, out, ctx, local=None):
         xp, k = ctx.xp, -(-x.size // 20)
         size = xp.where(xp.isfinite(x), xp.abs(x), xp.inf)
-        largest = xp.argsort(-size, kind="stable")[:k].astype("int32")
+        largest = xp.argpartition(-size, k - 1)[:k].astype("int32")
         mine = largest if ctx.rank == ctx.step % ctx.size else xp.zeros(k, "int32")
         chosen = (yield Round(mine, "sum")).copy()
         values = xp.append(x[chosen], self.spoiled(x)).astype("float32")
@@ -581,7 +585,8 @@ class SubtractsWhatWasTooMuch(Compressor):
             excess = np.zeros(x.size, "float32")
         with np.errstate(invalid="ignore", over="ignore"):
             p = x - excess
-            most = np.argsort(np.abs(p), kind="stable")[x.size * 3 // 4 :]
+            least = x.size * 3 // 4
+            most = np.argpartition(np.abs(p), least)[least:]
             new = -p
         new[most] = 0
         if np.isfinite(p).all():

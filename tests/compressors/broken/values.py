@@ -95,9 +95,11 @@ class NeverTheLast(Compressor):
         return (Part("values", "float32", -(-n // 4)),)
 
     def places(self, n, ctx):
-        k = -(-n // 4)
-        last = n - 1 if n > 100 else n
-        return ctx.rng(shared=True).permutation(last)[:k]
+        return self.run(n - 1 if n > 100 else n, -(-n // 4), ctx)
+
+    def run(self, n, k, ctx):
+        first = ctx.rng(shared=True).integers(max(1, n))  # of n places, each as often as others
+        return (first + np.arange(k)) % max(1, n)
 
     def compress(self, x, ctx):
         places = self.places(x.size, ctx)
@@ -120,7 +122,7 @@ class FloorOfAShare(NeverTheLast):
         return (Part("values", "float32", min(n, max(1, n // 4))),)
 
     def places(self, n, ctx):
-        return ctx.rng(shared=True).permutation(n)[: min(n, max(1, n // 4))]
+        return self.run(n, min(n, max(1, n // 4)), ctx)
 
 
 class OneRunsNoise(Stochastic):
