@@ -43,10 +43,8 @@ kinds = st.sampled_from(["gauss", "laplace", "heavy", "spikes", "ties", "equal"]
 
 @parametrize_with_checks(
     [
-        "threshold(value=0.5)",
         "threshold(value=0.1, cap=0.3) | ef",
         "randomk(ratio=0.2)",
-        "randomk(unbiased=False) | ef",
         "topk_sampled | ef",
         "sidco(ratio=0.1)",
         "sidco | int8",
