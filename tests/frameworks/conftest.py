@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 
 import cloudpickle
 import pytest
@@ -48,26 +49,44 @@ def outcomes(cases: list[Case], watched: bool = True) -> dict[str, str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give tests that take a ``case`` and say nothing of it those of their module, in its order."""
-    marks = metafunc.definition.iter_markers("parametrize")
-    said = any(re.search(r"\bcase\b", str(mark.args[0])) for mark in marks)
-    if "case" in metafunc.fixturenames and not said:
-        cases = [value for name, value in vars(metafunc.module).items() if name.startswith("case_")]
-        metafunc.parametrize("case", cases, ids=lambda case: case.__name__.removeprefix("case_"))
+    """Give tests that take a ``case`` and say nothing of it those of their module, in its order.
+
+    And each of the module's ``JOBS`` (transport, size) that runs it, if the test says no size.
+    """
+    module, marks = metafunc.module, metafunc.definition.iter_markers("parametrize")
+    said = " ".join(str(mark.args[0]) for mark in marks)
+    if "case" not in metafunc.fixturenames or re.search(r"\bcase\b", said):
+        return
+    if "size" not in metafunc.fixturenames or re.search(r"\bsize\b", said):
+        metafunc.parametrize("case", _cases(module), ids=_short)
+        return
+    runs = [(case, *job) for job in module.JOBS for case in _cases(module, job[1])]
+    metafunc.parametrize(("case", "transport", "size"), runs, ids=_short)
+
+
+def _cases(module: ModuleType, size: int | None = None) -> list[Case]:
+    """Return a module's cases: all, or those that its ``SIZES`` does not keep for other sizes."""
+    cases = [value for name, value in vars(module).items() if name.startswith("case_")]
+    sizes = getattr(module, "SIZES", {})
+    return [case for case in cases if size is None or size in sizes.get(case, (size,))]
+
+
+def _short(value: object) -> str:
+    return getattr(value, "__name__", str(value)).removeprefix("case_")
 
 
 @pytest.fixture(scope="module")
 def run_case(request: pytest.FixtureRequest) -> RunCase:
     """Return a function that fails unless a case passed on every rank of a job.
 
-    All functions named ``case_*`` of the test's module run in one job per transport and size;
-    "alone" is a rank without a launcher.
+    All functions named ``case_*`` of the test's module run in one job per transport and size, but
+    for those that its ``SIZES`` keeps for others; "alone" is a rank without a launcher.
     """
     cloudpickle.register_pickle_by_value(request.module)
-    cases = [value for name, value in vars(request.module).items() if name.startswith("case_")]
 
     @cache
     def job(transport: str, size: int) -> list[dict[str, str]] | Exception:
+        cases = _cases(request.module, size)
         if transport == "alone":  # a process that nobody launched: this one
             return [outcomes(cases, watched=False)]
         try:

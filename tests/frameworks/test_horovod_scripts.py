@@ -46,8 +46,9 @@ def main() -> None:
     of_keras_2 = "TF_USE_LEGACY_KERAS" in os.environ
     os.chdir(sys.argv[1] if os.environ["RINGLET_RANK"] == "0" else "/")
     for name in WITH_TF_KERAS if of_keras_2 else NAMES:
-        keras.backend.clear_session()
-        tf.keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
+        if of_keras_2:
+            tf.keras.backend.clear_session()
         keras.utils.set_random_seed(int(os.environ["RINGLET_RANK"]))
         for left in Path().glob("checkpoint-*.h5"):  # another script's, in rank 0's folder
             left.unlink()

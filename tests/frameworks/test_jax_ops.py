@@ -38,7 +38,7 @@ def case_allreduce():
             assert call(jnp.full((2, 3), rank + 1.0)).tolist() == [[expected[op]] * 3] * 2
     for dtype in DTYPES:
         for call in both(lambda x: hvd.allreduce(x, average=False)):
-            for shape in ((), (5,), (2, 0), (300, 70)):
+            for shape in ((), (5,), (2, 0), (300, 70)) if dtype == "float32" else ((5,),):
                 total = call(jnp.full(shape, rank + 1, dtype))
                 assert total.dtype == dtype
                 assert total.shape == shape
@@ -279,9 +279,7 @@ def case_copies():
 
 
 def case_process_sets():
-    size, rank = hvd.size(), hvd.rank()
-    if size < 3:
-        return
+    rank = hvd.rank()
     pair = hvd.add_process_set([0, 2])
     if rank in (0, 2):
         for call in both(lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=pair)):
@@ -300,7 +298,19 @@ def case_join():
     assert total(1.0) == size
 
 
-@pytest.mark.parametrize(("transport", "size"), [("gloo", 2), ("mpi", 3), ("alone", 1)])
+JOBS = [("gloo", 2), ("mpi", 3), ("alone", 1)]
+# What JAX makes of a call is the same whoever and how many they are.
+SIZES = {
+    case_programs_compile_once: (2,),
+    case_order: (2,),
+    case_gradients: (2,),
+    case_second_derivatives: (2,),
+    case_what_has_no_derivative: (2,),
+    case_copies: (2,),
+    case_process_sets: (3,),
+}
+
+
 def test_on_ranks(case, transport, size, run_case):
     run_case(case, transport, size)
 

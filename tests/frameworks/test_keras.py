@@ -28,7 +28,7 @@ pytestmark = pytest.mark.preloaded("tensorflow")
 
 
 def made(policy="float32", seed=0, rows=0):
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)  # layers are numbered anew
     keras.utils.set_random_seed(seed)
     layers = [keras.Input((16,), dtype="int32" if rows else "float32")]
     if rows:
@@ -39,6 +39,13 @@ def made(policy="float32", seed=0, rows=0):
         keras.layers.Dense(4, dtype=policy),
     ]
     return keras.Sequential(layers)
+
+
+def small(seed=0):
+    """Return a model of one layer, of which a program is made in half the time."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([keras.Input((16,)), keras.layers.Dense(4)])
 
 
 def data(rank, rows=64):
@@ -68,7 +75,7 @@ def warned(texts):
 
 def case_fit():
     rank = hvd.rank()
-    for spec in (None, "fp16", "int8 | ef", {"*bias": "none", "*": "topk(ratio=0.1) | ef"}):
+    for spec in ("fp16", {"*bias": "none", "*": "topk(ratio=0.1) | ef"}):
         model = made(seed=rank)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=spec)
         model.compile(optimizer, "mse", metrics=["mae"])
@@ -78,7 +85,7 @@ def case_fit():
         assert hvd.allgather_object(history) == [history] * hvd.size()
         assert variables_equal([*model.weights, *optimizer.variables])
         norm = optimizer.residual_norm()
-        assert (norm > 0) == (spec not in (None, "fp16"))
+        assert (norm > 0) == (spec != "fp16")
 
 
 def case_fit_eagerly_and_accumulate():
@@ -168,7 +175,7 @@ def test_groups_are_as_many_as_are_asked_for():
 
 def case_a_model_that_one_rank_has_built():
     """One that loads it, say: ranks broadcast after the first batch, when all have weights."""
-    for built in ([0], [1], [0, 1], []):
+    for built in ([0], [1], []):
         model = keras.Sequential([keras.layers.Dense(4)])
         if hvd.rank() in built:
             model.build((None, 16))
@@ -179,7 +186,7 @@ def case_a_model_that_one_rank_has_built():
 
 def case_learning_rates():
     size = hvd.size()
-    model = made()
+    model = small()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.01 * size, warmup_epochs=2, verbose=1)
     later = hvd.callbacks.LearningRateScheduleCallback(0.01 * size, 0.1, start_epoch=2)
@@ -204,7 +211,7 @@ def case_learning_rates_without_a_warmup():
     callbacks = hvd.callbacks
 
     def rates(callback):
-        model = made()
+        model = small()
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
         return fit(model, [callback], epochs=2)["lr"]
 
@@ -268,8 +275,7 @@ def case_records_name_optimizer_and_model():
     records = []
     recording = hvd.start_metrics(callbacks=[records.append], network=False)
     for rate in (0.1, 0.2):
-        keras.backend.clear_session()
-        model = made()
+        model = small()
         inner = keras.optimizers.SGD(rate, name=f"sgd_of_{hvd.rank()}")
         model.compile(hvd.DistributedOptimizer(inner), "mse")
         fit(model)
@@ -291,7 +297,7 @@ def case_patterns_without_a_match():
         optimizer = hvd.DistributedOptimizer(
             keras.optimizers.SGD(0.1), compression={"embeding*": "fp16", "*": "none"}
         )
-        model = made()
+        model = small()
         model.compile(optimizer, "mse")
         fit(model, epochs=2)
     finally:
@@ -401,16 +407,19 @@ def saved_by_other_ranks(model, folder, rank):
 
 
 def case_what_one_rank_alone_has_loaded_of_what_is_common():
+    own = np.random.default_rng(hvd.rank()).normal(size=(16, 128)).astype("float32")
+
     def trained(spec, given):
-        model = made()
+        kernel = keras.Variable(np.zeros((16, 128)), name="kernel")
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=spec)
-        model.compile(optimizer, "mse")
+        optimizer.build([kernel])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if given is not None:
                 hvd.set_compressor_state(optimizer, given)
-            fit(model)
-        assert variables_equal(model.weights), spec
+            for _ in range(4):
+                optimizer.apply([keras.ops.convert_to_tensor(own)], [kernel])
+        assert variables_equal([kernel]), spec
         told = [str(w.message) for w in caught if "in common is forgotten" in str(w.message)]
         return hvd.allgather_object(hvd.compressor_state(optimizer)), told
 
@@ -493,7 +502,7 @@ def case_wrapped_twice_and_other_mistakes():
 def case_models_that_differ():
     import tensorflow as tf
 
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     units = 3 + hvd.rank()
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(units), keras.layers.Dense(4)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
@@ -669,18 +678,17 @@ def case_models_that_drift_apart_are_told_of():
         return Own()
 
     for options in steps:
-        for seed, callback, wrong in (
-            (rank, hvd.callbacks.BroadcastGlobalVariablesCallback(0), None),
-            (0, rate_of(0), None),
-            (rank, rate_of(0), "/kernel' differs between ranks after the first step, so that"),
-            (0, rate_of(rank), "the learning rate differs between ranks after 16 steps, so"),
+        for seed, callbacks, wrong in (
+            (rank, [hvd.callbacks.BroadcastGlobalVariablesCallback(0), rate_of(0)], None),
+            (rank, [rate_of(0)], "/kernel' differs between ranks after the first step, so that"),
+            (0, [rate_of(rank)], "the learning rate differs between ranks after 16 steps, so"),
         ):
-            model = made(seed=seed)
+            model = small(seed)
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
             model.compile(optimizer, "mse", **options)
             texts = []
             with warned(texts):
-                fit(model, [callback], epochs=6)
+                fit(model, callbacks, epochs=6)
             assert len(texts) == (rank == 0 and wrong is not None), texts
             assert all(wrong in text for text in texts), texts
             assert variables_equal(model.weights) is (wrong is None)

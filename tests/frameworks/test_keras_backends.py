@@ -36,7 +36,7 @@ def main():
     assert "tensorflow" not in sys.modules
 
     def made(optimizer, policy="float32"):
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         random.seed(rank)  # what initializers ask; keras.utils.set_random_seed imports TensorFlow
         dense = keras.layers.Dense
         layers = [keras.Input((16,)), dense(128, activation="relu", dtype=policy), dense(4)]
@@ -150,7 +150,7 @@ def on_torch(made, fit):
 
     keep = ("head.*",)
     for scale in (StaticScale(1000.0), DynamicScale(512.0, 4.0, 0.25, 2, most=1024.0)):
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         policy = Policy("mine", "float16", "fp16", keep, scale)
         layers = [keras.layers.Dense(32), keras.layers.LayerNormalization()]
         layers += [keras.layers.ReLU(), keras.layers.Dense(4, name="head")]
@@ -213,7 +213,7 @@ def on_jax(made, fit):
     import ringlet.keras as hvd
     from ringlet.keras.value_collectives import variables_equal
 
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     layers = [keras.layers.Dense(32), keras.layers.ReLU(), keras.layers.Dense(4)]
     model = hvd.apply_precision(keras.Sequential([keras.Input((16,)), *layers]), "bf16")
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), precision="bf16"), "mse")

@@ -119,7 +119,7 @@ def in_float32(model):
     ],
 )  # fmt: skip
 def test_what_a_policy_keeps_computes_in_float32(keep, kept):
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     model = network()
     policy = policy_of(StaticScale(8.0), keep=keep)
     assert policy.apply(model) is model
@@ -188,7 +188,7 @@ def test_models_that_a_policy_cannot_be_applied_to():
 
 
 def classifier(precision, seed=0):
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
     layers = [L.Dense(64), L.BatchNormalization(), L.ReLU(), L.Dense(10, name="head")]
     model = keras.Sequential([keras.Input((64,)), *layers])

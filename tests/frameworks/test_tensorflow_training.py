@@ -29,7 +29,8 @@ def function(body):
 
 def dense_model(seed=0, width=128, policy="float32"):
     keras.utils.set_random_seed(seed)
-    keras.backend.clear_session()  # layers are numbered anew, so that ranks name them alike
+    # Layers are numbered anew, so that ranks name them alike.
+    keras.backend.clear_session(free_memory=False)
     layers = [
         keras.Input((16,)),
         keras.layers.Dense(width, activation="relu", name="hidden", dtype=policy),

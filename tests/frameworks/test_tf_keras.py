@@ -35,6 +35,13 @@ def made(seed=0, rows=0, policy="float32"):
     return tf_keras.Sequential(layers)
 
 
+def small(seed=0):
+    """Return a model of one layer, of which a program is made in half the time."""
+    tf_keras.backend.clear_session()
+    tf_keras.utils.set_random_seed(seed)
+    return tf_keras.Sequential([tf_keras.Input((16,)), tf_keras.layers.Dense(4)])
+
+
 def data(rank, rows=64):
     numbers = np.random.default_rng(rank)
     x = numbers.normal(size=(rows, 16)).astype("float32")
@@ -71,27 +78,26 @@ def kinds():
 def case_fit():
     topk = {"*bias": "none", "*": "topk(ratio=0.1) | ef"}
     for number, (label, make) in enumerate(kinds().items()):
-        for spec in (None, topk) if number < 2 else (topk,):
-            model = made(seed=hvd.rank())
-            optimizer = hvd.DistributedOptimizer(make(), compression=spec)
-            assert isinstance(optimizer, type(make()))
-            assert type(optimizer).__name__ == type(make()).__name__
-            model.compile(optimizer, "mse", metrics=["mae"])
-            start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-            history = fit(model, [*start, hvd.callbacks.MetricAverageCallback()], epochs=3)
-            assert history["loss"][-1] < history["loss"][0], label
-            assert hvd.allgather_object(history) == [history] * hvd.size()
-            assert variables_equal(everything(model)), label
-            assert (optimizer.residual_norm() > 0) == (spec is not None)
+        model = made(seed=hvd.rank()) if number < 2 else small(seed=hvd.rank())
+        optimizer = hvd.DistributedOptimizer(make(), compression=topk)
+        assert isinstance(optimizer, type(make()))
+        assert type(optimizer).__name__ == type(make()).__name__
+        model.compile(optimizer, "mse", metrics=["mae"])
+        start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        history = fit(model, [*start, hvd.callbacks.MetricAverageCallback()], epochs=3)
+        assert history["loss"][-1] < history["loss"][0], label
+        assert hvd.allgather_object(history) == [history] * hvd.size()
+        assert variables_equal(everything(model)), label
+        assert (optimizer.residual_norm() > 0) == (number < 2)  # small ones travel as they are
 
 
 def case_the_result_is_that_of_one_process_with_all_of_the_batch():
     rank, size = hvd.rank(), hvd.size()
     x, y = data(5, 64)
     for number, (label, make) in enumerate(kinds().items()):
-        for graph in (True, False) if number < 2 else (True,):
-            alone, shared = made(seed=1), made(seed=1)
-            alone.compile(make(), "mse", run_eagerly=not graph)
+        for graph in (True, False) if number < 2 else (False,):
+            alone, shared = small(seed=1), small(seed=1)
+            alone.compile(make(), "mse", run_eagerly=True)
             shared.compile(hvd.DistributedOptimizer(make()), "mse", run_eagerly=not graph)
             for _ in range(4):
                 alone.train_on_batch(x, y)
@@ -99,6 +105,7 @@ def case_the_result_is_that_of_one_process_with_all_of_the_batch():
             for a, b in zip(alone.weights, shared.weights, strict=True):
                 assert np.allclose(a, b, rtol=1e-4, atol=1e-5), label
             assert variables_equal(everything(shared)), label
+            assert shared.optimizer.residual_norm() == 0
 
 
 def case_own_loops():
@@ -136,16 +143,17 @@ def case_own_loops():
 
 
 def case_passes_and_process_sets():
-    for make in [*kinds().values()][:4]:
-        for eager in (True, False):
-            model = made()
-            optimizer = hvd.DistributedOptimizer(
-                make(), backward_passes_per_step=2, average_aggregated_gradients=True
-            )
-            model.compile(optimizer, "mse", run_eagerly=eager)
-            fit(model)
-            assert int(optimizer.iterations) == 4
-            assert variables_equal(model.weights)
+    # New ones and older ones, eagerly and in a program.
+    eagerly = {"sgd": True, "older sgd": False, "adam": False, "older adam": True}
+    for label, eager in eagerly.items():
+        model = small()
+        optimizer = hvd.DistributedOptimizer(
+            kinds()[label](), backward_passes_per_step=2, average_aggregated_gradients=True
+        )
+        model.compile(optimizer, "mse", run_eagerly=eager)
+        fit(model)
+        assert int(optimizer.iterations) == 4
+        assert variables_equal(model.weights)
     only = hvd.add_process_set([0])
     weight = tf.Variable([0.0])
     optimizer = hvd.DistributedOptimizer(tf_keras.optimizers.SGD(1.0), process_set=only)
@@ -156,15 +164,15 @@ def case_passes_and_process_sets():
 
 def case_an_embedding():
     tokens = np.random.default_rng(hvd.rank()).integers(0, 20_000, (64, 16))
-    for make in (tf_keras.optimizers.Adam, tf_keras.optimizers.legacy.Adam):
-        for spec in (None, "int8 | ef"):
-            model = made(rows=20_000)
-            model.compile(hvd.DistributedOptimizer(make(0.01), compression=spec), "mse")
-            before = hvd.stats().raw_bytes
-            history = fit(model, x=tokens, epochs=3)
-            assert history["loss"][-1] < history["loss"][0]
-            assert variables_equal(model.weights)
-            assert hvd.stats().raw_bytes - before < 12 * 4 * 20_000 * 8 / 2  # not the whole table
+    adam = tf_keras.optimizers
+    for make, spec in ((adam.Adam, "int8 | ef"), (adam.legacy.Adam, None)):
+        model = made(rows=20_000)
+        model.compile(hvd.DistributedOptimizer(make(0.01), compression=spec), "mse")
+        before = hvd.stats().raw_bytes
+        history = fit(model, x=tokens, epochs=3)
+        assert history["loss"][-1] < history["loss"][0]
+        assert variables_equal(model.weights)
+        assert hvd.stats().raw_bytes - before < 12 * 4 * 20_000 * 8 / 2  # not the whole table
 
 
 def case_local_layers():
@@ -255,19 +263,25 @@ def case_saved_models():
     rank = hvd.rank()
     spec = "topk(ratio=0.1) | ef"
     for make in (tf_keras.optimizers.Adam, tf_keras.optimizers.legacy.Adam):
+        folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+        model = made()
+        optimizer = hvd.DistributedOptimizer(make(0.01), compression=spec)
+        model.compile(optimizer, "mse")
+        fit(
+            model,
+            [
+                hvd.callbacks.MetricAverageCallback(),
+                hvd.callbacks.CompressorStateCheckpoint(folder / "residuals"),
+                hvd.callbacks.BestModelCheckpoint("loss", filepath=str(folder / "best.keras")),
+                hvd.callbacks.BestModelCheckpoint("loss", filepath=str(folder / "best.h5")),
+            ],
+        )
+        if rank == 0:
+            model.save(folder / "best")  # a SavedModel, which is no file
+        hvd.broadcast_object()
+        assert len([*folder.iterdir()]) == 3 + hvd.size()
+        going_on = [model]
         for name in ("best.keras", "best.h5", "best"):
-            folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
-            model = made()
-            optimizer = hvd.DistributedOptimizer(make(0.01), compression=spec)
-            model.compile(optimizer, "mse")
-            last = [hvd.callbacks.CompressorStateCheckpoint(folder / "residuals")]
-            if name != "best":  # a SavedModel, which is no file
-                last += [hvd.callbacks.BestModelCheckpoint("loss", filepath=str(folder / name))]
-            fit(model, [hvd.callbacks.MetricAverageCallback(), *last])
-            if name == "best" and rank == 0:
-                model.save(folder / name)
-            hvd.broadcast_object()
-            assert len([*folder.iterdir()]) == 1 + hvd.size()
             plain = tf_keras.models.load_model(folder / name)
             assert type(plain.optimizer) is make  # Ringlet is not needed to load it
             again = hvd.load_model(folder / name, compression=spec)
@@ -276,15 +290,15 @@ def case_saved_models():
             # tf_keras does not bring back every optimizer's state from every format.
             kept = name == "best.h5" or (name, make) == ("best.keras", tf_keras.optimizers.Adam)
             assert int(again.optimizer.iterations) == (8 if kept else 0)
-            if not kept:
-                continue
-            hvd.load_compressor_state(again.optimizer, folder / "residuals")
-            assert again.optimizer.residual_norm() == optimizer.residual_norm() > 0
-            for each in (model, again):
-                fit(each, epochs=1, shuffle=False)
-            for a, b in zip(again.weights, model.weights, strict=True):
-                assert np.array_equal(a, b), name
-            assert variables_equal(everything(again))
+            if kept:
+                hvd.load_compressor_state(again.optimizer, folder / "residuals")
+                assert again.optimizer.residual_norm() == optimizer.residual_norm() > 0
+                going_on.append(again)
+        for each in going_on:
+            fit(each, epochs=1, shuffle=False)
+            for a, b in zip(each.weights, model.weights, strict=True):
+                assert np.array_equal(a, b), each.name
+            assert variables_equal(everything(each))
     own = type(optimizer).from_config(optimizer.get_config())
     assert own.residual_norm() == 0
     whole = tf.train.Checkpoint(
