@@ -18,7 +18,7 @@ SPECS = (
     "maxnorm(stochastic=True)", "int4(stochastic=True) | ef", "qsgd(bits=4, bucket=64)",
     "natural", "terngrad | ef", "qsgd | hadamard",
 )  # fmt: skip
-CHECKS = ("means", "low rank", "payloads", "sums", "training", "mistakes")
+CHECKS = ("means", "low rank", "payloads", "sums", "training", "traced once", "mistakes")
 
 
 def main():
@@ -105,7 +105,7 @@ def main():
 
     for spec in dict.fromkeys(["fp16", "bf16", *(s.partition(" | ef")[0] for s in SPECS)]):
         inner = parse(spec)
-        for n in (1, 33, 5000):
+        for n in (1, 4999):  # an odd one of many buckets, the last of which is not full
             x = gradients(n)[0]
             at = {"step": 7, "seed": 3, "name": "w", "rank": 2}
             expected = encode(inner, x, context(x, **at))
@@ -158,6 +158,17 @@ def main():
     half = sharded(lambda x: hvd.sharded_mean(x, "data", "int8")[0], in_specs=axis, out_specs=axis)
     assert half(jnp.ones((DEVICES, 2000), "bfloat16")).dtype == "bfloat16"
     print("training", flush=True)
+
+    def fed(x):
+        return hvd.sharded_mean(x, "data", "int8 | ef")[0]
+
+    kind, decoded = type(codec_for(parse("int8"))), []
+    decode = kind.decode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "decode", lambda *given: decoded.append(given) or decode(*given))
+        sharded(fed, in_specs=axis, out_specs=axis)(jnp.ones((DEVICES, 2000)))
+    assert len(decoded) == 1  # for its own residual, and for each device's payload
+    print("traced once", flush=True)
 
     with pytest.raises(ValueError, match="pass what sharded_state returns"):
         sharded(lambda x, step: hvd.sharded_mean(x, "data", "powersgd", step=step)[0],

@@ -35,7 +35,9 @@ class Around:
     def _key(self) -> Any:
         key: Any = jnp.uint64(scrambled(self.seed ^ 0x9E3779B97F4A7C15))
         for word in (self.step, zlib.crc32(self.name.encode()), 1):
-            key = _mix(key ^ _mix(jnp.asarray(word).astype(jnp.uint64)))
+            known = isinstance(word, int)
+            mixed = jnp.uint64(scrambled(word)) if known else _mix(jnp.asarray(word, "uint64"))
+            key = _mix(key ^ mixed)
         return key
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from ringlet.compressors import Compressor
 from ringlet.compressors.lowrank.powersgd import PowerSGD
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.specs.routes import Spec
-from ringlet.jax.sharded.array_codecs import ArrayCodec, in_64_bits, product
+from ringlet.jax.sharded.array_codecs import in_64_bits, product
 from ringlet.jax.sharded.codec_choice import codec_for
 from ringlet.jax.sharded.counter_random import Around
 from ringlet.jax.sharded.low_rank import Factors
@@ -59,6 +60,8 @@ def sharded_mean(
         )
         return mean.reshape(x.shape).astype(x.dtype), after
     codec, after = codec_for(compressor), None
+    # A program of its own, which is traced once and not for each device.
+    decode = jax.jit(lambda payload: codec.decode(payload, x.size, around))
     unit = np.float32(1.0 / size)
     divided = compressor.traits().predivide and size > 1
     if divided:
@@ -67,14 +70,14 @@ def sharded_mean(
         held = jnp.zeros_like(values) if residual is None else residual
         values = _carried(values, held, feedback)
         payload = codec.encode(values, around)
-        lost = values - codec.decode(payload, values.size, around)
+        lost = values - decode(payload)
         after = jnp.where(jnp.isfinite(lost), lost, held)
     else:
         payload = codec.encode(values, around)
     if codec.adds and reduction == "wire":
-        total = codec.decode({"values": jax.lax.psum(payload["values"], axis_name)}, x.size, around)
+        total = decode({"values": jax.lax.psum(payload["values"], axis_name)})
     else:
-        total = _summed(codec, payload, values.size, axis_name, size, around)
+        total = _summed(decode, payload, axis_name, size)
     mean = total if divided else product(total, unit)
     return mean.reshape(x.shape).astype(x.dtype), after
 
@@ -147,14 +150,11 @@ def _low_rank(
 
 
 def _summed(
-    codec: ArrayCodec, payload: dict[str, Any], n: int, axis_name: str, size: int, around: Around
+    decode: Callable[[dict[str, Any]], Any], payload: dict[str, Any], axis_name: str, size: int
 ) -> Any:
     """Return the sum of what all devices' payloads stand for, in the order of the axis."""
     every = {name: jax.lax.all_gather(array, axis_name) for name, array in payload.items()}
-    parts = [
-        codec.decode({name: array[rank] for name, array in every.items()}, n, around)
-        for rank in range(size)
-    ]
+    parts = [decode({name: array[rank] for name, array in every.items()}) for rank in range(size)]
     total = parts[0]
     for part in parts[1:]:
         total = total + part
