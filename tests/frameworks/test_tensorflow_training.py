@@ -390,11 +390,13 @@ def embedding_step(rows, spec, as_dense, wrap):
 
 
 def case_embeddings():
-    for rows in (50, 20_000):
-        for spec in (None, "fp16", "int8 | ef"):
-            for as_dense in (False, True):
-                for wrap in (lambda f: f, function):
-                    embedding_step(rows, spec, as_dense, wrap)
+    for spec in (None, "fp16", "int8 | ef"):
+        for rows in (50, 20_000):
+            for wrap in (lambda f: f, function):
+                embedding_step(rows, spec, False, wrap)
+        # A dense gradient is that of any variable: no rows travel.
+        embedding_step(50, spec, True, lambda f: f)
+        embedding_step(20_000, spec, True, function)
     sent = hvd.stats().raw_bytes
     embedding_step(100_000, None, False, function)
     assert hvd.stats().raw_bytes - sent < 4 * 8 * 1000  # the table never travelled
@@ -589,7 +591,7 @@ def case_a_variable_that_some_passes_do_not_use():
 def case_mixed_float16():
     """One rank overflows: every rank skips the step, and residuals stay."""
     rank = hvd.rank()
-    for spec in (None, "fp16", "int8 | ef", "topk(ratio=0.1) | ef", "powersgd(rank=2) | ef"):
+    for spec in ("fp16", "int8 | ef", "powersgd(rank=2) | ef"):
         model = dense_model(policy="mixed_float16")
         optimizer = hvd.DistributedOptimizer(
             keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0),
@@ -618,7 +620,7 @@ def case_mixed_float16():
             assert np.array_equal(old, np.array(new)), spec
         assert optimizer.residual_norm() == norm
         assert float(optimizer.dynamic_scale) == 512.0
-        assert optimizer._ringlet.settings.guard == (spec not in (None, "fp16"))
+        assert optimizer._ringlet.settings.guard == (spec != "fp16")
         assert hvd.replicas_equal([*model.variables, *optimizer.variables])
     with pytest.raises(ValueError, match="the other way round"):
         keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD()))
