@@ -83,12 +83,18 @@ READ_EARLY = (
 )
 # These are, but a forked process can still do as they say.
 DONE_LATE = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONPATH")
+# torchrun sets these for its ranks, who read them when they make groups.
+READ_LATE = ("TORCHELASTIC_", "TORCH_NCCL_")
 # Frameworks set these themselves, when they are imported.
 SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 # What is the same as nothing.
 DEFAULTS = {"KERAS_BACKEND": "tensorflow"}
 # The launcher's wrappers run with one thread of OpenBLAS, and say nothing of it to their ranks.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+
+# Programs that start others when they have threads already, from which no process should fork: a
+# process that they fork first does it for them.
+WITH_THREADS = ("torch.distributed.run",)
 
 # A server is started with so many bytes more of arguments, and of environment, than it needs: there
 # the kernel finds the ones of what it forks.
@@ -180,6 +186,7 @@ def early(env: dict[str, str]) -> dict[str, str]:
         name: value
         for name, value in env.items()
         if name.startswith(READ_EARLY)
+        and not name.startswith(READ_LATE)
         and name not in (*DONE_LATE, *SET_BY_IMPORTS)
         and {**ONE_THREAD, **DEFAULTS}.get(name) != value
     }
@@ -275,6 +282,9 @@ def become(
         os.environ.update(env)
         _show(program.command, env)
         _see_environment(program)
+        if program.what in WITH_THREADS:
+            Popen.starter = Starter()
+            atexit.register(Popen.starter.close)
         code = _ending(program)
     except BaseException:
         traceback.print_exc()
@@ -396,6 +406,7 @@ class Popen(USUAL):
     usual = USUAL
     # Returns the server of a variant; None: this process is one that was forked itself.
     server_of: Callable[[str], Server] | None = None
+    starter: Server | None = None  # which such a process has if it is one of WITH_THREADS
 
     def _execute_child(self, *args: object) -> None:
         usual = super()._execute_child
@@ -403,6 +414,7 @@ class Popen(USUAL):
         start = _asked(given)
         program = None if start is None else forkable(start)
         alone = len(os.listdir("/proc/self/task")) == 1
+        server = self.starter if self.server_of is None and not alone else None
         other = (given["executable"], given["gid"], given["gids"], given["uid"])
         if (
             start is None
@@ -411,8 +423,9 @@ class Popen(USUAL):
             or any(value is not None for value in other)
             or given["umask"] != -1
             or given["process_group"] not in (None, -1)
-            or (self.server_of is None and (not alone or variant(start.env)))
-            or (self.server_of is not None and given["preexec_fn"] is not None)
+            or (self.server_of is None and variant(start.env))
+            or (self.server_of is None and not alone and server is None)
+            or ((self.server_of or server) and given["preexec_fn"] is not None)
         ):
             usual(*args)
             return
@@ -425,7 +438,9 @@ class Popen(USUAL):
             _flush()
             session = bool(given["start_new_session"])
             if self.server_of is not None:
-                self.pid = self.server_of(variant(env) or "").start(
+                server = self.server_of(variant(env) or "")
+            if server is not None:
+                self.pid = server.start(
                     program, env, os.getcwd() if cwd is None else cwd, descriptors, session
                 )
             else:
@@ -495,6 +510,23 @@ class Server:
         self._wait()
 
 
+class Starter(Server):
+    """A server that this process forks, and that is as this process is now."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._link, end = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._link.close()
+                serve(end)
+            finally:
+                os._exit(0)
+        end.close()
+        self._wait = functools.partial(os.waitpid, pid, 0)
+
+
 def _exactly(link: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
@@ -557,6 +589,7 @@ def main() -> None:
     """Import the framework and serve."""
     which, number = sys.argv[1:3]
     sys.modules["fork_server"] = sys.modules["__main__"]  # what requests are pickled by
+    Program.__module__ = Host.__module__ = "fork_server"
     sys.path.pop(0)  # this file's folder
     gc.disable()  # what is imported stays
     for name in {**FRAMEWORKS, **VARIANTS}[which]:

@@ -100,6 +100,18 @@ def test_what_it_starts_forks_its_own_programs():
     assert found["preloaded"]
 
 
+def test_torchrun_which_has_threads_forks_its_ranks(tmp_path):
+    script = tmp_path / "tell.py"
+    script.write_text(TELL.replace('"leads"', '"run": os.environ["TORCHELASTIC_RUN_ID"], "leads"'))
+    words = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-id", "mine"]
+    words += ["--rdzv-endpoint", "127.0.0.1:0", str(script), "a"]
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as torchrun:
+        found = json.loads(torchrun.communicate(timeout=120)[0])
+    assert torchrun.returncode == 0
+    assert (found["preloaded"], found["parent"], found["run"]) == (True, torchrun.pid, "mine")
+    assert (found["argv"], found["open"][:3]) == ([str(script), "a"], [0, 1, 2])
+
+
 def test_the_kernel_tells_its_own_command_line_and_environment():
     program = "import time; print('up', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", program, "a b"]

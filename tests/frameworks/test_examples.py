@@ -56,13 +56,13 @@ def test_mixed_precision():
 
 
 def test_ddp():
-    text = run(TORCHRUN, "pytorch_ddp.py")
+    text = run(TORCHRUN, "pytorch_ddp.py", "--epochs", "3")
     assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 75
     assert "replicas bit-equal: yes" in text
 
 
 def test_fsdp2():
-    text = run(TORCHRUN, "pytorch_fsdp2.py")
+    text = run(TORCHRUN, "pytorch_fsdp2.py", "--steps", "60")
     assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 80
 
 
