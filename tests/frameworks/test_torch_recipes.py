@@ -14,6 +14,8 @@ from ringlet.compressors import Compressor
 from ringlet.fusion import CompressionFailed
 from ringlet.ring.errors import Mismatch
 
+pytestmark = pytest.mark.preloaded("torch")
+
 
 def problem():
     """A regression whose optimum is known, with data of its own on every rank."""
@@ -411,7 +413,6 @@ def test_a_scheduler_of_adasums_original_goes_on_after_loading():
     ringlet.run(train, np=2, transport="local")
 
 
-@pytest.mark.preloaded("torch")
 def test_adasum_meets_on_all_ranks_after_some_of_them_had_an_optimizer_of_their_own():
     def train():
         hvd.init()

@@ -13,14 +13,14 @@ import pytest
 pytestmark = pytest.mark.preloaded("torch")
 
 ROOT = Path(__file__).parents[2]
-RINGLET = Path(sys.executable).parent / "ringlet"
+RINGLET = [sys.executable, "-m", "ringlet"]
 
 
 def launch(transport: str, script: str, *arguments: str) -> str:
     """Run an example on two ranks; return what it printed."""
     program = [sys.executable, str(ROOT / "examples" / script), *arguments]
     ended = subprocess.run(
-        [str(RINGLET), "run", "-np", "2", "--transport", transport, "--no-prefix", *program],
+        [*RINGLET, "run", "-np", "2", "--transport", transport, "--no-prefix", *program],
         capture_output=True,
         text=True,
         check=False,
