@@ -3,6 +3,8 @@
 In the end ranks reduce zeros, with a compressor that loses nothing: what they held back comes out.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 from engines import on_hosts, with_engines
@@ -17,6 +19,7 @@ from ringlet.ring import ReduceOp
 N = 6000
 WHOLE = "lossless(dtype='fp32') | ef"
 CASES = [(ReduceOp.AVERAGE, 1.0), (ReduceOp.AVERAGE, 0.5), (ReduceOp.SUM, 1.0)]
+SPECS = ["int4 | ef", "onebit | ef", "topk(ratio=0.1) | ef"]
 
 
 class Training:
@@ -118,7 +121,7 @@ def case(request):
     return request.param
 
 
-@pytest.fixture(params=["int4 | ef", "onebit | ef", "topk(ratio=0.1) | ef"])
+@pytest.fixture(params=SPECS)
 def spec(request):
     return request.param
 
@@ -184,14 +187,29 @@ def test_survivors_that_keep_residuals_as_they_are_owe_to_means_what_they_did_of
 HOSTS = ["aabb", "aabbcc", "aaabbb"]
 
 
-@pytest.fixture(params=["whole", "in pieces"])
+@pytest.fixture
 def pieces_of(request, monkeypatch):
     if request.param == "in pieces":
         monkeypatch.setattr(pieces, "PIECE", 1000)
 
 
+def on_hosts_in_every_way(ways):
+    """Parametrise by every case of each of ``ways``, whole and in pieces; specs take turns.
+
+    Each spec meets each way, whole and in pieces, and each case.
+    """
+    params = []
+    for numbers in product(range(len(ways)), range(len(CASES)), range(2)):
+        hosts, case, cut = ways[numbers[0]], numbers[1], ("whole", "in pieces")[numbers[2]]
+        spec = SPECS[sum(numbers) % len(SPECS)]
+        name = f"{cut}-{spec}-{NAMED[case]}-{hosts if isinstance(hosts, str) else '-'.join(hosts)}"
+        params.append(pytest.param(cut, spec, CASES[case], hosts, id=name))
+    names = ("pieces_of", "spec", "case", "hosts")
+    return pytest.mark.parametrize(names, params, indirect=["pieces_of"])
+
+
+@on_hosts_in_every_way(HOSTS)
 @pytest.mark.usefixtures("pieces_of")
-@pytest.mark.parametrize("hosts", HOSTS)
 def test_ranks_on_several_hosts_are_lost_with_a_copy_and_come(spec, case, hosts):
     size = len(hosts)
     training = Training(size, spec, *case, hosts)
@@ -203,8 +221,8 @@ def test_ranks_on_several_hosts_are_lost_with_a_copy_and_come(spec, case, hosts)
     training.check()
 
 
+@on_hosts_in_every_way(HOSTS)
 @pytest.mark.usefixtures("pieces_of")
-@pytest.mark.parametrize("hosts", HOSTS)
 def test_another_spec_over_two_levels(spec, case, hosts):
     there_and_back(Training(len(hosts), spec, *case, hosts), spec)
 
@@ -218,12 +236,12 @@ def test_a_checkpoint_of_other_hosts_and_ranks(spec, case, before, after):
     training.check()
 
 
-@pytest.mark.usefixtures("pieces_of")
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("aabb", "abab"), ("aaabbb", "aabbcc"), ("aabbcc", "aaabbb"), ("aabb", ""), ("", "aabb")],
+@on_hosts_in_every_way(
+    [("aabb", "abab"), ("aaabbb", "aabbcc"), ("aabbcc", "aaabbb"), ("aabb", ""), ("", "aabb")]
 )
-def test_as_many_ranks_on_other_hosts(spec, case, before, after):
+@pytest.mark.usefixtures("pieces_of")
+def test_as_many_ranks_on_other_hosts(spec, case, hosts):
+    before, after = hosts
     training = Training(len(before or after), spec, *case, before)
     training.go_on()
     training.hosts = after
