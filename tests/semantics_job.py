@@ -101,7 +101,7 @@ def note(rank, name, step, offset, payload):
         sent[name, step, offset, part] = array.tobytes()
 
 
-def hashes(frameworks):
+def hashes(setting, frameworks):
     """Return hashes of payloads and of results by framework and spec, the same on every rank."""
     from ringlet.horovod.common_names import rank as this_rank
     from ringlet.job.objects import allgather_object
@@ -111,7 +111,7 @@ def hashes(frameworks):
     for framework in frameworks:
         reduce = getattr(semantics_ways, f"by_{framework}")
         for spec in SPECS:
-            if not has(framework, spec):
+            if not has(framework, spec, setting):
                 continue
             allgather_object(None)
             results = hash_of_results(reduce(spec, given))
@@ -122,7 +122,8 @@ def hashes(frameworks):
     return told
 
 
-def main(transport, frameworks):
+def main(setting, frameworks):
+    transport = SETTINGS[setting][0]
     if "torch" in frameworks:
         import torch
 
@@ -132,7 +133,9 @@ def main(transport, frameworks):
         from ringlet.ring.transports.local import run_local
 
         alone = [name for name in frameworks if name in IN_THREADS]
-        print(json.dumps(run_local(lambda comm: as_thread(comm, alone), SIZE)[0]), flush=True)
+        print(
+            json.dumps(run_local(lambda comm: as_thread(comm, setting, alone), SIZE)[0]), flush=True
+        )
         return
     from ringlet.horovod import common_names as job
 
@@ -140,19 +143,19 @@ def main(transport, frameworks):
     grouped = bool({"ddp", "fsdp2"}.intersection(frameworks))
     if grouped:
         torch.distributed.init_process_group("gloo")
-    told = hashes(frameworks)
+    told = hashes(setting, frameworks)
     if job.rank() == 0:
         print(json.dumps(told), flush=True)
     if grouped:
         torch.distributed.destroy_process_group()
 
 
-def as_thread(comm, frameworks):
+def as_thread(comm, setting, frameworks):
     """Return the hashes of a rank that is a thread."""
     from ringlet.horovod import common_names as job
 
     job.init(comm)
-    told = hashes(frameworks)
+    told = hashes(setting, frameworks)
     job.shutdown()
     return told
 
@@ -162,7 +165,7 @@ def started(setting, frameworks):
     transport, threshold, streams, bucket = SETTINGS[setting]
     limits = {"RINGLET_FUSION_THRESHOLD": str(threshold), "RINGLET_STREAMS": str(streams)}
     limits["BUCKET"] = str(bucket)
-    program = [sys.executable, __file__, transport, *frameworks]
+    program = [sys.executable, __file__, setting, *frameworks]
     if transport != "local":
         run = [sys.executable, "-m", "ringlet", "run", "-np", str(SIZE), "--transport", transport]
         program = [*run, "--no-prefix", *program]
