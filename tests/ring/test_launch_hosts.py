@@ -30,6 +30,8 @@ from ringlet.ring.hosts.hosts import Host, Seat, is_here, parse_hosts, read_host
 from ringlet.ring.hosts.interfaces import find_interface, launcher_address
 from ringlet.ring.hosts.remote import Reach, start_agent
 
+pytestmark = pytest.mark.preloaded("torch")
+
 HOSTS = "localhost:2,127.0.0.2:2"  # the second is reached through the remote shell only
 
 
@@ -222,9 +224,9 @@ def test_connect_over_several_hosts(mark: str, shell: str, transport: str) -> No
         "c = connect(); x = numpy.full(3, c.rank + 1.0, numpy.float32); c.allreduce(x)\n"
         "print(c.name, c.rank, c.size, int(x[0]), flush=True)\n"
     )
-    where = ["-H", HOSTS, "--network-interface", "lo", "--rsh", shell, "--transport", transport]
+    where = f"-np 3 -H {HOSTS} --network-interface lo --transport {transport} --rsh".split()
     done = subprocess.run(
-        [*RINGLET, *where, sys.executable, "-c", code],
+        [*RINGLET, *where, shell, sys.executable, "-c", code],
         env=os.environ | {MARK: mark},
         capture_output=True,
         text=True,
@@ -232,7 +234,7 @@ def test_connect_over_several_hosts(mark: str, shell: str, transport: str) -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    expected = [f"[{r}]<stdout>: {transport} {r} 4 10" for r in range(4)]
+    expected = [f"[{r}]<stdout>: {transport} {r} 3 6" for r in range(3)]
     assert sorted(done.stdout.splitlines()) == expected
     until(lambda: not marked(mark))
 

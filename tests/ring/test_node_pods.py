@@ -35,11 +35,13 @@ def pod(hosts, index, folder, *words, env):
     )
 
 
-@pytest.mark.parametrize("service", [["--service", "train"], []])
-def test_pods_meet_by_their_index_and_the_services_name(tmp_path, service):
+@pytest.mark.parametrize(("slots", "service"), [(2, ["--service", "train"]), (1, [])])
+def test_pods_meet_by_their_index_and_the_services_name(tmp_path, slots, service):
     with netns.Hosts(2) as hosts:
-        words = ["--nodes", "2", "--slots", "2", *service, "--", sys.executable, "-c", SUM]
+        words = ["--nodes", "2", "--slots", str(slots), *service, "--", sys.executable, "-c", SUM]
         pods = [pod(hosts, index, tmp_path, *words, env={}) for index in (1, 0)]
         other, first = (process.communicate(timeout=120) for process in pods)
     assert [process.returncode for process in pods] == [0, 0], (other, first)
-    assert sorted(re.findall("got (.*)", first[0])) == ["0 0 6.0", "1 1 6.0", "2 0 6.0", "3 1 6.0"]
+    total = float(sum(range(2 * slots)))
+    expected = [f"{rank} {rank % slots} {total}" for rank in range(2 * slots)]
+    assert sorted(re.findall("got (.*)", first[0])) == expected
