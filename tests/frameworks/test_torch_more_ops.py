@@ -435,7 +435,7 @@ def case_build_queries():
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
 
 
-@pytest.mark.parametrize(("transport", "size"), [("mpi", 2), ("gloo", 4)])
+@pytest.mark.parametrize(("transport", "size"), [("mpi", 2), ("gloo", 3)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
 def test_op(run_case, case, transport, size):
     run_case(case, transport, size)

@@ -419,8 +419,8 @@ def case_what_overflows_below_a_broadcast_stays_zero_elsewhere():
     scaled = hvd.broadcast(own, 0) ** 2 * torch.tensor([float("inf"), 1.0])
     (grad,) = torch.autograd.grad(scaled.sum(), own, create_graph=True)
     grad.sum().backward()
-    inf = float("inf")
-    expected = ([inf, 2.0], [inf, 2.0 / hvd.size()]) if hvd.rank() == 0 else ([0.0] * 2, [0.0] * 2)
+    inf, share = float("inf"), torch.tensor(2.0 / hvd.size()).item()  # as float32 has it
+    expected = ([inf, 2.0], [inf, share]) if hvd.rank() == 0 else ([0.0] * 2, [0.0] * 2)
     assert (grad.tolist(), own.grad.tolist()) == expected
 
 
@@ -594,7 +594,7 @@ def case_zz_leave_and_come_back():
 CASES = [value for name, value in sorted(globals().items()) if name.startswith("case_")]
 
 
-@pytest.mark.parametrize(("transport", "size"), [("mpi", 4), ("gloo", 2)])
+@pytest.mark.parametrize(("transport", "size"), [("mpi", 2), ("gloo", 3)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[5:])
 def test_op(case, transport, size, run_case):
     run_case(case, transport, size)

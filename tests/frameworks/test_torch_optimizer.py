@@ -721,7 +721,7 @@ def case_a_tensor_more_costs_few_calls_in_backward():
 CASES = [value for name, value in sorted(globals().items()) if name.startswith("case_")]
 
 
-@pytest.mark.parametrize(("transport", "size"), [("mpi", 2), ("gloo", 4)])
+@pytest.mark.parametrize(("transport", "size"), [("mpi", 2), ("gloo", 3)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[5:])
 def test_optimizer(case, transport, size, run_case):
     run_case(case, transport, size)
