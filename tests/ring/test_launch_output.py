@@ -21,41 +21,6 @@ PYTHON = [sys.executable, "-I", "-S", "-c"]
 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
 
-LOSING = """
-import os, signal, sys, time
-import numpy, ringlet.torch as hvd, torch
-hvd.init()
-x = torch.ones(1000)
-hvd.allreduce(x, name="x")
-if hvd.rank() == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    while True:
-        hvd.allreduce(x, name="x")
-except hvd.HorovodInternalError as error:
-    print("caught", error.ranks, flush=True)
-    raise
-finally:
-    time.sleep(0.5)  # as saving would take
-    print("saved", flush=True)
-"""
-
-
-@needs_torch
-def test_those_that_lose_a_rank_have_time_to_raise_and_to_save() -> None:
-    done = subprocess.run(
-        [*RUN, "-np", "3", "--no-prefix", sys.executable, "-c", LOSING],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    assert done.returncode == 137, done.stderr
-    said = done.stdout.splitlines()
-    assert sorted(said) == ["caught (1,)"] * 2 + ["saved"] * 2
-    assert "ringlet run: rank 1 was ended by signal 9 (SIGKILL)" in done.stderr
-
 
 @needs_torch
 @pytest.mark.parametrize("elastic", [[], ["--min-np", "2"]], ids=["fixed", "elastic"])

@@ -223,3 +223,32 @@ def test_the_launcher_names_who_failed_where_torch_made_the_job(kind: str) -> No
     assert done.returncode == 1, done.stderr
     assert "rank 2 exited with code 1" in said[0], done.stderr
     assert "FileNotFoundError" in done.stderr
+
+
+LOSING = """
+import os, signal, sys, time
+import numpy, ringlet.torch as hvd, torch
+hvd.init()
+x = torch.ones(1000)
+hvd.allreduce(x, name="x")
+if hvd.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        hvd.allreduce(x, name="x")
+except hvd.HorovodInternalError as error:
+    print("caught", error.ranks, flush=True)
+    raise
+finally:
+    time.sleep(0.5)  # as saving would take
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+def test_those_that_lose_a_rank_have_time_to_raise_and_to_save() -> None:
+    done, told = launched(3, "gloo", LOSING)
+    assert done.returncode == 137, done.stderr
+    said = sorted(line.partition("<stdout>: ")[2] for line in done.stdout.splitlines())
+    assert said == ["caught (1,)"] * 2 + ["saved"] * 2
+    assert "rank 1 was ended by signal 9 (SIGKILL)" in told[0]
