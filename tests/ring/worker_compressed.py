@@ -17,14 +17,14 @@ from ringlet.ring.transports.local import run_local
 
 TWO = runpy.run_path(str(Path(__file__).with_name("test_two_level.py")))
 CODEC = runpy.run_path(str(Path(__file__).with_name("test_compressed.py")))
-SIZES = (0, 1, 1000, 400_001, 3_000_000, 17)
+SIZES = (0, 1, 1000, 400_001, 2_200_000, 17)
 
 
 def play(comm):
     """Return a digest of many exchanges, in a pipeline and over two levels."""
     gradient, codec_of = CODEC["gradient"], CODEC["Int8Codec"]
     siblings, digest = CODEC["siblings"](comm), hashlib.sha256()
-    for repeat in range(3):
+    for repeat in range(2):  # each size by either collective
         codecs, exchanges = [], []
         for i, n in enumerate(SIZES):
             scatter = (i + repeat) % 2 == 0
