@@ -373,7 +373,7 @@ def case_losses_of_the_byte_transformer_follow_float32():
         return example["ByteTransformer"](32)
 
     plain = curve_of(model(), "fp32", batches)
-    for precision in POLICIES:
+    for precision in ("bf16", "fp16", "amp_bf16", "fp8_wire"):  # layers see no more of the others
         follows(curve_of(model(), precision, batches), plain, 0.03)
 
 
@@ -662,7 +662,7 @@ def test_a_model_is_saved_whole(spec):
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
 
 
-@pytest.mark.parametrize(("transport", "size"), [("mpi", 2), ("gloo", 4)])
+@pytest.mark.parametrize(("transport", "size"), [("mpi", 2), ("gloo", 3)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
 def test_precision(run_case, case, transport, size):
     run_case(case, transport, size)
