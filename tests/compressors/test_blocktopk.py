@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import CompressorError, OptionError, PayloadError, parse
 from ringlet.compressors.sparsifiers.dct import cosines
-from ringlet.compressors.testing import parametrize_with_checks
+from ringlet.compressors.testing import check_compressor
 from ringlet.compressors.testing.tools.simulate import context, decode, encode
 
 SPECS = [
@@ -62,16 +62,17 @@ def picks(compressor, payload, n):
     return found
 
 
-@parametrize_with_checks(
+@pytest.mark.parametrize(
+    "spec",
     [
         "block_topk(ratio=0.1, block=64)",
         "block_topk(ratio=0.1, block=64, bits=8) | ef",
         "block_topk(ratio=0.25, block=64, bits=2, dct=True) | ef",
         "block_topk(ratio=0.25, block=128) | int8",
-    ]
+    ],
 )
-def test_conformance(compressor, check):
-    check(compressor)
+def test_conformance(spec):
+    check_compressor(spec)
 
 
 @pytest.mark.parametrize("spec", SPECS)

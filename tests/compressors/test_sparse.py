@@ -13,7 +13,7 @@ from ringlet.compressors.core.threads import limited
 from ringlet.compressors.kernels.cpu.sparsifiers import topk
 from ringlet.compressors.sparsifiers.randomk import first_places
 from ringlet.compressors.sparsifiers.topk import largest_into
-from ringlet.compressors.testing import parametrize_with_checks
+from ringlet.compressors.testing import check_compressor
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 seeds = st.integers(0, 2**32 - 1)
@@ -41,17 +41,18 @@ def drawn(n, seed, kind):
 kinds = st.sampled_from(["gauss", "laplace", "heavy", "spikes", "ties", "equal"])
 
 
-@parametrize_with_checks(
+@pytest.mark.parametrize(
+    "spec",
     [
         "threshold(value=0.1, cap=0.3) | ef",
         "randomk(ratio=0.2)",
         "topk_sampled | ef",
         "sidco(ratio=0.1)",
         "sidco | int8",
-    ]
+    ],
 )
-def test_conformance(compressor, check):
-    check(compressor)
+def test_conformance(spec):
+    check_compressor(spec)
 
 
 # -- threshold ------------------------------------------------------------------------------------
