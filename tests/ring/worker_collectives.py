@@ -301,7 +301,9 @@ def main():
         store = FileStore(sys.argv[3], size)
         comm = GlooCommunicator(store, rank, size, timeout=60.0, host="127.0.0.1")
         if sys.argv[6] != "near":
-            comm._delay, comm._spread = 0.01, True
+            comm._spread = True  # over hosts: close ones, unless messages take long
+        if "far" in sys.argv[6]:
+            comm._delay = 0.01
             comm._nearest = 0.01 if sys.argv[6] == "all far" else 0.0
     digests = play_all(comm)
     if comm.rank == 0:
