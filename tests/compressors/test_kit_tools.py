@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringlet.compressors.testing import CheckFailed
+from ringlet.compressors import Int8
+from ringlet.compressors.testing import CheckFailed, simulate
 from ringlet.compressors.testing.tools import inputs, named_check, other_process, other_time
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.other_process import OtherProcess
@@ -45,6 +46,10 @@ def other():
     process = OtherProcess()
     yield process
     process._close()
+
+
+def loaded(name):
+    return name in sys.modules
 
 
 def ask(other, function, *args):
@@ -134,6 +139,13 @@ def test_modules_are_loaded_once_for_many_questions(other, module, tmp_path):
     assert lines.read_text().split() == ["loaded"] * 2  # here and there
     assert ask(other, printed) == 7
     assert other.ask({name}, sys.modules[name].one) == 1
+
+
+def test_numba_is_loaded_once_for_a_plugin_beside_our_own(other):
+    simulate(Int8(), [np.ones(64, "f4")])  # which loads it here
+    ours = {"ringlet.compressors.modifiers.ef"}
+    assert not ask(other, loaded, "numba")  # it would make every fork dearer
+    assert other.ask({__name__} | ours, loaded, "numba")
 
 
 def test_what_is_edited_is_loaded_anew(other, module, tmp_path):

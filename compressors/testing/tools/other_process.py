@@ -27,6 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
+from ringlet.compressors.modifiers.ef import ErrorFeedback
+from ringlet.compressors.quantizers.quantize import Int8
+from ringlet.compressors.testing.tools.simulate import simulate
+
 _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
 _CHILD += "from ringlet.compressors.testing.tools.other_process import serve; serve()"
 _PATIENCE = 120.0  # seconds for an answer, which may begin with compiling kernels
@@ -40,7 +46,12 @@ _HEAD = 8  # bytes before a message, which say how long it is
 
 def are_ours(modules: set[str]) -> bool:
     """Whether all ``modules`` are Ringlet's own."""
-    return all(module.startswith("ringlet.") for module in modules)
+    return all(map(_is_ours, modules))
+
+
+def _is_ours(module: str) -> bool:
+    """Whether a module is of Ringlet's own."""
+    return module.startswith("ringlet.")
 
 
 class OtherProcess:
@@ -66,8 +77,10 @@ class OtherProcess:
 
         Everything is pickled; ``modules`` are those that it takes to load ``args``.
         """
-        files = [(m, getattr(sys.modules[m], "__file__", None)) for m in sorted(modules)]
-        needed = pickle.dumps((_path(), files, () if are_ours(modules) else _sources()))
+        theirs = sorted(m for m in modules if not _is_ours(m))  # ours are found by their names
+        files = [(m, getattr(sys.modules[m], "__file__", None)) for m in theirs]
+        kernels = "numba" in sys.modules and 0 < len(theirs) < len(modules)
+        needed = pickle.dumps((_path(), files, kernels, () if are_ours(modules) else _sources()))
         question = pickle.dumps((needed, pickle.dumps((function, args))))
         question = (_STAY if are_ours(modules) else _FORK) + question
         with self._lock:
@@ -162,7 +175,7 @@ def serve() -> None:
 
 
 class _Loaded:
-    """A fork that has loaded what is ``needed``: a path, modules and their files, and sources.
+    """A fork that has loaded what is ``needed``: a path, modules and files, kernels, and sources.
 
     It stands for others that need the same, pickled: as long as nobody has changed a source.
     """
@@ -231,10 +244,12 @@ def _in_a_fork(function: Callable[[], bytes]) -> bytes:
 def _load_all(needed: bytes) -> bytes:
     """Load modules; return what went wrong, as an answer, or nothing."""
     try:
-        path, files, _ = pickle.loads(needed)
+        path, files, kernels, _ = pickle.loads(needed)
         sys.path[:] = path
         for name, file in files:
             _load(name, file)
+        if kernels:  # of what stands beside a plugin: forks share Numba once one has run
+            simulate(Int8() | ErrorFeedback(), [np.ones(64, np.float32)])
     except BaseException:
         return pickle.dumps((traceback.format_exc().strip(), None))
     return b""
