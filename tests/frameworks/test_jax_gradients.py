@@ -80,7 +80,7 @@ def case_specs():
         assert int(end.step) == 4
         again, middles[spec] = trained(update, start, range(2))
         assert again == results[:2], spec
-        if chosen.traits().combine == "decode" and size == 2:
+        if chosen.traits().combine == "gather" and size == 2:
             states = [{} for _ in range(size)]
             for step in range(4):
                 given = [gradients(step, rank)["out"] for rank in range(size)]
