@@ -55,8 +55,9 @@ import fork_server  # noqa: E402 - when the environment is as every test finds i
 
 PRELOADED = re.compile(r'preloaded\("(\w+)"')
 SLOW_SERVERS = ("tensorflow", "jax")  # take seconds to start
-# One worker would be at them when the others have ended. By module, or by compressor.
-BROKEN, KIT = "tests/compressors/test_broken.py", "tests/compressors/test_kit.py"
+# They compute, and never wait. By module, by compressor and by spec they are shared out.
+SHARED = [f"tests/compressors/test_{name}.py" for name in ("broken", "kit", "written")]
+ROOMS = ["ring", "frameworks", "fusion", "gpu", "compressors"]
 
 
 @functools.cache
@@ -66,41 +67,45 @@ def server_of(path):
     return found[1] if found and found[1] in SLOW_SERVERS else ""
 
 
-def pytest_collection_modifyitems(items):
-    """Begin with the files that take longest, so that no worker is alone in the end.
+def scope_of(nodeid, root):
+    """Return what a worker runs together: a file, or part of it, or all files with one server."""
+    path, _, test = nodeid.partition("::")
+    if path in SHARED:
+        return f"{path}::{test.partition('[')[2].rstrip(']').partition('-')[0]}"
+    return server_of(root / path) or path
 
-    BROKEN starts no fork server: one worker is at it while two start theirs and compile kernels.
+
+def pytest_collection_modifyitems(config, items):
+    """Begin with what takes longest, so that no worker is alone in the end, and mix the rest.
+
+    Ranks wait for each other: while files that start some do, others compute.
     """
-    rooms = ["ring", "frameworks", "fusion", "gpu", "compressors"]
+    scopes = {}
+    for item in sorted(items, key=lambda item: _place(ROOMS, item.path.parent.name)):
+        scopes.setdefault(scope_of(item.nodeid, config.rootpath), []).append(item)
+    slow = [scope for scope in SLOW_SERVERS if scope in scopes]
+    computing = [scope for path in SHARED for scope in scopes if scope.startswith(f"{path}::")]
+    waiting = [scope for scope in scopes if scope not in {*slow, *computing}]
+    evenly = [((i + 0.5) / len(part), scope) for part in (computing, waiting)
+              for i, scope in enumerate(part)]  # fmt: skip
+    order = [*slow, *(scope for _, scope in sorted(evenly, key=lambda pair: pair[0]))]
+    items[:] = [item for scope in order for item in scopes[scope]]
 
-    def turn(item):
-        room = item.path.parent.name
-        broken = item.nodeid.startswith(BROKEN)
-        return (
-            not server_of(item.path),
-            not broken,
-            rooms.index(room) if room in rooms else 9,
-        )
 
-    items.sort(key=turn)
+def _place(names, name):
+    return names.index(name) if name in names else len(names)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep files together that start programs from one of SLOW_SERVERS: one worker starts it.
-
-    And share BROKEN and KIT out by the first parameter of their tests.
-    """
+    """Keep files together that start programs from one of SLOW_SERVERS: one worker starts it."""
     from xdist.scheduler import LoadFileScheduling
 
-    class ByServer(LoadFileScheduling):
+    class ByScope(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            path = super()._split_scope(nodeid)
-            if path in (BROKEN, KIT):
-                return f"{path}::{nodeid.partition('[')[2].partition('-')[0]}"
-            return server_of(config.rootpath / path) or path
+            return scope_of(nodeid, config.rootpath)
 
-    return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
+    return ByScope(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish():
