@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Python compiles the modules that it imports, a third of what pip would compile.
+# Python compiles the modules that it imports, a third of what pip would compile, and keeps the byte code,
+# which containers often tell it not to.
 INSTALL := python -m pip install --quiet --no-compile --constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu bench-gpu test-mxnet test-huggingface lint types workflows check clean
 
