@@ -79,7 +79,8 @@ class Worker:
             tensor_queue,
             signal,
             self.member,
-            self._vote_on,
+            self._undertake,
+            self._exchanged,
             self.joined,
             limits.cache,
         )
@@ -346,11 +347,11 @@ class Worker:
         # What is raised here breaks the engine; failures that all ranks know of are left in it.
         track = bucket.among(owner.peers).next_track()
         steps = bucket.exchange(track, verdict.sizes, self.recorder, verdict.epoch)
-        done = partial(self._exchanged, owner, verdict)
+        done = partial(self._exchanged, owner, verdict.bucket, verdict.epoch)
         self._exchanges.launch(steps, bucket.trace, track, sum(verdict.sizes), done)
 
-    def _exchanged(self, owner: BucketOwner, verdict: m.Verdict) -> None:
-        bucket = owner.buckets[verdict.bucket]
+    def _exchanged(self, owner: BucketOwner, index: int, epoch: int) -> None:
+        bucket = owner.buckets[index]
         failure = bucket.failure
         if failure is not None:
             if failure.witness == owner.peers.rank:
@@ -359,11 +360,11 @@ class Worker:
                 self._fail_elsewhere(owner, failure.__cause__ or failure, "exchange")
             return
         if self.recorder.observers:
-            owner.observed(verdict.bucket, self.recorder)
+            owner.observed(index, self.recorder)
         if bucket.more:
-            self.complete.add(owner, verdict.bucket, verdict.epoch)
+            self.complete.add(owner, index, epoch)
             return
-        owner.bucket_done(verdict.bucket)
+        owner.bucket_done(index)
         self._forget(owner.number)
 
     def _forget(self, number: int) -> None:
@@ -376,9 +377,12 @@ class Worker:
             self._released.discard(number)
             self._retire(group)
 
-    def _vote_on(self, batch: Batch, index: int) -> None:
-        self._batches[batch.number] = batch
-        self.complete.add(batch, index, batch.epoch)
+    def _undertake(self, batch: Batch) -> None:
+        """Keep a batch that may fail on all ranks, and encode what these vote on."""
+        if not batch.decided:
+            self._batches[batch.number] = batch
+        for index in batch.to_vote:
+            self.complete.add(batch, index, batch.epoch)
 
     def _declared(self, message: bytes) -> None:
         process_set, name, number, order = loads(message[1:])

@@ -1,7 +1,8 @@
 """A fusion bucket: tensors of one stream that travel in one buffer.
 
 ``encode`` runs before the ranks agree to go ahead, so that a compressor that fails leaves nobody
-waiting inside a collective; ``exchange`` yields what moves bytes, and decodes.
+waiting inside a collective; where they need not agree, ``encode_nothing`` takes its place then.
+``exchange`` yields what moves bytes, and decodes.
 """
 
 from __future__ import annotations
@@ -104,6 +105,13 @@ class Bucket(ABC):
             nbytes = self._encode()
         recorder.compressed(self.trace, start, time.perf_counter())
         return nbytes
+
+    def encode_nothing(self, error: Exception) -> int:
+        """Take part in the exchange, which ranks have not voted on, though ``encode`` has failed.
+
+        All ranks give it up then. Raises ``error`` where nothing on the wire could tell them.
+        """
+        raise error
 
     def exchange(
         self, track: Track, sizes: Sequence[int], recorder: Recorder, epoch: int = 0
@@ -356,12 +364,20 @@ class CompressedBucket(Bucket):
         self._scattered = self.even = self.members[0].strategy == "scatter_reduce"
         self.codec = BucketCodec(self.members, size if self._scattered else 1)
         self._encoded = compressed.Encoded(np.empty(0, np.uint8), [])
+        self._unencoded: Exception | None = None  # why there is no payload, in the exchange at hand
 
     def shares(self) -> list[float]:
         """Return the bytes of each member's payload, in this step."""
         return self.codec.member_bytes()
 
+    def encode_nothing(self, error: Exception) -> int:
+        """Send a message of the payload's size that no rank takes for one."""
+        self._encoded = compressed.blank(self.codec, self._lease.allocate)
+        self._unencoded = error
+        return self._encoded.nbytes
+
     def _encode(self) -> int:
+        self._unencoded = None
         self._encoded = compressed.encode(self.codec, self._lease.allocate)
         return self._encoded.nbytes
 
@@ -371,11 +387,11 @@ class CompressedBucket(Bucket):
         exchange: compressed.Exchange
         if self._scattered:
             exchange = compressed.ScatterReduce(
-                comm, self.codec, self._encoded, allocate, plan, siblings
+                comm, self.codec, self._encoded, allocate, plan, siblings, self._unencoded
             )
         else:
             exchange = compressed.AllgatherReduce(
-                comm, self.codec, self._encoded, sizes, allocate, plan, siblings
+                comm, self.codec, self._encoded, sizes, allocate, plan, siblings, self._unencoded
             )
         return compressed.steps(exchange, partial(self._working, recorder))
 

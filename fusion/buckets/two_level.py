@@ -76,6 +76,7 @@ class TwoLevelBucket(Bucket):
         return _ShardCodec(self._parts, parts)
 
     def _encode(self) -> int:
+        self._codec.unfit = None
         self._buffer = self._lease.allocate(4 * sum(self._counts)).view(np.float32)
         multiply = self.place.xp.multiply
         for i, member in enumerate(self.members):
@@ -89,6 +90,12 @@ class TwoLevelBucket(Bucket):
             if owed is not None:
                 for here, part in self._pairs(i, owed):
                     here += part * np.float32(factor / member.prescale)
+        return self._buffer.nbytes
+
+    def encode_nothing(self, error: Exception) -> int:
+        """Let this rank's shard fail, which all ranks are told of in the exchange."""
+        self._buffer = self._lease.allocate(4 * sum(self._counts)).view(np.float32)
+        self._codec.unfit = error
         return self._buffer.nbytes
 
     def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:

@@ -48,6 +48,7 @@ class BucketCodec:
         self._single: list[Sequence[int]] = [every] * parts  # members with calls of their own
         if self._small is not None:
             self._single = [sorted({*every} - {*places}) for places in self._small.places]
+        self.unfit: Exception | None = None  # why the values of the step at hand cannot be encoded
         self._freed = 0  # by the pool, when views were last known to be of its buffers
 
     def capacity(self, part: int) -> int:
@@ -67,6 +68,8 @@ class BucketCodec:
 
     def prepare(self) -> None:
         """Begin a step: compress its values, where only that tells how many bytes they take."""
+        if self.unfit is not None:
+            raise self.unfit
         if self.fixed:
             if self._small is not None:
                 self._small.begin()

@@ -25,16 +25,18 @@ from ringlet.ring.collectives.checksum import turn_of
 from ringlet.ring.pipeline import Steps
 
 Note = Callable[[int, int, str, int], None]  # batch, place in it, a tensor's name, digest
+Exchanged = Callable[["Batch", int, int], None]  # batch, bucket, epoch
 
 
 class Batch(BucketOwner):
     """Allreduces that become ready together: packed by look-ahead, reduced bucket by bucket.
 
-    Uncompressed buckets run at once. Compressed ones are encoded and voted on first, like those
-    of a declared group, so that a compressor that fails on one rank leaves nobody waiting. So are
-    those of schedules, of which a rank may be at another step. A batch serves again whenever the
-    same requests become ready together, and its schedules are where they were. ``note`` is told
-    the digests of sums, which ranks compare afterwards.
+    Buckets of which ranks know what will travel run at once. Those of plugins, and those whose
+    payloads' sizes vary, are encoded and voted on first, like those of a declared group, so that a
+    compressor that fails on one rank leaves nobody waiting. So are those of schedules, of which a
+    rank may be at another step. A batch serves again whenever the same requests become ready
+    together, and its schedules are where they were. ``note`` is told the digests of sums, which
+    ranks compare afterwards.
     """
 
     def __init__(
@@ -69,12 +71,19 @@ class Batch(BucketOwner):
         self._works: dict[Member, Work] = {}
         self._missing: dict[Member, int] = {}  # pieces of a tensor that are not done
         self._undone: set[int] = set()  # buckets that are not done
-        self._voted: set[int] = set()  # of those, the ones that are voted on
+        self._to_vote: list[int] = []  # buckets that ranks vote on
+        self._fallible: set[int] = set()  # undone ones that may fail on all ranks
 
     def begin(self, number: int, works: Iterable[Work], contributors: Sequence[int]) -> None:
         """Take the members' arrays of this time, and by how many ranks means are to be divided."""
         self.number, self.step, self.epoch = number, number, 0
         self._undone = set(range(len(self.buckets)))
+        firsts = [bucket.members[0] for bucket in self.buckets]
+        self._to_vote = [index for index, member in enumerate(firsts) if not _at_once(member)]
+        if self.unplanned is not None and not self._to_vote:
+            self._to_vote = [len(self.buckets)]  # a bucket that there is not, which is to fail
+        self._fallible = {index for index, member in enumerate(firsts) if not _is_plain(member)}
+        self._fallible.update(self._to_vote)
         for member, work, ranks in zip(self.members, works, contributors, strict=True):
             member.contributors = ranks
             member.input, member.output, member.ready = work.input, work.output, work.ready
@@ -103,22 +112,20 @@ class Batch(BucketOwner):
         bucket = self.buckets[index]
         return bucket.begin(turn_of(self.number, bucket.verify) + SPREAD * index)
 
-    def run_plain(self, exchanges: Exchanges, recorder: Recorder) -> list[int]:
-        """Launch the uncompressed buckets; return the indices of those that need a vote."""
-        compressed: list[int] = []
+    @property
+    def to_vote(self) -> Sequence[int]:
+        """The indices of buckets that need a vote."""
+        return self._to_vote
+
+    def launch(self, exchanges: Exchanges, recorder: Recorder, exchanged: Exchanged) -> None:
+        """Launch the buckets that need no vote; ``exchanged`` is told of the end of each."""
         for index, bucket in enumerate(self.buckets):
             if _at_once(bucket.members[0]):
                 nbytes = sum(member.nbytes for member in bucket.members)
-                done = partial(self._plain_done, index, recorder)
                 track = bucket.among(self.peers).next_track()
-                steps = self._plain(bucket, track, recorder)
+                steps = self._steps(bucket, track, recorder)
+                done = partial(exchanged, self, index, self.epoch)
                 exchanges.launch(steps, self.begin_bucket(index), track, nbytes, done)
-            else:
-                compressed.append(index)
-        if self.unplanned is not None and not compressed:
-            compressed.append(len(self.buckets))  # of a bucket that there is not, which is to fail
-        self._voted = set(compressed)
-        return compressed
 
     def observed(self, index: int, recorder: Recorder) -> None:
         """Tell of a bucket that was exchanged, while somebody observes."""
@@ -132,8 +139,8 @@ class Batch(BucketOwner):
 
     @property
     def decided(self) -> bool:
-        """Whether no bucket waits for votes, or for what was voted for."""
-        return not self._voted
+        """Whether no bucket is left that may still fail on all ranks."""
+        return not self._fallible
 
     @property
     def finished(self) -> bool:
@@ -143,7 +150,7 @@ class Batch(BucketOwner):
     def bucket_done(self, index: int) -> None:
         """Count a bucket, and let its callers go on."""
         self._undone.discard(index)
-        self._voted.discard(index)
+        self._fallible.discard(index)
         bucket = self.buckets[index]
         if bucket.digest:
             self._note(self.number, index, bucket.members[0].name, bucket.digest)
@@ -165,7 +172,7 @@ class Batch(BucketOwner):
         for index in self._undone:  # members of the others may be in another batch already
             self.buckets[index].fail()
         self._undone.clear()
-        self._voted.clear()
+        self._fallible.clear()
         ended = {bucket.place: bucket.mark for bucket in self.buckets if bucket.mark is not None}
         for member, work in self._works.items():
             if member.place in ended:
@@ -207,23 +214,37 @@ class Batch(BucketOwner):
         self._missing[member.whole] -= 1
         return self._missing[member.whole] == 0
 
-    def _plain(self, bucket: Bucket, track: Track, recorder: Recorder) -> Steps:
+    def _steps(self, bucket: Bucket, track: Track, recorder: Recorder) -> Steps:
         # Encoded when its turn comes: as many fusion buffers are in use as exchanges under way.
         if recorder.observers:
             recorder.encoding("", self.number, bucket)
 
         def steps() -> Steps:
-            nbytes = bucket.encode(recorder)
+            try:
+                nbytes = bucket.encode(recorder)
+            except MemoryError:
+                raise  # to be tried again, with the reserve
+            except Exception as error:  # the others are in the exchange already
+                nbytes = bucket.encode_nothing(error)
             yield from bucket.exchange(track, [nbytes] * track.comm.size, recorder)
 
         yield from bucket.with_memory(steps)
 
-    def _plain_done(self, index: int, recorder: Recorder) -> None:
-        if recorder.observers:
-            self.observed(index, recorder)
-        self.bucket_done(index)
+
+def _is_plain(member: Member) -> bool:
+    return isinstance(member.compressor, NoCompression)
 
 
 def _at_once(member: Member) -> bool:
-    """Whether ranks need no vote on what a member travels in."""
-    return isinstance(member.compressor, NoCompression) and not member.apart
+    """Whether ranks need no vote on what a member travels in.
+
+    They know how many bytes it takes on all of them, and what fails on one of them can be told on
+    the way, or cannot fail: sums have nothing to tell it by. A plugin may break such a promise, and
+    on a GPU failures are found out late.
+    """
+    if member.apart or _is_plain(member):
+        return not member.apart
+    traits, strategy = member.compressor.traits(), member.strategy
+    known = traits.fixed_size and strategy != "rounds"
+    sure = known and not (strategy == "sum" and traits.stateful)
+    return sure and not member.foreign and not member.place.ordered

@@ -16,7 +16,7 @@ from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.process_set import Peers
-from ringlet.fusion.queue.batch import Batch
+from ringlet.fusion.queue.batch import Batch, Exchanged
 from ringlet.fusion.queue.tensor_queue import TensorQueue
 from ringlet.fusion.queue.unfused_ops import single_steps
 from ringlet.fusion.recording.events import Trace
@@ -51,8 +51,9 @@ class RequestExecutor:
     """Runs what every rank has asked for, and knows by which numbers ranks ask again.
 
     This rank has ``joined`` process sets, to which it contributes zeros for what it has not asked.
-    ``vote_on(batch, index)`` is called for buckets that have to be voted on. Without ``cache``
-    numbers are learnt, but this rank asks by name; others may still ask by number.
+    ``undertake(batch)`` is called for batches that have begun, and is to vote on what needs it;
+    ``exchanged(batch, index, epoch)`` for buckets that needed no vote. Without ``cache`` numbers
+    are learnt, but this rank asks by name; others may still ask by number.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class RequestExecutor:
         tensor_queue: TensorQueue,
         signal: Signal,
         member: Callable[[Request, Compressor, State], Member],
-        vote_on: Callable[[Batch, int], None],
+        undertake: Callable[[Batch], None],
+        exchanged: Exchanged,
         joined: Container[int],
         cache: bool = True,
     ) -> None:
@@ -72,7 +74,7 @@ class RequestExecutor:
         self._sets, self._places = sets, places
         self._exchanges, self._recorder = exchanges, recorder
         self._tensor_queue, self._signal = tensor_queue, signal
-        self._member, self._vote_on = member, vote_on
+        self._member, self._undertake, self._exchanged = member, undertake, exchanged
         self._cache = cache
         self.states: dict[Hashable, State] = {}
         self.version = 0  # EXECUTE messages heard: numbers may change their meaning with each
@@ -246,8 +248,8 @@ class RequestExecutor:
         if not plan.finished:  # here; the others, which it was all they waited for, have gone on
             self._exchanges.pipeline.drain()
         plan.begin(number, works, contributors)
-        for index in plan.run_plain(self._exchanges, self._recorder):
-            self._vote_on(plan, index)
+        self._undertake(plan)
+        plan.launch(self._exchanges, self._recorder, self._exchanged)
 
     def _single_done(
         self, work: Work, trace: Trace, at: tuple[int, int] | None, share: int

@@ -7,10 +7,12 @@ everybody else's, and because payloads are summed in rank order everywhere:
 - scatter-reduce with recompression: rank r receives part r of everybody, sums, encodes the sum
   again and all-gathers it. Sends 2(W-1)/W payloads, at the price of a second rounding.
 
-Encoding comes before (``encode``), so that a codec that fails does so before any byte moves. Every
-payload travels with a seal. Ranks tell each other what they found, and whether they could decode,
-so that all raise the same error. In a pipeline (``steps``) they do both at once: where an error is
-raised, outputs may have been written, or not, on each rank for itself.
+Encoding comes before (``encode``), so that a codec that fails does so before any byte moves. Where
+ranks do not vote on what they have encoded, the one that failed sends a ``blank`` instead, which no
+rank takes for a payload. Every payload travels with a seal. Ranks tell each other what they found,
+and whether they could decode, so that all raise the same error. In a pipeline (``steps``) they do
+both at once: where an error is raised, outputs may have been written, or not, on each rank for
+itself.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ringlet.ring.errors import ExchangeFailed, ProtocolError
 from ringlet.ring.pipeline import Steps, Wire
 
 Allocate = Callable[[int], Array]
+_MASK = (1 << 64) - 1  # a plan's hash has 64 bits
 
 
 def _allocate(nbytes: int) -> Array:
@@ -61,6 +64,12 @@ def encode(codec: Codec, allocate: Allocate = _allocate, room: int = SEAL) -> En
         counts.append(codec.encode_into(part, buffer[start : buffer.size - room]) + room)
         start += counts[-1]
     return Encoded(buffer[:start], counts)
+
+
+def blank(codec: Codec, allocate: Allocate = _allocate) -> Encoded:
+    """Return as many bytes as ``encode`` does with a codec whose payloads are of fixed size."""
+    counts = [codec.capacity(part) + SEAL for part in range(codec.parts)]
+    return Encoded(allocate(sum(counts)), counts)
 
 
 class Exchange(Protocol):
@@ -106,8 +115,9 @@ def steps(
 class AllgatherReduce:
     """Gather every rank's payload and decode their sum; ``sizes`` are its bytes by rank.
 
-    ``siblings`` of ``comm`` make its later collectives, so that those of several exchanges can be
-    under way at once. To agree is one of its own: its few bytes may queue behind many.
+    ``failure`` is why this rank comes with a ``blank``, if it does. ``siblings`` of ``comm`` make
+    its later collectives, so that those of several exchanges can be under way at once. To agree is
+    one of its own: its few bytes may queue behind many.
     """
 
     def __init__(
@@ -119,6 +129,7 @@ class AllgatherReduce:
         allocate: Allocate = _allocate,
         plan: int = 0,
         siblings: Sequence[Communicator] = (),
+        failure: Exception | None = None,
     ) -> None:
         if sizes[comm.rank] != encoded.nbytes:
             said = sizes[comm.rank]
@@ -129,14 +140,14 @@ class AllgatherReduce:
         self._sizes = list(sizes)
         self._received = allocate(sum(sizes))
         # It counts the exchange, which can begin now that there is room.
-        self._inspector = _Inspector(comm, plan, siblings[0] if siblings else comm)
+        self._inspector = _Inspector(comm, plan, siblings[0] if siblings else comm, failure)
         self.rest: Sequence[Callable[[], None]] = ()
         self.sent = (comm.size - 1) * encoded.nbytes
 
     def start(self) -> None:
         """Gather the payloads."""
         self._inspector.expect()
-        seal(self._encoded.buffer, self._inspector.sequence, self._inspector.plan)
+        self._inspector.seal(self._encoded.buffer)
         self._comm.allgather(self._encoded.buffer, self._received, self._sizes)
 
     def reduce(self) -> None:
@@ -160,9 +171,9 @@ class AllgatherReduce:
 class ScatterReduce:
     """Reduce part r on rank r, encode the sum and gather it. Parts are of fixed size.
 
-    ``siblings``, two if any, are as in ``AllgatherReduce``. Raises ProtocolError, before any byte
-    moves, when a part does not fill its capacity: the other ranks count on it. When the codec fails
-    to sum, or to decode, all ranks raise ExchangeFailed.
+    ``siblings``, two if any, and ``failure`` are as in ``AllgatherReduce``. Raises ProtocolError,
+    before any byte moves, when a part does not fill its capacity: the other ranks count on it. When
+    the codec fails to sum, or to decode, all ranks raise ExchangeFailed.
     """
 
     def __init__(
@@ -173,6 +184,7 @@ class ScatterReduce:
         allocate: Allocate = _allocate,
         plan: int = 0,
         siblings: Sequence[Communicator] = (),
+        failure: Exception | None = None,
     ) -> None:
         rank, size = comm.rank, comm.size
         self._sizes = [codec.capacity(part) + SEAL for part in range(size)]
@@ -187,7 +199,7 @@ class ScatterReduce:
         self._received = allocate(mine * size)
         self._own = allocate(mine)
         self._gathered = allocate(sum(self._sizes))
-        self._inspector = _Inspector(comm, plan, last)
+        self._inspector = _Inspector(comm, plan, last, failure)
         self.rest: Sequence[Callable[[], None]] = (self.finish,)
         self.sent = encoded.nbytes - mine + (size - 1) * mine
 
@@ -197,7 +209,7 @@ class ScatterReduce:
         inspector.expect()
         for rank, part in enumerate(split(self._encoded.buffer, self._sizes)):
             if rank != self._comm.rank:  # nobody inspects what stays here
-                seal(part, inspector.sequence, inspector.plan)
+                inspector.seal(part)
         self._comm.alltoall(self._encoded.buffer, self._received, self._sizes, self._incoming)
 
     def reduce(self) -> None:
@@ -278,7 +290,9 @@ def run(exchange: Exchange) -> int:
 class _Inspector:
     """Looks at the payloads of one exchange and lets all ranks know what any of them found."""
 
-    def __init__(self, comm: Communicator, plan: int, later: Communicator) -> None:
+    def __init__(
+        self, comm: Communicator, plan: int, later: Communicator, failure: Exception | None
+    ) -> None:
         comm.exchanges += 1
         self.sequence, self.plan = comm.exchanges, plan
         self._comm, self._later = comm, later
@@ -287,6 +301,13 @@ class _Inspector:
         self._error: Exception | None = None  # of this rank's codec
         self._findings = np.empty(comm.size, np.int64)  # of all ranks
         self._gather: Callable[[Array], None] | None = None
+        self._spoilt = failure is not None
+        if failure is not None:
+            self.failed(Fault.UNENCODED, failure)
+
+    def seal(self, message: Array) -> None:
+        """Seal a payload of this rank's values, so that a ``blank`` is none of any plan's."""
+        seal(message, self.sequence, ~self.plan & _MASK if self._spoilt else self.plan)
 
     def expect(self) -> None:
         """Let the others send what they find as soon as they know: far away that saves a message.
@@ -321,7 +342,8 @@ class _Inspector:
         if not findings.any():
             return
         origin = self._comm.origin
-        witness = int(np.flatnonzero(findings)[0])
+        cause = findings % len(Fault) == Fault.UNENCODED  # of what other ranks have found
+        witness = int(np.flatnonzero(cause if cause.any() else findings)[0])
         rank, fault = divmod(int(findings[witness]), len(Fault))
         if not (fault and 0 <= rank < len(origin)):  # damaged itself, or made up
             text = f"rank {origin[witness]} told of no known fault (exchange {self.sequence})"
@@ -331,6 +353,8 @@ class _Inspector:
             text = f"rank {origin[witness]} made of the payloads it received a sum"
         if fault == Fault.UNDECODED:
             text = f"rank {origin[witness]} received payloads"
+        if fault == Fault.UNENCODED:
+            text = f"rank {origin[witness]} sent a message"
         text = f"{text} {Fault(fault).text} (exchange {self.sequence})"
         raise ExchangeFailed(text, witness) from self._error
 

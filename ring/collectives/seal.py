@@ -26,6 +26,7 @@ class Fault(enum.IntEnum):
     CHECKSUM = 4
     FAILED = 5
     UNDECODED = 6
+    UNENCODED = 7
 
     @property
     def text(self) -> str:
@@ -38,6 +39,7 @@ class Fault(enum.IntEnum):
             Fault.CHECKSUM: "that was damaged: its checksum differs",
             Fault.FAILED: "that it could not encode: its codec failed",
             Fault.UNDECODED: "that it could not decode: its codec failed",
+            Fault.UNENCODED: "in place of one that it could not encode: its codec failed",
         }[self]
 
 

@@ -4,10 +4,11 @@ import threading
 
 import numpy as np
 import pytest
-from engines import with_engines
+from engines import on_hosts, with_engines
 
 from ringlet.compressors import Compressor, parse
 from ringlet.fusion import CompressionFailed, Engine, Limits, Request
+from ringlet.fusion.negotiation import messages as m
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.local import run_local
@@ -71,7 +72,7 @@ def test_a_tensor_that_was_done_is_reduced_again_while_its_batch_fails(spec):
         right = submit(engine, {"early": tensors["early"]})[0].wait(WAIT).copy()
         if engine.rank == 0:
             Moody.bad.set()
-        handles = []
+        handles, again = [], []
 
         def may(waiting):
             if not handles:
@@ -79,16 +80,17 @@ def test_a_tensor_that_was_done_is_reduced_again_while_its_batch_fails(spec):
             early, late = handles
             if not early.done():
                 return name_of(waiting.first()) == "early"
-            return len(waiting) == 2 or late.done()  # both batches are at hand, or one failed
+            # Both batches are at hand, or one failed, or the other needed no vote.
+            return len(waiting) == 2 or late.done() or any(each.done() for each in again)
 
         encode_when(engine, may)
         handles += submit(engine, tensors)
         early, late = handles
         early.wait(WAIT)
-        (again,) = submit(engine, {"early": tensors["early"]})
+        again += submit(engine, {"early": tensors["early"]})
         with pytest.raises(CompressionFailed, match="moody"):
             late.wait(WAIT)
-        np.testing.assert_array_equal(again.wait(WAIT), right)
+        np.testing.assert_array_equal(again[0].wait(WAIT), right)
         return float(right[0])
 
     assert with_engines(2, body, fusion_threshold=1) == [pytest.approx(2, rel=0.01)] * 2
@@ -169,3 +171,76 @@ def test_nothing_is_left_of_batches_that_failed():
         return votes and (len(votes._of), len(votes._released))
 
     assert with_engines(2, body)[0] == (0, 0)
+
+
+KNOWN = [  # what ranks do not vote on: gathered, reduced shard by shard, and over two levels
+    *(("ab", spec) for spec in ("int8 | ef", "topk(ratio=0.25) | ef", "onebit | ef")),
+    *(("abc", spec) for spec in ("int8 | ef", "topk(ratio=0.25) | ef")),
+    *(("aabb", spec) for spec in ("int8 | ef", "lossless | ef")),
+]
+
+
+def spoil(engine, name):
+    """Let what is remembered of a tensor fit no tensor, as a state of another model's would."""
+    state = engine.states[name]
+    whole = dict(state)
+    state["residual"] = np.ones(3, np.float32)
+    return whole
+
+
+@pytest.mark.parametrize("n", [N, 70_000])
+@pytest.mark.parametrize(("hosts", "spec"), KNOWN)
+def test_what_one_rank_cannot_encode_fails_on_all_where_nobody_votes(hosts, spec, n):
+    compressor, levels = parse(spec), len(set(hosts)) < len(hosts)
+
+    def body(engine):
+        def reduced(value):
+            asked = Request("w", shape=(n,), spec=spec, op=ReduceOp.SUM)
+            plain = Request("plain", shape=(n,), op=ReduceOp.SUM)
+            items = [(asked, np.full(n, value, np.float32), None, compressor)]
+            items += [(plain, np.full(n, value, np.float32), None, None)]
+            return engine.submit_all(items, at_once=True)
+
+        for _ in range(3):
+            for handle in reduced(1):
+                assert handle.wait(WAIT)[0] == pytest.approx(len(hosts), rel=0.02) or "topk" in spec
+        whole = spoil(engine, "w") if engine.rank == 1 else None
+        texts = []
+        for _ in range(2):  # the second time by number
+            failing, plain = reduced(1)
+            assert (plain.wait(WAIT) == len(hosts)).all()
+            with pytest.raises(CompressionFailed) as caught:
+                failing.wait(WAIT)
+            texts.append(str(caught.value))
+        if whole is not None:
+            engine.states["w"].clear()
+            engine.states["w"].update(whole)
+        again, plain = reduced(2)
+        assert (plain.wait(WAIT) == 2 * len(hosts)).all()
+        return texts, again.wait(WAIT).tobytes()
+
+    runner = on_hosts if levels else lambda hosts, body: with_engines(len(hosts), body)
+    found = runner(hosts, body)
+    assert len({replica for _, replica in found}) == 1
+    ((first, second),) = {tuple(texts) for texts, _ in found}
+    assert first == second
+    assert "rank 1: " in first
+    assert "'w'" in first
+
+
+@pytest.mark.parametrize(("spec", "votes"), [
+    ("none", 0), ("fp16", 0), ("int8 | ef", 0), ("topk(ratio=0.5) | ef", 0), ("lossless", 1),
+    ("randomk(ratio=0.5, unbiased=False) | ef", 1), ("powersgd | ef", 3), ("plugin", 1),
+])  # fmt: skip
+def test_ranks_vote_on_what_they_cannot_know_of_each_other(spec, votes):
+    compressor = Moody() if spec == "plugin" else parse(spec)
+
+    def body(engine):
+        sent, send = [], engine._control.send
+        engine._control.send = lambda message: (sent.append(message[:1]), send(message))
+        for _ in range(3):
+            asked = Request("w", shape=(40, 50), spec=str(compressor), op=ReduceOp.SUM)
+            engine.submit(asked, np.ones(N, np.float32), None, compressor, at_once=True).wait(WAIT)
+        return sent.count(m.VOTE)
+
+    assert with_engines(2, body) == [3 * votes] * 2

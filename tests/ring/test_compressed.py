@@ -12,6 +12,7 @@ from ringlet.ring.collectives.compressed import (
     AllgatherReduce,
     ScatterReduce,
     allgather_reduce,
+    blank,
     encode,
     scatter_reduce,
     steps,
@@ -290,6 +291,40 @@ def test_a_codec_that_fails_to_sum_leaves_nobody_waiting():
 
     (text,) = set(run_local(failing, 3))
     assert text.startswith("rank 1 made of the payloads it received a sum that it could not encode")
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("failing", [{1}, {0, 2}, {0, 1, 2, 3}])
+def test_who_comes_without_a_payload_is_named_and_nobody_takes_it_for_one(scatter, failing):
+    class Watched(Int8Codec):
+        sums = 0
+
+        def _sum(self, payloads):
+            self.sums += 1
+            return super()._sum(payloads)
+
+    def without(comm):
+        fails = comm.rank in failing
+        error = KeyError("boom") if fails else None
+        codec = Watched(gradient(comm.rank, 60, 0), comm.size if scatter else 1)
+        encoded, family = blank(codec) if fails else encode(codec), siblings(comm)
+        if fails:  # what lay there before: a payload
+            encoded.buffer[:] = encode(codec).buffer
+        if scatter:
+            exchange = ScatterReduce(comm, codec, encoded, siblings=family, failure=error)
+        else:
+            sizes = [encoded.nbytes] * comm.size
+            exchange = AllgatherReduce(comm, codec, encoded, sizes, siblings=family, failure=error)
+        with pytest.raises(ExchangeFailed) as caught:
+            run_pipelined([exchange])
+        assert caught.value.witness == min(failing)
+        assert caught.value.__cause__ is error
+        assert codec.sums == 0
+        assert np.isnan(codec.output).all()
+        return str(caught.value)
+
+    (text,) = set(run_local(without, 4))
+    assert text.startswith(f"rank {min(failing)} sent a message in place of one that it could not")
 
 
 @settings(max_examples=40)
