@@ -36,6 +36,7 @@ class LowRank(Compressor):
     any rank makes the whole result NaN, and leaves what is remembered as it was.
     """
 
+    most_rounds: ClassVar[int] = 2  # that ``exchange`` makes
     rank: int = option(4, ge=1, le=1024, doc="rank of the approximation")
 
     def traits(self) -> Traits:

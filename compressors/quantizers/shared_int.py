@@ -40,6 +40,7 @@ class SharedInt(Compressor):
     """
 
     paper: ClassVar[str] = "Li, NSDI 2024"
+    most_rounds: ClassVar[int] = 2  # that ``exchange`` makes
     bits: int = option(8, choices=(8, 16, 32), doc="bits of an integer on the wire")
     bucket: int = option(512, ge=32, le=65536, doc="elements that share a scale")
     stochastic: bool = option(False, doc="round at random, without bias above 2**-16 of a level")

@@ -2,7 +2,9 @@
 
 Every member runs a generator. What the members yield in one round is fused into one buffer per
 dtype and operation, combined, and handed back. Each round is voted on like a bucket of its own, and
-so is the end, so that a generator that raises on one rank becomes an error on all of them.
+so is the end, so that a generator that raises on one rank becomes an error on all of them. One vote
+is enough for the few rounds of Ringlet's own low-rank compressors, say: if these raise, they do it
+before their first round.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from functools import partial
 
 import numpy as np
 
-from ringlet.compressors import CompressorError, Exchange, Round
+from ringlet.compressors import Compressor, CompressorError, Exchange, Modifier, Round
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Track
+from ringlet.fusion.process_set import LANES, Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
@@ -28,6 +30,7 @@ from ringlet.ring.pipeline import Steps, Wire
 log = logging.getLogger("ringlet")
 
 _WIRE = ("int8", "int16", "int32", "int64", "float32")
+_LANES_A_ROUND = 2
 _WIDER = {"int16": "int32"}  # where the transport, like NCCL, does not add these
 
 
@@ -42,11 +45,12 @@ class RoundsBucket(Bucket):
         self._pieces: dict[Member, Array] = {}
         self._outs: dict[Member, Array] = {}  # where later rounds still read the input
         self._error: Exception | None = None
+        self._one_vote = self._fits_one_exchange()
 
     @property
     def final(self) -> bool:
-        """Whether all rounds are over, which is what ranks vote on in the end."""
-        return not self._running
+        """Whether all rounds are over, or will be: ranks vote on nothing after that."""
+        return self._one_vote or not self._running
 
     def abandon(self) -> None:
         """Give buffers back and forget unfinished exchanges."""
@@ -65,6 +69,13 @@ class RoundsBucket(Bucket):
             self._start()
         if self._error is not None:
             raise self._error
+        self._fill()
+        if not self._running:
+            return 0  # the last vote: nothing moves any more
+        return max(1, sum(buffer.nbytes for buffer in self._buffers.values()))
+
+    def _fill(self) -> None:
+        """Copy what the members have yielded into buffers."""
         sizes: dict[tuple[str, str], int] = {}
         for round_ in self._rounds.values():
             key = self._key(round_)
@@ -83,9 +94,6 @@ class RoundsBucket(Bucket):
             self._pieces[member] = piece
             ends[key] += values.size
         before.release()
-        if not self._running:
-            return 0  # the last vote: nothing moves any more
-        return max(1, sum(buffer.nbytes for buffer in self._buffers.values()))
 
     def _key(self, round_: Round) -> tuple[str, str]:
         """Return the operation, and the dtype in which values travel."""
@@ -93,19 +101,35 @@ class RoundsBucket(Bucket):
         return round_.op, _WIDER.get(name, name) if self.place.ordered else name
 
     def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
-        self.lanes = 0
-        if not self._running:
-            self.more = False
-            return
-        buffers = sorted(self._buffers.items(), key=lambda pair: pair[0])
+        self.lanes, self.more = 0, False
+        while self._running:
+            yield from self._combine_round(track, recorder)
+            if not self._one_vote:
+                self.more = True  # at the end too: ranks vote whether all have come to it
+                return
+            if self._error is not None:
+                raise self._error
+            if self._running:
+                self._fill()
 
-        # Over two levels the second lane makes large sums, as it does for other buckets.
-        for lane, large in enumerate((False, True)):
-            comm = track.lane(lane)
+    def _fits_one_exchange(self) -> bool:
+        """Whether it is known that all rounds find lanes of their own; the same on all ranks."""
+        if self.place.ordered or any(member.foreign for member in self.members):
+            return False
+        most = max(_most_rounds(member.compressor) for member in self.members)
+        return most * _LANES_A_ROUND + bool(self._finishing) <= LANES
+
+    def _combine_round(self, track: Track, recorder: Recorder) -> Steps:
+        """Combine one round's values, and hand them to the members."""
+        buffers = sorted(self._buffers.items(), key=lambda pair: pair[0])
+        # Large sums have a lane of their own, as in other buckets.
+        for large in (False, True):
+            comm = track.lane(self.lanes)
             chosen = [each for each in buffers if comm.splits(each[1]) is large]
             nbytes = 2 * (self.size - 1) / self.size * sum(each.nbytes for _, each in chosen)
             if chosen or not large:
                 yield Wire(partial(_combine, comm, chosen), nbytes)
+                self.lanes += 1
         for (op, dtype), buffer in buffers:
             self.note_sum(buffer, dtype, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
         start = time.perf_counter()
@@ -136,14 +160,16 @@ class RoundsBucket(Bucket):
         return out
 
     def _resume(self) -> None:
-        """Hand every member what was combined, up to its next round or its end."""
+        """Hand every member what was combined, up to its next round or its end.
+
+        What it raises is kept: the others are told with the next vote, and do not wait in vain.
+        """
         try:
             for member in list(self._running):
                 dtype = self._rounds[member].values.dtype
                 self._step(member, self._pieces[member].astype(dtype, copy=False))
-        except Exception as error:  # told with the next vote, so that nobody waits for this rank
+        except Exception as error:
             self._error = error
-        self.more = True  # at the end ranks vote whether all have come to it
 
     def _step(self, member: Member, combined: Array | None) -> None:
         generator, out = self._running[member]
@@ -173,6 +199,13 @@ class RoundsBucket(Bucket):
 def _combine(comm: Communicator, buffers: Sequence[tuple[tuple[str, str], Array]]) -> None:
     for (op, _), buffer in buffers:
         comm.allreduce(buffer, ReduceOp.MAX if op == "max" else ReduceOp.SUM)
+
+
+def _most_rounds(compressor: Compressor) -> int:
+    """Return how many rounds one of Ringlet's own makes at most; too many where it does not say."""
+    while isinstance(compressor, Modifier):  # which make none of their own
+        compressor = compressor.wrapped_compressor
+    return int(getattr(type(compressor), "most_rounds", LANES))
 
 
 def check_generator(label: str, made: object) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engines import on_hosts, with_engines
 
-from ringlet.compressors import Compressor, parse
+from ringlet.compressors import Compressor, Context, parse
 from ringlet.fusion import CompressionFailed, Engine, Limits, Request
 from ringlet.fusion.negotiation import messages as m
 from ringlet.ring.communicator import ReduceOp
@@ -192,6 +192,7 @@ def spoil(engine, name):
 @pytest.mark.parametrize(("hosts", "spec"), KNOWN)
 def test_what_one_rank_cannot_encode_fails_on_all_where_nobody_votes(hosts, spec, n):
     compressor, levels = parse(spec), len(set(hosts)) < len(hosts)
+    compressor.warm_up(Context())
 
     def body(engine):
         def reduced(value):
@@ -230,10 +231,12 @@ def test_what_one_rank_cannot_encode_fails_on_all_where_nobody_votes(hosts, spec
 
 @pytest.mark.parametrize(("spec", "votes"), [
     ("none", 0), ("fp16", 0), ("int8 | ef", 0), ("topk(ratio=0.5) | ef", 0), ("lossless", 1),
-    ("randomk(ratio=0.5, unbiased=False) | ef", 1), ("powersgd | ef", 3), ("plugin", 1),
+    ("randomk(ratio=0.5, unbiased=False) | ef", 1), ("powersgd | ef", 1), ("shared_int", 1),
+    ("powersgd | shared_int | ef", 5), ("plugin", 1),
 ])  # fmt: skip
 def test_ranks_vote_on_what_they_cannot_know_of_each_other(spec, votes):
     compressor = Moody() if spec == "plugin" else parse(spec)
+    compressor.warm_up(Context())
 
     def body(engine):
         sent, send = [], engine._control.send

@@ -10,10 +10,12 @@ from engines import with_engines
 from ringlet.compressors import (
     FP16,
     Compressor,
+    Context,
     Int8,
     Modifier,
     NoCompression,
     Part,
+    PowerSGD,
     Round,
     Traits,
     option,
@@ -21,7 +23,7 @@ from ringlet.compressors import (
     register,
 )
 from ringlet.compressors.specs import registry
-from ringlet.fusion import CompressionFailed, Request
+from ringlet.fusion import CompressionFailed, EngineClosed, Request
 from ringlet.fusion.queue.batch import Batch
 from ringlet.ring import Mismatch, ReduceOp
 
@@ -151,6 +153,76 @@ def test_a_failing_round_is_told_to_all(where):
     texts = set(with_engines(3, body))
     assert len(texts) == 1
     assert "rank 1: compressor 'halves' failed in exchange" in texts.pop()
+
+
+def test_rounds_of_ringlets_own_that_fail_behind_their_vote_end_the_engine_everywhere(monkeypatch):
+    """Nobody votes behind the first round: the others are told by another way, and do not wait."""
+    usual = PowerSGD.exchange
+
+    def exchange(self, x, out, ctx, local=None):
+        rounds = usual(self, x, out, ctx, local)
+        combined = yield next(rounds)
+        if fault.get("last") == ctx.rank:
+            raise ArithmeticError("last")
+        while True:
+            try:
+                combined = yield rounds.send(combined)
+            except StopIteration:
+                return
+
+    monkeypatch.setattr(PowerSGD, "exchange", exchange)
+    spec = "powersgd"
+    parse(spec).warm_up(Context())
+
+    def body(engine):
+        requests = [
+            Request("w", shape=(64, 48), spec=spec),
+            Request("v", shape=(40, 30), spec=spec),
+        ]
+        group = engine.declare("g", requests, [parse(spec)] * 2, [{}, {}])
+
+        def step():
+            for request in requests:
+                group.submit(request.name, data(engine.rank, request.name, request.numel))
+            group.wait(60)
+
+        step()
+        fault["last"] = 1
+        with pytest.raises(EngineClosed) as caught:
+            step()
+        return str(caught.value)
+
+    (text,) = set(with_engines(3, body))
+    assert "rank 1: " in text
+    assert "compressor 'powersgd' failed in exchange" in text
+    assert "ArithmeticError: last" in text
+
+
+@pytest.mark.parametrize(
+    "spec", ["powersgd | shared_int | ef", "powersgd | ef", "acpsgd | ef", "shared_int | ef"]
+)
+@pytest.mark.parametrize("threshold", [1, 1 << 20])
+def test_rounds_of_buckets_that_overlap_give_what_they_give_one_by_one(spec, threshold):
+    shapes = {f"w{i}": (80 + i, 64) for i in range(6)}
+    parse(spec).warm_up(Context())
+
+    def body(engine):
+        requests = [Request(n, shape=s, spec=spec) for n, s in shapes.items()]
+        group = engine.declare("g", requests, [parse(spec)] * 6, [{} for _ in requests])
+        for step in range(4):
+            arrays = {r.name: data(engine.rank, f"{r.name}{step}", r.numel) for r in requests}
+            plain = np.full(200_000, engine.rank, np.float32)  # beside them
+            beside = engine.submit(Request("plain", shape=plain.shape), plain)
+            for name in reversed(arrays):
+                group.submit(name, arrays[name])
+            group.wait(60)
+            beside.wait(60)
+            assert (plain == (engine.size - 1) / 2).all()
+        return {name: array.tobytes() for name, array in arrays.items()}
+
+    overlapping = with_engines(3, body, fusion_threshold=threshold, streams=4)
+    assert overlapping[0] == overlapping[1] == overlapping[2]
+    assert overlapping == with_engines(3, body, fusion_threshold=threshold, streams=1)
 
 
 def test_a_schedule_changes_on_all_ranks_at_once():
