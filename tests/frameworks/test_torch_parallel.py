@@ -165,6 +165,30 @@ def case_ddp_forgets_what_one_rank_alone_has_loaded_of_what_is_common():
             assert hvd.replicas_equal(own.state_dict()), (spec, lost)
 
 
+def case_ddp_tells_all_ranks_what_one_of_them_cannot_compress():
+    """Nobody votes on these: who cannot compress takes part all the same, and is named by all."""
+    started()
+    for spec in ("int8 | ef", "topk(ratio=0.1) | ef"):
+        own, wrapped, state = hooked(spec)
+        train(wrapped, 3)
+        kept = {name: dict(memory) for name, memory in state._states().items()}
+        if hvd.rank() == 1:
+            next(iter(state._states().values()))["residual"] = np.ones(3, np.float32)
+        texts = []
+        for _ in range(2):
+            wrapped.zero_grad()
+            with pytest.raises(CompressionFailed) as told:
+                wrapped(batches(1)[0]).square().mean().backward()
+            texts += hvd.allgather_object(str(told.value))
+        assert len(set(texts)) == 1, texts
+        assert texts[0].startswith("rank 1: ")
+        for name, memory in state._states().items():
+            memory.clear()
+            memory.update(kept[name])
+        train(wrapped, 3)
+        assert hvd.replicas_equal(own.state_dict())
+
+
 def case_ddp_uneven_inputs():
     started()
     own, wrapped, _ = hooked("int8 | ef")
