@@ -47,6 +47,7 @@ class Connections:
     def __init__(self) -> None:
         self._known: dict[int, Identity] = {}  # connections, by descriptor
         self._listening: dict[int, Identity] = {}  # ports, by descriptor
+        self._ports: dict[int, End] = {}  # where these are
         self._ends: dict[int, tuple[End, End]] = {}  # by descriptor: this one and the other
         self._ranks: dict[int, int] = {}  # by descriptor: who is at the other end
 
@@ -76,6 +77,22 @@ class Connections:
     def ends(self) -> list[tuple[End, End]]:
         """Return where the connections begin and end, for ``introduce`` on other ranks."""
         return list(self._ends.values())
+
+    def places(self) -> tuple[list[End], list[End]]:
+        """Return where others reach this process, and what it has reached itself."""
+        ports = {port for _, port in self._ports.values()}
+        here, reached = set(self._ports.values()), []
+        for own, other in self._ends.values():
+            if own[1] in ports:
+                here.add(own)  # a port may be that of all addresses
+            else:
+                reached.append(other)
+        return sorted(here), reached
+
+    @property
+    def ports(self) -> int:
+        """How many ports there are."""
+        return len(self._listening)
 
     def introduce(self, ends: Sequence[Iterable[tuple[End, End]]]) -> None:
         """Learn who is at the other ends, from what ``ends`` returned on every rank, by rank.
@@ -223,30 +240,29 @@ def watched() -> Iterator[Connections]:
     found = Connections()
     before = _sockets()
     yield found
-    for descriptor, (identity, ends) in _sockets().items():
+    for descriptor, (identity, own, other) in _sockets().items():
         if descriptor in before and before[descriptor][0] == identity:
             continue
-        if ends is None:
-            found._listening[descriptor] = identity
+        if other is None:
+            found._listening[descriptor], found._ports[descriptor] = identity, own
         else:
-            found._known[descriptor], found._ends[descriptor] = identity, ends
+            found._known[descriptor], found._ends[descriptor] = identity, (own, other)
         os.set_inheritable(descriptor, False)  # programs that this one starts need them not
 
 
-def _sockets() -> dict[int, tuple[Identity, tuple[End, End] | None]]:
-    """Return the TCP sockets of this process, with both ends; None for one that listens."""
-    sockets: dict[int, tuple[Identity, tuple[End, End] | None]] = {}
+def _sockets() -> dict[int, tuple[Identity, End, End | None]]:
+    """Return the TCP sockets of this process, with both ends; one that listens has no other."""
+    sockets: dict[int, tuple[Identity, End, End | None]] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             identity = _identity(int(name))
             with socket.socket(fileno=os.dup(int(name))) as sock:
                 if sock.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    sockets[int(name)] = identity, None
-                else:  # the latter raises where there is no other end
-                    ends = _end(sock.getsockname()), _end(sock.getpeername())
-                    sockets[int(name)] = identity, ends
+                other = None
+                if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    other = _end(sock.getpeername())  # raises where there is none
+                sockets[int(name)] = identity, _end(sock.getsockname()), other
     return sockets
 
 

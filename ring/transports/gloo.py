@@ -132,7 +132,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
         self._connections = connections
         del group, options  # what holds them keeps gloo's threads
         try:
-            admit(self, barrier, self._key, connections.interrupt)
+            admit(self, barrier, self._key, connections)
         except BaseException:
             self._release()
             raise
@@ -147,15 +147,26 @@ class GlooCommunicator(ProcessGroupCommunicator):
         interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]
         try:
             if interfaces:
-                options._devices = [gloo.create_device(interface=name) for name in interfaces]
+                options._devices = [_device(gloo.create_device, interface=n) for n in interfaces]
             elif host:
-                options._devices = [gloo.create_device(hostname=host)]
+                options._devices = [_device(gloo.create_device, hostname=host)]
             else:
-                options._devices = [gloo.create_default_device()]
+                options._devices = [_device(gloo.create_default_device)]
         except RuntimeError as error:
             remedy = "Name a network interface in GLOO_SOCKET_IFNAME."
             raise unavailable("gloo", str(error).split("\n")[0], remedy) from error
         return options
+
+
+def _device(make: Any, **where: str) -> Any:
+    """Return a device that connects at once, whatever TORCH_GLOO_LAZY_INIT says.
+
+    Connections that came later would not be looked at, and the port would have to stay open.
+    """
+    try:
+        return make(**where, lazy_init=False)
+    except TypeError:  # an older torch, where all do
+        return make(**where)
 
 
 _alive: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()

@@ -5,17 +5,23 @@ anything else travels, ranks challenge each other on each connection: both ends 
 the job's key, together with the name of the group, both ranks and a fresh number of either. A proof
 holds for one direction of one connection of one group, so it is of no use anywhere else.
 
+Somebody who changes addresses in the store could still have all of this go through himself. So
+ranks then tell each other, under the key, where they are reached and what they have reached:
+between any two of them a connection has to lead from the one to the other.
+
 Where ranks meet (the store) they tell each other how it went, so that a rank whose place was taken,
 and who therefore waits for an answer that will never come, learns of it, and all raise one error.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -25,7 +31,8 @@ import numpy as np
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import LaunchError, PeerLost, ProtocolError, RingError
-from ringlet.ring.wire.framing import derive, genuine
+from ringlet.ring.interrupt import Connections
+from ringlet.ring.wire.framing import derive, genuine, seal, unseal
 from ringlet.ring.wire.keys import SECRET
 
 PATIENCE = 60.0  # seconds for the proofs, once all ranks are connected
@@ -166,10 +173,10 @@ def _shown(said: bytes) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def prove(comm: Communicator, key: bytes, name: bytes) -> list[int]:
-    """Challenge every rank of ``comm``, and answer; return who does not know ``key``. Collective.
+def prove(comm: Communicator, key: bytes, name: bytes) -> tuple[list[int], str]:
+    """Challenge every rank of ``comm``, and answer. Collective.
 
-    ``name`` is the group's.
+    ``name`` is the group's. Returns who does not know ``key``, and what only this proof is called.
     """
     size, rank = comm.size, comm.rank
     mine, theirs = secrets.token_bytes(NONCE), np.zeros(size * NONCE, np.uint8)
@@ -185,7 +192,7 @@ def prove(comm: Communicator, key: bytes, name: bytes) -> list[int]:
     came: Array = np.zeros(sent.size, np.uint8)
     comm.alltoall(sent, came)
     length = sent.size // size
-    return [
+    strangers = [
         source
         for source in range(size)
         if source != rank
@@ -193,16 +200,53 @@ def prove(comm: Communicator, key: bytes, name: bytes) -> list[int]:
             came[source * length : (source + 1) * length].tobytes(), proof(source, rank)
         )
     ]
+    return strangers, hashlib.sha256(name + theirs.tobytes()).hexdigest()
+
+
+def diverted(comm: Communicator, key: bytes, name: str, connections: Connections) -> list[int]:
+    """Return the ranks to which no connection of ``connections`` leads straight. Collective.
+
+    ``name`` was never used before. Who connects may look to the other end as if it came from
+    elsewhere, where addresses are translated on the way; what it has reached has to be the other.
+    """
+    own = derive(key, "gloo")
+    here, reached = connections.places()
+    said = comm.allgather_bytes(seal(own, name, json.dumps([here, reached]).encode(), comm.rank))
+    lacking = []
+    for rank, sealed in enumerate(said):
+        if rank == comm.rank:
+            continue
+        try:
+            theirs, gone_to = json.loads(unseal(own, name, sealed, rank))
+        except ProtocolError:
+            lacking.append(rank)
+            continue
+        to, of = _plain(theirs), _plain(here)
+        straight = sum(end in to for end in map(_bare, reached))
+        straight += sum(end in of for end in map(_bare, gone_to))
+        if straight < connections.ports:  # one for each network that gloo uses
+            lacking.append(rank)
+    return lacking
+
+
+def _plain(ends: Sequence[Sequence[Any]]) -> set[tuple[str, int]]:
+    return set(map(_bare, ends))
+
+
+def _bare(end: Sequence[Any]) -> tuple[str, int]:
+    """Return an end without its interface, which each host calls as it likes."""
+    return str(end[0]).partition("%")[0], int(end[1])
 
 
 def admit(
-    comm: Communicator, barrier: StoreBarrier, key: bytes | None, interrupt: Callable[[], None]
+    comm: Communicator, barrier: StoreBarrier, key: bytes | None, connections: Connections
 ) -> None:
     """Let the ranks of a new group prove themselves, before anything else travels. Collective.
 
-    ``interrupt`` ends the group's connections. Without a ``key`` on any rank nothing is proved.
-    Raises, the same on every rank, ProtocolError when somebody has taken a rank's place,
-    LaunchError when some ranks have a key and others do not, PeerLost when a rank goes meanwhile.
+    ``connections`` are the group's. Without a ``key`` on any rank nothing is proved.
+    Raises, the same on every rank, ProtocolError when somebody has taken a rank's place, or stands
+    between two, LaunchError when some ranks have a key and others do not, PeerLost when a rank goes
+    meanwhile.
     """
     barrier.pass_together("connected")
     if (keys := barrier.keys()) not in (0, comm.size) or (keys == 0 and key is not None):
@@ -222,15 +266,18 @@ def admit(
             except RuntimeError:  # whoever keeps the store has gone
                 over = True
             if over:
-                interrupt()
+                connections.interrupt()
                 return
 
     watcher = threading.Thread(target=watch, name="ringlet proof", daemon=True)
     watcher.start()
     how = why = ""
     try:
-        if strangers := prove(comm, key, barrier.name):
+        strangers, name = prove(comm, key, barrier.name)
+        if strangers:
             how, why = _TAKEN, taken(comm, strangers)
+        elif others := diverted(comm, key, name, connections):
+            how, why = _TAKEN, through_others(comm, others)
     except PeerLost as error:
         how, why = _LOST, unproved(comm, error)
     finally:
@@ -248,6 +295,17 @@ def taken(comm: Communicator, ranks: list[int]) -> str:
         f"whoever has connected to rank {comm.origin[comm.rank]} (host {socket.gethostname()}) over"
         f" gloo as rank {who} does not know the job's key: somebody on the network has taken that"
         f" rank's place, or it has another {SECRET}. Nothing was told, nothing it sent was used"
+    )
+
+
+def through_others(comm: Communicator, ranks: list[int]) -> str:
+    """Say between whom somebody stands."""
+    return (
+        f"no connection over gloo leads straight from rank {comm.origin[comm.rank]} (host"
+        f" {socket.gethostname()}) to {_ranks([comm.origin[rank] for rank in ranks])}: somebody has"
+        " changed an address where ranks meet, and stands between, or a proxy does. Nothing was"
+        " told. Start the job with `ringlet run`, whose store lets nobody else in, or see who"
+        " reaches MASTER_PORT"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import LaunchError, PeerLost, ProtocolError
+from ringlet.ring.interrupt import Connections
 from ringlet.ring.rendezvous.connect import loopback
 from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
 from ringlet.ring.transports.local import run_local
@@ -106,6 +108,98 @@ def test_a_place_that_somebody_has_taken_is_noticed(jobs: Jobs, tmp_path: Path) 
     assert b"the job's secret" not in heard
 
 
+class Relay:
+    """Somebody between two ranks: passes all on, and notes it."""
+
+    def __init__(self) -> None:
+        self.heard = bytearray()
+        self._ends: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    def join(self, *ends: socket.socket) -> None:
+        """Let two connections lead to each other."""
+        self._ends += ends
+        for source, to in (ends, ends[::-1]):
+            thread = threading.Thread(target=self._pass_on, args=(source, to))
+            thread.start()
+            self._threads.append(thread)
+
+    def _pass_on(self, source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.heard += data
+                to.sendall(data)
+            to.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(WAIT)
+        for end in self._ends:
+            end.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    found = Relay()
+    yield found
+    found.close()
+
+
+def diverted(jobs: Jobs, rank: int, host: str, *place: str) -> subprocess.Popen[str]:
+    """Start a rank at ``host`` that the other one finds at ``place``."""
+    return jobs.start("worker_diverted.py", jobs.store, rank, 2, host, *place, env=KEY)
+
+
+@pytest.mark.parametrize("ways", ["rank 1 connects", "both connect", "both listen"])
+def test_who_changes_addresses_in_the_store_does_not_get_between_ranks(
+    jobs: Jobs, relay: Relay, ways: str
+) -> None:
+    # The one with the lower address is connected to, the other one connects.
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        listener.settimeout(WAIT)
+        here = f"127.0.0.2:{listener.getsockname()[1]}"
+        if ways == "rank 1 connects":
+            ranks = [diverted(jobs, 0, "127.0.0.1", here), diverted(jobs, 1, "127.0.0.3")]
+            near, far = listener.accept()[0], socket.create_connection(listener_of(ranks[0].pid))
+        elif ways == "both connect":
+            ranks = [diverted(jobs, rank, f"127.0.0.{3 + rank}", here) for rank in range(2)]
+            near, far = (listener.accept()[0] for _ in ranks)
+            for end in (near, far):  # each begins with the number of the pair that it means
+                assert len(end.recv(8, socket.MSG_WAITALL)) == 8
+        else:
+            places = "127.0.0.8:1", "127.0.0.9:1"
+            ranks = [
+                diverted(jobs, rank, f"127.0.0.{3 + rank}", place)
+                for rank, place in enumerate(places)
+            ]
+            near, far = (socket.create_connection(listener_of(rank.pid)) for rank in ranks)
+            for end, number in ((near, 1), (far, 0)):
+                end.sendall(number.to_bytes(8, "little"))
+        relay.join(near, far)
+        texts = set(said(*ranks))
+    assert len(texts) == 1, texts
+    (text,) = texts
+    assert re.match(
+        r"ProtocolError no connection over gloo leads straight from rank (0|1) \(host .*\) to rank"
+        r" (?!\1)[01]: somebody has changed an address where ranks meet, and stands between",
+        text,
+    )
+    assert relay.heard
+    assert b"the job's secret" not in relay.heard
+
+
+def test_all_connections_are_known_though_torch_would_connect_late(jobs: Jobs) -> None:
+    env = {**KEY, "TORCH_GLOO_LAZY_INIT": "1"}
+    ranks = [
+        jobs.start("worker_diverted.py", jobs.store, rank, 2, "127.0.0.1", env=env)
+        for rank in range(2)
+    ]
+    assert said(*ranks) == ["the job's secret, of 1 known connection\n"] * 2
+
+
 def test_nothing_in_the_store_lets_in_whoever_has_not_proved_the_key() -> None:
     from torch.distributed import HashStore
 
@@ -117,7 +211,7 @@ def test_nothing_in_the_store_lets_in_whoever_has_not_proved_the_key() -> None:
         barrier = StoreBarrier(store, comm.rank, comm.size, WAIT)
         barrier.keyed(True)
         with pytest.raises(ProtocolError) as caught:
-            admit(comm, barrier, b"%032d" % comm.rank, lambda: None)
+            admit(comm, barrier, b"%032d" % comm.rank, Connections())
         return str(caught.value)
 
     for rank, text in enumerate(run_local(rank_main, 2)):
