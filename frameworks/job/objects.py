@@ -31,7 +31,8 @@ def broadcast_object(
     runtime, number = current(), process_set.number()
     root = process_set.rank_of(root_rank, "root_rank")
     name = name or runtime.unnamed("broadcast_object", number)
-    data = _sealed(obj, name, root) if runtime.rank == root_rank else b""
+    label = _label(name, number)
+    data = _sealed(obj, label, root) if runtime.rank == root_rank else b""
     length = np.array([len(data)], np.int64)
 
     def send(what: str, array: Array) -> None:
@@ -49,7 +50,7 @@ def broadcast_object(
     size = int(length[0])
     buffer = np.frombuffer(data, np.uint8).copy() if data else np.zeros(size, np.uint8)
     send("data", buffer)
-    return obj if runtime.rank == root_rank else _opened(buffer.tobytes(), name, root)
+    return obj if runtime.rank == root_rank else _opened(buffer.tobytes(), label, root)
 
 
 def allgather_object(
@@ -58,13 +59,14 @@ def allgather_object(
     """Return every rank's ``obj``, in rank order. See ``broadcast_object``."""
     runtime, number = current(), process_set.number()
     name = name or runtime.unnamed("allgather_object", number)
-    data = np.frombuffer(_sealed(obj, name, process_set.rank()), np.uint8)
+    label = _label(name, number)
+    data = np.frombuffer(_sealed(obj, label, process_set.rank()), np.uint8)
     request = Request(name, "allgather", "uint8", (data.size,), process_set=number)
     handle = runtime.engine.submit(request, data)
     gathered: bytes = handle.wait().tobytes()
     objects, start = [], 0
     for rank, size in enumerate(handle.sizes):
-        objects.append(_opened(gathered[start : start + size], name, rank))
+        objects.append(_opened(gathered[start : start + size], label, rank))
         start += size
     return objects
 
@@ -77,6 +79,11 @@ def dumps(obj: Any) -> bytes:
         from pickle import dumps
     data: bytes = dumps(obj)
     return data
+
+
+def _label(name: str, process_set: int) -> str:
+    """Return what an object is sealed as: process sets count calls without names for themselves."""
+    return f"{name} of process set {process_set}"
 
 
 def _sealed(obj: Any, name: str, sender: int) -> bytes:

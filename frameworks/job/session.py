@@ -34,7 +34,7 @@ from ringlet.ring.rendezvous.epochs import is_elastic, note_lost, tell_met, told
 from ringlet.ring.transports.gpu import GpuCommunicator
 from ringlet.ring.transports.local import LocalCommunicator, this_thread
 from ringlet.ring.variables import check, unknown
-from ringlet.ring.wire.keys import agreed_key
+from ringlet.ring.wire.keys import agreed_key, fresh_key
 
 log = logging.getLogger("ringlet")
 ONE_HOST = 32  # of so many spans of large sums one is compared where no wire is between ranks
@@ -75,7 +75,8 @@ class Runtime:
             limits = replace(limits, verify_sums=1 if len(set(hosts)) > 1 else ONE_HOST)
         if "hierarchical" in wishes:
             comm = hierarchical(comm, self.topology)
-        self.secret = agreed_key(comm, "objects", os.environ)  # signs what is pickled
+        key = agreed_key(comm, "objects", os.environ)
+        self.secret = fresh_key(comm, key)  # signs what is pickled
         devices = [] if "staged" in wishes else places_of(comm.base)
         # Before any rank goes on: what its program does would be taken for the network.
         network = measure(comm) if "network" in wishes else None

@@ -68,6 +68,18 @@ def agreed_key(comm: Communicator, purpose: str, env: Mapping[str, str]) -> byte
     return own
 
 
+def fresh_key(comm: Communicator, key: bytes) -> bytes:
+    """Return a key made of ``key`` that the ranks of ``comm`` have not had before. Collective.
+
+    Every rank adds to it, so none of them takes for this job's what was sealed for an earlier one,
+    though that had the same key and somebody repeats all that was said then.
+    """
+    own = secrets.token_bytes(32)
+    said = comm.allgather_bytes(own)
+    said[comm.rank] = own
+    return derive(key, "fresh", b"".join(said))
+
+
 def different(size: int, ranks: list[int], given: bool) -> str:
     """Say that ``ranks``, of ``size``, have no key, or (``given``) another one than the rest."""
     several = len(ranks) > 1

@@ -12,14 +12,15 @@ import pytest
 
 import ringlet
 from ringlet.fusion import Request
-from ringlet.job import json_exchange
-from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job import json_exchange, objects
+from ringlet.job.process_sets import ProcessSet, add_process_set, global_process_set
 from ringlet.job.session import current
 from ringlet.job.session import init as start
 from ringlet.job.session import shutdown as stop
 from ringlet.ring import Mismatch
 from ringlet.ring.errors import ProtocolError
 from ringlet.ring.transports.local import run_local
+from ringlet.ring.wire import framing
 
 TORCH = pytest.importorskip("torch")
 
@@ -273,3 +274,51 @@ def test_a_state_survives_the_journey():
         assert torch.equal(now, before)
     with pytest.raises(TypeError, match=r"state\['a'\]\[1\] is set, which cannot travel"):
         dissected({"a": [1, {2}]})
+
+
+def seals_of_a_job(monkeypatch, *members):
+    """Return what the ranks of a job seal that calls ``allgather_object`` once in each set."""
+    sealed = {}
+
+    def noted(key, name, data, sender=0):
+        made = framing.seal(key, name, data, sender)
+        sealed.setdefault(name, {})[sender] = made
+        return made
+
+    monkeypatch.setattr(objects, "seal", noted)
+
+    def rank_main(comm):
+        start()
+        sets = [ProcessSet(ranks) for ranks in members]
+        for one in sets:
+            add_process_set(one)
+        for one in (global_process_set, *sets):
+            if one.included():
+                objects.allgather_object(f"from rank {comm.rank}", process_set=one)
+        stop()
+
+    run_local(rank_main, 3)
+    return sealed
+
+
+def test_an_object_of_an_earlier_job_with_the_same_secret_is_refused(monkeypatch):
+    monkeypatch.setenv("RINGLET_SECRET", "the same text for every job")
+    earlier = seals_of_a_job(monkeypatch)
+
+    def repeat(key, name, data, sender=0):
+        return earlier[name][sender]  # whoever is on the way repeats it
+
+    monkeypatch.setattr(objects, "seal", repeat)
+
+    def rank_main(comm):
+        start()
+        with pytest.raises(ProtocolError, match="what arrived was not made by this job"):
+            objects.allgather_object(f"from rank {comm.rank}")
+        stop()
+
+    run_local(rank_main, 3)
+
+
+def test_an_object_of_one_process_set_is_not_taken_for_that_of_another(monkeypatch):
+    sealed = seals_of_a_job(monkeypatch, [0, 1], [0, 2])
+    assert len(sealed) == 3, list(sealed)
