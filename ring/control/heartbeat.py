@@ -17,6 +17,7 @@ Both ends of a connection prove that they know the heartbeats' key, and what fol
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -224,6 +225,7 @@ class Hub(Heartbeat):
         self.strangers: dict[int, Stranger] = {}  # by descriptor
         self.arrived: set[int] = set()
         self.last_word: int | None = None  # that rank 0 has left, or has ended
+        self.deaf = False  # whether nobody is let in until the next beat
 
     def run(self) -> None:
         """Beat and listen; then tell ranks that come late."""
@@ -272,7 +274,9 @@ class Hub(Heartbeat):
         """Let a stranger in, who has to prove that it belongs to the job."""
         try:
             sock, _ = self.listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.make_room()
             return
         sock.setblocking(False)
         resend_steadily(sock)
@@ -282,6 +286,21 @@ class Hub(Heartbeat):
         self.poll.register(sock, select.POLLIN)
         with contextlib.suppress(OSError):
             sock.send(stranger.handshake.greeting)
+
+    def make_room(self) -> None:
+        """Have the oldest stranger go, as there is no descriptor for the next; or wait for one."""
+        if self.strangers:
+            self.send_away(next(iter(self.strangers.values())))
+        else:
+            self.poll.unregister(self.listener)
+            self.deaf = True
+
+    def beat(self) -> None:
+        """Give a sign of life, and look again whether there is a descriptor for who connects."""
+        super().beat()
+        if self.deaf and self.listener.fileno() >= 0:
+            self.poll.register(self.listener, select.POLLIN)
+        self.deaf = False
 
     def send_away(self, stranger: Stranger) -> None:
         """Drop a stranger."""

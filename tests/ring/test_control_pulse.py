@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -33,7 +34,7 @@ from ringlet.ring.launch import start
 from ringlet.ring.processes.processes import children_of
 from ringlet.ring.transports.local import run_local
 from ringlet.ring.wire.framing import OVERHEAD
-from ringlet.ring.wire.handshake import CLAIM, GREETING, WELCOME, Claim, claim_from
+from ringlet.ring.wire.handshake import CLAIM, GREETING, WELCOME, Claim, claim_from, connect_as
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -256,6 +257,39 @@ def test_strangers_are_sent_away_and_the_job_goes_on(beats: Start) -> None:
         os.kill(rank.process.pid, signal.SIGSTOP)
         assert hub.hear() == "silent 1"
     listener.close()
+
+
+def test_ranks_get_in_though_strangers_have_taken_all_descriptors(beats: Start) -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen("127.0.0.1"))
+        where = listener.getsockname()[:2]
+        hub = Beats(0, 2, (listener.fileno(),))
+        stack.callback(hub.end)
+        resource.prlimit(hub.process.pid, resource.RLIMIT_NOFILE, (24, 24))
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(where))
+        rank = stack.enter_context(socket.create_connection(where))
+        # Strangers may be silent for longer than that.
+        limit = time.monotonic() + 0.8 * heartbeat.HANDSHAKE
+        connect_as(rank, SECRET, Claim(0, 1, 2), limit)
+        assert hub.hear() == "joined"
+
+
+def test_without_a_descriptor_a_heartbeat_waits_for_the_next_beat() -> None:
+    with listen("127.0.0.1") as listener, socket.create_connection(listener.getsockname()[:2]):
+        line = f"0 2 {os.getppid()} 5 {SECRET.hex()} {WAIT} {os.dup(listener.fileno())}"
+        hub = heartbeat.Hub(heartbeat.WatchedRank(line))
+        with hub.listener, pytest.MonkeyPatch.context() as patch:
+            hub.poll.unregister(0)
+            door = hub.listener.fileno()
+            assert [fd for fd, _ in hub.poll.poll(1e3 * WAIT)] == [door]
+            patch.setattr(heartbeat.Hub, "accept", lambda self: self.make_room())
+            hub.serve({door})
+            assert hub.poll.poll(0) == []  # it would be asked again and again
+            hub.beat()
+            assert [fd for fd, _ in hub.poll.poll(0)] == [door]
+        if hub.ended >= 0:
+            os.close(hub.ended)
 
 
 def test_a_stranger_that_speaks_as_the_last_rank_comes_does_no_harm() -> None:
