@@ -256,13 +256,15 @@ def admit(
         )
     if key is None:
         return
-    ended = threading.Event()
+    ended, late = threading.Event(), threading.Event()
 
     def watch() -> None:
         limit = time.monotonic() + PATIENCE
         while not ended.wait(LOOK):
+            if time.monotonic() > limit:
+                late.set()
             try:
-                over = barrier.failed() or time.monotonic() > limit
+                over = barrier.failed() or late.is_set()
             except RuntimeError:  # whoever keeps the store has gone
                 over = True
             if over:
@@ -279,7 +281,7 @@ def admit(
         elif others := diverted(comm, key, name, connections):
             how, why = _TAKEN, through_others(comm, others)
     except PeerLost as error:
-        how, why = _LOST, unproved(comm, error)
+        how, why = _LOST, unproved(comm, error, late.is_set())
     finally:
         ended.set()
         watcher.join()
@@ -309,9 +311,15 @@ def through_others(comm: Communicator, ranks: list[int]) -> str:
     )
 
 
-def unproved(comm: Communicator, error: RingError) -> str:
-    """Say that the proofs did not come through."""
-    return (
+def unproved(comm: Communicator, error: RingError, late: bool) -> str:
+    """Say that the proofs did not come through: in time, where it is ``late``."""
+    who = (
         f"rank {comm.origin[comm.rank]} (host {socket.gethostname()}) could not make sure over gloo"
-        f" who the other ranks are within {PATIENCE:g} s: {error}"
+        " who the other ranks are"
+    )
+    if not late:
+        return f"{who}: {error}"
+    return (
+        f"{who} within {PATIENCE:g} s: somebody on the network may have connected in the place of"
+        " one, and says nothing, or a rank was stopped"
     )
