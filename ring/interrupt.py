@@ -112,18 +112,24 @@ class Connections:
         """Return the descriptors of the connections to ``rank``."""
         return [descriptor for descriptor, other in self._ranks.items() if other == rank]
 
-    def round_trips(self) -> tuple[float, float]:
-        """Return the seconds to the nearest end and back, and to the farthest one.
+    def trips(self) -> list[float | None]:
+        """Return the seconds to the other end of each and back, the least seen, as ``ends`` does.
 
-        Of each the least that was seen; 0 where the system does not tell.
+        None where a connection has ended, or the system does not tell.
         """
-        least: list[int] = []
-        for descriptor in list(self._known):
-            with contextlib.suppress(OSError), self._shared(descriptor) as sock:
-                if sock is not None:
-                    told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
-                    least += struct.unpack_from("I", told.ljust(_MIN_RTT + 4, b"\0"), _MIN_RTT)
-        seen = [each / 1e6 for each in least if each != _UNKNOWN] or [0.0]
+        return [self._trip(descriptor) for descriptor in self._ends]
+
+    def _trip(self, descriptor: int) -> float | None:
+        with contextlib.suppress(OSError), self._shared(descriptor) as sock:
+            if sock is not None:
+                told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
+                (least,) = struct.unpack_from("I", told.ljust(_MIN_RTT + 4, b"\0"), _MIN_RTT)
+                return None if least == _UNKNOWN else least / 1e6
+        return None
+
+    def round_trips(self) -> tuple[float, float]:
+        """Return the seconds to the nearest end and back, and to the farthest one; 0 if unknown."""
+        seen = [trip for trip in self.trips() if trip is not None] or [0.0]
         return min(seen), max(seen)
 
     def severed(self) -> list[int]:
@@ -183,6 +189,27 @@ class Connections:
             if sock is None:
                 return False
             return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+
+
+def nearest_and_farthest(
+    ends: Sequence[Sequence[tuple[End, End]]], trips: Sequence[Sequence[float | None]]
+) -> tuple[float, float]:
+    """Return the seconds from rank to rank and back: the least, and the most; 0 where unknown.
+
+    ``ends`` and ``trips`` are what every rank's connections returned, by rank. Strangers may have
+    connected too, and do not count, unless ranks cannot be told from them as addresses are
+    translated on the way.
+    """
+    both = [[(_end(here), _end(there)) for here, there in pairs] for pairs in ends]
+    known = {(there, here) for pairs in both for here, there in pairs}
+    told = all(sum(pair in known for pair in pairs) >= len(ends) - 1 for pairs in both)
+    seen = [
+        trip
+        for pairs, own in zip(both, trips, strict=True)
+        for pair, trip in zip(pairs, own, strict=True)
+        if trip is not None and (pair in known or not told)
+    ] or [0.0]
+    return min(seen), max(seen)
 
 
 _known: weakref.WeakKeyDictionary[Communicator, Interruptible] = weakref.WeakKeyDictionary()

@@ -17,7 +17,13 @@ from typing import Any
 
 from ringlet.ring.descriptors import allow_more
 from ringlet.ring.errors import PeerLost, unavailable
-from ringlet.ring.interrupt import Connections, interrupt_all, remember, watched
+from ringlet.ring.interrupt import (
+    Connections,
+    interrupt_all,
+    nearest_and_farthest,
+    remember,
+    watched,
+)
 from ringlet.ring.rank_order import Scratch
 from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
 from ringlet.ring.transports.process_group import ProcessGroupCommunicator
@@ -63,13 +69,13 @@ class GlooCommunicator(ProcessGroupCommunicator):
         if size > 1:
             self._connect()
             connections = self._connections
-            here = json.dumps([socket.gethostname(), connections.ends(), connections.round_trips()])
+            here = json.dumps([socket.gethostname(), connections.ends(), connections.trips()])
             told = map(json.loads, self.allgather_bytes(here.encode()))
             hosts, ends, trips = zip(*told, strict=True)
             connections.introduce(ends)
             self._spread = len(set(hosts)) == size
-            self._nearest = min(nearest for nearest, _ in trips) / 2
-            self._delay = min(LONGEST, max(farthest for _, farthest in trips) / 2)
+            nearest, farthest = nearest_and_farthest(ends, trips)
+            self._nearest, self._delay = nearest / 2, min(LONGEST, farthest / 2)
 
     def _subset(self, ranks: list[int]) -> GlooCommunicator | None:
         self._asked += 1

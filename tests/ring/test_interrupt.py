@@ -13,7 +13,14 @@ from contextlib import ExitStack
 import pytest
 
 from ringlet.ring import interrupt
-from ringlet.ring.interrupt import Connections, held, hold, remember, watched
+from ringlet.ring.interrupt import (
+    Connections,
+    held,
+    hold,
+    nearest_and_farthest,
+    remember,
+    watched,
+)
 from ringlet.ring.transports.local import LocalWorld
 
 WAIT = 60.0
@@ -47,6 +54,16 @@ def test_how_far_the_other_end_is(pair: Pair) -> None:
     one.close()
     other.close()
     assert near.round_trips() == Connections().round_trips() == (0, 0)
+
+
+def test_strangers_who_have_connected_do_not_say_how_far_ranks_are() -> None:
+    a, b, c, stranger = (("10.0.0.1", 1), ("10.0.0.2", 2), ("10.0.0.3", 3), ("10.0.0.9", 9))
+    ends = [[(a, b), (a, stranger), (a, c)], [(b, a), (b, c)], [(stranger, c), (c, a), (c, b)]]
+    trips = [[0.001, 0.5, 0.003], [0.002, None], [1e-6, 0.004, 0.002]]
+    assert nearest_and_farthest(ends, trips) == (0.001, 0.004)
+    hidden = [[(stranger, b), (a, c)], *ends[1:]]  # a's address is another one to b
+    assert nearest_and_farthest(hidden, [[0.001, 0.003], *trips[1:]]) == (1e-6, 0.004)
+    assert nearest_and_farthest([[], []], [[], []]) == (0.0, 0.0)
 
 
 def test_ranks_learn_who_is_at_the_other_end(pair: Pair) -> None:
