@@ -19,6 +19,7 @@ log = logging.getLogger("ringlet")
 PHASES = ("compress", "communicate", "decompress")
 MOST = 16  # connections at a time, each with a thread; the oldest makes room
 PATIENCE = 10.0  # seconds that one may say nothing
+LONGEST = 1 << 14  # bytes of what one may ask
 
 
 class Prometheus:
@@ -92,10 +93,31 @@ class Prometheus:
                 self._plain.labels(rank).set(record["uncompressed_s"])
 
 
+class _Bounded:
+    """What a visitor says; whoever says more than LONGEST bytes is hung up on."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._left = stream, LONGEST
+        self.close = stream.close
+
+    def readline(self, most: int) -> bytes:
+        """Read a line of ``most`` bytes at most. Raises ConnectionAbortedError."""
+        line: bytes = self._stream.readline(min(most, self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise ConnectionAbortedError(f"a visitor says more than {LONGEST} bytes")
+        return line
+
+
 class _Visit(WSGIRequestHandler):
     """One connection; prints nothing."""
 
     timeout = PATIENCE
+
+    def setup(self) -> None:
+        """Begin: what a stranger says is no reason to take memory from training."""
+        super().setup()
+        self.rfile: Any = _Bounded(self.rfile)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""

@@ -198,6 +198,23 @@ def test_strangers_who_hold_connections_take_no_more_than_some(address):
         assert silent[-1].recv(1) == b""
 
 
+def test_a_stranger_who_says_much_is_hung_up_on():
+    pytest.importorskip("prometheus_client")
+    sink = serve("127.0.0.1:0", 0, 0)
+    with contextlib.closing(sink):
+        where = sink._server.server_address[:2]
+        with socket.create_connection(where, timeout=60) as stranger:
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(b"GET /metrics HTTP/1.0\r\n" + b"A: %s\r\n" % (b"b" * 9999) * 9)
+                stranger.sendall(b"\r\n")
+                answer = stranger.recv(1)
+            assert answer == b""
+        with socket.create_connection(where, timeout=60) as scraper:
+            scraper.sendall(b"GET /metrics HTTP/1.0\r\nA: %s\r\n\r\n" % (b"b" * 9999))
+            assert scraper.recv(12, socket.MSG_WAITALL) == b"HTTP/1.0 200"
+
+
 def test_missing_packages_are_named(monkeypatch):
     import builtins
 
