@@ -64,6 +64,19 @@ def _planted(found: os.stat_result, folder: str) -> bool:
     return bool(shared) and found.st_uid != around.st_uid
 
 
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder, and those above it, unless they are there.
+
+    Raises OSError where one of them, or a link to it, is a stranger's in a folder such as /tmp.
+    """
+    whole = Path(os.path.abspath(path))
+    os.makedirs(whole, exist_ok=True)
+    for part in (whole, *whole.parents[:-1]):  # a link may lead anywhere, so as they are named
+        if _planted(os.lstat(part), os.fspath(part.parent)):
+            text = "belongs to another user, and nothing is written there; name another folder"
+            raise OSError(errno.EACCES, text, os.fspath(part))
+
+
 def create_text(path: str | os.PathLike[str], newline: str | None = None) -> TextIO:
     """Return ``create(path)`` as a text file in UTF-8, written line by line."""
     return os.fdopen(create(path), "w", buffering=1, encoding="utf-8", newline=newline)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
+
+from ringlet.ring.safe_files import make_folder
 
 Record = dict[str, Any]
 
@@ -23,7 +24,7 @@ class TensorBoard:
                 f"pip install 'ringlet[torch,viz]' ({error})"
             ) from None
         if "://" not in directory:  # TensorFlow, where it is there, would raise an error of its own
-            os.makedirs(directory, exist_ok=True)
+            make_folder(directory)
         make: Any = SummaryWriter
         self._writer = make(directory)
         self._failed = 0

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import BinaryIO
 
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.safe_files import make_folder
 
 NAMES = {1: "stdout", 2: "stderr"}
 
@@ -30,7 +31,7 @@ def open_files(
     with contextlib.ExitStack() as opened:
         place = directory
         try:
-            os.makedirs(directory, exist_ok=True)
+            make_folder(directory)
             top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             opened.callback(os.close, top)
             for rank in ranks:

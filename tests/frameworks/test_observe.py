@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import socket
 import threading
@@ -196,6 +197,25 @@ def test_strangers_who_hold_connections_take_no_more_than_some(address):
         sink.close()
         silent[-1].settimeout(60)
         assert silent[-1].recv(1) == b""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
+def test_tensorboard_writes_through_no_link_of_a_stranger(tmp_path):
+    pytest.importorskip("tensorboard")
+    shared, precious = tmp_path / "shared", tmp_path / "precious"
+    precious.mkdir()
+    shared.mkdir()
+    shared.chmod(0o1777)  # as /tmp is
+    board = shared / "board"
+    board.symlink_to(precious)
+    os.chown(board, 65534, 65534, follow_symlinks=False)
+
+    def body(rank):
+        with pytest.raises(OSError, match=r"belongs to another user.*let RINGLET_TENSORBOARD"):
+            start_metrics(tensorboard=board)
+
+    ranks(1, body)
+    assert not list(precious.rglob("*tfevents*"))
 
 
 def test_a_stranger_who_says_much_is_hung_up_on():

@@ -180,6 +180,20 @@ def test_nobody_can_lead_the_files_elsewhere(tmp_path: Path, trap: str) -> None:
     assert victim.read_text() == "precious"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make links of others")
+def test_a_strangers_link_to_an_earlier_runs_folder_is_not_followed(tmp_path: Path) -> None:
+    shared, earlier = tmp_path / "shared", tmp_path / "earlier/rank.0"
+    earlier.mkdir(parents=True)
+    (earlier / "stdout").write_text("precious")
+    shared.mkdir()
+    shared.chmod(0o1777)  # as /tmp is
+    (shared / "out").symlink_to(earlier.parent)
+    os.chown(shared / "out", 65534, 65534, follow_symlinks=False)
+    with pytest.raises(LaunchError, match=r"--output-filename .*out: belongs to another user"):
+        Printer(1, directory=str(shared / "out"))
+    assert (earlier / "stdout").read_text() == "precious"
+
+
 def test_files_of_an_earlier_run_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "real")  # which is the user's to decide

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from ringlet.ring.safe_files import create, create_text, replacing
+from ringlet.ring.safe_files import create, create_text, make_folder, replacing
 
 
 def write(path):
@@ -87,6 +87,24 @@ def test_what_a_stranger_has_put_where_all_may_write_is_left_alone(tmp_path, pip
         assert os.read(reader, 10) == b"new"
     finally:
         os.close(reader)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files of others")
+@pytest.mark.parametrize("link", [False, True])
+def test_no_folder_is_made_in_a_strangers_where_all_may_write(tmp_path, link):
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    for each in (shared, own):
+        each.mkdir()
+    shared.chmod(0o1777)  # as /tmp is
+    planted = shared / "board"
+    planted.symlink_to(own) if link else planted.mkdir()
+    os.chown(planted, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(OSError, match="belongs to another user") as caught:
+        make_folder(planted / "rank0")
+    assert caught.value.filename == str(planted)
+    for fine in (shared / "mine" / "rank0", own / "rank0", own / "rank0"):
+        make_folder(fine)
+        assert fine.is_dir()
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
