@@ -253,7 +253,8 @@ class TcpHub(ControlPlane):
     def _take(self, peer: _Peer, rank: int, data: bytes) -> None:
         try:
             frames = [(kind, [*unpack(body)]) for kind, body in peer.incoming.feed(data)]
-        except ProtocolError:
+        except ProtocolError as error:
+            peer.why = peer.why or str(error)
             return self._drop(peer)
         for kind, messages in frames:
             for message in messages:

@@ -602,6 +602,8 @@ def how_ended(rank: Rank, killed: bool, leaving: int = 0) -> tuple[str, int]:
     member has said before that it ends, or 0.
     """
     code = processes.shell_code(rank.code or 0)
+    if rank.broken:
+        return f"was killed, as its wrapper could not be believed: {rank.broken}", code
     if rank.lost:
         return "was killed together with its wrapper, or its host cannot be reached", code
     if killed and rank.code == -signal.SIGKILL:

@@ -77,6 +77,8 @@ class FailureReport:
             return f"{name} {processes.describe(rank.code or 0)}"
         if (code := self.aborted()) is not None:
             return f"mpiexec ended every rank with code {code}, as after MPI_Abort"
+        if rank.broken:
+            return f"{name} was killed, as its wrapper could not be believed: {rank.broken}"
         if not rank.here:
             return f"{name} was killed together with its wrapper, or its host cannot be reached"
         return f"{name} was killed together with its wrapper"

@@ -32,6 +32,7 @@ class Rank:
     code: int | None = None  # minus the signal that ended it
     when: int = 0  # monotonic time of its end, ns
     lost: bool = False  # its wrapper went away without a word
+    broken: str = ""  # or was sent away, as what came from it could not be believed: why
     aborted: bool = False  # it has called MPI_Abort
     done: bool = False
     heard: float = 0.0  # when its wrapper said last that its program runs
@@ -108,7 +109,8 @@ class RankTable:
                 try:
                     for kind, body in rank.channel.receive():
                         self._take(rank, kind, body)
-                except (ProtocolError, ValueError):
+                except (ProtocolError, ValueError) as error:
+                    rank.broken = str(error)
                     self.lose(rank)
                 if rank.channel.closed and not rank.done:
                     self.lose(rank)

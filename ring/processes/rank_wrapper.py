@@ -337,7 +337,17 @@ def main() -> int:
     wrapper = Wrapper(channel, job, {STORE_KEY: store_key(secret).hex()}, parent)
     wrapper.launcher_lost = [int(number) for number in sys.argv[1:]]
     wrapper.prepare()
-    return wrapper.run()
+    try:
+        return wrapper.run()
+    except ProtocolError as error:  # somebody is on the way, or the network changes bits
+        wrapper.channel.close()
+        wrapper.abandon()
+        print(
+            f"rank {rank}, host {socket.gethostname()}, was killed: what came from the launcher at"
+            f" {address} could not be believed: {error}",
+            file=sys.stderr,
+        )
+        return 1
 
 
 if __name__ == "__main__":

@@ -464,6 +464,20 @@ def test_a_member_that_breaks_the_protocol_is_lost_and_the_others_go_on(evil):
         sock.close()
 
 
+def test_why_a_member_cannot_be_believed_is_told():
+    class Why(Echo):
+        def on_lost(self, rank, why=""):
+            return [f"lost {rank}: {why}".encode()]
+
+    with star(2, Why(), ranks=[]) as (hub, where, complete):
+        sock, keys = raw_member(where, 1, 2)
+        complete()
+        sock.sendall(changed(Outgoing(keys.sending)))
+        why = b"a frame was changed, repeated or left out on its way"
+        assert collect(hub, 1) == [b"lost 1: " + why]
+        sock.close()
+
+
 def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch):
     monkeypatch.setattr(control_hub, "BACKLOG", 24 << 20)
     handler = Echo()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import select
 import socket
 import subprocess
@@ -18,8 +19,14 @@ from pathlib import Path
 import pytest
 
 from ringlet.ring.addresses import split_port
+from ringlet.ring.elastic import driver
+from ringlet.ring.elastic.discovery import Discovery
+from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import ProtocolError
-from ringlet.ring.launch.start import WRAPPER, dropped
+from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.launch import start
+from ringlet.ring.launch.job import launch
+from ringlet.ring.launch.start import WRAPPER, dropped, wrapper_environment
 from ringlet.ring.wire import entry as enter_module
 from ringlet.ring.wire import listener as door_module
 from ringlet.ring.wire.entry import enter, expect
@@ -246,6 +253,92 @@ def test_a_relay_cannot_change_the_command_that_runs(
     if change is not None:
         assert worker.returncode == 1
         assert b"a frame was changed, repeated or left out on its way" in err
+
+
+LEAVES_ONE = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE,
+                         start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_wrapper_that_cannot_believe_what_comes_leaves_nothing_behind(porter: Porter) -> None:
+    env = {ADDRESS: porter.listener.address, SECRET: porter.listener.secret.hex()}
+    worker = subprocess.Popen(
+        WRAPPER,
+        env={**os.environ, **env, "RINGLET_RANK": "0"},
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        until(lambda: porter.guests or worker.poll() is not None)
+        channel = porter.guests[0].channel
+        job = {
+            "command": [sys.executable, "-c", LEAVES_ONE],
+            "env": {"RINGLET_RANK": "0", "RINGLET_SIZE": "1"},
+            "drop": dropped(),
+            "local_size": 1,
+            "interfaces": [],
+            "leads": False,
+            "pmi": False,
+        }
+        channel.send(Kind.JOB, json.dumps(job).encode())
+        channel.send(Kind.BEGIN, b"{}")
+        assert int(expect(channel, Kind.STARTED, WAIT)) > 0
+        child = int(expect(channel, Kind.STDOUT, WAIT))
+        channel._sock.sendall(bytes(64))  # somebody on the way
+        _, err = worker.communicate(timeout=WAIT)
+    finally:
+        worker.kill()
+        worker.communicate()
+    assert worker.returncode == 1
+    (said,) = err.splitlines()
+    assert re.match(
+        r"rank 0, host .*, was killed: what came from the launcher at 127\.0\.0\.1:\d+ could not be"
+        r" believed: a frame of kind 0 and 0 bytes is not allowed",
+        said,
+    )
+    assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_whose_words_were_changed_on_the_way_is_named_with_the_cause(
+    elastic: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    threads: list[threading.Thread] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def relayed(address: str, secret: bytes) -> dict[str, str]:
+            def relay() -> None:
+                sock, _ = listener.accept()
+                with sock, greeted_raw(address) as inner:
+                    pipe(inner, sock, (b"all is well", b"all is lost"))
+
+            threads.append(threading.Thread(target=relay))
+            threads[-1].start()
+            where = f"127.0.0.1:{listener.getsockname()[1]}"
+            return wrapper_environment(where, secret)
+
+        monkeypatch.setattr(start, "wrapper_environment", relayed)
+        code = "print('all ' 'is well', flush=True); import time; time.sleep(1000)"
+        command = [sys.executable, "-c", code]
+        if elastic:
+            hosts = Discovery(None, hosts=[Host("localhost", 1)])
+            code_of = driver.launch(command, Rules(1, 1), hosts, "gloo")
+        else:
+            code_of = launch(command, 1, "gloo")
+        for thread in threads:
+            thread.join(WAIT)
+    assert code_of == 137
+    out, err = capfd.readouterr()
+    assert "lost" not in out
+    assert (
+        " was killed, as its wrapper could not be believed: a frame was changed, repeated or left"
+        " out on its way" in err
+    )
 
 
 def test_a_wrapper_that_does_not_reach_its_launcher_says_so_in_a_sentence() -> None:
