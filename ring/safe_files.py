@@ -69,12 +69,40 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
     Raises OSError where one of them, or a link to it, is a stranger's in a folder such as /tmp.
     """
+    os.makedirs(path, exist_ok=True)
+    if found := on_the_way(path):
+        text = "belongs to another user, and nothing is written there; name another folder"
+        raise OSError(errno.EACCES, text, found)
+
+
+def on_the_way(path: str | os.PathLike[str]) -> str:
+    """Return which folder, or link, on the way to a folder is a stranger's in one such as /tmp.
+
+    Itself included; empty where none is.
+    """
     whole = Path(os.path.abspath(path))
-    os.makedirs(whole, exist_ok=True)
     for part in (whole, *whole.parents[:-1]):  # a link may lead anywhere, so as they are named
         if _planted(os.lstat(part), os.fspath(part.parent)):
-            text = "belongs to another user, and nothing is written there; name another folder"
-            raise OSError(errno.EACCES, text, os.fspath(part))
+            return os.fspath(part)
+    return ""
+
+
+def planted_in(path: str | os.PathLike[str]) -> str:
+    """Return what in a folder, or on the way to it, is a stranger's where all may write.
+
+    Empty where nothing is, or there is no such folder.
+    """
+    try:
+        if stranger := on_the_way(path):
+            return stranger
+        names = sorted(os.listdir(path))
+    except OSError:
+        return ""
+    for each in (os.path.join(path, name) for name in names):
+        with suppress(FileNotFoundError):  # others may make files there, and rename them
+            if _planted(os.lstat(each), os.fspath(path)):
+                return each
+    return ""
 
 
 def create_text(path: str | os.PathLike[str], newline: str | None = None) -> TextIO:

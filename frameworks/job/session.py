@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from ringlet.ring.errors import LaunchError, PeerLost, RingError
 from ringlet.ring.log import level_from, show
 from ringlet.ring.rendezvous.connect import connect
 from ringlet.ring.rendezvous.epochs import is_elastic, note_lost, tell_met, told_specs
+from ringlet.ring.safe_files import planted_in
 from ringlet.ring.transports.gpu import GpuCommunicator
 from ringlet.ring.transports.local import LocalCommunicator, this_thread
 from ringlet.ring.variables import check, unknown
@@ -142,6 +143,19 @@ def check_wire_versions(versions: Sequence[int]) -> None:
         )
 
 
+def refuse_strangers_kernels(env: Mapping[str, str]) -> None:
+    """Raise LaunchError where Numba would load kernels that another user may have put there.
+
+    It runs what it finds, whoever has made it.
+    """
+    place = env.get("NUMBA_CACHE_DIR")
+    if place and (found := planted_in(place)):
+        raise LaunchError(
+            f"NUMBA_CACHE_DIR={place}: {found} belongs to another user, who could have this "
+            "process run what he likes: kernels are loaded from there. Name a folder of your own"
+        )
+
+
 def places_of(comm: Communicator) -> list[Place]:
     """Return where tensors can lie for a transport, besides host memory: on its GPU."""
     if not isinstance(comm, GpuCommunicator):
@@ -209,6 +223,7 @@ def init(
     options = {"RINGLET_AUTOTUNE": autotune, "RINGLET_JOIN_DIVISOR": join_divisor}
     asked = {name: str(value) for name, value in options.items() if value is not None}
     check(os.environ)
+    refuse_strangers_kernels(os.environ)
     limits, wishes = limits_from({**os.environ, **asked}), wishes_from(os.environ)
     level = level_from(os.environ)
     given = comm

@@ -1,5 +1,7 @@
 """What environment and arguments say of the engine's limits, and of what is tuned."""
 
+import os
+
 import pytest
 
 from ringlet.fusion import Limits
@@ -92,3 +94,18 @@ def test_a_name_in_place_of_a_communicator_is_refused_before_and_after_init(runn
             init("mpi")
     finally:
         shutdown()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
+def test_kernels_that_another_user_may_have_made_are_not_loaded(tmp_path, monkeypatch):
+    tmp_path.chmod(0o1777)  # as /tmp is
+    place = tmp_path / "numba"
+    place.mkdir()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(place))
+    init()
+    shutdown()
+    os.chown(place, 65534, 65534)
+    with pytest.raises(
+        LaunchError, match=r"^NUMBA_CACHE_DIR=.* belongs to another user, who could"
+    ):
+        init()

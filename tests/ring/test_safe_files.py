@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from ringlet.ring.safe_files import create, create_text, make_folder, replacing
+from ringlet.ring.safe_files import create, create_text, make_folder, planted_in, replacing
 
 
 def write(path):
@@ -105,6 +105,23 @@ def test_no_folder_is_made_in_a_strangers_where_all_may_write(tmp_path, link):
     for fine in (shared / "mine" / "rank0", own / "rank0", own / "rank0"):
         make_folder(fine)
         assert fine.is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
+def test_what_strangers_have_put_into_a_folder_of_all_is_found(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)  # as /tmp is
+    own, planted = shared / "own", shared / "planted"
+    for each in (own, own / "inside", planted):
+        each.mkdir()
+    os.chown(own / "inside", 65534, 65534)  # which nobody but its owner's can have put there
+    assert planted_in(shared) == planted_in(own) == planted_in(shared / "none") == ""
+    os.chown(planted, 65534, 65534)
+    for each in (shared, planted, planted / "deeper"):
+        planted.joinpath("deeper").mkdir(exist_ok=True)
+        assert planted_in(each) == str(planted)
+    assert planted_in(own) == ""
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
