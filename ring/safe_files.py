@@ -87,22 +87,14 @@ def on_the_way(path: str | os.PathLike[str]) -> str:
     return ""
 
 
-def planted_in(path: str | os.PathLike[str]) -> str:
-    """Return what in a folder, or on the way to it, is a stranger's where all may write.
-
-    Empty where nothing is, or there is no such folder.
-    """
-    try:
-        if stranger := on_the_way(path):
-            return stranger
-        names = sorted(os.listdir(path))
-    except OSError:
-        return ""
-    for each in (os.path.join(path, name) for name in names):
+def planted_in(path: str | os.PathLike[str]) -> list[str]:
+    """Return what in a folder is a stranger's, if it is one where all may write, such as /tmp."""
+    found = []
+    for each in (os.path.join(path, name) for name in sorted(os.listdir(path))):
         with suppress(FileNotFoundError):  # others may make files there, and rename them
             if _planted(os.lstat(each), os.fspath(path)):
-                return each
-    return ""
+                found.append(each)
+    return found
 
 
 def create_text(path: str | os.PathLike[str], newline: str | None = None) -> TextIO:

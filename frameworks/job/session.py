@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ringlet.fusion import Engine, Limits
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.observe.probe import measure
 from ringlet.fusion.requests.series import Series
+from ringlet.job.kernel_cache import refuse_strangers_kernels
 from ringlet.job.link_settings import hierarchical, measured_link
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.job.warm_up import warm_up
@@ -31,7 +32,6 @@ from ringlet.ring.errors import LaunchError, PeerLost, RingError
 from ringlet.ring.log import level_from, show
 from ringlet.ring.rendezvous.connect import connect
 from ringlet.ring.rendezvous.epochs import is_elastic, note_lost, tell_met, told_specs
-from ringlet.ring.safe_files import planted_in
 from ringlet.ring.transports.gpu import GpuCommunicator
 from ringlet.ring.transports.local import LocalCommunicator, this_thread
 from ringlet.ring.variables import check, unknown
@@ -140,19 +140,6 @@ def check_wire_versions(versions: Sequence[int]) -> None:
         )
         raise LaunchError(
             f"ranks compress in different wire formats ({told}): install one Ringlet everywhere"
-        )
-
-
-def refuse_strangers_kernels(env: Mapping[str, str]) -> None:
-    """Raise LaunchError where Numba would load kernels that another user may have put there.
-
-    It runs what it finds, whoever has made it.
-    """
-    place = env.get("NUMBA_CACHE_DIR")
-    if place and (found := planted_in(place)):
-        raise LaunchError(
-            f"NUMBA_CACHE_DIR={place}: {found} belongs to another user, who could have this "
-            "process run what he likes: kernels are loaded from there. Name a folder of your own"
         )
 
 

@@ -98,14 +98,28 @@ def test_a_name_in_place_of_a_communicator_is_refused_before_and_after_init(runn
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
 def test_kernels_that_another_user_may_have_made_are_not_loaded(tmp_path, monkeypatch):
+    from numba.core.caching import _CacheLocator
+
+    from ringlet.compressors.kernels.cpu.dense import casts
+
     tmp_path.chmod(0o1777)  # as /tmp is
     place = tmp_path / "numba"
-    place.mkdir()
+    place.mkdir(mode=0o777)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(place))
     init()
     shutdown()
     os.chown(place, 65534, 65534)
-    with pytest.raises(
-        LaunchError, match=r"^NUMBA_CACHE_DIR=.* belongs to another user, who could"
-    ):
+    with pytest.raises(LaunchError, match=r"^NUMBA_CACHE_DIR=.* belongs to another user, who"):
+        init()
+    os.chown(place, 0, 0)
+    place.chmod(0o1777)  # a folder for the kernels of all users
+    for name in ("others_" + 40 * "0", "file"):
+        (place / name).mkdir()
+        os.chown(place / name, 65534, 65534)
+    init()
+    shutdown()
+    planted = place / _CacheLocator.get_suitable_cache_subpath(casts.__file__)
+    planted.mkdir()
+    os.chown(planted, 65534, 65534)
+    with pytest.raises(LaunchError, match=f"{planted} belongs to another user, who could have"):
         init()

@@ -5,7 +5,14 @@ import stat
 
 import pytest
 
-from ringlet.ring.safe_files import create, create_text, make_folder, planted_in, replacing
+from ringlet.ring.safe_files import (
+    create,
+    create_text,
+    make_folder,
+    on_the_way,
+    planted_in,
+    replacing,
+)
 
 
 def write(path):
@@ -116,12 +123,11 @@ def test_what_strangers_have_put_into_a_folder_of_all_is_found(tmp_path):
     for each in (own, own / "inside", planted):
         each.mkdir()
     os.chown(own / "inside", 65534, 65534)  # which nobody but its owner's can have put there
-    assert planted_in(shared) == planted_in(own) == planted_in(shared / "none") == ""
+    assert planted_in(shared) == planted_in(own) == []
     os.chown(planted, 65534, 65534)
-    for each in (shared, planted, planted / "deeper"):
-        planted.joinpath("deeper").mkdir(exist_ok=True)
-        assert planted_in(each) == str(planted)
-    assert planted_in(own) == ""
+    assert planted_in(shared) == [str(planted)]
+    assert on_the_way(planted) == str(planted)
+    assert on_the_way(own / "inside") == ""
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
