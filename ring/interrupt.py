@@ -89,10 +89,14 @@ class Connections:
                 reached.append(other)
         return sorted(here), reached
 
-    @property
-    def ports(self) -> int:
-        """How many ports there are."""
-        return len(self._listening)
+    def listen_at(self, ports: Connections) -> None:
+        """Take the ports of ``ports``, and no others, and whoever has connected to them so far."""
+        self._listening, self._ports = ports._listening, ports._ports
+        numbers = {number for _, number in self._ports.values()}
+        for descriptor, (identity, own, other) in _sockets().items():
+            if other is not None and own[1] in numbers:
+                self._known[descriptor], self._ends[descriptor] = identity, (own, other)
+                os.set_inheritable(descriptor, False)
 
     def introduce(self, ends: Sequence[Iterable[tuple[End, End]]]) -> None:
         """Learn who is at the other ends, from what ``ends`` returned on every rank, by rank.

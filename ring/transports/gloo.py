@@ -122,23 +122,27 @@ class GlooCommunicator(ProcessGroupCommunicator):
         # While its port is open gloo takes every connection, and ends the process when there is no
         # descriptor for one.
         allow_more()
-        with watched() as connections:
+        with watched() as ports:
             options = self._options()
-            prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
-            barrier = StoreBarrier(prefixed, self.rank, self.size, self._timeout, self.origin)
-            barrier.keyed(self._key is not None)
-            barrier.meet()
+        networks = len(options._devices)
+        prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
+        barrier = StoreBarrier(prefixed, self.rank, self.size, self._timeout, self.origin)
+        barrier.keyed(self._key is not None)
+        barrier.meet()
+        # Nobody of the job connects before. The program's threads may, and strangers.
+        with watched() as connections:
             try:
                 group = self._dist.ProcessGroupGloo(prefixed, self.rank, self.size, options)
             except (RuntimeError, TimeoutError) as error:
                 raise PeerLost(
                     f"rank {self.rank} of {self.size} could not reach the others over gloo: {error}"
                 ) from error
+        connections.listen_at(ports)
         self._groups.append(group)
         self._connections = connections
         del group, options  # what holds them keeps gloo's threads
         try:
-            admit(self, barrier, self._key, connections)
+            admit(self, barrier, self._key, connections, networks)
         except BaseException:
             self._release()
             raise

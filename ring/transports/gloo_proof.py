@@ -203,11 +203,14 @@ def prove(comm: Communicator, key: bytes, name: bytes) -> tuple[list[int], str]:
     return strangers, hashlib.sha256(name + theirs.tobytes()).hexdigest()
 
 
-def diverted(comm: Communicator, key: bytes, name: str, connections: Connections) -> list[int]:
-    """Return the ranks to which no connection of ``connections`` leads straight. Collective.
+def diverted(
+    comm: Communicator, key: bytes, name: str, connections: Connections, networks: int
+) -> list[int]:
+    """Return the ranks to which ``connections`` do not lead straight. Collective.
 
-    ``name`` was never used before. Who connects may look to the other end as if it came from
-    elsewhere, where addresses are translated on the way; what it has reached has to be the other.
+    There is one for each of the ``networks``. ``name`` was never used before. Who connects may look
+    to the other end as if it came from elsewhere, where addresses are translated on the way; what
+    it has reached has to be the other.
     """
     own = derive(key, "gloo")
     here, reached = connections.places()
@@ -224,7 +227,7 @@ def diverted(comm: Communicator, key: bytes, name: str, connections: Connections
         to, of = _plain(theirs), _plain(here)
         straight = sum(end in to for end in map(_bare, reached))
         straight += sum(end in of for end in map(_bare, gone_to))
-        if straight < connections.ports:  # one for each network that gloo uses
+        if straight < networks:
             lacking.append(rank)
     return lacking
 
@@ -239,11 +242,16 @@ def _bare(end: Sequence[Any]) -> tuple[str, int]:
 
 
 def admit(
-    comm: Communicator, barrier: StoreBarrier, key: bytes | None, connections: Connections
+    comm: Communicator,
+    barrier: StoreBarrier,
+    key: bytes | None,
+    connections: Connections,
+    networks: int = 1,
 ) -> None:
     """Let the ranks of a new group prove themselves, before anything else travels. Collective.
 
-    ``connections`` are the group's. Without a ``key`` on any rank nothing is proved.
+    ``connections`` are the group's, one to each rank over each of ``networks``. Without a ``key``
+    on any rank nothing is proved.
     Raises, the same on every rank, ProtocolError when somebody has taken a rank's place, or stands
     between two, LaunchError when some ranks have a key and others do not, PeerLost when a rank goes
     meanwhile.
@@ -278,7 +286,7 @@ def admit(
         strangers, name = prove(comm, key, barrier.name)
         if strangers:
             how, why = _TAKEN, taken(comm, strangers)
-        elif others := diverted(comm, key, name, connections):
+        elif others := diverted(comm, key, name, connections, networks):
             how, why = _TAKEN, through_others(comm, others)
     except PeerLost as error:
         how, why = _LOST, unproved(comm, error, late.is_set())

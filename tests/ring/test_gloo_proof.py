@@ -108,6 +108,41 @@ def test_a_place_that_somebody_has_taken_is_noticed(jobs: Jobs, tmp_path: Path) 
     assert b"the job's secret" not in heard
 
 
+BUSY = """
+import os, socket, sys
+from torch.distributed import FileStore
+from ringlet.ring.transports.gloo import GlooCommunicator
+from ringlet.ring.transports.gloo_proof import StoreBarrier
+from ringlet.ring.wire.keys import job_key
+
+class Busy(StoreBarrier):
+    def meet(self):
+        global server, near, far
+        server = socket.create_server(("127.0.0.1", 0))  # as another thread may
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+        super().meet()
+
+GlooCommunicator._connect.__globals__["StoreBarrier"] = Busy
+store = FileStore(sys.argv[1], 2)
+key = job_key(os.environ)
+comm = GlooCommunicator(store, int(sys.argv[2]), 2, 60.0, host="127.0.0.1", key=key)
+with socket.create_connection(server.getsockname(), timeout=20):
+    print("STILL LISTENS", flush=True)
+comm.interrupt()
+near.sendall(b"STILL CONNECTED")
+print(far.recv(15, socket.MSG_WAITALL).decode(), flush=True)
+comm.close()
+"""
+
+
+def test_what_the_program_opens_while_ranks_meet_is_left_alone(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "busy.py").write_text(BUSY)
+    script = str(tmp_path / "busy.py")
+    ranks = [jobs.start(script, jobs.store, rank, env=KEY) for rank in range(2)]
+    assert said(*ranks) == ["STILL LISTENS\nSTILL CONNECTED\n"] * 2
+
+
 class Relay:
     """Somebody between two ranks: passes all on, and notes it."""
 
