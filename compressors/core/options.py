@@ -79,7 +79,9 @@ def bind_options(
         if name not in names:
             hint = did_you_mean(name, names) or "."
             plain = getattr(cls, name, None)
-            if isinstance(plain, (bool, int, float, str)):
+            # Ringlet's own classes have constants, which no user makes options of.
+            own = cls.__module__.partition(".")[0] == "ringlet"
+            if not own and isinstance(plain, (bool, int, float, str)):
                 kind = type(plain).__name__
                 hint = f", for one has a type: write {name}: {kind} = {plain!r} in the class."
             raise OptionError(

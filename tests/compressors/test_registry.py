@@ -162,6 +162,8 @@ def test_what_is_no_option_says_why():
         OptionError, match=r"for one has a type: write ratio: float = 0.1 in the class"
     ):
         Plain(ratio=0.2)
+    with pytest.raises(OptionError, match=r"int8 has no option 'bits'\. Options: bucket=512"):
+        parse("int8(bits=4)")
 
 
 def test_a_default_out_of_its_range_is_the_authors():

@@ -149,14 +149,26 @@ def case_states_that_are_none():
         hvd.broadcast_optimizer_state(m, 0)
 
 
+def case_a_lazy_module_that_has_no_shape_yet():
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(TypeError, match=r"parameter 'weight' is of a lazy module, .* on all"):
+        wrap(lazy)
+    with pytest.raises(TypeError, match="run the model once on a batch"):
+        hvd.broadcast_parameters(lazy.state_dict(), 0)
+
+
 def case_a_model_that_is_converted_too_late():
     m = model()
     optimizer = wrap(m)
-    m.double()
-    with pytest.raises(TypeError, match="before DistributedOptimizer is made for it"):
-        m(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    hvd.barrier()  # a step that is given up elsewhere is another error
-    optimizer.abandon_step()
+    for dtype in (torch.float64, torch.bfloat16):
+        m.to(dtype)
+        name = str(dtype).partition(".")[2]
+        words = f"'1.bias' is {name} now, and was float32 .* before DistributedOptimizer is made"
+        with pytest.raises(TypeError, match=words):
+            m(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        hvd.barrier()  # a step that is given up elsewhere is another error
+        optimizer.abandon_step()
+        m.zero_grad()
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
 
 

@@ -580,9 +580,18 @@ class Reducer:
             self._group.submit_all(tensors)
         except TypeError as error:
             raise TypeError(
-                f"{error}. A model is converted, as by .double(), before DistributedOptimizer is "
-                "made for it"
+                f"{self._converted(names) or error}. A model is converted, as by .double(), before "
+                "DistributedOptimizer is made for it"
             ) from None
+
+    def _converted(self, names: Sequence[str]) -> str | None:
+        """Return which of ``names`` has another dtype now than it was declared with, if any."""
+        assert self._group is not None
+        for name in names:
+            now, then = dtype_of(self.parameters[name]), self._group.members[name].request.dtype
+            if now != then:
+                return f"parameter {name!r} is {now} now, and was {then} when it was wrapped"
+        return None
 
     def _end_step(self) -> None:
         for handle in self._reset():

@@ -57,6 +57,11 @@ def check(tensor: Any, what: str = "tensor") -> None:
             f"{what} is a DTensor, of which this rank holds a shard: where FSDP2 made it, use "
             "hvd.compress_fsdp(model, spec) and the optimizer as it is; else pass to_local()"
         )
+    if type(tensor) not in _PLAIN and torch.nn.parameter.is_lazy(tensor):
+        raise TypeError(
+            f"{what} is of a lazy module, and has no shape yet: run the model once on a batch, on "
+            "all ranks, and then make the optimizer and broadcast"
+        )
     if tensor.device.type == "meta":
         raise TypeError(f"{what} is on the meta device and has no values; materialise it first")
     dtype_of(tensor, what)
