@@ -34,8 +34,8 @@ class Parser(argparse.ArgumentParser):
         """Print ``message`` on the standard error and exit with code 2."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
         options = [word for action in self._actions for word in action.option_strings]
-        if unknown and (near := difflib.get_close_matches(unknown, options, 1)):
-            message += f"; did you mean {near[0]}?"
+        if unknown and (meant := _meant_by(unknown, options)):
+            message += f"; did you mean {meant}?"
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             words = re.findall(r"[\w-]+", choice[2])
             if near := difflib.get_close_matches(choice[1], words, 1):
@@ -53,6 +53,19 @@ class Parser(argparse.ArgumentParser):
             file.write(message)
         else:
             super()._print_message(message, file)
+
+
+def _meant_by(unknown: str, options: Sequence[str]) -> str | None:
+    """Return which of ``options`` somebody may have meant who wrote ``unknown``."""
+    if "-np" in options:
+        if number := re.fullmatch(r"-np(\d+)", unknown):
+            return f"-np {number[1]}"
+        if unknown.replace("_", "-") in ("--nproc-per-node", "--nproc"):  # torchrun's
+            return "-np"
+        if unknown == "-m":  # torchrun's, too
+            return "python -m"
+    near = difflib.get_close_matches(unknown, options, 1)
+    return near[0] if near else None
 
 
 def command_parser(name: str) -> Parser:

@@ -238,6 +238,15 @@ def size_of(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
     if options.np is not None:
         return _ranks(options.np, bool(hosts))
     if not hosts:
+        command = command_of(options)
+        for flag in ("-np", "--np", "-n", "--num-proc"):
+            if flag in command[:-1]:
+                place = command.index(flag)
+                first = [flag, command[place + 1], *command[:place], *command[place + 2 :]]
+                raise UsageError(
+                    f"-np is missing: options stand before the command, and what is behind it is "
+                    f"its own. Write: ringlet run {shlex.join(first)}"
+                )
         raise UsageError("-np is missing: how many ranks? (see ringlet run --help)")
     check_all_slots(hosts, options.hostfile or "--hosts")
     return sum(host.slots for host in hosts)
