@@ -3,6 +3,8 @@
 import ast
 import re
 import runpy
+import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -121,6 +123,28 @@ def sayings():
                     yield "".join(map(str, parts))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield node.value
+
+
+def test_the_page_of_examples_says_what_they_need():
+    text = (ROOT / "docs" / "examples.md").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = list(extras["dependencies"]) + re.findall(r"`([a-z][a-z-]+)`", text)
+    for names in re.findall(r"\[([a-z,]+)\]['`]", text):
+        for name in names.split(","):
+            needs += extras["optional-dependencies"][name]
+    there = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in needs} | {"sklearn"}
+    assert "scikit_learn" in there  # which is sklearn in programs
+    there |= {"orbax"} & {name.partition("_")[0] for name in there}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                wanted = {(node.module or "").partition(".")[0]}
+            elif isinstance(node, ast.Import):
+                wanted = {alias.name.partition(".")[0] for alias in node.names}
+            else:
+                continue
+            own = {"ringlet", *(other.stem for other in path.parent.glob("*.py"))}
+            assert wanted - there - own - sys.stdlib_module_names == set(), path
 
 
 def test_troubleshooting_has_the_words_of_the_code():
