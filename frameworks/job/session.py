@@ -23,6 +23,7 @@ from ringlet.fusion.observe.probe import measure
 from ringlet.fusion.requests.series import Series
 from ringlet.job.kernel_cache import refuse_strangers_kernels
 from ringlet.job.link_settings import hierarchical, measured_link
+from ringlet.job.rank_mark import mark_rank, refuse_children, unmark_rank
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.job.warm_up import warm_up
 from ringlet.metrics.switches import switch_on
@@ -188,7 +189,7 @@ def init(
     that exists. ``autotune`` and ``join_divisor`` stand for RINGLET_AUTOTUNE and
     RINGLET_JOIN_DIVISOR. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL,
     sets the level of logger "ringlet". Raises LaunchError when launcher and transport disagree on
-    the size, or in a process that was forked from one that had called this; TransportUnavailable
+    the size, or in a process that was started from one that had called this; TransportUnavailable
     when something is not installed; ValueError when this was called before with another transport,
     what was asked for cannot be, or variables of the environment are misspelt or wrong.
     """
@@ -207,6 +208,8 @@ def init(
             f"this process was forked from rank {existing.rank} after init(); it cannot be a rank "
             "itself. Start worker processes with the 'spawn' method, or before init()"
         )
+    if comm is None:
+        refuse_children()
     options = {"RINGLET_AUTOTUNE": autotune, "RINGLET_JOIN_DIVISOR": join_divisor}
     asked = {name: str(value) for name, value in options.items() if value is not None}
     check(os.environ)
@@ -242,6 +245,8 @@ def init(
     else:
         _process = runtime
         atexit.register(runtime.close)
+        if given is None and comm.size > 1:
+            mark_rank()
     try:
         switch_on(runtime.engine, runtime.topology, os.environ)
     except BaseException:
@@ -269,6 +274,7 @@ def shutdown() -> None:
     else:
         atexit.unregister(runtime.close)
         _process = None
+        unmark_rank()
 
 
 def is_initialized() -> bool:
