@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch.rank_table import Rank, RankTable
@@ -10,6 +12,17 @@ from ringlet.ring.launch.start import Started
 from ringlet.ring.processes import processes
 from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore
+
+MPI_SHARES = 8 << 20  # bytes of /dev/shm that are ample for a rank; MPICH 5 takes 5.3 MB
+
+
+def shared_memory() -> int:
+    """Return how large /dev/shm is here, in bytes; without end where there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return sys.maxsize
+    return found.f_blocks * found.f_frsize
 
 
 class FailureReport:
@@ -74,7 +87,7 @@ class FailureReport:
         if rank.aborted:
             return f"{name} called MPI_Abort with code {rank.code}"
         if not rank.lost:
-            return f"{name} {processes.describe(rank.code or 0)}"
+            return f"{name} {processes.describe(rank.code or 0)}{self._of_memory(rank)}"
         if (code := self.aborted()) is not None:
             return f"mpiexec ended every rank with code {code}, as after MPI_Abort"
         if rank.broken:
@@ -82,6 +95,17 @@ class FailureReport:
         if not rank.here:
             return f"{name} was killed together with its wrapper, or its host cannot be reached"
         return f"{name} was killed together with its wrapper"
+
+    def _of_memory(self, rank: Rank) -> str:
+        """Say what ``rank`` may have died of, where MPI or DataLoaders have filled /dev/shm."""
+        here = sum(other.here for other in self._rank_table.ranks)
+        scarce = rank.here and shared_memory() < here * MPI_SHARES
+        if rank.code == -signal.SIGBUS or (rank.code == -signal.SIGSEGV and scarce):
+            return (
+                ", as where /dev/shm is full: make it larger (docker run --shm-size=1g), or take "
+                "--transport gloo and fewer DataLoader workers"
+            )
+        return ""
 
     def _effect(self, rank: Rank) -> str:
         """Say what ``rank``, which failed only because it had lost another one, failed of."""

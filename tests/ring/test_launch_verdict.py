@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from ringlet.ring.errors import LOST_PEER
-from ringlet.ring.launch import start
+from ringlet.ring.launch import failure_report, start
 from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.processes.output import Printer
@@ -223,6 +224,19 @@ def test_the_launcher_names_who_failed_where_torch_made_the_job(kind: str) -> No
     assert done.returncode == 1, done.stderr
     assert "rank 2 exited with code 1" in said[0], done.stderr
     assert "FileNotFoundError" in done.stderr
+
+
+def test_a_bus_error_is_mostly_shared_memory_that_is_full() -> None:
+    done, told = launched(2, "gloo", "import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
+    assert done.returncode == 128 + signal.SIGBUS
+    assert "was ended by signal 7 (SIGBUS), as where /dev/shm is full: make it larger" in told[0]
+
+
+def test_a_crash_is_so_only_where_there_is_little_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, hint in ((15 << 20, True), (64 << 20, False)):
+        monkeypatch.setattr(failure_report, "shared_memory", lambda size=size: size)
+        found = verdict({0: (-signal.SIGSEGV, 1), 1: (None, 0)})
+        assert ("--transport gloo" in found.reason()) == hint
 
 
 LOSING = """
