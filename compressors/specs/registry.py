@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import keyword
+import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -40,7 +41,9 @@ def name_problem(name: object) -> str | None:
     if not isinstance(name, str):
         return f"@register wants a name, as in @register('sign'), not {name!r}"
     if not name.isidentifier() or name != name.lower():
-        return f"a compressor's name is a lower-case identifier, not {name!r}"
+        near = re.sub(r"[^\w]+", "_", name).lower()
+        hint = f"; write {near!r}" if near.isidentifier() and not keyword.iskeyword(near) else ""
+        return f"a compressor's name is a lower-case identifier, not {name!r}{hint}"
     if keyword.iskeyword(name):
         return f"a compressor's name cannot be {name!r}, a word of Python's, which no spec can read"
     return None

@@ -158,7 +158,7 @@ def test_json_holds_no_words_of_the_plugin(tmp_path):
     ("name", "says"),
     [
         ("int8", "already"),
-        ("Not-A-Name", "lower-case identifier"),
+        ("Not-A-Name", "lower-case identifier, not 'Not-A-Name'; write 'not_a_name'"),
         ("lambda", "a word of Python's"),
         ("_", "begins with one"),
         ("größe", "ASCII letters"),
