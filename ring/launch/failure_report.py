@@ -13,7 +13,9 @@ from ringlet.ring.processes import processes
 from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore
 
-MPI_SHARES = 8 << 20  # bytes of /dev/shm that are ample for a rank; MPICH 5 takes 5.3 MB
+MPI_SHARE = (
+    6 << 20
+)  # bytes of /dev/shm for a rank: MPICH 5 takes 5.3 MB, and may crash near the end
 
 
 def shared_memory() -> int:
@@ -99,7 +101,7 @@ class FailureReport:
     def _of_memory(self, rank: Rank) -> str:
         """Say what ``rank`` may have died of, where MPI or DataLoaders have filled /dev/shm."""
         here = sum(other.here for other in self._rank_table.ranks)
-        scarce = rank.here and shared_memory() < here * MPI_SHARES
+        scarce = rank.here and shared_memory() < (here + 1) * MPI_SHARE
         if rank.code == -signal.SIGBUS or (rank.code == -signal.SIGSEGV and scarce):
             return (
                 ", as where /dev/shm is full: make it larger (docker run --shm-size=1g), or take "

@@ -233,7 +233,7 @@ def test_a_bus_error_is_mostly_shared_memory_that_is_full() -> None:
 
 
 def test_a_crash_is_so_only_where_there_is_little_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size, hint in ((15 << 20, True), (64 << 20, False)):
+    for size, hint in ((16 << 20, True), (64 << 20, False)):
         monkeypatch.setattr(failure_report, "shared_memory", lambda size=size: size)
         found = verdict({0: (-signal.SIGSEGV, 1), 1: (None, 0)})
         assert ("--transport gloo" in found.reason()) == hint
