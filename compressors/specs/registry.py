@@ -32,6 +32,8 @@ _ALSO_CALLED = {
     "float16": "fp16",
     "bfloat16": "bf16",
     "error_feedback": "ef",
+    "natural_compression": "natural",
+    "efsignsgd": "onebit | ef",
     "dgc": "topk(ratio=0.001) | momentum_correction",
 }
 

@@ -138,6 +138,8 @@ def test_a_compressor_is_frozen():
         ("fp32", UnknownCompressor, "did you mean 'none'?"),
         ("Half", UnknownCompressor, "did you mean 'fp16'?"),
         ("error_feedback", UnknownCompressor, "did you mean 'ef'?"),
+        ("natural_compression", UnknownCompressor, "did you mean 'natural'?"),
+        ("efsignsgd", UnknownCompressor, "did you mean 'onebit | ef'?"),
         (
             "fp16|" * 390 + "ef",
             SpecError,
