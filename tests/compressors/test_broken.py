@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.compressors import Compressor, Int8
-from ringlet.compressors.testing import all_checks, check_compressor
+from ringlet.compressors import Compressor, ErrorFeedback, Int8
+from ringlet.compressors.testing import CheckFailed, all_checks, check_compressor
 from ringlet.compressors.testing.checks.program import known_surroundings
 from ringlet.compressors.testing.runner import failures_of
 
@@ -500,6 +500,31 @@ CAUGHT = {
         "TableOfNoise": "errors_have_nothing_in_common",
         "WordsOfMethods": "options_refuse_other_words",
     },
+    "ported": {
+        "NoiseOfAllTensors": "noise_is_drawn_anew",
+        "SeedPlusRank": "noise_is_drawn_anew",
+        "StepPlusRank": "noise_is_drawn_anew",
+        "StepPlusRankInRounds": "noise_is_drawn_anew",
+        "SixteenBitsOfSum": "many_ranks",
+        "ClearsEquals": "own_feedback_adds_up",
+        "ClearsWhatOthersSent": "own_feedback_adds_up",
+        "KeepsAShare": "own_feedback_adds_up",
+        "MaskOfItsOwn": "replicas_agree",
+        "SharesMagnitudes": "ranks_draw_their_own",
+        "KeepsMagnitudes": "errors_have_nothing_in_common",
+        "SharesMagnitudesInRounds": "ranks_draw_their_own",
+        "WholeShare": "options_at_their_ends",
+        "LargestEver": "values_may_shrink",
+        "SharesOfFew": "many_ranks",
+        "HoldsALock": "compresses_a_tensor",
+        "ScaleOfTheMean": "mean_of_ranks",
+        "NarrowBlocks": "large_tensors",
+        "SendsChanges": "values_may_shrink",
+        "LevelsOfFirstStep": "values_may_grow",
+        "MoreThanThereAre": "options_at_their_ends",
+        "ScheduleRunsOut": "schedule_goes_by_the_step",
+        "ScheduleFallsToNothing": "schedule_goes_by_the_step",
+    },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
 SAYS = {
@@ -581,9 +606,32 @@ SAYS = {
     ("offered", "FinishesAlone"): ("super().finish(out, ctx)",),
     ("offered", "TableOfNoise"): ("no table of noise that is kept",),
     ("offered", "WordsOfMethods"): ("That is with way='certainly_no_choice'",),
+    ("ported", "StepPlusRank"): ("draws what rank 0 draws with the next step",),
+    ("ported", "SixteenBitsOfSum"): ("1000 ranks overflows int16",),
+    ("ported", "ClearsEquals"): ("where values are equal", "by their indices"),
+    ("ported", "ClearsWhatOthersSent"): ("among three ranks", "what this rank sent"),
+    ("ported", "MaskOfItsOwn"): ("after step 49",),
+    ("ported", "KeepsMagnitudes"): ("draw the same noise",),
+    ("ported", "WholeShare"): ("write ratio: float = option(1.0, ...)",),
+    ("ported", "HoldsALock"): ("hold no lock", "over a yield"),
+    ("ported", "NarrowBlocks"): ("number of a block",),
+    ("ported", "SendsChanges"): ("only the first is sent",),
+    ("ported", "LevelsOfFirstStep"): ("400 steps later", "a table of levels"),
+    ("ported", "SharesOfFew"): ("rounded down to nothing",),
+    ("ported", "MoreThanThereAre"): ("That is with count=200",),
+    ("ported", "ScheduleRunsOut"): ("That is at(1000000)",),
     ("offered", "BytesAddedUp"): ("overflows int8", 'codes.astype("int32")'),
 }
-BASES = {"Stochastic", "Rounds", "FeedsBack", "WholeAtRandom", "Levels", "Steps", "Later"}
+BASES = {
+    "DithersCells",
+    "Stochastic",
+    "Rounds",
+    "FeedsBack",
+    "WholeAtRandom",
+    "Levels",
+    "Steps",
+    "Later",
+}
 CASES = [(module, name) for module, found in CAUGHT.items() for name in found]
 
 
@@ -625,6 +673,23 @@ def test_a_broken_plugin_is_caught_once(module, name):
     for failure in told:
         assert "Why it matters: " in failure
         assert "What to do: " in failure
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("written.LocalIsOut", "shares_make_the_mean"),
+        ("ported.StepPlusRank", "noise_is_drawn_anew"),
+        ("ported.SharesMagnitudes", "ranks_draw_their_own"),
+        ("ported.KeepsMagnitudes", "errors_have_nothing_in_common"),
+    ],
+)
+def test_error_feedback_hides_no_mistake_of_what_it_stands_behind(name, check):
+    module, _, plugin = name.partition(".")
+    (looks,) = [c for c in all_checks() if c.name == check]
+    with pytest.raises(CheckFailed, match=f"fails '{check}'"):
+        looks(plugins(module)[plugin]() | ErrorFeedback())
 
 
 @pytest.mark.parametrize("name", plugins("right"))

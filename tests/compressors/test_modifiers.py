@@ -612,6 +612,19 @@ def test_a_modifier_that_stops_a_schedule_is_found():
     check_compressor(Shrinking() | Remembering(), [Named(check_schedule_goes_by_the_step)])
 
 
+class Warming(TopK):
+    """A larger share at first, and in the end its own."""
+
+    def at(self, step):
+        return self.replace(ratio=0.5) if step < 10 else self
+
+
+def test_a_modifier_that_stops_a_schedule_with_an_end_is_found():
+    with pytest.raises(CheckFailed, match=r"follows a schedule; return super\(\)\.at\(step\)"):
+        check_compressor(Warming() | Standing(), [Named(check_schedule_goes_by_the_step)])
+    check_compressor(Warming() | Remembering(), [Named(check_schedule_goes_by_the_step)])
+
+
 def test_parts_that_do_not_share_a_name_are_let_be():
     for spec in ("powersgd | ef", "topk | momentum_correction", "int8 | hadamard | ef21"):
         check_compressor(spec, [Named(check_parts_keep_apart)])

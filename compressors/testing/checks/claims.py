@@ -352,7 +352,7 @@ def check_parts_keep_apart(compressor: Compressor) -> None:
     for part in _parts(compressor):
         state: State = {}
         simulate(part, [gaussian(2000, 1)], [state], shape=(40, 50))
-        for key in sorted(state.keys() - {"step"}):
+        for key in sorted(state.keys() - {"step"}, key=str):
             other = owners.setdefault(key, "")
             assert not other, f"{part.label()} and {other} both keep ctx.state[{key!r}]"
             owners[key] = part.label()

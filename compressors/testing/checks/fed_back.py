@@ -20,10 +20,17 @@ _DRAWS = range(10_000, 10_016)  # steps at which most schedules have come to the
 _MUCH = 1.5  # times as long as what went in
 _ALIKE, _LITTLE = 0.95, 0.6  # the cosine of what differs by its length alone, and how long it is
 _EXACT = 1e-3  # of the largest value of a memory: how far off the sum may be that explains it
+_SENT = 0.5  # times what is sent: so much of it is taken out of what is kept, at least
+_OFF = 0.05  # how far off that may be of values of about 1
 _NOTHING = 0.01  # of its length: what a part of that sum adds that is not in it
 
 
-@needs("gradient_units", "memory_fits_its_tensor", "one_overflow_is_survived")
+@needs(
+    "gradient_units",
+    "memory_fits_its_tensor",
+    "one_overflow_is_survived",
+    "shares_make_the_mean",
+)
 def check_own_feedback_adds_up(compressor: Compressor) -> None:
     """Error feedback works because nothing is lost: what was sent and what is kept are what went
     in. With a wrong sign, or fed back twice, it makes gradients worse than without.
@@ -44,10 +51,87 @@ def check_own_feedback_adds_up(compressor: Compressor) -> None:
         f"what ctx.state[{units[0]!r}] holds is 0 after every step, though something is lost in "
         "all of them: clear what was sent, and nothing else"
     )
+    _check_elsewhere(compressor, [n for n in units if np.shape(state[n]) == (_N,)], seen)
     for name in units if seen else ():
         memories = [kept.get(name, 0.0) for _, _, kept in seen[1:]]
         if all(np.shape(kept) == (_N,) for kept in (*memories, state.get(name, 0.0))):
             _check_adds_up(compressor, name, seen, state)
+
+
+def _check_elsewhere(
+    compressor: Compressor, units: list[str], seen: list[tuple[Array, Array, State]]
+) -> None:
+    """Raise AssertionError where a memory of what was not sent is another sum in other runs.
+
+    What it is a sum of shows where all values differ and there is one rank: of what went in, of
+    what came out, and of what was kept. It is the same sum of equal values, and on the mean over
+    several ranks.
+    """
+    seen = [step for step in seen if _all_kept(step[2], units)]
+    if len(seen) < _STEPS - 1 or not units:
+        return
+    signs = np.where(gaussian(_N, 9) < 0, np.float32(-1), np.float32(1))
+    equals = [[signs * np.float32(1 + step % 2)] for step in range(_STEPS)]
+    others = [[gaussian(_N, 3 * step + rank) for rank in range(3)] for step in range(_STEPS)]
+    runs = [_run(compressor, gradients) for gradients in (equals, others)]
+    if not all(_all_kept(step[2], units) for run in runs for step in run[1:]):
+        return
+    for name in units:
+        shares, off = _explained(_parts(seen[:-1], units), _kept(seen[1:], name))
+        if off > _EXACT or shares[1] > -_SENT:
+            continue  # something else, of which nothing is said, or what is sent stays in it
+        equal, several = (
+            int((np.abs(_parts(run[1:-1], units) @ shares - _kept(run[2:], name)) > _OFF).sum())
+            for run in runs
+        )
+        what = f"taken out of ctx.state[{name!r}] without being sent"
+        assert not equal, (
+            f"where values are equal, {equal} entries are {what}: clear those that were sent, by "
+            "their indices, and not all that are as large as the smallest of them"
+        )
+        assert not several, (
+            f"among three ranks {several} entries are {what}, or left in it though they were, as "
+            "they are not with one rank: take out what this rank sent, and neither what others "
+            "sent nor a share that goes by ctx.size"
+        )
+
+
+def _run(compressor: Compressor, steps: list[list[Array]]) -> list[tuple[Array, Array, State]]:
+    """Return means over ranks, by step: what went in, what came out, what was kept before."""
+    states: list[State] = [{} for _ in steps[0]]
+    seen: list[tuple[Array, Array, State]] = []
+    for step in range(len(steps) + 1):
+        kept = {
+            name: np.mean([np.asarray(state[name], np.float64) for state in states], axis=0)
+            for name in compressor.traits().gradient_units
+            if name in states[0] and len({np.shape(state.get(name, ())) for state in states}) == 1
+        }
+        gradients = steps[step % len(steps)]
+        out = simulate(compressor, gradients, states, step, shape=_SHAPE)[0]
+        seen.append((np.mean(gradients, axis=0), out, kept))
+    return seen
+
+
+def _all_kept(state: State, units: list[str]) -> bool:
+    return all(np.shape(state.get(name, ())) == (_N,) for name in units)
+
+
+def _kept(seen: list[tuple[Array, Array, State]], name: str) -> Array:
+    return np.concatenate([kept[name] for *_, kept in seen]).astype(float)
+
+
+def _parts(seen: list[tuple[Array, Array, State]], units: list[str]) -> Array:
+    """Return what went in, what came out and what was kept, as columns."""
+    columns = [[x for x, _, _ in seen], [out for _, out, _ in seen]]
+    columns += [[kept[name] for *_, kept in seen] for name in units]
+    return np.stack([np.concatenate(column).astype(float) for column in columns], axis=1)
+
+
+def _explained(parts: Array, new: Array) -> tuple[Array, float]:
+    """Return by what shares of ``parts`` ``new`` is made up, and how far off that is."""
+    shares, _, rank, _ = np.linalg.lstsq(parts, new, rcond=1e-4)
+    off = float(np.abs(parts @ shares - new).max()) / (float(np.abs(new).max()) or 1.0)
+    return shares, off if rank == parts.shape[1] else np.inf
 
 
 def _check_adds_up(

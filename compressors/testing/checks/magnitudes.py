@@ -16,7 +16,9 @@ _STEPS = 4
 _ALIKE = 4.0  # times: how much larger what comes of one sign may be than what comes of the other
 _LEAST = 0.05  # of what comes of magnitudes: what comes of the same values with both signs
 _LONG = 200_000
-_GROWN = 64
+_GROWN, _FOLLOWS = 64, 0.25
+_FEW = 64
+_PATIENCE, _FEEDBACK = 400, 100  # steps; in the first of them what was kept before may still come
 
 
 @needs(*PURE, "points_the_same_way", "extreme_values")
@@ -101,7 +103,7 @@ def check_values_may_grow(compressor: Compressor) -> None:
     """
     if not compressor.traits().stateful:
         return
-    x, turned = gaussian(_N, 5), 0
+    x, turned, before = gaussian(_N, 5), 0, 0.0
     states: list[State] = [{}, {}]
     large = np.abs(x) >= np.float32(0.5) * np.abs(x).max()
     for step in range(_STEPS):
@@ -110,10 +112,55 @@ def check_values_may_grow(compressor: Compressor) -> None:
         turned = int((out[large] * x[large] < 0).sum())
         if by == 1 and turned:
             return  # it is not that kind of code
+        before = max(before, float(np.linalg.norm(out))) if by == 1 else before
     assert not turned, (
         f"after {_STEPS - 1} steps values {_GROWN} times as large come, and {turned} of the "
         f"{int(large.sum())} largest come out with the other sign"
     )
+    for step in range(_STEPS, _STEPS + _PATIENCE if compressor.traits().scales else 0):
+        if float(np.linalg.norm(out)) >= _FOLLOWS * _GROWN * before:
+            return
+        (out, _) = simulate(compressor, [by * x, by * x], states, step)
+    assert not compressor.traits().scales, (
+        f"after {_STEPS - 1} steps values {_GROWN} times as large come, and {_PATIENCE} steps "
+        f"later results are {float(np.linalg.norm(out)) / before:.3g} times as large as before: a "
+        "scale, or a table of levels, that is remembered does not follow them"
+    )
 
 
-CHECKS = (check_both_signs_arrive, check_one_of_many_stays_finite, check_values_may_grow)
+@needs("values_may_grow", "gradient_units", "one_overflow_is_survived")
+def check_values_may_shrink(compressor: Compressor) -> None:
+    """Gradients shrink while a model trains, and after a batch unlike others: a threshold that
+    remembers the largest there ever was sends nothing any more, in silence.
+
+    Let what is remembered of sizes forget: level = max(0.9 * level, float(xp.abs(x).max())), and
+    send at least one entry, max(1, k).
+    """
+    if not compressor.traits().stateful or not compressor.traits().scales:
+        return
+    x = gaussian(_FEW, 6)
+    states: list[State] = [{}]
+    steps = _STEPS * _STEPS
+    large = [simulate(compressor, [x], states, step)[0].any() for step in range(steps)]
+    if not any(large):
+        return  # which another check tells
+    assert any(large[1:]), (
+        f"of a gradient that comes {steps} times only the first is sent: a result is the gradient "
+        "of its step, and not how it differs from the step before"
+    )
+    small = np.float32(1 / _GROWN) * x
+    for step in range(steps, steps + _PATIENCE):
+        if simulate(compressor, [small], states, step)[0].any() and step > steps + _FEEDBACK:
+            return
+    raise AssertionError(
+        f"after {steps} steps values {_GROWN} times as small come, and of none of them anything "
+        f"is sent in {_PATIENCE - _FEEDBACK} steps"
+    )
+
+
+CHECKS = (
+    check_both_signs_arrive,
+    check_one_of_many_stays_finite,
+    check_values_may_grow,
+    check_values_may_shrink,
+)

@@ -346,7 +346,8 @@ def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
     with somebody else's seed, or on the 257th rank.
 
     Draw from ctx.rng() or ctx.uniform(n) in place of generators of your own, and keep ctx.step and
-    ctx.seed out of 16- and 32-bit integers, ctx.rank out of 8-bit ones.
+    ctx.seed out of 16- and 32-bit integers, ctx.rank out of 8-bit ones. What begins after a number
+    of steps, such as a phase behind a warm-up, sends the gradient as well.
     """
     x = gaussian(2000, 1)
     usual = max(_off(_elsewhere(compressor, x, {"step": step}), x) for step in range(_EARLY))

@@ -8,6 +8,7 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
@@ -27,6 +28,7 @@ _OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("steps 3 and 65539", {"step": _STEP + (1 << 16)}),
 )
 _RANKS, _TURNS = 6, 3
+_PERIOD = 5  # ranks, after which a turn of theirs begins anew
 _GRADIENTS, _COMMON = 48, 4.0  # half of all is 24 times what luck explains
 
 
@@ -58,7 +60,14 @@ def _keeps_signs(compressor: Compressor, x: Array, step: int) -> bool:
     return bool((out[large] * x[large] >= 0).all())
 
 
-@needs(*PURE, "decoding_is_the_same_everywhere", "unbiased", "noise_averages_out")
+@needs(
+    *PURE,
+    "decoding_is_the_same_everywhere",
+    "unbiased",
+    "noise_averages_out",
+    "local_is_written",
+    "late_steps_and_large_seeds",
+)
 def check_noise_is_drawn_anew(compressor: Compressor) -> None:
     """Errors of random rounding cancel because they have nothing to do with each other: tensors,
     steps, ranks and runs that draw the same numbers add them up instead.
@@ -66,9 +75,13 @@ def check_noise_is_drawn_anew(compressor: Compressor) -> None:
     Draw from ctx.rng() or ctx.uniform(n), which know seed, name, step, stage and rank, in full. Who
     seeds a generator of his own makes its key of ctx.key().
     """
+    compressor = _without_feedback(compressor)
     traits = compressor.at(0).traits()
-    if traits.omega is None or traits.stateful:
+    if traits.stateful:
         return  # what differs by the step may go by turns
+    if traits.omega is None:
+        _check_noise_of_one_rank(compressor)
+        return
     usual = _drawn(compressor)
     if same(usual, _drawn(compressor, step=_STEP + 1)):
         return  # nothing is drawn
@@ -85,6 +98,50 @@ def check_noise_is_drawn_anew(compressor: Compressor) -> None:
             assert same(usual, next_rank) or not same(next_rank, _drawn(compressor, **fields)), (
                 f"rank 1 draws what rank 0 draws with the next {what}: the two are added up"
             )
+
+
+def _without_feedback(compressor: Compressor) -> Compressor:
+    while isinstance(compressor, ErrorFeedback):  # which makes up for noise, and does not excuse it
+        compressor = compressor.wrapped_compressor
+    return compressor
+
+
+def _check_noise_of_one_rank(compressor: Compressor) -> None:
+    """Raise AssertionError where noise that is a rank's own is another tensor's, step's or rank's.
+
+    Nothing is promised of its size, so that not all that changes is noise: which entries go may be
+    a turn of ranks and steps, which neither the seed decides nor comes anew after a round of ranks.
+    """
+    if not by_payload(compressor) and compressor.divergence():
+        return  # nobody asks for shares
+    usual, other = _own(compressor)
+    later = _own(compressor, step=_STEP + 1)[0]
+    if same(usual, other) or same(usual, later) or same(usual, _own(compressor, seed=1)[0]):
+        return  # ranks have it in common, or it stays, or nothing is drawn
+    if same(usual, _own(compressor, step=_STEP + _PERIOD)[0]):
+        return
+    for what, fields in _OTHERS:
+        assert not same(usual, _own(compressor, **fields)[0]), f"{what} draw the same numbers"
+    for what, fields in (("seed", {"seed": 1}), ("step", {"step": _STEP + 1})):
+        assert not same(other, _own(compressor, **fields)[0]), (
+            f"rank 1 draws what rank 0 draws with the next {what}: the two are added up"
+        )
+
+
+def _own(compressor: Compressor, **fields: Any) -> tuple[Array, Array]:
+    """Return what becomes of one tensor on two ranks, for each of its own."""
+    x = gaussian(_N, 2)
+    given: dict[str, Any] = {"name": "layer10.weight", "step": _STEP} | fields
+    now = compressor.at(0)
+    if not by_payload(compressor):
+        shares: list[Array] = []
+        simulate(now, [x] * _PERIOD, shares=shares, **given)
+        return shares[0], shares[1]
+    found = []
+    for rank in (0, 1):
+        ctx = context(x, size=_PERIOD, rank=rank, **given)
+        found.append(decode(now, encode(now, x, ctx), _N, ctx))
+    return found[0], found[1]
 
 
 def _drawn(compressor: Compressor, **fields: Any) -> Array:
@@ -105,6 +162,7 @@ def check_ranks_draw_their_own(compressor: Compressor) -> None:
     Take ctx.uniform(n) and ctx.rng() as they are for noise; with shared=True draw what all ranks
     must have alike, such as which entries travel.
     """
+    compressor = _without_feedback(compressor)
     traits = compressor.at(0).traits()
     if traits.stateful or compressor.divergence():
         return
@@ -124,27 +182,57 @@ def check_ranks_draw_their_own(compressor: Compressor) -> None:
         f"the error of the mean of {_RANKS} ranks has {together / alone:.3g} of one rank's energy, "
         "not a sixth: ranks draw the same noise"
     )
+    _check_magnitudes(compressor.at(0))
+
+
+def _check_magnitudes(compressor: Compressor) -> None:
+    """Raise AssertionError where all ranks round magnitudes up at once.
+
+    Of values of both signs such errors cancel, which they do not where ranks agree. What is not
+    sent in every step may be a choice that ranks have in common.
+    """
+    gradients = [np.abs(gaussian(_N, rank)) for rank in range(_RANKS)]
+    steps = []
+    for step in range(2 * _TURNS):
+        shares: list[Array] = []
+        simulate(compressor, gradients, step=step, shares=shares)
+        steps.append(np.asarray(shares, np.float64))
+    found = np.asarray(steps)  # by step, rank and element
+    sent = (found != 0).all(axis=(0, 1))
+    errors = (found - found.mean(axis=0))[:, :, sent]
+    alone = float(np.square(errors).sum()) / _RANKS
+    together = float(np.square(errors.mean(axis=1)).sum())
+    assert together <= 2 * alone / _RANKS + 1e-9 or 10 * sent.sum() < _N, (
+        f"of values of one sign the noise in the mean of {_RANKS} ranks has {together / alone:.3g} "
+        "of one rank's energy, not a sixth: ranks draw the same noise"
+    )
 
 
 def _check_errors_cancel(compressor: Compressor) -> None:
     """Raise AssertionError where errors of ranks have more in common than those of steps have."""
-    together = dict.fromkeys(("rank", "step"), 0.0)
     if same(*(_error(compressor, 0, {"step": step}) for step in (1, 2))):
         return  # nothing is drawn
-    for turn in range(_TURNS):
-        for differs in together:
-            errors = [
-                _error(compressor, place, {"seed": turn, differs: place}) for place in range(_RANKS)
-            ]
-            together[differs] += float(np.square(np.mean(errors, axis=0)).sum())
-    assert together["rank"] <= 2 * together["step"] + 1e-9, (
-        f"the error of the mean of {_RANKS} ranks has {together['rank'] / together['step']:.3g} "
-        "times the energy that it has where they draw other numbers: ranks draw the same noise"
-    )
+    # Where magnitudes are rounded, errors have the signs of values, by which they may cancel.
+    for signed in (True, False):
+        together = dict.fromkeys(("rank", "step"), 0.0)
+        for turn in range(_TURNS):
+            for differs in together:
+                errors = [
+                    _error(compressor, place, {"seed": turn, differs: place}, signed)
+                    for place in range(_RANKS)
+                ]
+                together[differs] += float(np.square(np.mean(errors, axis=0)).sum())
+        assert together["rank"] <= 2 * together["step"] + 1e-9, (
+            f"the error of the mean of {_RANKS} ranks has "
+            f"{together['rank'] / together['step']:.3g} times the energy that it has where they "
+            "draw other numbers: ranks draw the same noise"
+        )
 
 
-def _error(compressor: Compressor, place: int, fields: dict[str, Any]) -> Array:
-    x = gaussian(_N, place)
+def _error(
+    compressor: Compressor, place: int, fields: dict[str, Any], signed: bool = True
+) -> Array:
+    x = gaussian(_N, place) if signed else np.abs(gaussian(_N, place))
     ctx = context(x, size=_RANKS, **fields)
     return decode(compressor, encode(compressor, x, ctx), _N, ctx) - x
 
@@ -159,6 +247,8 @@ def check_errors_have_nothing_in_common(compressor: Compressor) -> None:
     """
     now = compressor.at(0)
     traits = now.traits()
+    if traits.combine != "sum":
+        _check_noise_is_not_kept(_without_feedback(now))
     if not by_payload(now) or traits.stateful or traits.combine == "sum":
         return
     total, energy = np.zeros(_N), 0.0
@@ -170,6 +260,19 @@ def check_errors_have_nothing_in_common(compressor: Compressor) -> None:
     assert common <= _COMMON, (
         f"errors of {_GRADIENTS} gradients that are independent add up to {common:.3g} times the "
         "energy that luck explains: they go the same way at the same elements"
+    )
+
+
+def _check_noise_is_not_kept(compressor: Compressor) -> None:
+    """Raise AssertionError where each rank has noise of its own, the same in all steps."""
+    if compressor.traits().stateful or (not by_payload(compressor) and compressor.divergence()):
+        return  # results depend on more than noise, or nobody asks for shares
+    usual, other = _own(compressor)
+    if same(usual, other) or same(usual, _own(compressor, seed=1)[0]):
+        return  # ranks have it in common, or nothing is drawn
+    assert not same(usual, _own(compressor, step=_STEP + 1)[0]), (
+        f"steps {_STEP} and {_STEP + 1} draw the same noise: what is rounded up is rounded up in "
+        "every step"
     )
 
 

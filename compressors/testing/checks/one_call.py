@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import random
+import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any
@@ -51,13 +52,20 @@ PURE = (*SOUND, "deterministic")
 _MILLION = (1 << 20) + 3
 _REMEMBERING = "in a step that finds something in ctx.state; write x = x + kept, not x += kept"
 _QUEUE = 20  # payloads that wait together
+_WAITS = 10  # seconds until an exchange has surely begun
 # As bits: a usual NaN, Inf, -Inf, and NaNs that rounding to fewer bits makes other numbers of.
 _NOT_FINITE = (
     0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFFC00000,
 )  # fmt: skip
 # Of 720 elements.
 _SHAPES = ((6, 120), (1, 720), (720, 1), (8, 9, 10), (4, 5, 6, 6), (2, 3, 4, 5, 6), (1, 1, 720, 1))
-_NAMES = ("", "layer/3.weight:0 (tied)", "Schl\u00fcssel.\u91cd\u307f", "block." * 60)
+_NAMES = (
+    "",
+    "layer/3.weight:0 (tied)",
+    "Schl\u00fcssel.\u91cd\u307f",
+    "block." * 60,
+    "layers.31.mlp.1.bias",
+)
 _ALIKE = ((0, 1), (2, 3), (0, 4))  # of five runs, those that found the same in memory
 
 
@@ -98,6 +106,7 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
             "exchange leaves NaN in out: it does not overwrite all of it, or it looks at what it "
             "received after the next yield, when something else lies there; copy that"
         )
+        _check_two_may_wait(compressor, x)
         return
     payload = compressor.compress(x.copy(), context(x))
     check_payload(compressor.label(), payload)
@@ -114,6 +123,29 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
             "decoding changes the payload, which others decode too; work on a copy"
         )
     check_overwritten(*outs)
+
+
+def _check_two_may_wait(compressor: Compressor, x: Array) -> None:
+    """Raise AssertionError where a second exchange cannot begin while the first one waits."""
+    ended = threading.Event()
+
+    def begin() -> None:
+        waiting = []
+        for name in ("one", "another"):
+            ctx = context(x, name=name, size=2)
+            waiting.append(compressor.exchange(x.copy(), np.empty_like(x), ctx))
+            with suppress(Exception):  # which other checks tell
+                next(waiting[-1])
+        for rounds in waiting:
+            rounds.close()
+        ended.set()
+
+    # A lock that is waited for cannot be given up, so that a thread waits in place of this one.
+    threading.Thread(target=begin, daemon=True).start()
+    assert ended.wait(_WAITS), (
+        f"an exchange that begins while another tensor's waits for its round has not come to the "
+        f"round in {_WAITS} seconds: hold no lock, or what else is taken once, over a yield"
+    )
 
 
 def check_fits_layout(compressor: Compressor, payload: Payload, n: int) -> None:

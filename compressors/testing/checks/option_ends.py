@@ -38,6 +38,7 @@ def check_options_at_their_ends(compressor: Compressor) -> None:
     for part in _parts(compressor):
         if not part.is_bound():
             continue
+        _check_there_are_some(part)
         ordered = _keeps_order(part)
         for name, value, within in _ends(part):
             try:
@@ -113,6 +114,27 @@ def _parts(compressor: Compressor) -> Iterator[Compressor]:
             yield from (part for part in _parts(inner) if part is not inner or not own)
 
 
+def _check_there_are_some(compressor: Compressor) -> None:
+    """Raise AssertionError where an option takes one value alone, for it takes whole numbers."""
+    for name, field in options_of(type(compressor)).items():
+        low, high = (
+            field.metadata.get(closed) if field.metadata.get(closed) is not None else opened
+            for closed, opened in (
+                ("ge", _beside(field.metadata.get("gt"), 1)),
+                ("le", _beside(field.metadata.get("lt"), -1)),
+            )
+        )
+        if type(field.default) is int and low is not None and high is not None:
+            assert low < high, (
+                f"{compressor.label()}.{name} takes {field.default} alone, for its default is a "
+                f"whole number; write {name}: float = option({float(field.default)}, ...)"
+            )
+
+
+def _beside(end: Any, by: int) -> Any:
+    return None if end is None else end + by
+
+
 def _ends(compressor: Compressor) -> Iterator[tuple[str, Any, bool]]:
     """Yield an option's name, a value at an end of it, and whether it is to come through there."""
     for name, field in options_of(type(compressor)).items():
@@ -122,7 +144,20 @@ def _ends(compressor: Compressor) -> Iterator[tuple[str, Any, bool]]:
             found.append((not now, True))
         elif isinstance(now, (int, float)) and not found:
             found += _range_ends(field, now)
+        elif now is None and not found:
+            found += _ends_of_none(field)
         yield from ((name, value, within) for value, within in found if value != now)
+
+
+def _ends_of_none(field: dataclasses.Field[Any]) -> list[tuple[Any, bool]]:
+    """Return the closed ends of an option that is None by default, and much where there is none."""
+    limits = field.metadata
+    found = [(limits[end], True) for end in ("ge", "le") if limits.get(end) is not None]
+    low = limits.get("ge") if limits.get("ge") is not None else limits.get("gt")
+    open_above = limits.get("le") is None and limits.get("lt") is None
+    if isinstance(low, int) and open_above and "float" not in str(field.type):
+        found.append((max(_MANY, 3 * low + 1), False))  # perhaps as many as no tensor has
+    return [(value, within) for value, within in found if abs(value) <= _MOST]
 
 
 def _range_ends(field: dataclasses.Field[Any], now: Any) -> list[tuple[Any, bool]]:

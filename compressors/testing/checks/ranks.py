@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from ringlet.compressors.base.chain import Chain
@@ -9,6 +11,7 @@ from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.quantizers.quantize import Int8
 from ringlet.compressors.quantizers.shared_int import SharedInt
 from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
@@ -21,6 +24,7 @@ _N = 2000
 _COUNTED = 4  # ranks, each of which has the only gradient in its turn
 _FEW = 200
 _SIZES = (2, 9, 33, 130)
+_ALIKE = 1000  # ranks with one gradient, of which a sum is known without them
 
 
 @needs(
@@ -46,8 +50,11 @@ def check_mean_of_ranks(compressor: Compressor) -> None:
     if type(compressor.at(0)).finish is not Compressor.finish and not _averages(compressor):
         return  # the result is no mean, such as a vote
     delta, omega = compressor.at(0).traits().delta, compressor.at(0).traits().omega
-    for size in (2, 3, 8):
-        gradients = _alike(size)
+    sets = [_alike(size) for size in (2, 3, 8)]
+    if not by_payload(compressor) and delta is None and omega is None:
+        sets.append(_unlike(3))  # of which a scale in common can be one rank's only
+    for gradients in sets:
+        size = len(gradients)
         lengths = [_norm(x) for x in gradients]
         mean = np.mean(np.asarray(gradients, np.float64), axis=0)
         errors = []
@@ -78,11 +85,12 @@ def check_many_ranks(compressor: Compressor) -> None:
     with a hundred: a job that grows then trains on noise.
 
     Send codes of at most the integer's largest divided by ctx.size, and a wider integer where that
-    leaves too few; CompressorError refuses more ranks than there is room for.
+    leaves too few; CompressorError refuses more ranks than there is room for. Where each rank sends
+    its share of the entries, that is one at least: max(1, k // ctx.size).
     """
     x = gaussian(_FEW, 1)
     large = np.abs(x) >= np.float32(0.5) * np.abs(x).max()
-    keeps_signs = True
+    keeps_signs, something = True, False
     # Who gathers decodes everybody's: 33 times 33 payloads are enough.
     for size in _SIZES[:-1] if compressor.at(1).traits().combine == "gather" else _SIZES:
         gradients = [x + gaussian(_FEW, 10 + rank, 0.1) for rank in range(size)]
@@ -102,10 +110,18 @@ def check_many_ranks(compressor: Compressor) -> None:
             "with the other sign, which they do not among fewer: a sum wraps round"
         )
         sent = float(np.square(outs[0], dtype=np.float64).sum())
+        assert sent or not something, (
+            f"among {size} ranks with nearly the same gradient the result is 0, among fewer it is "
+            "not: what each of them sends is rounded down to nothing"
+        )
+        something = something or bool(sent)
         along = float(outs[0].astype(np.float64) @ x)
         assert not sent or along > 0, (
             f"the mean of {size} ranks points away from the gradient that nearly all of them have"
         )
+    if not by_payload(compressor):
+        with suppress(CompressorError):
+            simulate(compressor, [x], step=1, alike=_ALIKE)
 
 
 @needs(*PURE, "decoding_is_the_same_everywhere", "unbiased")
@@ -141,6 +157,11 @@ def _alike(size: int) -> list[Array]:
     found = [common + gaussian(_N, 10 + rank, 0.3) for rank in range(size)]
     found[1:2] = [x * np.float32(4) for x in found[1:2]]
     return found
+
+
+def _unlike(size: int) -> list[Array]:
+    """Return gradients that have nothing in common, each of which is much larger than the next."""
+    return [gaussian(_N, 20 + rank, 16.0**-rank) for rank in range(size)]
 
 
 def _at_step(compressor: Compressor, gradients: list[Array], step: int) -> list[Array]:
@@ -231,6 +252,8 @@ def check_shares_make_the_mean(compressor: Compressor) -> None:
     left in a third argument: mean = yield Round(values, "mean", values), then read values. Where a
     result has no shares, as a vote has none, divergence() says that nothing can be fed back.
     """
+    while isinstance(compressor, ErrorFeedback):  # which asks for the shares
+        compressor = compressor.wrapped_compressor
     if by_payload(compressor) or compressor.divergence():
         return  # nobody asks for shares
     shares: list[Array] = []

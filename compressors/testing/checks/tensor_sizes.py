@@ -23,6 +23,7 @@ _GROUP, _LIKE = 200, 0.25  # values that can be compared, and the cosine that th
 _WIDER = (255, 256, 257, 258, 65535, 65536, 65537, 65538)
 # Beyond what 16 bits count, and beyond the integers that float32 holds.
 _TURNS = 34
+_BLOCKS = ((1 << 22) + 40_000, (1 << 22) + 1)
 _LARGE = ((200_000, 150_000), ((1 << 24) + 40_000, 1 << 24))
 
 
@@ -47,12 +48,24 @@ def check_large_tensors(compressor: Compressor) -> None:
             lost = _arrived(compressor, n, 1, values)[0] > _MANY
         else:  # of m values in any order the cosine is about 1 / sqrt(m)
             lost = likeness < min(4 / np.sqrt(sent), 0.9)
+        assert sent or elsewhere or not lost, (
+            f"of {n} elements, of which only those behind element {start} are not 0, none is sent: "
+            "the zeros before them are taken in their place, or an index is too narrow"
+        )
         assert not lost, (
             f"of {n} elements, those behind element {start} decode to something else: an index or "
             "a count is too narrow"
         )
         if not sent or sent > 0.9 * values.size or _is_dense(compressor):
             break  # there are no indices, then, or too few to be seen
+    varies = by_payload(compressor) and not compressor.traits().fixed_size
+    if varies and sent > 0.9 * values.size and not elsewhere:
+        # What is not 0 may go in blocks, of which more are needed before a number is too wide.
+        usual, (_, elsewhere, likeness) = likeness, _arrived(compressor, *_BLOCKS, values)
+        assert likeness > 0.5 * usual or not elsewhere, (
+            f"of {_BLOCKS[0]} elements, those behind element {_BLOCKS[1]} decode to something "
+            "else: the number of a block is too narrow"
+        )
     if by_payload(compressor) and not _spreads(compressor):
         _check_distances(compressor)
 

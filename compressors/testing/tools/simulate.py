@@ -57,6 +57,7 @@ def simulate(
     seed: int = 0,
     workspace: Workspace | None = None,
     rounds: list[tuple[str, str, int]] | None = None,
+    alike: int = 1,
 ) -> list[Array]:
     """Return what every one of W simulated ranks has for the mean of ``gradients``.
 
@@ -64,8 +65,9 @@ def simulate(
     remembers between calls; ``shape`` the tensor's, flat by default. Results of exchanges replace
     the values if they are made ``in_place``; what stands for each rank's values is appended to
     ``shares``, if there is such a list, and to ``rounds`` what is exchanged: op, dtype and length.
+    In rounds each may stand for many ``alike``.
     """
-    size, n = len(gradients), gradients[0].size
+    size, n = len(gradients) * alike, gradients[0].size
     held = states if states is not None else [{} for _ in gradients]
     given = gradients[0].shape if shape is None else shape
     # Shared as among the tensors of an engine: who keeps scratch too long finds it overwritten.
@@ -75,7 +77,7 @@ def simulate(
     now = compressor.at(step)
     traits = now.traits()
     if traits.combine == "rounds":
-        outs = _rounds(now, gradients, contexts, in_place, shares, rounds)
+        outs = _rounds(now, gradients, contexts, in_place, shares, rounds, alike)
     else:
         scale = np.float32(1.0 / size)
         inputs = [x * scale if traits.predivide and size > 1 else x for x in gradients]
@@ -154,6 +156,7 @@ def _rounds(
     in_place: bool,
     shares: list[Array] | None,
     asked: list[tuple[str, str, int]] | None,
+    alike: int,
 ) -> list[Array]:
     local: list[Array | None] = [None] * len(gradients)
     if shares is not None:
@@ -167,7 +170,7 @@ def _rounds(
         else compressor.exchange(x, out, ctx)
         for x, out, ctx, own in zip(gradients, outs, contexts, local, strict=True)
     ]
-    exchanged(generators, contexts[0].workspace, asked)
+    exchanged(generators, contexts[0].workspace, asked, alike)
     return outs
 
 
@@ -175,17 +178,21 @@ def exchanged(
     generators: Sequence[Exchange],
     workspace: Workspace,
     found: list[tuple[str, str, int]] | None = None,
+    alike: int = 1,
 ) -> None:
     """Run the exchanges of all ranks to their end; append what they exchange to ``found``."""
     try:
-        _in_step(generators, workspace, [] if found is None else found)
+        _in_step(generators, workspace, [] if found is None else found, alike)
     finally:
         for generator in generators:  # after a failure too, in this context and not in another
             generator.close()
 
 
 def _in_step(
-    generators: Sequence[Exchange], workspace: Workspace, found: list[tuple[str, str, int]]
+    generators: Sequence[Exchange],
+    workspace: Workspace,
+    found: list[tuple[str, str, int]],
+    alike: int,
 ) -> None:
     received: list[Array | None] = [None] * len(generators)
     while True:
@@ -196,13 +203,13 @@ def _in_step(
         if all(r is None for r in rounds):
             return
         asked = [r for r in rounds if r is not None]
-        alike = {(r.op, r.values.dtype, r.values.shape) for r in asked}
+        kinds = {(r.op, r.values.dtype, r.values.shape) for r in asked}
         assert len(asked) == len(rounds), (
             "some ranks exchange another round, others do not; how many rounds there are must not "
             "depend on a rank's own values"
         )
-        assert len(alike) == 1, (
-            f"ranks exchange different things in one round: {alike}; what is yielded must have the "
+        assert len(kinds) == 1, (
+            f"ranks exchange different things in one round: {kinds}; what is yielded must have the "
             "same op, dtype and length on all of them"
         )
         found.append((asked[0].op, asked[0].values.dtype.name, asked[0].values.size))
@@ -210,7 +217,7 @@ def _in_step(
             f"exchange has yielded {_ROUNDS} rounds and goes on; end after a number of rounds that "
             "no values decide"
         )
-        combined = _combine([r.values for r in asked], asked[0].op)
+        combined = _combine([r.values for r in asked], asked[0].op, alike)
         received = [combined.copy() for _ in rounds]
 
 
@@ -236,19 +243,19 @@ def _advance(generator: Exchange, received: Array | None, workspace: Workspace) 
     return asked
 
 
-def _combine(arrays: Sequence[Array], op: str) -> Array:
+def _combine(arrays: Sequence[Array], op: str, alike: int) -> Array:
     dtype = arrays[0].dtype
     if op == "max":  # of NaN and a number some transports give the one, some the other
         return np.fmax.reduce(arrays)  # type: ignore[no-any-return]
-    wide = np.sum([a.astype(np.float64) for a in arrays], axis=0)
+    wide = np.sum([a.astype(np.float64) for a in arrays], axis=0) * alike
     if op == "mean":
-        wide /= len(arrays)
+        wide /= len(arrays) * alike
     if dtype.kind == "i":
         limits = np.iinfo(dtype)
         inside = bool((wide >= limits.min).all() and (wide <= limits.max).all())
         if not inside:
             raise Overflow(
-                f"the sum of {len(arrays)} ranks overflows {dtype}; send a wider integer, or codes "
-                "of at most its largest divided by ctx.size"
+                f"the sum of {len(arrays) * alike} ranks overflows {dtype}; send a wider integer, "
+                "or codes of at most its largest divided by ctx.size"
             )
     return np.asarray(wide).astype(dtype)

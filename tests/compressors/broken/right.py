@@ -765,3 +765,58 @@ class TurnsRemembered(Compressor):
     def decompress(self, payload, out, ctx):
         out[:] = payload["spoiled"]
         out[payload["indices"]] = payload["values"]
+
+
+class Corrected(Compressor):
+    """An eighth of the entries of a velocity that adds up, as in Deep Gradient Compression."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("speed", "kept"))
+
+    def sent(self, size, chosen):
+        return chosen
+
+    def compress(self, x, ctx):
+        xp = ctx.xp
+        kept = [ctx.state.get(name) for name in ("speed", "kept")]
+        if any(array is None or array.size != x.size for array in kept):
+            kept = [xp.zeros(x.size, "float32")] * 2
+        speed = np.float32(0.5) * kept[0] + x
+        total = kept[1] + speed
+        size = xp.where(xp.isnan(total), np.float32(np.inf), xp.abs(total))
+        chosen = xp.argsort(-size, kind="stable")[: -(-x.size // 8)]
+        values = total[chosen]
+        if xp.isfinite(total).all():
+            clear = self.sent(size, chosen)
+            speed[clear] = 0
+            total[clear] = 0
+            ctx.state["speed"], ctx.state["kept"] = speed, total
+        return {"indices": chosen.astype("uint32"), "values": values}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        out[payload["indices"]] = payload["values"]
+
+
+class Forgetting(Compressor):
+    """Sends what is above a level that follows the largest magnitude, and falls slowly."""
+
+    share = 0.99
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("level",))
+
+    def units_size(self, name, n):
+        return 1
+
+    def compress(self, x, ctx):
+        largest = float(ctx.xp.abs(x).max()) if x.size else 0.0
+        level = max(self.share * ctx.state.get("level", 0.0), largest)
+        if np.isfinite(largest):
+            ctx.state["level"] = level
+        (places,) = ctx.xp.nonzero(~(ctx.xp.abs(x) < np.float32(0.25 * level)))
+        return {"indices": places.astype("uint32"), "values": x[places]}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        out[payload["indices"]] = payload["values"]
