@@ -13,9 +13,8 @@ from ringlet.ring.processes import processes
 from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore
 
-MPI_SHARE = (
-    6 << 20
-)  # bytes of /dev/shm for a rank: MPICH 5 takes 5.3 MB, and may crash near the end
+# Bytes of /dev/shm for a rank: MPICH 5 takes 5.3 MB, and may crash near the end.
+MPI_SHARE = 6 << 20
 
 
 def shared_memory() -> int:
