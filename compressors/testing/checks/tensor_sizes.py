@@ -58,8 +58,7 @@ def check_large_tensors(compressor: Compressor) -> None:
         )
         if not sent or sent > 0.9 * values.size or _is_dense(compressor):
             break  # there are no indices, then, or too few to be seen
-    varies = by_payload(compressor) and not compressor.traits().fixed_size
-    if varies and sent > 0.9 * values.size and not elsewhere:
+    if sent > 0.9 * values.size and not elsewhere and _numbers_blocks(compressor):
         # What is not 0 may go in blocks, of which more are needed before a number is too wide.
         usual, (_, elsewhere, likeness) = likeness, _arrived(compressor, *_BLOCKS, values)
         assert likeness > 0.5 * usual or not elsewhere, (
@@ -78,6 +77,18 @@ def _is_dense(compressor: Compressor) -> bool:
     x[x.size // 2] = 1
     payload = encode(compressor, x, context(x, step=1))
     return any(array.size >= x.size for array in payload.values())
+
+
+def _numbers_blocks(compressor: Compressor) -> bool:
+    """Whether narrow integers come with a large part that is not 0, but not one for each value."""
+    if not by_payload(compressor) or compressor.traits().fixed_size:
+        return False
+    (n, start), _ = _LARGE
+    x = np.zeros(n, np.float32)
+    x[start:] = gaussian(n - start, 1)
+    payload = encode(compressor, x, context(x, step=1))
+    narrow = [each for each in payload.values() if each.dtype.kind in "iu" and each.itemsize < 4]
+    return any(1 < each.size < n - start for each in narrow)
 
 
 def _spreads(compressor: Compressor) -> bool:
