@@ -14,7 +14,6 @@ from ringlet.compressors.testing.checks import (
     many_steps,
     noise,
     one_call,
-    option_ends,
     overrides,
     program,
     ranks,
@@ -31,7 +30,7 @@ def all_checks() -> list[Named]:
     modules = (
         declared, one_call, buffers, overrides, launches, batches, isolation, program, claims,
         tensor_sizes, stages, training, ranks, noise, many_steps, magnitudes,
-        fed_back, option_ends,
+        fed_back,
     )  # fmt: skip
     checks = _behind_needs([Named(c) for module in modules for c in module.CHECKS])
     return [*checks, Named(check_of_schedules(checks))]
