@@ -31,7 +31,7 @@ from ringlet.ring.wire import entry as enter_module
 from ringlet.ring.wire import listener as door_module
 from ringlet.ring.wire.entry import enter, expect
 from ringlet.ring.wire.handshake import GREETING, MAGIC, REFUSED, Unwelcome
-from ringlet.ring.wire.launch_link import ADDRESS, SECRET, Kind
+from ringlet.ring.wire.launch_link import ADDRESS, SECRET, Channel, Kind
 from ringlet.ring.wire.listener import Guest, Listener
 
 WAIT = 60.0
@@ -226,17 +226,7 @@ def test_a_relay_cannot_change_the_command_that_runs(
         try:
             until(lambda: porter.guests or worker.poll() is not None)
             channel = porter.guests[0].channel
-            job = {
-                "command": [sys.executable, "-c", f"open({str(tmp_path / 'good')!r}, 'w')"],
-                "env": {"RINGLET_RANK": "0", "RINGLET_SIZE": "1"},
-                "drop": dropped(),
-                "local_size": 1,
-                "interfaces": [],
-                "leads": False,
-                "pmi": False,
-            }
-            channel.send(Kind.JOB, json.dumps(job).encode())
-            channel.send(Kind.BEGIN, b"{}")
+            begin(channel, f"open({str(tmp_path / 'good')!r}, 'w')")
             if change is None:
                 assert int(expect(channel, Kind.STARTED, WAIT)) > 0
                 until(lambda: (tmp_path / "good").exists())
@@ -253,6 +243,21 @@ def test_a_relay_cannot_change_the_command_that_runs(
     if change is not None:
         assert worker.returncode == 1
         assert b"a frame was changed, repeated or left out on its way" in err
+
+
+def begin(channel: Channel, program: str) -> None:
+    """Have the wrapper behind ``channel`` start a rank that runs ``program``."""
+    job = {
+        "command": [sys.executable, "-c", program],
+        "env": {"RINGLET_RANK": "0", "RINGLET_SIZE": "1"},
+        "drop": dropped(),
+        "local_size": 1,
+        "interfaces": [],
+        "leads": False,
+        "pmi": False,
+    }
+    channel.send(Kind.JOB, json.dumps(job).encode())
+    channel.send(Kind.BEGIN, b"{}")
 
 
 LEAVES_ONE = """
@@ -276,17 +281,7 @@ def test_a_wrapper_that_cannot_believe_what_comes_leaves_nothing_behind(porter: 
     try:
         until(lambda: porter.guests or worker.poll() is not None)
         channel = porter.guests[0].channel
-        job = {
-            "command": [sys.executable, "-c", LEAVES_ONE],
-            "env": {"RINGLET_RANK": "0", "RINGLET_SIZE": "1"},
-            "drop": dropped(),
-            "local_size": 1,
-            "interfaces": [],
-            "leads": False,
-            "pmi": False,
-        }
-        channel.send(Kind.JOB, json.dumps(job).encode())
-        channel.send(Kind.BEGIN, b"{}")
+        begin(channel, LEAVES_ONE)
         assert int(expect(channel, Kind.STARTED, WAIT)) > 0
         child = int(expect(channel, Kind.STDOUT, WAIT))
         channel._sock.sendall(bytes(64))  # somebody on the way

@@ -49,38 +49,15 @@ class StepPlusRank(DithersCells):
 class StepPlusRankInRounds(SharedScale):
     """The same where ranks agree on a scale first."""
 
-    def exchange(self, x, out, ctx, local=None):
-        largest = np.abs(x).max(initial=0, keepdims=True)
-        largest = np.where(np.isnan(largest), np.float32(np.inf), largest)
-        largest = (yield Round(largest, "max")).copy()
-        noise = replace(ctx, rank=0, step=ctx.step + ctx.rank).uniform(x.size)
-        with np.errstate(all="ignore"):
-            step = largest / np.float32(1000)
-            usable = np.isfinite(step) & (step > 0)
-            codes = np.where(usable, np.floor(x / step + noise), 0).astype("int32")
-            total = yield Round(codes, "sum")
-            step = np.where(np.isinf(step), np.float32(np.nan), step)
-            if local is not None:
-                local[:] = codes * step
-            out[:] = total * (step / np.float32(ctx.size))
+    def rounded(self, places, ctx):
+        noise = replace(ctx, rank=0, step=ctx.step + ctx.rank).uniform(places.size)
+        return np.floor(places + noise)
 
 
 class SixteenBitsOfSum(SharedScale):
     """Adds codes of eight bits up in 16, which 259 ranks fill."""
 
-    def exchange(self, x, out, ctx, local=None):
-        largest = np.abs(x).max(initial=0, keepdims=True)
-        largest = np.where(np.isnan(largest), np.float32(np.inf), largest)
-        largest = (yield Round(largest, "max")).copy()
-        with np.errstate(all="ignore"):
-            step = largest / np.float32(127)
-            usable = np.isfinite(step) & (step > 0)
-            codes = np.where(usable, np.rint(x / step), 0).astype("int16")
-            total = yield Round(codes, "sum")
-            step = np.where(np.isinf(step), np.float32(np.nan), step)
-            if local is not None:
-                local[:] = codes * step
-            out[:] = total * (step / np.float32(ctx.size))
+    _levels, _wire = 127, "int16"
 
 
 class ClearsEquals(Corrected):

@@ -162,8 +162,13 @@ class Momentum(Compressor):
 class SharedScale(Compressor):
     """Two rounds: the largest magnitude of all ranks, then the sum of integers on that scale."""
 
+    _levels, _wire = 1000, "int32"
+
     def traits(self):
         return Traits("rounds", in_place=True)
+
+    def rounded(self, places, ctx):
+        return ctx.xp.rint(places)
 
     def exchange(self, x, out, ctx, local=None):
         xp = ctx.xp
@@ -171,9 +176,9 @@ class SharedScale(Compressor):
         largest = xp.where(xp.isnan(largest), np.float32(np.inf), largest)
         largest = (yield Round(largest, "max")).copy()
         with np.errstate(all="ignore"):
-            step = largest / np.float32(1000)
+            step = largest / np.float32(self._levels)
             usable = xp.isfinite(step) & (step > 0)
-            codes = xp.where(usable, xp.rint(x / step), 0).astype("int32")
+            codes = xp.where(usable, self.rounded(x / step, ctx), 0).astype(self._wire)
             total = yield Round(codes, "sum")
             step = xp.where(xp.isinf(step), np.float32(np.nan), step)
             if local is not None:
