@@ -360,8 +360,11 @@ def _see_environment(program: Program) -> None:
     importlib.invalidate_caches()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    if (torch := sys.modules.get("torch")) and env.get("OMP_NUM_THREADS", "").isdecimal():
-        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    if torch := sys.modules.get("torch"):
+        if env.get("OMP_NUM_THREADS", "").isdecimal():
+            torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+        # After a fork autograd makes a new engine on first use: of two threads, both free the old one.
+        torch.zeros(1, requires_grad=True).exp()
 
 
 def _ending(program: Program) -> int:
