@@ -33,6 +33,8 @@ BOUNDS = "-bounds" if os.environ.get("NUMBA_BOUNDSCHECK", "0") not in ("", "0") 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / (STATE + BOUNDS)))
 # TensorFlow reads it when it is imported; what a fork server has imported must have seen it too.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# A process that crashes says where.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 # Whoever wants no byte code compiles a thousand files of ours for each of a thousand programs.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

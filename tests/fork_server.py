@@ -363,7 +363,7 @@ def _see_environment(program: Program) -> None:
     if torch := sys.modules.get("torch"):
         if env.get("OMP_NUM_THREADS", "").isdecimal():
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-        # After a fork autograd makes a new engine on first use: of two threads, both free the old one.
+        # After a fork autograd makes a new engine on first use: two threads both free the old one.
         torch.zeros(1, requires_grad=True).exp()
 
 
