@@ -96,8 +96,9 @@ def _build(name: str) -> Kernels:
     from numba.core import codegen, types
     from numba.core.extending import intrinsic
 
+    from ringlet.ring.jit import jit
+
     global _half_to_float, _float_to_half
-    jit = numba.njit(nogil=True, cache=True)
     if name == "bfloat16":
         return Kernels(jit(_widen_bfloat16), jit(_add_bfloat16), jit(_narrow_bfloat16))
     features = numba.config.CPU_FEATURES or codegen.get_host_cpu_features()

@@ -193,8 +193,7 @@ def _blend(a: Any, b: Any, bounds: Any, scale_a: Any, scale_b: Any, out: Any) ->
 
 @functools.cache
 def _kernels() -> _Kernels:
-    import numba
+    from ringlet.ring.jit import jit
 
     # Every product is computed on one rank only, so the order of its terms is free.
-    loose = numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
-    return _Kernels(loose(_measure), numba.njit(nogil=True, cache=True)(_blend))
+    return _Kernels(jit(_measure, fastmath={"reassoc", "contract"}), jit(_blend))

@@ -139,7 +139,7 @@ def _canonical_sum(words: Any, magnitude: Any, infinity: Any) -> Any:
 
 @functools.cache
 def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    import numba
+    from ringlet.ring.jit import jit
 
-    kernel: Callable[..., Any] = numba.njit(nogil=True, cache=True)(function)
+    kernel: Callable[..., Any] = jit(function)
     return kernel

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite
+from ringlet.ring.jit import jit
 
 _BLOCK = 1024
 
 
-@njit(nogil=True, cache=True)
+@jit
 def add(x: Any, residual: Any, decay: Any, out: Any) -> None:
     """Set ``out`` to x + decay * residual."""
     for i in range(x.size):
         out[i] = x[i] + decay * residual[i]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def advance(x: Any, residual: Any, decay: Any, first: Any, bad: Any) -> int:
     """Set ``residual`` to x + decay * residual; list ``first + i`` in ``bad`` where it stays.
 
@@ -47,7 +48,7 @@ def advance(x: Any, residual: Any, decay: Any, first: Any, bad: Any) -> int:
     return count
 
 
-@njit(nogil=True, cache=True)
+@jit
 def forget(indices: Any, values: Any, residual: Any) -> None:
     """Zero ``residual`` where finite ``values`` were sent as they are."""
     for j in range(indices.size):
@@ -55,7 +56,7 @@ def forget(indices: Any, values: Any, residual: Any) -> None:
             residual[indices[j]] = types.float32(0)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def keep(target: Any, decoded: Any, residual: Any) -> None:
     """Set ``residual`` to target - decoded."""
     for i in range(target.size):
@@ -63,7 +64,7 @@ def keep(target: Any, decoded: Any, residual: Any) -> None:
         residual[i] = lost if is_finite(lost) else residual[i]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def keep_combined(target: Any, sent: Any, combined: Any, residual: Any) -> None:
     """Set ``residual`` to target - sent where the ``combined`` result is finite as well."""
     for i in range(target.size):
@@ -71,14 +72,14 @@ def keep_combined(target: Any, sent: Any, combined: Any, residual: Any) -> None:
         residual[i] = lost if is_finite(lost) and is_finite(combined[i]) else residual[i]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def keep_finite(target: Any, residual: Any) -> None:
     """Set ``residual`` to ``target``."""
     for i in range(target.size):
         residual[i] = target[i] if is_finite(target[i]) else residual[i]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def settle(target: Any, indices: Any, decoded: Any, old: Any, residual: Any) -> None:
     """Set ``residual`` to what ``decoded`` lacks of the entries sent; ``old`` is what was there."""
     for j in range(indices.size):

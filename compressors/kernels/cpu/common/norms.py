@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
+from ringlet.ring.jit import jit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def square(x: Any, chunk: int, sums: Any) -> None:
     """Fill ``sums`` (float64) with those of the squares of ``x`` (float32), chunk by chunk."""
     for c in range(sums.size):

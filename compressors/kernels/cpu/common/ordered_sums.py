@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
+from ringlet.ring.jit import jit
 
 # Element i of a bucket is added to sum i % LANES.
 LANES = 32
 
 
-@njit(nogil=True, cache=True)
+@jit
 def fold(sums: Any) -> Any:
     """Return the sum of ``LANES`` sums, adding the second half to the first until one is left."""
     width = LANES // 2

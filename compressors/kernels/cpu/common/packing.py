@@ -10,8 +10,10 @@ from typing import Any
 
 from numba import njit, types
 
+from ringlet.ring.jit import jit
 
-@njit(nogil=True, cache=True)
+
+@jit
 def pack(codes: Any, bits: int, out: Any) -> None:
     """Pack ``codes`` (uint8, each below 2**bits) into ``out`` (uint8, ceil(n * bits / 8))."""
     full = codes.size // 8
@@ -53,7 +55,7 @@ def _pack_groups(codes: Any, bits: int, full: int, out: Any) -> None:
             out[group * bits + j] = types.uint8(word >> types.uint64(8 * j))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def unpack(packed: Any, bits: int, out: Any) -> None:
     """Unpack ``out.size`` codes of ``bits`` bits from ``packed`` (uint8) into ``out`` (uint8)."""
     mask = types.uint64((1 << bits) - 1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
+from ringlet.ring.jit import jit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def scatter(indices: Any, values: Any, out: Any) -> bool:
     """Overwrite ``out`` with zeros and the given entries; False if an index lies outside."""
     out[:] = 0
@@ -18,7 +18,7 @@ def scatter(indices: Any, values: Any, out: Any) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit
 def scatter_add(indices: Any, values: Any, out: Any) -> bool:
     """Add the given entries to ``out``; False if an index lies outside."""
     for j in range(indices.size):
@@ -28,7 +28,7 @@ def scatter_add(indices: Any, values: Any, out: Any) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit
 def gather(x: Any, indices: Any, values: Any) -> None:
     """Copy the entries of ``x`` at ``indices`` to ``values``."""
     for j in range(indices.size):

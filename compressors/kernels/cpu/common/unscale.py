@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits
+from ringlet.ring.jit import jit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def unscale(x: Any, factor: Any) -> Any:
     """Multiply ``x`` (float32) by ``factor`` (float32) in place; return whether all is finite."""
     largest = types.uint32(0)  # magnitudes order like their bits, with Inf and NaN on top

@@ -15,6 +15,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
     is_finite,
     pointer,
 )
+from ringlet.ring.jit import jit
 
 
 class Casts(NamedTuple):
@@ -78,33 +79,33 @@ def _family(half: bool) -> Casts:
     """Make the kernels of float16 if ``half``, else of bfloat16."""
     # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(x: Any, out: Any) -> None:
         _encode(x, out, half)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode_feedback(x: Any, residual: Any, decay: Any, out: Any) -> None:
         _encode_feedback(x, residual, decay, out, half)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(bits: Any, out: Any) -> None:
         _decode(bits, out, half)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def accumulate(bits: Any, out: Any) -> None:
         _accumulate(bits, out, half)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def widen(bits: Any, factor: Any, out: Any) -> None:
         for i in range(bits.size):
             out[i] = factor * _widen(bits[i], half)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def narrow(x: Any, factor: Any, out: Any) -> None:
         for i in range(x.size):
             out[i] = _narrow(factor * x[i], half)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def rescale(bits: Any, factor: Any, out: Any) -> None:
         if bits.ctypes.data == out.ctypes.data:  # compilers use vectors if it has one name
             for i in range(out.size):
@@ -113,14 +114,14 @@ def _family(half: bool) -> Casts:
             for i in range(out.size):
                 out[i] = _narrow(factor * _widen(bits[i], half), half)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode_many(tensors: Any, payloads: Any, decay: Any) -> None:
         for t in range(payloads.shape[0]):
             n = types.intp(payloads[t, 0])
             x = carray(pointer(tensors[t, 0]), n, np.float32)
             _encode(x, carray(pointer(payloads[t, 1]), n, np.uint16), half)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode_feedback_many(tensors: Any, payloads: Any, decay: Any) -> None:
         for t in range(payloads.shape[0]):
             n = types.intp(payloads[t, 0])
@@ -129,7 +130,7 @@ def _family(half: bool) -> Casts:
             out = carray(pointer(payloads[t, 1]), n, np.uint16)
             _encode_feedback(x, residual, decay, out, half)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode_many(outs: Any, payloads: Any, scale: Any) -> None:
         for t in range(outs.size):
             n = types.intp(payloads[0, t, 0])

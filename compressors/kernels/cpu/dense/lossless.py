@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit, types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, f32_to_bf16
+from ringlet.ring.jit import jit
 
 BLOCK = 512
 _LANES = 64
@@ -31,7 +32,7 @@ def surveyor(exact: bool) -> Any:
     A block's largest exponent, the bits of a code, and how many exponents are too small for one.
     """
 
-    @njit(nogil=True, cache=True)
+    @jit
     def survey(x: Any, tops: Any, widths: Any, counts: Any) -> None:
         distances = np.empty(BLOCK, np.uint8)
         for b in range(tops.size):
@@ -71,7 +72,7 @@ def encoder(exact: bool) -> Any:
     rests)``; places are where a block's codes and spares begin, ``rests`` is unused unless exact.
     """
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(
         x: Any, tops: Any, widths: Any, places: Any, spare_places: Any, codes: Any, spares: Any,
         mantissas: Any, rests: Any,
@@ -113,7 +114,7 @@ def decoder(exact: bool, add: bool) -> Any:
     rests, out)``, the inverse of ``encode``; ``add`` accumulates.
     """
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(
         tops: Any, widths: Any, places: Any, spare_places: Any, codes: Any, spares: Any,
         mantissas: Any, rests: Any, out: Any,
@@ -148,7 +149,7 @@ def decoder(exact: bool, add: bool) -> Any:
     return decode
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _pack(values: Any, width: int, out: Any) -> None:
     out[:] = 0
     for row in range(8):
@@ -164,7 +165,7 @@ def _pack(values: Any, width: int, out: Any) -> None:
                 target[i] |= source[i] >> back
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _unpack(packed: Any, width: int, out: Any) -> None:
     mask = types.uint8((1 << width) - 1)
     if width == 0:

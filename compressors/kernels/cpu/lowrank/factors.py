@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite
+from ringlet.ring.jit import jit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _dot(a: Any, b: Any, scratch: Any) -> Any:
     """Return the inner product, added by folding the second half onto the first."""
     n = a.size
@@ -30,7 +31,7 @@ def _dot(a: Any, b: Any, scratch: Any) -> Any:
     return scratch[0]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def poison_of(rows: Any) -> Any:
     """Return 0, or NaN where a value is not finite."""
     top = types.uint32(0)
@@ -41,7 +42,7 @@ def poison_of(rows: Any) -> Any:
     return types.float32(0) if top < types.uint32(0x7F800000) else types.float32(np.nan)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def keep(rows: Any, poison: Any, old: Any) -> None:
     """Set ``old`` to the rows divided by their largest magnitudes, where that is not zero.
 
@@ -58,7 +59,7 @@ def keep(rows: Any, poison: Any, old: Any) -> None:
                 old[k, i] = rows[k, i] / top
 
 
-@njit(nogil=True, cache=True)
+@jit
 def orthonormal(rows: Any, small: float, room: Any, out: Any) -> None:
     """Fill ``out`` with an orthonormal basis of the rows (r x n, r <= n), as the array code does.
 

@@ -11,12 +11,13 @@ from numba import njit, types
 
 from ringlet.compressors.kernels.cpu.common.copies import copy
 from ringlet.compressors.kernels.cpu.common.feedback import add, keep_combined
+from ringlet.ring.jit import jit
 
 CHUNK = 2048  # columns of a product whose factors stay in the first-level cache
 COLUMNS = 1024  # columns that times_columns sums up at a time: ranges begin at multiples
 
 
-@njit(nogil=True, cache=True)
+@jit
 def product(left: Any, poison: Any, right: Any, first: int, out: Any) -> None:
     """Fill ``out`` with rows ``first`` and following of (left + poison)^T right.
 
@@ -29,7 +30,7 @@ def product(left: Any, poison: Any, right: Any, first: int, out: Any) -> None:
             _product_row(left, poison, right, first + i, start, columns)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def product_and_lost(
     left: Any,
     right: Any,
@@ -83,7 +84,7 @@ def _product_row(left: Any, poison: Any, right: Any, i: int, start: int, target:
                 target[j] += weight * values[j]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def sum_times_rows(
     right: Any, x: Any, held: Any, decay: Any, target: Any, first: int, out: Any
 ) -> None:
@@ -93,7 +94,7 @@ def sum_times_rows(
         times_rows(right, target[i : i + 1], first + i, out)
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@jit(fastmath={"reassoc"})
 def times_rows(right: Any, matrix: Any, first: int, out: Any) -> None:
     """Fill columns from ``first`` on of ``out`` (r x n) with right M^T, by those rows of M.
 
@@ -120,7 +121,7 @@ def times_rows(right: Any, matrix: Any, first: int, out: Any) -> None:
             out[k, first + i] = total
 
 
-@njit(nogil=True, cache=True)
+@jit
 def times_columns(left: Any, matrix: Any, begin: int, end: int, room: Any, out: Any) -> None:
     """Fill columns ``begin`` to ``end`` of ``out`` (r x m) with those of left M.
 

@@ -14,11 +14,12 @@ from numba import njit, types
 from ringlet.compressors.kernels.cpu.common.copies import copy
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, is_finite
 from ringlet.compressors.kernels.cpu.common.rng import squares
+from ringlet.ring.jit import jit
 
 _U = types.uint64
 
 
-@njit(nogil=True, cache=True)
+@jit
 def rotate(x: Any, key: Any, start: Any, block: int, out: Any) -> None:
     """Fill ``out`` with the rotated ``x``: change signs, then transform each block.
 
@@ -32,7 +33,7 @@ def rotate(x: Any, key: Any, start: Any, block: int, out: Any) -> None:
         _transform(target, block)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def restore(x: Any, key: Any, start: Any, block: int, add: bool, out: Any) -> None:
     """Fill ``out`` with what ``rotate`` turned into ``x``, or ``add`` it. May work in place."""
     words, work = np.empty(64, np.uint32), np.empty(block if add else 0, np.float32)
@@ -47,7 +48,7 @@ def restore(x: Any, key: Any, start: Any, block: int, add: bool, out: Any) -> No
                 target[i] += values[i]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def rotate_sum(
     x: Any, residual: Any, decay: Any, key: Any, start: Any, block: int, out: Any
 ) -> None:
@@ -62,7 +63,7 @@ def rotate_sum(
         _transform(target, block)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def keep(x: Any, residual: Any, decay: Any, key: Any, start: Any, block: int, decoded: Any) -> None:
     """Leave x + decay * residual, less the restored ``decoded``, in ``residual`` where finite.
 
@@ -79,7 +80,7 @@ def keep(x: Any, residual: Any, decay: Any, key: Any, start: Any, block: int, de
             held[i] = lost if is_finite(lost) else held[i]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _flip(values: Any, key: Any, start: Any, block: int, words: Any) -> None:
     """Change signs: bit i // 64 of random number i % 64 decides on element i of a group.
 
@@ -102,7 +103,7 @@ def _flip(values: Any, key: Any, start: Any, block: int, words: Any) -> None:
             values[begin + i] = bits_f32(f32_bits(values[begin + i]) ^ sign)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _transform(values: Any, block: int) -> None:
     """Transform a block in place; a shorter one in powers of two, the largest first."""
     start, size = 0, block
@@ -120,7 +121,7 @@ def _transform(values: Any, block: int) -> None:
         start += size
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _short(v: Any) -> None:
     half = 1
     while half < v.size:
@@ -130,7 +131,7 @@ def _short(v: Any) -> None:
         half *= 2
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _long(v: Any) -> None:
     _radix8(v, 1)
     _radix8(v, 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
     ROUNDER,
@@ -15,13 +15,14 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
     f32_to_bf16,
 )
 from ringlet.compressors.kernels.cpu.quantizers.quantize import TINY
+from ringlet.ring.jit import jit
 
 BLOCK = 128
 HIGHEST16 = 0x7F7F  # the largest finite bfloat16
 HIGHEST_SCALE = 0x7BFF  # the largest bfloat16 that is finite 128 times
 
 
-@njit(nogil=True, cache=True)
+@jit
 def narrow16(x: Any, out: Any) -> None:
     """Round float32 to bfloat16 bits (uint16), at most to the largest finite one."""
     for i in range(x.size):
@@ -34,7 +35,7 @@ def narrow16(x: Any, out: Any) -> None:
 def widen16(add: bool) -> Any:
     """Return the kernel ``widen(bits, out)``; ``add`` accumulates."""
 
-    @njit(nogil=True, cache=True)
+    @jit
     def widen(bits: Any, out: Any) -> None:
         for i in range(bits.size):
             value = bf16_to_f32(bits[i])
@@ -43,7 +44,7 @@ def widen16(add: bool) -> Any:
     return widen
 
 
-@njit(nogil=True, cache=True)
+@jit
 def narrow8(x: Any, codes: Any, scales: Any) -> None:
     """Round float32 to multiples (uint8, two's complement) of a bfloat16 scale per 128 values."""
     for b in range(scales.size):
@@ -73,7 +74,7 @@ def narrow8(x: Any, codes: Any, scales: Any) -> None:
 def widen8(add: bool) -> Any:
     """Return the kernel ``widen(codes, scales, out)``; ``add`` accumulates."""
 
-    @njit(nogil=True, cache=True)
+    @jit
     def widen(codes: Any, scales: Any, out: Any) -> None:
         for b in range(scales.size):
             source, target = codes[b * BLOCK : (b + 1) * BLOCK], out[b * BLOCK : (b + 1) * BLOCK]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite
+from ringlet.ring.jit import jit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def commit(received: Any, sent: Any, worker: Any, server: Any) -> None:
     """EF21: add what was received to ``server``, what was sent to ``worker``; return the server's.
 
@@ -23,14 +24,14 @@ def commit(received: Any, sent: Any, worker: Any, server: Any) -> None:
         received[i] = total
 
 
-@njit(nogil=True, cache=True)
+@jit
 def advance(x: Any, scale: Any, momentum: Any, velocity: Any, out: Any) -> None:
     """Momentum: fill ``out`` with momentum * velocity + scale * x."""
     for i in range(x.size):
         out[i] = momentum * velocity[i] + scale * x[i]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def settle(advanced: Any, sent: Any, masking: bool, velocity: Any) -> None:
     """Momentum: keep what ``advance`` gave, but zero where something was sent, if ``masking``.
 

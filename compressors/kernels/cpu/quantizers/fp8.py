@@ -13,6 +13,7 @@ from typing import Any
 from numba import njit, types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits
+from ringlet.ring.jit import jit
 
 # Magnitude bits from which a rounded value may exceed float32: 1.875 * 2**127.
 OVERFLOW = 0x7F700000
@@ -75,7 +76,7 @@ def encoder(mantissa: int, block: int, feedback: bool) -> Any:
     ``mantissa`` bits: 3 for e4m3, 2 for e5m2. ``residual`` is unused without feedback.
     """
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(x: Any, residual: Any, decay: Any, codes: Any, scales: Any) -> None:
         full = x.size // block
         for b in range(full):
@@ -96,7 +97,7 @@ def decoder(mantissa: int, block: int, add: bool) -> Any:
     lowest = 121 if mantissa == 3 else 113
     half, shift = 1 << mantissa, 23 - mantissa
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(codes: Any, scales: Any, out: Any) -> None:
         # A subnormal is read as a normal number of the lowest exponent, less that number's one.
         one = bits_f32(types.uint32(lowest << 23))

@@ -23,6 +23,7 @@ from ringlet.compressors.kernels.cpu.common.minifloats import (
     write_scales,
 )
 from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
+from ringlet.ring.jit import jit
 
 _BLOCK = 32
 _RUN = 2048  # elements that are packed at once
@@ -63,7 +64,7 @@ def encoder(form: MiniFloat, stochastic: bool, feedback: bool) -> Any:
     bits, mantissa, lowest, largest = form.bits, form.mantissa, form.lowest, form.largest
     maximum, emax = form.maximum, form.emax
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(
         x: Any, residual: Any, decay: Any, key: Any, start: Any, codes: Any, scales: Any
     ) -> None:
@@ -103,7 +104,7 @@ def decoder(form: MiniFloat, add: bool) -> Any:
     bits, mantissa, lowest, largest = form.bits, form.mantissa, form.lowest, form.largest
     infinite = largest + 1 if form.has_inf else 255
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(codes: Any, scales: Any, out: Any) -> None:
         scratch = np.empty(_RUN, np.uint8)
         for begin in range(0, out.size, _RUN):

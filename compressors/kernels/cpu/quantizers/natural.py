@@ -15,6 +15,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
 )
 from ringlet.compressors.kernels.cpu.common.rng import squares
 from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_at
+from ringlet.ring.jit import jit
 
 _NAN = 0x7FC0
 _TINY, _RAISED = 64, 104  # as in compressors/quantizers/natural.py
@@ -53,7 +54,7 @@ def encoder(feedback: bool) -> Any:
     """
     # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(
         x: Any, residual: Any, decay: Any, bucket: Any, parameter: Any, key: Any, start: Any,
         codes: Any, scales: Any,
@@ -91,7 +92,7 @@ def _write(codes: Any, scale: Any, target: Any, add: bool) -> None:
 def decoder(add: bool) -> Any:
     """Return the kernel ``decode(codes, scales, bucket, out)``; ``add`` accumulates."""
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(codes: Any, scales: Any, bucket: Any, out: Any) -> None:
         for b in range(scales.size):
             target = out[b * bucket : (b + 1) * bucket]

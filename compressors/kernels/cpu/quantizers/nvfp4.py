@@ -24,6 +24,7 @@ from ringlet.compressors.kernels.cpu.common.minifloats import (
 )
 from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
 from ringlet.compressors.kernels.cpu.common.target import target_at
+from ringlet.ring.jit import jit
 
 _BLOCK = 16
 _RUN = 2048  # elements that are packed at once
@@ -39,7 +40,7 @@ _WIDE, _HIGH, _MOST = E4M3.lowest, E4M3.largest, E4M3.maximum
 def largest(feedback: bool) -> Any:
     """Return ``largest(x, residual, decay)``: the largest finite magnitude that is encoded."""
 
-    @njit(nogil=True, cache=True)
+    @jit
     def find(x: Any, residual: Any, decay: Any) -> Any:
         top = types.uint32(0)
         for i in range(x.size):
@@ -79,7 +80,7 @@ def encoder(stochastic: bool, feedback: bool) -> Any:
     ``residual`` is unused without feedback; ``start`` is the counter of x[0] for random numbers.
     """
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(
         x: Any, residual: Any, decay: Any, key: Any, start: Any, codes: Any, scales: Any, unit: Any
     ) -> None:
@@ -117,7 +118,7 @@ def encoder(stochastic: bool, feedback: bool) -> Any:
 def decoder(add: bool) -> Any:
     """Return the kernel ``decode(codes, scales, unit, out)``; ``add`` accumulates."""
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(codes: Any, scales: Any, unit: Any, out: Any) -> None:
         scratch = np.empty(_RUN, np.uint8)
         for begin in range(0, out.size, _RUN):

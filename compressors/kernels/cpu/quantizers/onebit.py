@@ -19,6 +19,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
 )
 from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_at
+from ringlet.ring.jit import jit
 
 _NAN = 0x7FC0
 _SIGN = 0x80000000
@@ -66,7 +67,7 @@ def encoder(given: bool, feedback: bool) -> Any:
     """
     # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(
         x: Any, residual: Any, decay: Any, bucket: Any, parameter: Any, key: Any, start: Any,
         codes: Any, scales: Any,
@@ -117,7 +118,7 @@ def _write(codes: Any, scale: Any, target: Any, add: bool) -> None:
 def decoder(add: bool) -> Any:
     """Return the kernel ``decode(codes, scales, bucket, out)``; ``add`` accumulates."""
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(codes: Any, scales: Any, bucket: Any, out: Any) -> None:
         width = bucket // 8
         for b in range(scales.size):
@@ -127,7 +128,7 @@ def decoder(add: bool) -> Any:
     return decode
 
 
-@njit(nogil=True, cache=True)
+@jit
 def vote(sums: Any, scale: Any) -> None:
     """Replace sums of votes by their sign times ``scale``, zero counting as positive."""
     for i in range(sums.size):

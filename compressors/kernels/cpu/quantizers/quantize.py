@@ -28,6 +28,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
 from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
 from ringlet.compressors.kernels.cpu.common.rng import uniform16
 from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_at
+from ringlet.ring.jit import jit
 
 # Below this a scale's inverse may overflow; such a bucket is sent as zeros.
 TINY = 1.5e-36
@@ -176,7 +177,7 @@ def encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
     # What a cached kernel closes over must be plain values: dispatchers differ between processes.
     by_norm, by_range = scheme == Scheme.L2, scheme == Scheme.RANGE
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(
         x: Any, residual: Any, decay: Any, bits: Any, bucket: Any, key: Any, start: Any,
         codes: Any, scales: Any, lows: Any,
@@ -200,7 +201,7 @@ def batch_encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
     """
     by_norm, by_range = scheme == Scheme.L2, scheme == Scheme.RANGE
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(tensors: Any, payloads: Any, decay: Any, bits: Any, bucket: Any) -> None:
         scratch = np.empty(bucket, np.uint8)
         for t in range(payloads.shape[0]):
@@ -258,7 +259,7 @@ def decoder(scheme: Scheme, add: bool) -> Any:
     """Return the kernel ``decode(codes, scales, lows, bits, bucket, out)``; ``add`` accumulates."""
     by_range = scheme == Scheme.RANGE
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(codes: Any, scales: Any, lows: Any, bits: Any, bucket: Any, out: Any) -> None:
         scratch = np.empty(bucket, np.uint8)
         _decode(codes, scales, lows, bits, bucket, out, scratch, by_range, add)
@@ -276,7 +277,7 @@ def batch_decoder(scheme: Scheme) -> Any:
     """
     by_range = scheme == Scheme.RANGE
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(outs: Any, payloads: Any, scale: Any, bits: Any, bucket: Any) -> None:
         scratch = np.empty(bucket, np.uint8)
         for t in range(outs.size):

@@ -6,17 +6,18 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import ROUNDER, bits_f32, f32_bits
 from ringlet.compressors.kernels.cpu.common.rng import uniform16
+from ringlet.ring.jit import jit
 
 _INF = 0x7F800000
 # Below this the inverse of a level may overflow; such a bucket is sent as zeros.
 TINY = 1.2e-38
 
 
-@njit(nogil=True, cache=True)
+@jit
 def extents(x: Any, bucket: int, out: Any) -> None:
     """Fill ``out`` with each bucket's largest magnitude; Inf where it holds a NaN or an Inf."""
     for b in range(out.size):
@@ -34,7 +35,7 @@ def encoder(stochastic: bool) -> Any:
     ``levels`` is a float32; ``start`` is the counter of x[0] for random numbers.
     """
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(
         x: Any, extents: Any, levels: Any, bucket: int, key: Any, start: Any, codes: Any
     ) -> None:
@@ -59,7 +60,7 @@ def encoder(stochastic: bool) -> Any:
     return encode
 
 
-@njit(nogil=True, cache=True)
+@jit
 def decode(codes: Any, units: Any, bucket: int, out: Any) -> None:
     """Fill ``out`` with ``codes`` times the unit of their bucket."""
     for b in range(units.size):

@@ -19,6 +19,7 @@ from ringlet.compressors.kernels.cpu.common.packing import pack
 from ringlet.compressors.kernels.cpu.common.rng import uniform
 from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_at
 from ringlet.compressors.kernels.cpu.quantizers.quantize import round_up_bf16
+from ringlet.ring.jit import jit
 
 _NAN = 0x7FC0
 
@@ -67,7 +68,7 @@ def encoder(feedback: bool) -> Any:
     """
     # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(
         x: Any, residual: Any, decay: Any, bucket: Any, parameter: Any, key: Any, start: Any,
         codes: Any, scales: Any,

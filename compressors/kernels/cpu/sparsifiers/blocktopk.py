@@ -25,11 +25,12 @@ from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
 from ringlet.compressors.kernels.cpu.quantizers.onebit import nearest_bf16
 from ringlet.compressors.kernels.cpu.quantizers.quantize import TINY, round_up_bf16
 from ringlet.compressors.kernels.cpu.sparsifiers.topk import select
+from ringlet.ring.jit import jit
 
 _NAN = 0x7FC0
 
 
-@njit(nogil=True, cache=True)
+@jit
 def encode8(values: Any, codes: Any, scales: Any) -> None:
     """Round to 8 bits: code = 127 + round(v / scale)."""
     top = types.int32(0)
@@ -50,7 +51,7 @@ def encode8(values: Any, codes: Any, scales: Any) -> None:
             codes[j] = types.uint8(types.int32(place + types.float32(127.0)))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def decode8(codes: Any, scales: Any, values: Any) -> None:
     """Undo ``encode8`` up to rounding."""
     scale = bf16_to_f32(scales[0])
@@ -58,7 +59,7 @@ def decode8(codes: Any, scales: Any, values: Any) -> None:
         values[j] = (types.float32(codes[j]) - types.float32(127.0)) * scale
 
 
-@njit(nogil=True, cache=True)
+@jit
 def encode2(values: Any, sums: Any, scratch: Any, codes: Any, scales: Any) -> None:
     """Send the sign, and whether a magnitude is below the mean: two means decode them."""
     sums[:] = 0.0
@@ -84,7 +85,7 @@ def encode2(values: Any, sums: Any, scratch: Any, codes: Any, scales: Any) -> No
     pack(scratch[: values.size], 2, codes)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def decode2(codes: Any, scales: Any, scratch: Any, values: Any) -> None:
     """Undo ``encode2`` up to rounding."""
     unpack(codes, 2, scratch[: values.size])
@@ -94,14 +95,14 @@ def decode2(codes: Any, scales: Any, scratch: Any, values: Any) -> None:
         values[j] = -magnitude if scratch[j] & 1 else magnitude
 
 
-@njit(nogil=True, cache=True)
+@jit
 def encode16(values: Any, codes: Any) -> None:
     """Round to bfloat16."""
     for j in range(values.size):
         codes[j] = f32_to_bf16(values[j])
 
 
-@njit(nogil=True, cache=True)
+@jit
 def decode16(codes: Any, values: Any) -> None:
     """Widen bfloat16."""
     for j in range(values.size):
@@ -134,7 +135,7 @@ def encoder(bits: int) -> Any:
     # What a cached kernel closes over must be plain values: dispatchers differ between processes.
     per_block = {8: 1, 2: 2}.get(bits, 0)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def encode(
         x: Any, residual: Any, decay: Any, feedback: bool, block: int, kept: int, width: int,
         rotated: bool, forward: Any, inverse: Any, room: Any, indices: Any, values: Any,
@@ -220,7 +221,7 @@ def decoder(bits: int) -> Any:
     """
     per_block = {8: 1, 2: 2}.get(bits, 0)
 
-    @njit(nogil=True, cache=True)
+    @jit
     def decode(
         indices: Any, values: Any, scales: Any, block: int, kept: int, width: int, rotated: bool,
         inverse: Any, add: bool, room: Any, out: Any,
@@ -261,7 +262,7 @@ def decoder(bits: int) -> Any:
     return decode
 
 
-@njit(nogil=True, cache=True)
+@jit
 def pack_indices(picks: Any, k: int, width: int, out: Any) -> None:
     """Pack ``k`` indices of 8, 12 or 16 bits into bytes, least significant first."""
     if width == 8:
@@ -282,7 +283,7 @@ def pack_indices(picks: Any, k: int, width: int, out: Any) -> None:
             out[3 * (k // 2) + 1] = types.uint8(picks[k - 1] >> 8)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def unpack_indices(packed: Any, k: int, width: int, limit: int, picks: Any) -> Any:
     """Undo ``pack_indices``; False if an index is not below ``limit``."""
     if width == 8:
@@ -302,7 +303,7 @@ def unpack_indices(packed: Any, k: int, width: int, limit: int, picks: Any) -> A
     return top < limit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def transform(x: Any, basis: Any, out: Any) -> None:
     """Set ``out`` to the sum of x[j] * basis[j]: every element adds in the same order."""
     out[:] = 0
@@ -317,7 +318,7 @@ def transform(x: Any, basis: Any, out: Any) -> None:
             out[i] += x[j] * basis[j, i]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def transform_sparse(picks: Any, values: Any, basis: Any, out: Any) -> None:
     """Do the same for the given entries alone."""
     out[:] = 0

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, magnitude_bits
 from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.rng import squares
+from ringlet.ring.jit import jit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def sample(x: Any, key: Any, magnitudes: Any) -> None:
     """Fill ``magnitudes`` (int32) with those of entries drawn at random, with replacement."""
     n = types.uint64(x.size)
@@ -21,7 +22,7 @@ def sample(x: Any, key: Any, magnitudes: Any) -> None:
         magnitudes[j] = magnitude_bits(x[(drawn * n) >> types.uint64(32)])
 
 
-@njit(nogil=True, cache=True)
+@jit
 def exceeding(x: Any, threshold: Any, chunk: int, sums: Any, counts: Any) -> None:
     """Add up |x| and the number of entries of at least ``threshold``, chunk by chunk."""
     floor = types.int32(threshold)

@@ -12,6 +12,7 @@ from numba import njit, types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite
 from ringlet.compressors.kernels.cpu.common.rng import squares
+from ringlet.ring.jit import jit
 
 
 @njit(inline="always")
@@ -19,7 +20,7 @@ def _below(key: Any, counter: Any, limit: Any) -> Any:
     return (types.uint64(squares(key, counter)) * limit) >> types.uint64(32)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def places(key: Any, n: Any, rows: Any, columns: Any, first: Any, indices: Any) -> None:
     """Fill ``indices`` (uint32) with where places first, first + 1, ... of 0 .. n - 1 go."""
     n, rows, columns = types.uint64(n), types.uint64(rows), types.uint64(columns)
@@ -41,7 +42,7 @@ def places(key: Any, n: Any, rows: Any, columns: Any, first: Any, indices: Any) 
         indices[j] = types.uint32(place)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def all_finite(x: Any) -> Any:
     """Whether ``x`` holds neither NaN nor Inf."""
     top = types.uint32(0)
@@ -50,14 +51,14 @@ def all_finite(x: Any) -> Any:
     return top < types.uint32(0x7F800000)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def take(x: Any, indices: Any, scale: Any, values: Any) -> None:
     """Set ``values`` to the entries at ``indices`` times ``scale``."""
     for j in range(indices.size):
         values[j] = x[indices[j]] * scale
 
 
-@njit(nogil=True, cache=True)
+@jit
 def take_feedback(
     x: Any, residual: Any, decay: Any, indices: Any, scale: Any, values: Any, old: Any
 ) -> None:
@@ -67,7 +68,7 @@ def take_feedback(
         values[j] = (x[indices[j]] + decay * old[j]) * scale
 
 
-@njit(nogil=True, cache=True)
+@jit
 def drop(x: Any, decay: Any, indices: Any, values: Any, old: Any, residual: Any) -> None:
     """Subtract what was sent from ``residual``; put ``old`` back where that is not finite."""
     for j in range(indices.size):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import magnitude_bits
 from ringlet.compressors.kernels.cpu.common.vectors import WIDTH, lowest, reaching
+from ringlet.ring.jit import jit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def collect(x: Any, threshold: Any, first: Any, indices: Any) -> int:
     """List ``first + i`` in ``indices`` (uint32) where |x[i]| has bits of at least ``threshold``.
 

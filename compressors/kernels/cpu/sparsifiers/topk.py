@@ -24,13 +24,14 @@ from ringlet.compressors.kernels.cpu.common.vectors import (
     reaching,
     reaching_sum,
 )
+from ringlet.ring.jit import jit
 
 _FEW = 128  # blocks no longer than this are bisected at once
 SAMPLE = 8192
 INFINITE = 0x7F800000
 
 
-@njit(nogil=True, cache=True)
+@jit
 def sampled_floor(x: Any, held: Any, decay: Any, feedback: bool, k: int, sample: Any) -> Any:
     """Return a magnitude that a little more than ``k`` entries reach, by strided entries.
 
@@ -48,7 +49,7 @@ def sampled_floor(x: Any, held: Any, decay: Any, feedback: bool, k: int, sample:
     return min(kth(sample[:SAMPLE], rank, rank // 8)[0], types.int32(INFINITE))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def collect(
     x: Any, held: Any, decay: Any, feedback: bool, first: int, floor: Any, listed: Any, found: Any
 ) -> int:
@@ -87,7 +88,7 @@ def collect(
     return count
 
 
-@njit(nogil=True, cache=True)
+@jit
 def take(
     x: Any,
     held: Any,
@@ -125,7 +126,7 @@ def _advance_one(x: Any, held: Any, decay: Any, i: Any) -> None:
         held[i] = target
 
 
-@njit(nogil=True, cache=True)
+@jit
 def select(magnitudes: Any, k: int, picks: Any, found: Any, maxima: Any) -> None:
     """Write the indices of the ``k`` largest to ``picks``, ascending, lowest first among equals.
 

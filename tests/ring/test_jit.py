@@ -1,0 +1,77 @@
+"""Kernels on disk: whatever processes do at once, nobody runs another's code."""
+
+import importlib.util
+import shutil
+
+import numba
+import pytest
+from numba.core.caching import IndexDataCacheFile
+
+SOURCE = """
+from ringlet.ring.jit import jit
+
+def kernel(factor):
+    @jit
+    def multiply(x):
+        return x * factor + 0
+    return multiply
+"""
+
+
+class Folder:
+    """A file of kernels, which stand beside it once they are compiled."""
+
+    def __init__(self, path):
+        self.source = path / "kernels.py"
+        self.source.write_text(SOURCE)
+        self.path = path
+
+    def call(self, factor):
+        """Return what the kernel makes of 10, and whether it was on disk, as a new process does."""
+        spec = importlib.util.spec_from_file_location("kernels", self.source)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        kernel = module.kernel(factor)
+        return kernel(10), bool(kernel.stats.cache_hits)
+
+    def files(self):
+        return {*self.path.rglob("*.nbc")}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    return Folder(tmp_path)
+
+
+def test_who_saves_while_another_does_keeps_both_kernels(folder, monkeypatch):
+    write = IndexDataCacheFile._open_for_write
+
+    def late(self, path):  # it has decided where; now another writes
+        monkeypatch.setattr(IndexDataCacheFile, "_open_for_write", write)
+        assert folder.call(4) == (40, False)
+        return write(self, path)
+
+    monkeypatch.setattr(IndexDataCacheFile, "_open_for_write", late)
+    assert folder.call(3) == (30, False)
+    assert (folder.call(3), folder.call(4)) == ((30, True), (40, True))
+
+
+def test_a_file_with_another_kernel_in_it_is_not_run(folder):
+    folder.call(3)
+    (three,) = folder.files()
+    folder.call(4)
+    (four,) = folder.files() - {three}
+    shutil.copy(three, four)
+    assert folder.call(4) == (40, False)
+    assert folder.call(4) == (40, True)
+
+
+def test_kernels_of_a_changed_file_are_compiled_anew_in_place_of_the_old(folder):
+    assert folder.call(3) == (30, False)
+    files = folder.files()
+    folder.source.write_text(SOURCE.replace("+ 0", "+ 1000"))
+    assert folder.call(3) == (1030, False)
+    assert folder.call(3) == (1030, True)
+    assert folder.files() == files
