@@ -39,6 +39,8 @@ from ringlet.ring.errors import Mismatch
 
 log = logging.getLogger("ringlet")
 
+_NOTED_S = 1.0  # until kernels are ready: those on disk are sooner
+
 Ready = Callable[["Group", int, int], None]  # group, bucket, epoch
 Abandon = Callable[["Group", str], None]  # group, why
 
@@ -177,6 +179,7 @@ class Group(BucketOwner):
         once = {(str(m.compressor), m.place.name): m for m in self.members.values() if m.encoded}
         if not once:
             return
+        began = time.monotonic()
         with compile_lock(), paused():
             for member in once.values():
                 place = member.place
@@ -186,6 +189,8 @@ class Group(BucketOwner):
                         member.call(member.compressor.warm_up, around)
                 except CompressionFailed as error:  # told by the step that needs it, if one does
                     log.warning("%s", error)
+        if (took := time.monotonic() - began) >= _NOTED_S:
+            log.info("the kernels of %s were ready after %.1f s", self.compression, took)
 
     def unscale(self, unscaling: Unscaling | None) -> None:
         """Take a loss scale off results in host memory from now on, and see if they are finite."""
