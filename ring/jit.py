@@ -48,13 +48,16 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         return sig, codegen.magic_tuple(), _content(self._py_func)
 
 
-def _content(function: Callable[..., Any]) -> str:
-    """Return a hash of a function's code and of what it closes over."""
+def _content(function: Callable[..., Any], *callers: Callable[..., Any]) -> str:
+    """Return a hash of a function's code and of what it closes over; callers are in it already."""
     digest = hashlib.sha256(function.__code__.co_code)
     for cell in function.__closure__ or ():
         held = cell.cell_contents
         kernel = getattr(held, "py_func", None)
-        digest.update(dumps(held) if kernel is None else _content(kernel).encode())
+        if kernel is None:
+            digest.update(dumps(held))
+        elif kernel not in (function, *callers):
+            digest.update(_content(kernel, function, *callers).encode())
     return digest.hexdigest()
 
 

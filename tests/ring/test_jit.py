@@ -22,6 +22,12 @@ def twice(factor):
     def multiply_again(x):
         return one(one(x))
     return multiply_again
+
+def powers(factor):
+    @jit
+    def power(x):
+        return 1 if x == 0 else factor * power(x - 1)
+    return power
 """
 
 
@@ -89,3 +95,9 @@ def test_a_kernel_that_closes_over_another_is_found_with_the_same_one_only(folde
     assert folder.call(4, "twice") == (160, False)
     assert folder.call(3, "twice") == (90, True)
     assert folder.call(4, "twice") == (160, True)
+
+
+def test_a_kernel_that_calls_itself_is_found(folder):
+    assert folder.call(2, "powers") == (1024, False)
+    assert folder.call(2, "powers") == (1024, True)
+    assert folder.call(3, "powers") == (3**10, False)
