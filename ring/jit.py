@@ -8,7 +8,6 @@ from typing import Any
 
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
-from numba.core.serialize import dumps
 
 
 class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no types
@@ -36,31 +35,6 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
         return self._data_name(int.from_bytes(digest[:8]))
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
-    """Numba's, but for kernels that close over kernels: to Numba these differ between processes."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        stamp = self._impl.locator.get_source_stamp()
-        self._cache_file: Any = _FileOfEach(self._cache_path, self._impl.filename_base, stamp)
-
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return sig, codegen.magic_tuple(), _content(self._py_func)
-
-
-def _content(function: Callable[..., Any], *callers: Callable[..., Any]) -> str:
-    """Return a hash of a function's code and of what it closes over; callers are in it already."""
-    digest = hashlib.sha256(function.__code__.co_code)
-    for cell in function.__closure__ or ():
-        held = cell.cell_contents
-        kernel = getattr(held, "py_func", None)
-        if kernel is None:
-            digest.update(dumps(held))
-        elif kernel not in (function, *callers):
-            digest.update(_content(kernel, function, *callers).encode())
-    return digest.hexdigest()
-
-
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Return a function compiled by Numba on first use, without the GIL, and kept on disk.
 
@@ -69,5 +43,8 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return lambda function: jit(function, **options)
     dispatcher = njit(nogil=True, **options)(function)
-    dispatcher._cache = _Cache(function)
+    cache = FunctionCache(function)
+    kept = cache._cache_file
+    cache._cache_file = _FileOfEach(cache.cache_path, cache._impl.filename_base, kept._source_stamp)
+    dispatcher._cache = cache
     return dispatcher
