@@ -26,7 +26,7 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
     def load(self, key: Any) -> Any:
         try:
             stamp, found, data = self._load_data(self._name_for(key))
-        except FileNotFoundError:
+        except OSError:  # there is none, or it is another user's
             return None
         return data if (stamp, found) == (self._source_stamp, key) else None
 
@@ -38,7 +38,9 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Return a function compiled by Numba on first use, without the GIL, and kept on disk.
 
-    ``@jit`` or ``@jit(fastmath=...)``, with options of ``numba.njit``.
+    ``@jit`` or ``@jit(fastmath=...)``, with options of ``numba.njit``. It takes arrays of the
+    shapes and dtypes that the function is written for, and compiles once for each. Raises
+    RuntimeError where files can be kept neither beside the source nor in the user's cache.
     """
     if function is None:
         return lambda function: jit(function, **options)

@@ -26,7 +26,10 @@ settings.load_profile("gate" if os.environ.get("CI") else "default")
 # for every state of the sources keeps tests from running yesterday's kernels.
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "compressors" / "kernels" / "cpu"
-SOURCES = [*sorted(KERNELS.rglob("*.py")), ROOT / "ring" / "float16.py"]
+SOURCES = [
+    *sorted(KERNELS.rglob("*.py")),
+    *(ROOT / "ring" / f"{name}.py" for name in ("float16", "jit")),
+]
 STATE = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
 # Nor does it look at whether kernels check bounds: those that do have a cache of their own too.
 BOUNDS = "-bounds" if os.environ.get("NUMBA_BOUNDSCHECK", "0") not in ("", "0") else ""

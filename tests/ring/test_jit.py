@@ -75,3 +75,14 @@ def test_kernels_of_a_changed_file_are_compiled_anew_in_place_of_the_old(folder)
     assert folder.call(3) == (1030, False)
     assert folder.call(3) == (1030, True)
     assert folder.files() == files
+
+
+def test_a_file_that_may_not_be_read_is_as_none(folder, monkeypatch):
+    def forbidden(self, name):
+        raise PermissionError(name)
+
+    assert folder.call(3) == (30, False)
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, "_load_data", forbidden)
+        assert folder.call(3) == (30, False)
+    assert folder.call(3) == (30, True)
