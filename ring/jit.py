@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.dispatcher import Dispatcher
+from numba.core.serialize import dumps
 
 
 class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no types
@@ -31,8 +34,53 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
         return data if (stamp, found) == (self._source_stamp, key) else None
 
     def _name_for(self, key: Any) -> Any:
+        *key, _ = key  # what has other code replaces what was at its place before
         digest = hashlib.sha256(repr((self._version, key)).encode()).digest()
         return self._data_name(int.from_bytes(digest[:8]))
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """Numba's, but for kernels that close over kernels: to Numba these differ between processes."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel.py_func)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file: Any = _FileOfEach(self._cache_path, self._impl.filename_base, stamp)
+        self._kernel, self._name = kernel, kernel.py_func.__qualname__
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        # Numba tells symbols apart by a number that it counts in each process, and the linker takes
+        # the first of two with one name: what another process compiled must not have ours.
+        self._py_func.__qualname__ = f"{self._name}_{_content(self._kernel)}"
+        return super().load_overload(sig, target_context)
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return sig, codegen.magic_tuple(), _closure(self._kernel), _code(self._kernel)
+
+
+def _content(kernel: Any, *callers: Any) -> str:
+    """Return a hash of a kernel and of what it closes over; callers are in it already."""
+    return hashlib.sha256((_code(kernel) + _closure(kernel, *callers)).encode()).hexdigest()
+
+
+def _code(kernel: Any) -> str:
+    return repr(_instructions(kernel.py_func.__code__))
+
+
+def _instructions(code: CodeType) -> Any:
+    constants = [_instructions(c) if isinstance(c, CodeType) else c for c in code.co_consts]
+    return code.co_code, code.co_names, constants
+
+
+def _closure(kernel: Any, *callers: Any) -> str:
+    digest = hashlib.sha256(repr(sorted(kernel.targetoptions.items())).encode())
+    for cell in kernel.py_func.__closure__ or ():
+        held = cell.cell_contents
+        if not isinstance(held, Dispatcher):
+            digest.update(dumps(held))
+        elif held not in (kernel, *callers):
+            digest.update(_content(held, kernel, *callers).encode())
+    return digest.hexdigest()
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -44,9 +92,6 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """
     if function is None:
         return lambda function: jit(function, **options)
-    dispatcher = njit(nogil=True, **options)(function)
-    cache = FunctionCache(function)
-    kept = cache._cache_file
-    cache._cache_file = _FileOfEach(cache.cache_path, cache._impl.filename_base, kept._source_stamp)
-    dispatcher._cache = cache
-    return dispatcher
+    kernel = njit(nogil=True, **options)(function)
+    kernel._cache = _Cache(kernel)
+    return kernel

@@ -112,7 +112,8 @@ class BucketQuantizer(Packed):
             x: Array, held: Array, decay: Any, key: Any, start: int, codes: Array, scales: Array,
             lows: Array = _NO_LOWS,
         ) -> None:  # fmt: skip
-            kernel(x, held, decay, bits, bucket, key, start, codes, scales, lows)
+            scratch = np.empty(bucket, np.uint8)
+            kernel(x, held, decay, bits, bucket, key, start, codes, scales, lows, scratch)
 
         return encode
 
@@ -124,11 +125,11 @@ class BucketQuantizer(Packed):
         """The kernel of the scheme."""
         from ringlet.compressors.kernels.cpu.quantizers.quantize import decoder
 
-        kernel, bits, bucket = decoder(self.scheme(), add), self.bits, self.bucket
+        kernel, bits, bucket = decoder(self.scheme()), self.bits, self.bucket
 
         def decode(codes: Array, scales: Array, *rest: Array) -> None:
             lows, out = rest if len(rest) == 2 else (_NO_LOWS, *rest)
-            kernel(codes, scales, lows, bits, bucket, out)
+            kernel(codes, scales, lows, bits, bucket, add, np.empty(bucket, np.uint8), out)
 
         return decode
 

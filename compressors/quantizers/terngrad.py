@@ -95,9 +95,13 @@ class TernGrad(Packed):
         """The kernel of the quantisers: ternary codes are levels at equal distances."""
         from ringlet.compressors.kernels.cpu.quantizers import quantize
 
-        kernel = quantize.decoder(quantize.Scheme.MAX, add)
+        kernel = quantize.decoder(quantize.Scheme.MAX)
         bucket = self.bucket
-        return lambda codes, scales, out: kernel(codes, scales, _NO_LOWS, 2, bucket, out)
+
+        def decode(codes: Array, scales: Array, out: Array) -> None:
+            kernel(codes, scales, _NO_LOWS, 2, bucket, add, np.empty(bucket, np.uint8), out)
+
+        return decode
 
 
 _NO_LOWS: Array = np.empty(0, np.float32)

@@ -1,7 +1,9 @@
 """Kernels on disk: whatever processes do at once, nobody runs another's code."""
 
 import importlib.util
+import multiprocessing
 import shutil
+import sys
 
 import numba
 import pytest
@@ -15,6 +17,19 @@ def kernel(factor):
     def multiply(x):
         return x * factor + 0
     return multiply
+
+def powers(factor):
+    @jit
+    def power(x):
+        return 1 if x == 0 else factor * power(x - 1)
+    return power
+
+def powers_and_one(factor):
+    power = powers(factor)  # no compiler writes it out in place of the call
+    @jit
+    def add(x):
+        return power(x) + 1
+    return add
 """
 
 
@@ -26,12 +41,12 @@ class Folder:
         self.source.write_text(SOURCE)
         self.path = path
 
-    def call(self, factor):
+    def call(self, factor, name="kernel"):
         """Return what the kernel makes of 10, and whether it was on disk, as a new process does."""
         spec = importlib.util.spec_from_file_location("kernels", self.source)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        kernel = module.kernel(factor)
+        kernel = getattr(module, name)(factor)
         return kernel(10), bool(kernel.stats.cache_hits)
 
     def files(self):
@@ -86,3 +101,30 @@ def test_a_file_that_may_not_be_read_is_as_none(folder, monkeypatch):
         patch.setattr(IndexDataCacheFile, "_load_data", forbidden)
         assert folder.call(3) == (30, False)
     assert folder.call(3) == (30, True)
+
+
+def test_a_kernel_that_closes_over_another_is_found_with_the_same_one_only(folder):
+    for factor in 3, 4:  # each as the first kernels of a process
+        process = multiprocessing.get_context("fork").Process(
+            target=lambda: sys.exit(folder.call(factor, "powers_and_one")[0] != factor**10 + 1)  # noqa: B023
+        )
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    assert folder.call(3, "powers_and_one") == (3**10 + 1, True)
+    assert folder.call(4, "powers_and_one") == (4**10 + 1, True)
+
+
+def test_a_kernel_with_other_options_is_another(folder):
+    folder.source.write_text(SOURCE.replace("@jit", "@jit(fastmath=False)"))
+    assert folder.call(3) == (30, False)
+    source = folder.source.read_text()
+    folder.source.write_text(source.replace("False", "True "))
+    assert folder.call(3) == (30, False)
+    assert len(folder.files()) == 2
+
+
+def test_a_kernel_that_calls_itself_is_found(folder):
+    assert folder.call(2, "powers") == (1024, False)
+    assert folder.call(2, "powers") == (1024, True)
+    assert folder.call(3, "powers") == (3**10, False)

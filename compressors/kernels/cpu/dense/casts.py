@@ -47,53 +47,32 @@ def _widen(bits: Any, half: bool) -> Any:
     return f16_to_f32(bits) if half else bf16_to_f32(bits)
 
 
-@njit(inline="always")
-def _encode(x: Any, out: Any, half: bool) -> None:
-    for i in range(x.size):
-        out[i] = _narrow(x[i], half)
-
-
-@njit(inline="always")
-def _encode_feedback(x: Any, residual: Any, decay: Any, out: Any, half: bool) -> None:
-    for i in range(x.size):
-        target = x[i] + decay * residual[i]
-        bits = _narrow(target, half)
-        lost = target - _widen(bits, half)
-        out[i] = bits
-        residual[i] = lost if is_finite(lost) else residual[i]
-
-
-@njit(inline="always")
-def _decode(bits: Any, out: Any, half: bool) -> None:
-    for i in range(bits.size):
-        out[i] = _widen(bits[i], half)
-
-
-@njit(inline="always")
-def _accumulate(bits: Any, out: Any, half: bool) -> None:
-    for i in range(bits.size):
-        out[i] += _widen(bits[i], half)
-
-
 def _family(half: bool) -> Casts:
     """Make the kernels of float16 if ``half``, else of bfloat16."""
-    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
     @jit
     def encode(x: Any, out: Any) -> None:
-        _encode(x, out, half)
+        for i in range(x.size):
+            out[i] = _narrow(x[i], half)
 
     @jit
     def encode_feedback(x: Any, residual: Any, decay: Any, out: Any) -> None:
-        _encode_feedback(x, residual, decay, out, half)
+        for i in range(x.size):
+            target = x[i] + decay * residual[i]
+            bits = _narrow(target, half)
+            lost = target - _widen(bits, half)
+            out[i] = bits
+            residual[i] = lost if is_finite(lost) else residual[i]
 
     @jit
     def decode(bits: Any, out: Any) -> None:
-        _decode(bits, out, half)
+        for i in range(bits.size):
+            out[i] = _widen(bits[i], half)
 
     @jit
     def accumulate(bits: Any, out: Any) -> None:
-        _accumulate(bits, out, half)
+        for i in range(bits.size):
+            out[i] += _widen(bits[i], half)
 
     @jit
     def widen(bits: Any, factor: Any, out: Any) -> None:
@@ -119,7 +98,7 @@ def _family(half: bool) -> Casts:
         for t in range(payloads.shape[0]):
             n = types.intp(payloads[t, 0])
             x = carray(pointer(tensors[t, 0]), n, np.float32)
-            _encode(x, carray(pointer(payloads[t, 1]), n, np.uint16), half)
+            encode(x, carray(pointer(payloads[t, 1]), n, np.uint16))
 
     @jit
     def encode_feedback_many(tensors: Any, payloads: Any, decay: Any) -> None:
@@ -128,7 +107,7 @@ def _family(half: bool) -> Casts:
             x = carray(pointer(tensors[t, 0]), n, np.float32)
             residual = carray(pointer(tensors[t, 1]), n, np.float32)
             out = carray(pointer(payloads[t, 1]), n, np.uint16)
-            _encode_feedback(x, residual, decay, out, half)
+            encode_feedback(x, residual, decay, out)
 
     @jit
     def decode_many(outs: Any, payloads: Any, scale: Any) -> None:
@@ -138,9 +117,9 @@ def _family(half: bool) -> Casts:
             for rank in range(payloads.shape[0]):
                 bits = carray(pointer(payloads[rank, t, 1]), n, np.uint16)
                 if rank == 0:
-                    _decode(bits, out, half)
+                    decode(bits, out)
                 else:
-                    _accumulate(bits, out, half)
+                    accumulate(bits, out)
             if scale != types.float32(1.0):
                 for i in range(n):
                     out[i] *= scale

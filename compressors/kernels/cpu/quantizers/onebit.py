@@ -65,7 +65,6 @@ def encoder(given: bool, feedback: bool) -> Any:
     """Return the kernel ``encode(x, residual, decay, bucket, parameter, key, start, codes,
     scales)``; ``given``: the scale is ``parameter``, not the mean magnitude.
     """
-    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
     @jit
     def encode(

@@ -123,70 +123,57 @@ def _round(
             held[i] = lost if is_finite(lost) else held[i]  # the highest level may be Inf
 
 
-@njit(inline="always")
-def _encode(
-    x: Any, residual: Any, decay: Any, bits: Any, bucket: Any, key: Any, start: Any, codes: Any,
-    scales: Any, lows: Any, scratch: Any, by_norm: bool, by_range: bool, stochastic: bool,
-    feedback: bool,
-) -> None:  # fmt: skip
-    levels = types.float32((1 << bits) - 1 if by_range else (1 << (bits - 1)) - 1)
-    zero = types.float32(0.0) if by_range else levels
-    highest = levels if by_range else types.float32(2.0) * levels
-    width = bucket * bits // 8
-    for b in range(scales.size):
-        values = x[b * bucket : (b + 1) * bucket]
-        held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
-        low = types.float32(0.0)
-        if by_range:
-            low, extent = _range(values, held, decay, feedback)
-            lows[b] = low if is_finite(extent) else types.float32(0.0)
-        elif by_norm:
-            extent = _norm(values, held, decay, feedback)
-        else:
-            extent = bits_f32(largest_bits(values, held, decay, feedback))
-        out = codes[b * width : (b + 1) * width]
-        target = out if bits == 8 else scratch[: values.size]
-        if not is_finite(extent):  # the bucket decodes to NaN: overflow must not be hidden
-            scales[b] = types.uint16(_NAN)
-            out[:] = 0
-            continue
-        if extent >= types.float32(TINY):
-            scales[b] = round_up_bf16(extent / levels)
-            scale, at = bf16_to_f32(scales[b]), start + b * bucket
-            _round(
-                values, held, decay, scale, low, zero, highest, key, at, target,
-                by_range, stochastic, feedback,
-            )  # fmt: skip
-        else:
-            scales[b] = types.uint16(0)
-            target[:] = types.uint8(zero)
-            if feedback:
-                for i in range(values.size):
-                    held[i] = values[i] + decay * held[i] - low
-        if bits != 8:
-            pack(target, bits, out)
-
-
 @cache
 def encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
-    """Return the kernel ``encode(x, residual, decay, bits, bucket, key, start, codes, scales,
-    lows)``; ``residual`` is unused without feedback, ``lows`` without Scheme.RANGE.
+    """Return the kernel ``encode(x, residual, decay, bits, bucket, key, start, codes, scales, lows,
+    scratch)``; ``residual`` is unused without feedback, ``lows`` without Scheme.RANGE.
 
-    ``start`` is the counter of x[0] for random numbers; all slices begin at a bucket.
+    ``start`` is the counter of x[0] for random numbers; all slices begin at a bucket. ``scratch``
+    has room for the codes of a bucket, unpacked.
     """
-    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
     by_norm, by_range = scheme == Scheme.L2, scheme == Scheme.RANGE
 
     @jit
     def encode(
         x: Any, residual: Any, decay: Any, bits: Any, bucket: Any, key: Any, start: Any,
-        codes: Any, scales: Any, lows: Any,
+        codes: Any, scales: Any, lows: Any, scratch: Any,
     ) -> None:  # fmt: skip
-        scratch = np.empty(bucket, np.uint8)
-        _encode(
-            x, residual, decay, bits, bucket, key, start, codes, scales, lows, scratch,
-            by_norm, by_range, stochastic, feedback,
-        )  # fmt: skip
+        levels = types.float32((1 << bits) - 1 if by_range else (1 << (bits - 1)) - 1)
+        zero = types.float32(0.0) if by_range else levels
+        highest = levels if by_range else types.float32(2.0) * levels
+        width = bucket * bits // 8
+        for b in range(scales.size):
+            values = x[b * bucket : (b + 1) * bucket]
+            held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
+            low = types.float32(0.0)
+            if by_range:
+                low, extent = _range(values, held, decay, feedback)
+                lows[b] = low if is_finite(extent) else types.float32(0.0)
+            elif by_norm:
+                extent = _norm(values, held, decay, feedback)
+            else:
+                extent = bits_f32(largest_bits(values, held, decay, feedback))
+            out = codes[b * width : (b + 1) * width]
+            target = out if bits == 8 else scratch[: values.size]
+            if not is_finite(extent):  # the bucket decodes to NaN: overflow must not be hidden
+                scales[b] = types.uint16(_NAN)
+                out[:] = 0
+                continue
+            if extent >= types.float32(TINY):
+                scales[b] = round_up_bf16(extent / levels)
+                scale, at = bf16_to_f32(scales[b]), start + b * bucket
+                _round(
+                    values, held, decay, scale, low, zero, highest, key, at, target,
+                    by_range, stochastic, feedback,
+                )  # fmt: skip
+            else:
+                scales[b] = types.uint16(0)
+                target[:] = types.uint8(zero)
+                if feedback:
+                    for i in range(values.size):
+                        held[i] = values[i] + decay * held[i] - low
+            if bits != 8:
+                pack(target, bits, out)
 
     return encode
 
@@ -199,7 +186,7 @@ def batch_encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
     the first value; those of ``payloads`` how many values there are, and where codes, scales, lows
     lie. Nothing is checked.
     """
-    by_norm, by_range = scheme == Scheme.L2, scheme == Scheme.RANGE
+    by_range, one = scheme == Scheme.RANGE, encoder(scheme, stochastic, feedback)
 
     @jit
     def encode(tensors: Any, payloads: Any, decay: Any, bits: Any, bucket: Any) -> None:
@@ -213,10 +200,7 @@ def batch_encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
             scales = carray(pointer(payloads[t, 2]), count, np.uint16)
             lows = carray(pointer(payloads[t, 3]), count if by_range else 0, np.float32)
             key, start = tensors[t, 2], types.intp(tensors[t, 3])
-            _encode(
-                x, residual, decay, bits, bucket, key, start, codes, scales, lows, scratch,
-                by_norm, by_range, stochastic, feedback,
-            )  # fmt: skip
+            one(x, residual, decay, bits, bucket, key, start, codes, scales, lows, scratch)
 
     return encode
 
@@ -235,34 +219,31 @@ def _write(
             target[i] = value
 
 
-@njit(inline="always")
-def _decode(
-    codes: Any, scales: Any, lows: Any, bits: Any, bucket: Any, out: Any, scratch: Any,
-    by_range: bool, add: bool,
-) -> None:  # fmt: skip
-    zero = types.float32(0.0 if by_range else (1 << (bits - 1)) - 1)
-    width = bucket * bits // 8
-    for b in range(scales.size):
-        target = out[b * bucket : (b + 1) * bucket]
-        source = codes[b * width : (b + 1) * width]
-        scale = bf16_to_f32(scales[b])
-        low = lows[b] if by_range else types.float32(0.0)
-        if bits == 8:
-            _write(source, zero, scale, low, target, by_range, add)
-        else:
-            unpack(source, bits, scratch[: target.size])
-            _write(scratch, zero, scale, low, target, by_range, add)
-
-
 @cache
-def decoder(scheme: Scheme, add: bool) -> Any:
-    """Return the kernel ``decode(codes, scales, lows, bits, bucket, out)``; ``add`` accumulates."""
+def decoder(scheme: Scheme) -> Any:
+    """Return the kernel ``decode(codes, scales, lows, bits, bucket, add, scratch, out)``.
+
+    It adds to ``out``, or overwrites it. ``scratch`` is as for ``encoder``.
+    """
     by_range = scheme == Scheme.RANGE
 
     @jit
-    def decode(codes: Any, scales: Any, lows: Any, bits: Any, bucket: Any, out: Any) -> None:
-        scratch = np.empty(bucket, np.uint8)
-        _decode(codes, scales, lows, bits, bucket, out, scratch, by_range, add)
+    def decode(
+        codes: Any, scales: Any, lows: Any, bits: Any, bucket: Any, add: Any, scratch: Any,
+        out: Any,
+    ) -> None:  # fmt: skip
+        zero = types.float32(0.0 if by_range else (1 << (bits - 1)) - 1)
+        width = bucket * bits // 8
+        for b in range(scales.size):
+            target = out[b * bucket : (b + 1) * bucket]
+            source = codes[b * width : (b + 1) * width]
+            scale = bf16_to_f32(scales[b])
+            low = lows[b] if by_range else types.float32(0.0)
+            if bits == 8:
+                _write(source, zero, scale, low, target, by_range, add)
+            else:
+                unpack(source, bits, scratch[: target.size])
+                _write(scratch, zero, scale, low, target, by_range, add)
 
     return decode
 
@@ -275,7 +256,7 @@ def batch_decoder(scheme: Scheme) -> Any:
     payloads; ``payloads`` has rows as in ``batch_encoder``, for one rank after another. Nothing is
     checked.
     """
-    by_range = scheme == Scheme.RANGE
+    by_range, one = scheme == Scheme.RANGE, decoder(scheme)
 
     @jit
     def decode(outs: Any, payloads: Any, scale: Any, bits: Any, bucket: Any) -> None:
@@ -288,10 +269,7 @@ def batch_decoder(scheme: Scheme) -> Any:
                 codes = carray(pointer(payloads[rank, t, 1]), (n * bits + 7) // 8, np.uint8)
                 scales = carray(pointer(payloads[rank, t, 2]), count, np.uint16)
                 lows = carray(pointer(payloads[rank, t, 3]), count if by_range else 0, np.float32)
-                if rank == 0:
-                    _decode(codes, scales, lows, bits, bucket, out, scratch, by_range, False)
-                else:
-                    _decode(codes, scales, lows, bits, bucket, out, scratch, by_range, True)
+                one(codes, scales, lows, bits, bucket, rank > 0, scratch, out)
             if scale != types.float32(1.0):
                 for i in range(n):
                     out[i] *= scale

@@ -66,7 +66,6 @@ def encoder(feedback: bool) -> Any:
     """Return the kernel ``encode(x, residual, decay, bucket, parameter, key, start, codes,
     scales)``; ``parameter`` is the clipping factor.
     """
-    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
 
     @jit
     def encode(

@@ -132,7 +132,6 @@ def encoder(bits: int) -> Any:
     of ``width`` bits. ``residual`` is unused without ``feedback``; ``room`` (int32) is scratch for
     ``room_size`` entries.
     """
-    # What a cached kernel closes over must be plain values: dispatchers differ between processes.
     per_block = {8: 1, 2: 2}.get(bits, 0)
 
     @jit
