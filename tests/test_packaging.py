@@ -184,8 +184,14 @@ def test_a_second_copy_of_a_package_is_refused(folder):
 
 
 def test_importing_ringlet_is_cheap_and_loads_no_framework():
-    code = "import sys, ringlet; print(*sys.modules)"
+    code = "import sys; before = {*sys.modules}; import ringlet; print(*{*sys.modules} - before)"
     loaded = python("-c", code).stdout.split()
+    assert {name.partition(".")[0] for name in loaded} <= {
+        "ringlet",
+        "typing",
+        "_typing",
+        "collections",
+    }
     heavy = {"torch", "tensorflow", "keras", "numba", "mpi4py", "cupy", "jax"}
     assert not heavy & set(loaded)
     code = "import sys, ringlet.compressors, ringlet.ring, ringlet.fusion; print(*sys.modules)"
