@@ -188,11 +188,10 @@ def _by_part(x: Array, out: Array, parts: int) -> tuple[Array, Array]:
     along, off = np.zeros(parts), np.zeros(parts)
     for part in range(parts):
         places = slice(part * _PART, (part + 1) * _PART)
-        given, got = x[places].astype(np.float64), out[places].astype(np.float64)
+        given, lost = x[places], x[places] - out[places]
         energy = given @ given
-        along[part] = given @ got / energy
-        given -= got
-        off[part] = given @ given / energy
+        along[part] = given @ out[places] / energy
+        off[part] = lost @ lost / energy
     return along, off
 
 

@@ -46,6 +46,30 @@ class StepPlusRank(DithersCells):
         return [ctx.seed, zlib.crc32(ctx.name.encode()), ctx.step + ctx.rank]
 
 
+class SeedForgotten(DithersCells):
+    """Knows whose tensor it is, and draws the same in every run."""
+
+    def seeds(self, ctx):
+        return [zlib.crc32(ctx.name.encode()), ctx.step, ctx.rank]
+
+
+class StepAndRankOnly(DithersCells):
+    """Forgets the seed and whose tensor it is."""
+
+    def seeds(self, ctx):
+        return [ctx.step, ctx.rank]
+
+
+class EntriesByStepAndRank(Largest):
+    """Sends entries drawn at random, of all tensors and in all runs the same."""
+
+    def compress(self, x, ctx):
+        count = min(x.size, max(1, x.size // 6))
+        drawn = np.random.default_rng([ctx.step, ctx.rank]).permutation(x.size)[:count]
+        places = np.union1d(drawn, np.flatnonzero(~np.isfinite(x))).astype("uint32")
+        return {"indices": places, "values": x[places]}
+
+
 class StepPlusRankInRounds(SharedScale):
     """The same where ranks agree on a scale first."""
 
