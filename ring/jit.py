@@ -93,5 +93,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return lambda function: jit(function, **options)
     kernel = njit(nogil=True, **options)(function)
+    if not isinstance(kernel, Dispatcher):  # NUMBA_DISABLE_JIT is set
+        return kernel
     kernel._cache = _Cache(kernel)
     return kernel

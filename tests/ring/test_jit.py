@@ -9,6 +9,8 @@ import numba
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
+from ringlet.ring.jit import jit
+
 SOURCE = """
 from ringlet.ring.jit import jit
 
@@ -128,3 +130,13 @@ def test_a_kernel_that_calls_itself_is_found(folder):
     assert folder.call(2, "powers") == (1024, False)
     assert folder.call(2, "powers") == (1024, True)
     assert folder.call(3, "powers") == (3**10, False)
+
+
+def test_a_debugger_steps_through_a_kernel_where_numba_is_told_not_to_compile(monkeypatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+
+    def add(x):
+        return x + 1
+
+    assert jit(add) is add
+    assert jit(fastmath=True)(add) is add
