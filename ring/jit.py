@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from numba import njit
+from numba import config, njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 from numba.core.serialize import dumps
@@ -87,13 +87,14 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Return a function compiled by Numba on first use, without the GIL, and kept on disk.
 
     ``@jit`` or ``@jit(fastmath=...)``, with options of ``numba.njit``. It takes arrays of the
-    shapes and dtypes that the function is written for, and compiles once for each. Raises
+    shapes and dtypes that the function is written for, and compiles once for each. With
+    ``NUMBA_DISABLE_JIT=1`` it is the function itself, for a debugger to step through. Raises
     RuntimeError where files can be kept neither beside the source nor in the user's cache.
     """
     if function is None:
         return lambda function: jit(function, **options)
     kernel = njit(nogil=True, **options)(function)
-    if not isinstance(kernel, Dispatcher):  # NUMBA_DISABLE_JIT is set
+    if config.DISABLE_JIT:  # it is the function
         return kernel
     kernel._cache = _Cache(kernel)
     return kernel
