@@ -280,15 +280,6 @@ class Packed(Bucketed):
         """Packed codes and scales."""
         return _packed(n, self.bits, self.bucket)
 
-    def encoding(self, kernel: Kernel, parameter: float = 0.0) -> Kernel:
-        """Return an ``encoder`` from a kernel that also takes the bucket and a parameter."""
-        bucket = self.bucket
-
-        def encode(x: Array, held: Array, decay: Any, key: Any, start: int, *arrays: Array) -> None:
-            kernel(x, held, decay, bucket, parameter, key, start, *arrays)
-
-        return encode
-
     def cuda_codec(
         self, name: str, random: bool = False, **constants: int | float
     ) -> BucketedCodec:
@@ -299,11 +290,6 @@ class Packed(Bucketed):
         from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
         return BucketedCodec(name, self.bits, self.bucket, tuple(constants.items()), random=random)
-
-    def decoding(self, kernel: Kernel) -> Kernel:
-        """Return a ``decoder`` from a kernel that also takes the bucket."""
-        bucket = self.bucket
-        return lambda codes, scales, out: kernel(codes, scales, bucket, out)
 
     def rows(self, x: Array, xp: Any) -> Array:
         """Return the buckets as rows, zeros behind the last value."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.bucketed import NAN_BITS, Kernel, Packed
+from ringlet.compressors.base.bucketed import NAN_BITS, Kernel
 from ringlet.compressors.base.contract import Payload, Traits
+from ringlet.compressors.base.packed_codec import PackedCodec
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import fixed
 from ringlet.compressors.core.rng import squares
@@ -25,7 +26,7 @@ RAISED = 104  # the exponent of their scale: 2**-23 times the smallest normal nu
 
 
 @register("natural")
-class Natural(Packed):
+class Natural(PackedCodec):
     """Send each value as one of its two neighbouring powers of two, at random, without bias.
 
     Horvath et al., MSML 2022. The variance is at most an eighth of the signal, whatever the
@@ -69,18 +70,20 @@ class Natural(Packed):
         power = (((codes & 0x7F) << 23) | ((codes & 0x80) << 24)).view("float32")
         out[...] = power * self.spread(payload["scales"], out.size)
 
-    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+    def encoding(self, feedback: bool) -> Kernel:
         """The kernel."""
-        from ringlet.compressors.kernels.cpu.quantizers import natural
+        from ringlet.compressors.kernels.cpu.quantizers.natural import encoder
 
-        return self.encoding(natural.encoder(feedback))
+        kernel: Kernel = encoder(feedback)
+        return kernel
 
     def cuda(self) -> BucketedCodec:
         """The kernels."""
         return self.cuda_codec("quantizers/natural", random=True)
 
-    def decoder(self, add: bool, ctx: Context) -> Kernel:
+    def decoding(self) -> Kernel:
         """The kernel."""
-        from ringlet.compressors.kernels.cpu.quantizers import natural
+        from ringlet.compressors.kernels.cpu.quantizers.natural import decode
 
-        return self.decoding(natural.decoder(add))
+        kernel: Kernel = decode
+        return kernel

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.bucketed import NAN_BITS, Kernel, Packed, lane_sums, rounded
+from ringlet.compressors.base.bucketed import NAN_BITS, Kernel, lane_sums, rounded
 from ringlet.compressors.base.contract import Payload, Traits
 from ringlet.compressors.base.feedback import on_device
+from ringlet.compressors.base.packed_codec import PackedCodec
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError
 from ringlet.compressors.core.options import fixed, option
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
 
-class Signs(Packed):
+class Signs(PackedCodec):
     """Base of the one-bit compressors: a bit per entry, set where it is negative.
 
     A bucket with a NaN or Inf decodes to NaN, so that overflow stays visible.
@@ -58,11 +59,16 @@ class Signs(Packed):
         scale = self.spread(payload["scales"], n)
         out[...] = xp.where(negative, -scale, scale)
 
-    def decoder(self, add: bool, ctx: Context) -> Kernel:
-        """The kernel of both."""
-        from ringlet.compressors.kernels.cpu.quantizers import onebit
+    def draws(self) -> bool:
+        """Nothing is drawn."""
+        return False
 
-        return self.decoding(onebit.decoder(add))
+    def decoding(self) -> Kernel:
+        """The kernel of both."""
+        from ringlet.compressors.kernels.cpu.quantizers.onebit import decode
+
+        kernel: Kernel = decode
+        return kernel
 
 
 @register("onebit")
@@ -89,11 +95,12 @@ class OneBit(Signs):
         mean: Array = (lane_sums(xp.abs(rows).astype("float64"), xp) / counts).astype("float32")
         return mean
 
-    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+    def encoding(self, feedback: bool) -> Kernel:
         """The kernel that finds the mean."""
-        from ringlet.compressors.kernels.cpu.quantizers import onebit
+        from ringlet.compressors.kernels.cpu.quantizers.onebit import encoder
 
-        return self.encoding(onebit.encoder(given=False, feedback=feedback))
+        kernel: Kernel = encoder(given=False, feedback=feedback)
+        return kernel
 
 
 @register("signsgd")
@@ -140,11 +147,17 @@ class SignSGD(Signs):
         given: Array = xp.where(xp.isfinite(top), np.float32(self.scale), top)
         return given
 
-    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
-        """The kernel that uses a given scale."""
-        from ringlet.compressors.kernels.cpu.quantizers import onebit
+    @property
+    def parameter(self) -> float:
+        """The given scale."""
+        return self.scale
 
-        return self.encoding(onebit.encoder(given=True, feedback=feedback), self.scale)
+    def encoding(self, feedback: bool) -> Kernel:
+        """The kernel that uses a given scale."""
+        from ringlet.compressors.kernels.cpu.quantizers.onebit import encoder
+
+        kernel: Kernel = encoder(given=True, feedback=feedback)
+        return kernel
 
     def finish(self, out: Array, ctx: Context) -> None:
         """Replace the sum or mean of the votes by its sign; NaN stays NaN."""

@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.bucketed import (
-    NAN_BITS,
-    Kernel,
-    Packed,
-    lane_sums,
-    rounded_up,
-    widened,
-)
+from ringlet.compressors.base.bucketed import NAN_BITS, Kernel, lane_sums, rounded_up, widened
 from ringlet.compressors.base.contract import Payload, Traits
+from ringlet.compressors.base.packed_codec import PackedCodec
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import fixed, option
 from ringlet.compressors.core.packing import blanked, pack_bits, unpack_bits
@@ -30,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @register("terngrad")
-class TernGrad(Packed):
+class TernGrad(PackedCodec):
     """Send -s, 0 or +s in 2 bits: sign(x) s with probability |x| / s. Unbiased for |x| <= s.
 
     Wen et al., NeurIPS 2017, with a scaler s per bucket instead of per tensor: the smaller of
@@ -81,27 +75,25 @@ class TernGrad(Packed):
         codes = unpack_bits(ctx.xp, payload["codes"], 2, out.size).astype("float32")
         out[...] = (codes - np.float32(1)) * self.spread(payload["scales"], out.size)
 
-    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
-        """The kernel."""
-        from ringlet.compressors.kernels.cpu.quantizers import terngrad
+    @property
+    def parameter(self) -> float:
+        """How many root mean squares to clip at."""
+        return self.clip
 
-        return self.encoding(terngrad.encoder(feedback), self.clip)
+    def encoding(self, feedback: bool) -> Kernel:
+        """The kernel."""
+        from ringlet.compressors.kernels.cpu.quantizers.terngrad import encoder
+
+        kernel: Kernel = encoder(feedback)
+        return kernel
 
     def cuda(self) -> BucketedCodec:
         """The kernels."""
         return self.cuda_codec("quantizers/terngrad", random=True, PARAMETER=self.clip)
 
-    def decoder(self, add: bool, ctx: Context) -> Kernel:
-        """The kernel of the quantisers: ternary codes are levels at equal distances."""
-        from ringlet.compressors.kernels.cpu.quantizers import quantize
+    def decoding(self) -> Kernel:
+        """The kernel."""
+        from ringlet.compressors.kernels.cpu.quantizers.terngrad import decoder
 
-        kernel = quantize.decoder(quantize.Scheme.MAX)
-        bucket = self.bucket
-
-        def decode(codes: Array, scales: Array, out: Array) -> None:
-            kernel(codes, scales, _NO_LOWS, 2, bucket, add, np.empty(bucket, np.uint8), out)
-
-        return decode
-
-
-_NO_LOWS: Array = np.empty(0, np.float32)
+        kernel: Kernel = decoder()
+        return kernel

@@ -18,6 +18,13 @@ SPECS = [
     "fp16",
     "bf16 | ef",
     "fp16 | ef(decay=0.5)",
+    "onebit | ef",
+    "onebit(bucket=64)",
+    "signsgd(scale=0.5)",
+    "natural | ef(decay=0.5)",
+    "natural(bucket=32)",
+    "terngrad | ef",
+    "terngrad(bucket=64, clip=9.0)",
 ]
 LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
 RANKS = 3

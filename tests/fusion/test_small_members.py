@@ -101,6 +101,9 @@ def test_results_are_those_of_each_member_alone(parts, dtype):
             "int8 | ef | min_size(0)",
             "int4(bucket=32, stochastic=True) | min_size(0)",
             "int4(bucket=32) | ef(decay=0.5, reset=2) | min_size(0)",
+            "onebit(bucket=32) | ef | min_size(0)",
+            "signsgd(bucket=32) | min_size(0)",
+            "terngrad(bucket=32) | ef | min_size(0)",
         ]
     ),
     parts=st.sampled_from([1, PARTS]),
@@ -207,7 +210,9 @@ def test_the_tensor_whose_memory_does_not_fit_is_named():
         codec.encode_into(0, np.zeros(codec.capacity(0), np.uint8))
 
 
-@pytest.mark.parametrize(("spec", "most"), [("none", 2), ("fp16", 6), ("int8 | ef", 7)])
+@pytest.mark.parametrize(
+    ("spec", "most"), [("none", 2), ("fp16", 6), ("int8 | ef", 7), ("onebit | ef", 7)]
+)
 def test_a_small_tensor_more_costs_few_calls_a_step(spec, most):
     """Counted in the engine's thread, Python's functions and C's."""
 

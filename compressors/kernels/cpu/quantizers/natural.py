@@ -87,17 +87,12 @@ def _write(codes: Any, scale: Any, target: Any, add: bool) -> None:
         target[i] = target[i] + value if add else value
 
 
-@cache
-def decoder(add: bool) -> Any:
-    """Return the kernel ``decode(codes, scales, bucket, out)``; ``add`` accumulates."""
-
-    @jit
-    def decode(codes: Any, scales: Any, bucket: Any, out: Any) -> None:
-        for b in range(scales.size):
-            target = out[b * bucket : (b + 1) * bucket]
-            _write(codes[b * bucket : (b + 1) * bucket], bf16_to_f32(scales[b]), target, add)
-
-    return decode
+@jit
+def decode(codes: Any, scales: Any, bucket: Any, add: Any, out: Any) -> None:
+    """Decode powers of two; ``add`` accumulates."""
+    for b in range(scales.size):
+        target = out[b * bucket : (b + 1) * bucket]
+        _write(codes[b * bucket : (b + 1) * bucket], bf16_to_f32(scales[b]), target, add)
 
 
-__all__ = ["decoder", "encoder"]
+__all__ = ["decode", "encoder"]

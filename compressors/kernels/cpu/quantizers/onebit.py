@@ -113,18 +113,13 @@ def _write(codes: Any, scale: Any, target: Any, add: bool) -> None:
         target[i] = target[i] + value if add else value
 
 
-@cache
-def decoder(add: bool) -> Any:
-    """Return the kernel ``decode(codes, scales, bucket, out)``; ``add`` accumulates."""
-
-    @jit
-    def decode(codes: Any, scales: Any, bucket: Any, out: Any) -> None:
-        width = bucket // 8
-        for b in range(scales.size):
-            target = out[b * bucket : (b + 1) * bucket]
-            _write(codes[b * width : (b + 1) * width], bf16_to_f32(scales[b]), target, add)
-
-    return decode
+@jit
+def decode(codes: Any, scales: Any, bucket: Any, add: Any, out: Any) -> None:
+    """Put signs to their bucket's scale; ``add`` accumulates."""
+    width = bucket // 8
+    for b in range(scales.size):
+        target = out[b * bucket : (b + 1) * bucket]
+        _write(codes[b * width : (b + 1) * width], bf16_to_f32(scales[b]), target, add)
 
 
 @jit
@@ -135,4 +130,4 @@ def vote(sums: Any, scale: Any) -> None:
         sums[i] = sums[i] if np.isnan(sums[i]) else voted
 
 
-__all__ = ["decoder", "encoder", "nearest_bf16", "vote"]
+__all__ = ["decode", "encoder", "nearest_bf16", "vote"]

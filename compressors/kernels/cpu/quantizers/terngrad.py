@@ -18,7 +18,7 @@ from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.packing import pack
 from ringlet.compressors.kernels.cpu.common.rng import uniform
 from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_at
-from ringlet.compressors.kernels.cpu.quantizers.quantize import round_up_bf16
+from ringlet.compressors.kernels.cpu.quantizers import quantize
 from ringlet.ring.jit import jit
 
 _NAN = 0x7FC0
@@ -86,7 +86,7 @@ def encoder(feedback: bool) -> Any:
             # Compared in double precision: the product may exceed float32.
             limit = parameter * np.sqrt(energy / values.size)
             top = min(types.float64(largest), limit)
-            scales[b] = round_up_bf16(types.float32(top))
+            scales[b] = quantize.round_up_bf16(types.float32(top))
             target = scratch[: values.size]
             counter = start + b * bucket
             _draw(values, held, decay, bf16_to_f32(scales[b]), key, counter, target, feedback)
@@ -95,4 +95,17 @@ def encoder(feedback: bool) -> Any:
     return encode
 
 
-__all__ = ["encoder"]
+@cache
+def decoder() -> Any:
+    """Return the kernel ``decode(codes, scales, bucket, add, out)``; ``add`` accumulates."""
+    levels = quantize.decoder(quantize.Scheme.MAX)  # ternary codes are levels at equal distances
+
+    @jit
+    def decode(codes: Any, scales: Any, bucket: Any, add: Any, out: Any) -> None:
+        no_lows, scratch = np.empty(0, np.float32), np.empty(bucket, np.uint8)
+        levels(codes, scales, no_lows, 2, bucket, add, scratch, out)
+
+    return decode
+
+
+__all__ = ["decoder", "encoder"]

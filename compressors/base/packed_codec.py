@@ -1,0 +1,75 @@
+"""The base of compressors whose kernels know the bucket and one parameter, for a tensor or many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringlet.compressors.base.batched import Batched
+from ringlet.compressors.base.bucketed import Bucketed, Kernel, Packed
+from ringlet.compressors.base.contract import keeps
+from ringlet.compressors.core.context import Array, Context
+
+
+class PackedCodec(Packed):
+    """Base: subclasses name the kernels ``encoding`` and ``decoding``, and the CUDA ones.
+
+    Kernels for many tensors a call are made of these.
+    """
+
+    @property
+    def parameter(self) -> float:
+        """What the encoding kernel is told besides the bucket."""
+        return 0.0
+
+    def encoding(self, feedback: bool) -> Kernel:
+        """Return the kernel ``encode(x, residual, decay, bucket, parameter, key, start, codes,
+        scales)``, otherwise as ``encoder`` has it.
+        """
+        raise TypeError(f"{type(self).__name__} has no encoding kernel")
+
+    def decoding(self) -> Kernel:
+        """Return the kernel ``decode(codes, scales, bucket, add, out)``.
+
+        It adds to ``out`` (float32), or overwrites it.
+        """
+        raise TypeError(f"{type(self).__name__} has no decoding kernel")
+
+    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+        """The kernel, for this bucket and parameter."""
+        kernel, bucket, parameter = self.encoding(feedback), self.bucket, self.parameter
+
+        def encode(
+            x: Array, held: Array, decay: Any, key: Any, start: int, codes: Array, scales: Array
+        ) -> None:
+            kernel(x, held, decay, bucket, parameter, key, start, codes, scales)
+
+        return encode
+
+    def decoder(self, add: bool, ctx: Context) -> Kernel:
+        """The kernel, for this bucket."""
+        kernel, bucket = self.decoding(), self.bucket
+        return lambda codes, scales, out: kernel(codes, scales, bucket, add, out)
+
+    def batched(self) -> Batched | None:
+        """The same kernels, for many tensors a call."""
+        methods = ("encode_into", "feedback_into", "decompress", "sum_into", "measure")
+        if not keeps(self, Bucketed, *methods) or not keeps(
+            self, PackedCodec, "encoder", "decoder"
+        ):
+            return None
+        from ringlet.compressors.kernels.cpu.common.batched import batch_decoder, batch_encoder
+
+        bits, bucket, parameter = self.bits, self.bucket, self.parameter
+        plain, fed = (batch_encoder(self.encoding(fed), fed) for fed in (False, True))
+        decode = batch_decoder(self.decoding())
+        return Batched(
+            self.label,
+            self.layout,
+            tuple(self.strides()),
+            lambda tensors, payloads, decay: plain(
+                tensors, payloads, decay, bits, bucket, parameter
+            ),
+            lambda tensors, payloads, decay: fed(tensors, payloads, decay, bits, bucket, parameter),
+            lambda outs, payloads, scale: decode(outs, payloads, scale, bits, bucket),
+            self.draws(),
+        )
