@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringlet.compressors.core.context import Array, Context
-from ringlet.compressors.core.errors import CompressorError
+from ringlet.compressors.core.errors import CompressorError, PayloadError
 from ringlet.compressors.core.lengths import check_parts
 from ringlet.compressors.core.traits import Part, Payload
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., bool | None]
 Residual = Callable[[int, Context], Array | None]
 Row = tuple[int, int, int, int]  # by column: where values and the residual lie, the key, the offset
 VALUES, RESIDUAL, KEY, OFFSET = range(4)
@@ -33,10 +33,11 @@ class Batched(NamedTuple):
 
     ``encode(tensors, payloads, decay)`` and ``decode(outs, payloads, scale)`` take tables of
     addresses as ``kernels.cpu.quantizers.quantize`` has them, and ``encode_fed`` renews residuals
-    too. ``names`` are the payload's arrays, three at most, in the kernels' order. Kernels that draw
-    no random numbers are given a key of 0. ``kept_in`` names the entry of a context's state in
-    which ``residual`` finds what it returns, where nothing else decides about that: it need not be
-    asked again while the state has the same array.
+    too. ``decode`` returns False where a payload has an index beyond its tensor. ``names`` are the
+    payload's arrays, three at most, in the kernels' order. Kernels that draw no random numbers are
+    given a key of 0. ``kept_in`` names the entry of a context's state in which ``residual`` finds
+    what it returns, where nothing else decides about that: it need not be asked again while the
+    state has the same array.
 
     A row for a whole tensor serves its pieces too, at the granularity that traits promise: what
     begins ``n`` elements later has its values, its residual and its offset ``n`` elements later.
@@ -94,10 +95,14 @@ class Batched(NamedTuple):
     def sum_into(
         self, outs: Sequence[int] | Array, tables: Sequence[Array] | Array, scale: float = 1.0
     ) -> None:
-        """Overwrite outputs, which lie at ``outs``, with scale * the sum of payloads, in order."""
+        """Overwrite outputs, which lie at ``outs``, with scale * the sum of payloads, in order.
+
+        Raises PayloadError for an index beyond a tensor's elements.
+        """
         if len(outs):
             places, payloads = (np.ascontiguousarray(given, np.uint64) for given in (outs, tables))
-            self.decode(places, payloads, np.float32(scale))
+            if self.decode(places, payloads, np.float32(scale)) is False:
+                raise PayloadError(f"{self.label()} received an index beyond a tensor's elements")
 
 
 def payload_row(n: int, places: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context
@@ -75,12 +76,31 @@ class TopK(Selection):
 
     def multi_tensor(self, ctx: Context) -> MultiTensor | None:
         """The CUDA kernels, if there are any."""
-        own = (
+        return selections_on_device(ctx) if self._selects() else None
+
+    def batched(self) -> Batched | None:
+        """The kernels for many tensors a call."""
+        if not self._selects() or not keeps(self, TopK, "count", "layout"):
+            return None
+        from ringlet.compressors.kernels.cpu.sparsifiers import topk as kernels
+
+        ratio = self.ratio
+        return Batched(
+            self.label,
+            self.layout,
+            ("indices", "values"),
+            lambda *tables: kernels.encode_many(*tables, ratio, False),
+            lambda *tables: kernels.encode_many(*tables, ratio, True),
+            lambda *tables: kernels.decode_many(*tables, ratio),
+        )
+
+    def _selects(self) -> bool:
+        """Whether entries are selected and put in their places here, and not by a subclass."""
+        return (
             keeps(self, TopK, "encode_into", "feedback_into", "selects_on_device")
             and keeps(self, Selection, "decompress", "accumulate")
             and keeps(self, Compressor, "sum_into")
         )
-        return selections_on_device(ctx) if own else None
 
     def selects_on_device(
         self, x: Array, residual: Array | None, decay: float, payload: Payload, ctx: Context

@@ -25,6 +25,9 @@ SPECS = [
     "natural(bucket=32)",
     "terngrad | ef",
     "terngrad(bucket=64, clip=9.0)",
+    "topk(ratio=0.29)",
+    "topk(ratio=0.001) | ef",
+    "topk(ratio=0.29) | ef(decay=0.5)",
 ]
 LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
 RANKS = 3
@@ -78,6 +81,36 @@ def test_many_tensors_become_what_each_becomes_alone(spec, stage):
         assert one.tobytes() == other.tobytes()
 
 
+@pytest.mark.parametrize("spec", ["topk(ratio=0.3)", "topk(ratio=0.3) | ef"])
+def test_the_largest_are_found_where_a_sample_of_them_misleads(spec):
+    """Of 40,000 every fourth is looked at first: these are too few, and some are not finite."""
+    n, c, x = 40_000, parse(spec), values(40_000, 1)
+    x[::4] += np.where(x[::4] < 0, -100, 100)
+    x[8], x[12], x[13] = np.inf, np.nan, -np.inf
+    alone, together = (Context(numel=n, shape=(n,)) for _ in range(2))
+    batched = c.batched()
+    for _ in range(2):
+        sent = [empty_payload(c, n, ctx) for ctx in (alone, together)]
+        c.encode_into(x, sent[0], alone)
+        row = batched.values(x, together)
+        batched.encode_into([row], batched.table(sent[1:], [n]))
+        for name, array in sent[0].items():
+            assert array.tobytes() == sent[1][name].tobytes()
+        assert {8, 12, 13} <= {*sent[1]["indices"]}
+        for name, held in alone.state.items():
+            assert held.tobytes() == together.state[name].tobytes()
+
+
+def test_an_index_beyond_its_tensor_is_refused():
+    c, outs = parse("topk(ratio=0.1)"), [np.zeros(100, np.float32) for _ in range(2)]
+    payloads = [c.compress(values(100, i), Context(numel=100)) for i in range(2)]
+    payloads[1]["indices"][3] = 100
+    batched = c.batched()
+    table = batched.table(payloads, [100, 100])
+    with pytest.raises(PayloadError, match=r"topk.* received an index beyond a tensor's elements"):
+        batched.sum_into([out.ctypes.data for out in outs], [table])
+
+
 class Louder(Int8):
     """A subclass that compresses in its own way."""
 
@@ -88,7 +121,13 @@ class Louder(Int8):
 def test_what_compresses_in_its_own_way_is_not_passed_over():
     assert Louder().batched() is None
     assert (Louder() | parse("ef")).batched() is None
-    for spec in ("topk", "lossless", "int8 | ef(dtype='bf16')", "int8 | hadamard", "qsgd | scaled"):
+    for spec in (
+        "topk_sampled",
+        "lossless",
+        "int8 | ef(dtype='bf16')",
+        "int8 | hadamard",
+        "qsgd | scaled",
+    ):
         assert parse(spec).batched() is None
 
 

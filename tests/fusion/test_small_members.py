@@ -104,6 +104,7 @@ def test_results_are_those_of_each_member_alone(parts, dtype):
             "onebit(bucket=32) | ef | min_size(0)",
             "signsgd(bucket=32) | min_size(0)",
             "terngrad(bucket=32) | ef | min_size(0)",
+            "topk(ratio=0.1) | ef",
         ]
     ),
     parts=st.sampled_from([1, PARTS]),
@@ -211,7 +212,8 @@ def test_the_tensor_whose_memory_does_not_fit_is_named():
 
 
 @pytest.mark.parametrize(
-    ("spec", "most"), [("none", 2), ("fp16", 6), ("int8 | ef", 7), ("onebit | ef", 7)]
+    ("spec", "most"),
+    [("none", 2), ("fp16", 6), ("int8 | ef", 7), ("onebit | ef", 7), ("topk | ef", 7)],
 )
 def test_a_small_tensor_more_costs_few_calls_a_step(spec, most):
     """Counted in the engine's thread, Python's functions and C's."""

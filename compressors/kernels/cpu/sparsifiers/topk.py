@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import carray, njit, types
 
-from ringlet.compressors.kernels.cpu.common.intrinsics import magnitude_bits
+from ringlet.compressors.kernels.cpu.common.intrinsics import magnitude_bits, pointer
+from ringlet.compressors.kernels.cpu.common.scatter import scatter, scatter_add
 from ringlet.compressors.kernels.cpu.common.target import target_at
 from ringlet.compressors.kernels.cpu.common.vectors import (
     WIDTH,
@@ -117,6 +118,77 @@ def take(
             held[i] = types.float32(0)
         else:
             values[j] = x[i] + decay * held[i]
+
+
+@jit
+def encode_many(tensors: Any, payloads: Any, decay: Any, ratio: Any, feedback: bool) -> None:
+    """Select a share of the entries of each tensor, in one call for all.
+
+    Rows of ``tensors`` (uint64) tell where values and the residual lie; those of ``payloads`` how
+    many values there are, and where indices and values of what is sent lie. Nothing is checked.
+    """
+    longest = 0
+    for t in range(payloads.shape[0]):
+        longest = max(longest, types.intp(payloads[t, 0]))
+    listed, found = np.empty(longest, np.uint32), np.empty(longest, np.int32)
+    sample = np.empty(SAMPLE, np.int32)
+    for t in range(payloads.shape[0]):
+        n = types.intp(payloads[t, 0])
+        if n == 0:
+            continue
+        x = carray(pointer(tensors[t, 0]), n, np.float32)
+        held = carray(pointer(tensors[t, 1]), n if feedback else 0, np.float32)
+        k = _count(n, ratio)
+        indices = carray(pointer(payloads[t, 1]), k, np.uint32)
+        values = carray(pointer(payloads[t, 2]), k, np.float32)
+        floor = sampled_floor(x, held, decay, feedback, k, sample)
+        count = collect(x, held, decay, feedback, 0, floor, listed, found)
+        if count < k:  # the sample was misleading
+            _list_all(x, held, feedback, count, listed, found)
+            count = n
+        take(x, held, decay, feedback, listed[:count], found[:count], indices, values)
+
+
+@jit
+def decode_many(outs: Any, payloads: Any, scale: Any, ratio: Any) -> bool:
+    """Set each output to ``scale`` times the sum of its payloads; False for an index outside.
+
+    ``outs`` (uint64) tells where they lie; ``payloads`` has rows as in ``encode_many``, for one
+    rank after another.
+    """
+    for t in range(outs.size):
+        n = types.intp(payloads[0, t, 0])
+        k = _count(n, ratio)
+        out = carray(pointer(outs[t]), n, np.float32)
+        for rank in range(payloads.shape[0]):
+            indices = carray(pointer(payloads[rank, t, 1]), k, np.uint32)
+            values = carray(pointer(payloads[rank, t, 2]), k, np.float32)
+            inside = scatter_add(indices, values, out) if rank else scatter(indices, values, out)
+            if not inside:
+                return False
+        if scale != types.float32(1.0):
+            for i in range(n):
+                out[i] *= scale
+    return True
+
+
+@njit(inline="always")
+def _count(n: Any, ratio: Any) -> Any:
+    return min(n, max(1, int(n * ratio * (1 + 1e-12))))  # as TopK.count
+
+
+@njit(nogil=True)
+def _list_all(x: Any, held: Any, feedback: bool, count: int, listed: Any, found: Any) -> None:
+    """List every entry, after ``count`` have been listed by ``collect``."""
+    unread = count - 1  # from the last one on, so that nothing is overwritten that is still needed
+    for back in range(1, x.size + 1):
+        i = x.size - back
+        if unread >= 0 and listed[unread] == i:
+            magnitude = found[unread]
+            unread -= 1
+        else:  # finite: the residual has it
+            magnitude = magnitude_bits(held[i] if feedback else x[i])
+        listed[i], found[i] = i, magnitude
 
 
 @njit(inline="always")
