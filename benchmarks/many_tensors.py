@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import ringlet.torch as hvd
 
 WARM_UP = 10
-SPECS = ["none", "fp16", "bf16", "int8 | ef", "int4 | ef"]
+SPECS = ["none", "fp16", "bf16", "int8 | ef", "int4 | ef", "onebit | ef", "topk(ratio=0.01) | ef"]
 HOOK = "DDP fp16"  # torch has a hook of bfloat16 for NCCL alone
 
 

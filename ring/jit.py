@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType
 from typing import Any
 
+import numpy as np
 from numba import config, njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
+from numba.core.extending import _Intrinsic
 from numba.core.serialize import dumps
 
 
@@ -40,31 +42,63 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Numba's, but for kernels that close over kernels: to Numba these differ between processes."""
+    """Numba's, which knows a kernel by what it calls and closes over too, kernels among them.
+
+    To Numba those differ between processes; and what is called from another file it does not look
+    at, so that an edited helper leaves the kernels as they were.
+    """
 
     def __init__(self, kernel: Any) -> None:
         super().__init__(kernel.py_func)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file: Any = _FileOfEach(self._cache_path, self._impl.filename_base, stamp)
         self._kernel, self._name = kernel, kernel.py_func.__qualname__
+        self._content = ("", "")  # of the last that was looked for, which is the next to be saved
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         # Numba tells symbols apart by a number that it counts in each process, and the linker takes
         # the first of two with one name: what another process compiled must not have ours.
-        self._py_func.__qualname__ = f"{self._name}_{_content(self._kernel)}"
+        self._content = _held(self._kernel), _code(self._kernel)
+        digest = hashlib.sha256("".join(self._content).encode()).hexdigest()[:16]
+        self._py_func.__qualname__ = f"{self._name}_{digest}"
         return super().load_overload(sig, target_context)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return sig, codegen.magic_tuple(), _closure(self._kernel), _code(self._kernel)
+        return sig, codegen.magic_tuple(), *self._content
 
 
-def _content(kernel: Any, *callers: Any) -> str:
-    """Return a hash of a kernel and of what it closes over; callers are in it already."""
-    return hashlib.sha256((_code(kernel) + _closure(kernel, *callers)).encode()).hexdigest()
+def _held(kernel: Any, *callers: Any) -> str:
+    """Return a hash of a kernel's name, options, and what it closes over; callers are known."""
+    code = kernel.py_func.__code__
+    options = sorted(kernel.targetoptions.items())
+    digest = hashlib.sha256(repr((kernel.__module__, code.co_qualname, options)).encode())
+    for cell in kernel.py_func.__closure__ or ():
+        held = cell.cell_contents
+        if not isinstance(held, Dispatcher):
+            digest.update(dumps(held))
+        elif held not in (kernel, *callers):
+            digest.update(_held(held, kernel, *callers).encode())
+    return digest.hexdigest()
 
 
 def _code(kernel: Any) -> str:
-    return repr(_instructions(kernel.py_func.__code__))
+    """Return a hash of the code of a kernel, and of all that it calls and names, in any file."""
+    digest, known, waiting = hashlib.sha256(), set(), [kernel.py_func]
+    while waiting:
+        function = waiting.pop()
+        if function in known:
+            continue
+        known.add(function)
+        digest.update(repr(_instructions(function.__code__)).encode())
+        for value in _named(function):
+            if isinstance(value, Dispatcher):
+                digest.update(repr(sorted(value.targetoptions.items())).encode())
+                waiting.append(value.py_func)
+            elif isinstance(value, _Intrinsic):
+                waiting.append(value._defn)
+            elif _is_plain(value):
+                digest.update(repr(value).encode())
+    return digest.hexdigest()
 
 
 def _instructions(code: CodeType) -> Any:
@@ -72,15 +106,23 @@ def _instructions(code: CodeType) -> Any:
     return code.co_code, code.co_names, constants
 
 
-def _closure(kernel: Any, *callers: Any) -> str:
-    digest = hashlib.sha256(repr(sorted(kernel.targetoptions.items())).encode())
-    for cell in kernel.py_func.__closure__ or ():
-        held = cell.cell_contents
-        if not isinstance(held, Dispatcher):
-            digest.update(dumps(held))
-        elif held not in (kernel, *callers):
-            digest.update(_content(held, kernel, *callers).encode())
-    return digest.hexdigest()
+def _named(function: Any) -> Iterator[Any]:
+    """Yield what a function closes over and names, and what it names of modules."""
+    for cell in function.__closure__ or ():
+        yield cell.cell_contents
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        yield value
+        if isinstance(value, ModuleType):
+            for attribute in function.__code__.co_names:
+                yield vars(value).get(attribute)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value looks the same in every process."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (int, float, complex, str, bytes, np.generic))
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:

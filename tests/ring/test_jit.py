@@ -94,6 +94,53 @@ def test_kernels_of_a_changed_file_are_compiled_anew_in_place_of_the_old(folder)
     assert folder.files() == files
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "result"),
+    [
+        ("x + 1", "x + 2", 1036),
+        ("OFFSET = 1000", "OFFSET = 2000", 2033),
+        ("@njit\ndef one", "@njit(fastmath=True)\ndef one", 1033),
+    ],
+)
+def test_what_a_kernel_calls_from_another_file_makes_it_another(
+    folder, monkeypatch, old, new, result
+):
+    """Directly, by its module, and through a helper in between; a value of its module's, too."""
+    monkeypatch.syspath_prepend(folder.path)
+    helper = folder.path / "helper_of_kernels.py"
+    folder.source.write_text(
+        "import helper_of_kernels\n"
+        "from helper_of_kernels import OFFSET\n"
+        "from ringlet.ring.jit import jit\n"
+        "def kernel(factor):\n"
+        "    @jit\n"
+        "    def add(x):\n"
+        "        return helper_of_kernels.more(x) * factor + OFFSET\n"
+        "    return add\n"
+    )
+    text = (
+        "from numba import njit\n"
+        "OFFSET = 1000\n"
+        "@njit\n"
+        "def one_more(x):\n"
+        "    return x + 1\n"
+        "@njit\n"
+        "def more(x):\n"
+        "    return one_more(x)\n"
+    )
+    helper.write_text(text)
+    sys.modules.pop("helper_of_kernels", None)
+    assert folder.call(3) == (1033, False)
+    sys.modules.pop("helper_of_kernels")
+    assert folder.call(3) == (1033, True)
+    files = folder.files()
+    helper.write_text(text.replace(old, new))
+    sys.modules.pop("helper_of_kernels")
+    assert folder.call(3) == (result, False)
+    assert folder.files() == files
+    sys.modules.pop("helper_of_kernels")
+
+
 def test_a_file_that_may_not_be_read_is_as_none(folder, monkeypatch):
     def forbidden(self, name):
         raise PermissionError(name)
