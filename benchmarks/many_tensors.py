@@ -101,7 +101,7 @@ def main() -> None:
         )
         for way, found in spent.items():
             every, own = (statistics.median(column) for column in zip(*found, strict=True))
-            told = f"{way:14} all threads {every:6.2f}, the main one {own:6.2f}"
+            told = f"{way:21} all threads {every:6.2f}, the main one {own:6.2f}"
             for peer in ("DDP", HOOK) if way in given.specs else ():
                 ratios = [a[0] / b[0] for a, b in zip(found, spent[peer], strict=True)]
                 told += f", {statistics.median(ratios):.2f} of {peer}"
