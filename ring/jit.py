@@ -90,7 +90,7 @@ def _code(kernel: Any) -> str:
             continue
         known.add(function)
         digest.update(repr(_instructions(function.__code__)).encode())
-        for value in _named(function):
+        for value in (*(function.__defaults__ or ()), *_named(function)):
             if isinstance(value, Dispatcher):
                 digest.update(repr(sorted(value.targetoptions.items())).encode())
                 waiting.append(value.py_func)
@@ -110,12 +110,19 @@ def _named(function: Any) -> Iterator[Any]:
     """Yield what a function closes over and names, and what it names of modules."""
     for cell in function.__closure__ or ():
         yield cell.cell_contents
-    for name in function.__code__.co_names:
+    names = [*_names(function.__code__)]
+    for name in names:
         value = function.__globals__.get(name)
         yield value
         if isinstance(value, ModuleType):
-            for attribute in function.__code__.co_names:
-                yield vars(value).get(attribute)
+            yield from map(vars(value).get, names)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _is_plain(value: Any) -> bool:

@@ -97,8 +97,9 @@ def test_kernels_of_a_changed_file_are_compiled_anew_in_place_of_the_old(folder)
 @pytest.mark.parametrize(
     ("old", "new", "result"),
     [
-        ("x + 1", "x + 2", 1036),
+        ("x + 1 +", "x + 2 +", 1036),
         ("OFFSET = 1000", "OFFSET = 2000", 2033),
+        ("more=0", "more=5", 1048),
         ("@njit\ndef one", "@njit(fastmath=True)\ndef one", 1033),
     ],
 )
@@ -122,8 +123,8 @@ def test_what_a_kernel_calls_from_another_file_makes_it_another(
         "from numba import njit\n"
         "OFFSET = 1000\n"
         "@njit\n"
-        "def one_more(x):\n"
-        "    return x + 1\n"
+        "def one_more(x, more=0):\n"
+        "    return x + 1 + more\n"
         "@njit\n"
         "def more(x):\n"
         "    return one_more(x)\n"
