@@ -96,6 +96,8 @@ def _code(kernel: Any) -> str:
                 waiting.append(value.py_func)
             elif isinstance(value, _Intrinsic):
                 waiting.append(value._defn)
+            elif isinstance(value, np.ndarray):  # a table
+                digest.update(repr((value.dtype, value.shape)).encode() + value.tobytes())
             elif _is_plain(value):
                 digest.update(repr(value).encode())
     return digest.hexdigest()

@@ -100,6 +100,7 @@ def test_kernels_of_a_changed_file_are_compiled_anew_in_place_of_the_old(folder)
         ("x + 1 +", "x + 2 +", 1036),
         ("OFFSET = 1000", "OFFSET = 2000", 2033),
         ("more=0", "more=5", 1048),
+        ("arange(3)", "ones(3)", 1036),
         ("@njit\ndef one", "@njit(fastmath=True)\ndef one", 1033),
     ],
 )
@@ -121,13 +122,15 @@ def test_what_a_kernel_calls_from_another_file_makes_it_another(
     )
     text = (
         "from numba import njit\n"
+        "import numpy\n"
         "OFFSET = 1000\n"
+        "TABLE = numpy.arange(3)\n"
         "@njit\n"
         "def one_more(x, more=0):\n"
         "    return x + 1 + more\n"
         "@njit\n"
         "def more(x):\n"
-        "    return one_more(x)\n"
+        "    return one_more(x) + TABLE[0]\n"
     )
     helper.write_text(text)
     sys.modules.pop("helper_of_kernels", None)
