@@ -24,13 +24,18 @@ class PackedCodec(Packed):
     def encoding(self, feedback: bool) -> Kernel:
         """Return the kernel ``encode(x, residual, decay, bucket, parameter, key, start, codes,
         scales)``, otherwise as ``encoder`` has it.
+
+        ``x`` and ``residual`` are n float32, the latter unused without ``feedback``; ``codes``
+        uint8, ``bits`` for each of n elements; ``scales`` uint16, the bits of a bfloat16 for each
+        of ceil(n / bucket) buckets. Raises TypeError where a subclass names none.
         """
         raise TypeError(f"{type(self).__name__} has no encoding kernel")
 
     def decoding(self) -> Kernel:
         """Return the kernel ``decode(codes, scales, bucket, add, out)``.
 
-        It adds to ``out`` (float32), or overwrites it.
+        It adds to ``out`` (n float32), or overwrites it; the others are as in ``encoding``. Raises
+        TypeError where a subclass names none.
         """
         raise TypeError(f"{type(self).__name__} has no decoding kernel")
 
@@ -53,14 +58,16 @@ class PackedCodec(Packed):
     def batched(self) -> Batched | None:
         """The same kernels, for many tensors a call."""
         methods = ("encode_into", "feedback_into", "decompress", "sum_into", "measure")
-        if not keeps(self, Bucketed, *methods) or not keeps(
-            self, PackedCodec, "encoder", "decoder"
-        ):
+        if not keeps(self, Bucketed, *methods):
+            return None
+        if not keeps(self, PackedCodec, "encoder", "decoder"):
             return None
         from ringlet.compressors.kernels.cpu.common.batched import batch_decoder, batch_encoder
 
         bits, bucket, parameter = self.bits, self.bucket, self.parameter
-        plain, fed = (batch_encoder(self.encoding(fed), fed) for fed in (False, True))
+        plain, fed = (
+            batch_encoder(self.encoding(feedback), feedback) for feedback in (False, True)
+        )
         decode = batch_decoder(self.decoding())
         return Batched(
             self.label,
