@@ -527,6 +527,9 @@ CAUGHT = {
         "MoreThanThereAre": "options_at_their_ends",
         "ScheduleRunsOut": "schedule_goes_by_the_step",
         "ScheduleFallsToNothing": "schedule_goes_by_the_step",
+        "ExponentInAByte": "extreme_values",
+        "NoiseOfOneStage": "second_stage",
+        "LooksBack": "granularity",
     },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
@@ -623,6 +626,8 @@ SAYS = {
     ("ported", "SharesOfFew"): ("rounded down to nothing",),
     ("ported", "MoreThanThereAre"): ("That is with count=200",),
     ("ported", "ScheduleRunsOut"): ("That is at(1000000)",),
+    ("ported", "ExponentInAByte"): ("an exponent does not fit", "down to 2^-149"),
+    ("ported", "NoiseOfOneStage"): ("as if noise were left out", "whatever the stage"),
     ("offered", "BytesAddedUp"): ("overflows int8", 'codes.astype("int32")'),
 }
 BASES = {

@@ -647,8 +647,9 @@ def check_extreme_values(compressor: Compressor) -> None:
     must not turn into garbage.
 
     Guard divisions: all of x may be zero, and a scale may be too small to divide by. Put 1 in the
-    place of a scale of 0 where it divides, and not where it is sent. Do not refuse NaN and Inf:
-    they show an overflow, whose step is skipped.
+    place of a scale of 0 where it divides, and not where it is sent. Clip an exponent to its
+    integer type: float32 has values down to 2^-149. Do not refuse NaN and Inf: they show an
+    overflow, whose step is skipped.
     """
 
     def body(x: Array) -> None:
@@ -658,6 +659,13 @@ def check_extreme_values(compressor: Compressor) -> None:
             assert np.isfinite(out).all(), f"finite values decode to {out}"
 
     for_all(special(), body)
+    subnormal = np.float32(2.0**-149) * np.arange(-700, 700, dtype=np.float32)
+    with np.errstate(all="ignore"):
+        (out,) = simulate(compressor, [subnormal])
+    assert not compressor.traits().scales or not (np.abs(out) > 2.0**64).any(), (
+        f"{subnormal.size} values below 2^-139 come out as up to {np.abs(out).max():.4g}: an "
+        "exponent does not fit its integer type"
+    )
     for n in (1, 70, 3000) if compressor.traits().scales else ():
         (out,) = simulate(compressor, [np.zeros(n, np.float32)])
         assert not out.any(), (

@@ -15,9 +15,16 @@ from ringlet.compressors.testing.tools.simulate import context, decode, encode, 
 
 _STEPS = 8
 _N = 1500
+_GRADIENTS, _COMMON = 16, 4.0  # what is always rounded down adds up to 12 times
 
 
-@needs(*PURE, "decoding_is_the_same_everywhere")
+@needs(
+    *PURE,
+    "decoding_is_the_same_everywhere",
+    "contraction",
+    "the_last_element_counts",
+    "padding_does_not_leak",
+)
 def check_granularity(compressor: Compressor) -> None:
     """Scatter-reduce compresses shards: pieces cut at the granularity must give what the whole
     tensor's payload has there, or results would depend on the number of ranks.
@@ -30,12 +37,13 @@ def check_granularity(compressor: Compressor) -> None:
     if granule is None or not by_payload(compressor):
         return
     for n in (0, 1, granule, 3 * granule + 1, 5 * granule, 2000):
-        x = heavy_tailed(n, n)
+        # The next cell is a quarter as large: what looks at its neighbours would see it.
+        x = np.ldexp(heavy_tailed(n, n), -2 * (np.arange(n) // granule % 4))
         # A piece is told the shape of the whole tensor, which may have any number of dimensions.
         shape = (40, 50) if n == 2000 else (n,)
         at = _piece(shape, 0)
         whole = decode(compressor, encode(compressor, x, at), n, at)
-        for cut in (0, granule, 2 * granule, 4 * granule):
+        for cut in (0, granule, 2 * granule, 3 * granule, 4 * granule):
             if cut > n:
                 continue
             pieces = []
@@ -102,6 +110,7 @@ def _remembering(
     "pieces_remember_their_own",
     "points_the_same_way",
     "decoding_is_the_same_everywhere",
+    "unbiased",
 )
 def check_second_stage(compressor: Compressor) -> None:
     """In a scatter-reduce the owner of a shard compresses the mean of what all have sent, as
@@ -127,6 +136,13 @@ def check_second_stage(compressor: Compressor) -> None:
     assert second <= 1.5 * first + 2e-3, (
         f"compressing as ctx.stage 2 is off by {second:.3g} ||x||, as stage 1 by {first:.3g}"
     )
+    if not traits.stateful:
+        one, two = (_common(now, stage) for stage in (1, 2))
+        assert two <= _COMMON * max(one, 1), (
+            f"errors of {_GRADIENTS} gradients that are independent add up to {two:.3g} times the "
+            f"energy that luck explains as ctx.stage 2, as stage 1 to {one:.3g} times: they go the "
+            "same way, as if noise were left out"
+        )
     for size in (2, 3):
         states: list[dict[str, Any]] = [{} for _ in range(size)]
         for step in range(3):
@@ -136,6 +152,18 @@ def check_second_stage(compressor: Compressor) -> None:
                 f"after a scatter-reduce {size} ranks hold different results"
             )
             assert np.isfinite(outs[0]).all(), f"a scatter-reduce of {size} ranks gives NaN or Inf"
+
+
+def _common(now: Compressor, stage: int) -> float:
+    """Return how much more energy the sum of errors has than luck explains."""
+    total, energy = np.zeros(_N), 0.0
+    for turn in range(_GRADIENTS):
+        x = gaussian(_N, turn)
+        ctx = context(x, size=3, step=turn, stage=stage)
+        error = decode(now, encode(now, x, ctx), _N, ctx) - x.astype(float)
+        total += error
+        energy += float(np.square(error).sum())
+    return float(np.square(total).sum()) / (energy or 1.0)
 
 
 def _piece(shape: tuple[int, ...], offset: int) -> Context:

@@ -7,8 +7,15 @@ from dataclasses import replace
 import numpy as np
 
 from broken.longrun import FeedsBack
-from broken.right import Cells, Corrected, Forgetting, Largest, SharedScale
-from ringlet.compressors import Compressor, Round, Traits, option
+from broken.right import (
+    Cells,
+    Corrected,
+    Forgetting,
+    Largest,
+    SharedScale,
+    rows_of,
+)
+from ringlet.compressors import Compressor, Part, Round, Traits, option
 
 
 class DithersCells(Cells):
@@ -304,3 +311,51 @@ class LevelsOfFirstStep(Compressor):
 
     def decompress(self, payload, out, ctx):
         out[:] = payload["levels"][payload["codes"]]
+
+
+class ExponentInAByte(Cells):
+    """Sends exponents, which a signed byte does not hold below 2^-128."""
+
+    def layout(self, n):
+        return (*super().layout(n)[:1], Part("exponents", "int8", -(-n // 64)))
+
+    def compress(self, x, ctx):
+        rows = rows_of(x, np)
+        largest = np.abs(rows).max(axis=1)
+        usable = np.isfinite(largest)
+        exponents = np.frexp(np.where(usable, largest, 0))[1]
+        rows[~usable] = 0
+        codes = np.clip(np.rint(np.ldexp(rows, 7 - exponents[:, None])), -127, 127)
+        exponents = np.where(usable, exponents, 127).astype("int8")
+        return {"codes": codes.reshape(-1)[: x.size].astype("int8"), "exponents": exponents}
+
+    def decompress(self, payload, out, ctx):
+        exponents = payload["exponents"].astype("int32")
+        steps = np.ldexp(np.float32(1), exponents - 7)
+        steps[exponents == 127] = np.nan
+        out[:] = payload["codes"] * steps.repeat(64)[: out.size]
+
+
+class NoiseOfOneStage(DithersCells):
+    """Adds noise to gradients, and none to their sum, which is then rounded down."""
+
+    def rounded(self, places, ctx):
+        noise = ctx.uniform(places.size) if ctx.stage == 1 else 0
+        return np.minimum(np.floor(places + noise), 127)
+
+    def traits(self):
+        return Cells.traits(self)
+
+
+class LooksBack(Cells):
+    """Takes the scale of the last, shorter cell from the last 64 elements."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        if x.size > 64:
+            step = np.abs(x[-64:]).max() / np.float32(127)
+            last = x[x.size - 1 - (x.size - 1) % 64 :]
+            payload["steps"][-1] = step
+            if np.isfinite(step) and step > 0:
+                payload["codes"][-last.size :] = np.rint(last / step)
+        return payload
