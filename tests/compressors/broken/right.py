@@ -846,3 +846,52 @@ class Forgetting(Compressor):
     def decompress(self, payload, out, ctx):
         out[:] = 0
         out[payload["indices"]] = payload["values"]
+
+
+class RandomStart(Compressor):
+    """One power iteration that begins with a matrix which ranks draw in common, every step anew."""
+
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx, local=None):
+        xp, width = ctx.xp, max(1, int(x.size**0.5))
+        matrix = xp.zeros((-(-x.size // width), width), "float32")
+        matrix.reshape(-1)[: x.size] = x
+        start = ctx.rng(shared=True).standard_normal((width, 2)).astype("float32")
+        left = (yield Round((matrix @ start).reshape(-1), "mean")).reshape(-1, 2)
+        visible = (0 * left).sum()  # NaN where anybody's overflowed
+        left = xp.linalg.qr(xp.where(xp.isfinite(left), left, 0))[0]
+        own = (left.T @ matrix).reshape(-1)
+        mean = yield Round(own, "mean", own)
+        out[:] = (left @ mean.reshape(-1, width)).reshape(-1)[: x.size] + visible
+        if local is not None:
+            local[:] = (left @ own.reshape(-1, width)).reshape(-1)[: x.size]
+
+
+class AFewCells(Compressor):
+    """A count-sketch that may be as small as one asks for: estimates are then off by luck."""
+
+    share: int = option(8, ge=1, le=300, doc="elements to a cell")
+
+    def traits(self):
+        return Traits("sum", fixed_size=True, omega=self.share + 1e-3)
+
+    def cells(self, n):
+        return -(-n // self.share)
+
+    def layout(self, n):
+        return (Part("cells", "float32", self.cells(n)),)
+
+    def hashes(self, n, ctx):
+        rng = ctx.rng(shared=True)
+        return rng.integers(0, max(1, self.cells(n)), n), rng.choice(np.float32([-1, 1]), n)
+
+    def compress(self, x, ctx):
+        places, signs = self.hashes(x.size, ctx)
+        cells = ctx.xp.bincount(places, signs * x, self.cells(x.size))
+        return {"cells": cells.astype("float32")}
+
+    def decompress(self, payload, out, ctx):
+        places, signs = self.hashes(out.size, ctx)
+        out[:] = payload["cells"][places] * signs
