@@ -257,8 +257,8 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
     for two calls give the same numbers. A threshold
     that follows the values must leave some of equal values to send. Among equals that stay equal,
     such as entries of one cell of a sketch, do not take the first ones in every step. What a fixed
-    projection leaves out, such as how a block differs from its mean, is never sent: say so by
-    divergence().
+    projection leaves out, such as how a block differs from its mean, is never sent, and steps of a
+    norm of all values lose more than there was where these are many: say so by divergence().
     """
     while isinstance(compressor, ErrorFeedback):  # whose decay may let what is small wait
         compressor = compressor.wrapped_compressor

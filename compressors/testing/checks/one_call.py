@@ -680,7 +680,8 @@ def check_decoding_is_the_same_everywhere(compressor: Compressor) -> None:
     on what it remembers, replicas would drift apart.
 
     Send what decompress needs in the payload; numbers that both sides draw come from
-    ctx.rng(shared=True), which ranks have in common.
+    ctx.rng(shared=True), which ranks have in common. Noise that decompress takes off again is a
+    rank's own: send which rank's, and draw it from dataclasses.replace(ctx, rank=...).
     """
     if not by_payload(compressor):
         return
