@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from types import CodeType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from enum import EnumType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-from numba import config, njit
+from numba import config, njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 from numba.core.serialize import dumps
+from numba.np.ufunc.dufunc import DUFunc
 
 
 class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no types
@@ -31,7 +33,9 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
     def load(self, key: Any) -> Any:
         try:
             stamp, found, data = self._load_data(self._name_for(key))
-        except OSError:  # there is none, or it is another user's
+        except (
+            Exception
+        ):  # there is none, it is another user's, or the power went while it was written
             return None
         return data if (stamp, found) == (self._source_stamp, key) else None
 
@@ -61,6 +65,9 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self._content = _held(self._kernel), _code(self._kernel)
         digest = hashlib.sha256("".join(self._content).encode()).hexdigest()[:16]
         self._py_func.__qualname__ = f"{self._name}_{digest}"
+        for helper in _helpers(self._kernel):  # whose symbols become part of ours
+            held = hashlib.sha256((_held(helper) + _code(helper)).encode()).hexdigest()[:16]
+            helper.py_func.__qualname__ = f"{helper.py_func.__code__.co_qualname}_{held}"
         return super().load_overload(sig, target_context)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
@@ -72,52 +79,100 @@ def _held(kernel: Any, *callers: Any) -> str:
     code = kernel.py_func.__code__
     options = sorted(kernel.targetoptions.items())
     digest = hashlib.sha256(repr((kernel.__module__, code.co_qualname, options)).encode())
-    for cell in kernel.py_func.__closure__ or ():
-        held = cell.cell_contents
-        if not isinstance(held, Dispatcher):
+    for held in _flat(cell.cell_contents for cell in kernel.py_func.__closure__ or ()):
+        if isinstance(held, Dispatcher):
+            if held not in (kernel, *callers):
+                digest.update(_held(held, kernel, *callers).encode())
+        elif not isinstance(held, _Intrinsic):  # whose pickle is another in each process
             digest.update(dumps(held))
-        elif held not in (kernel, *callers):
-            digest.update(_held(held, kernel, *callers).encode())
     return digest.hexdigest()
 
 
 def _code(kernel: Any) -> str:
     """Return a hash of the code of a kernel, and of all that it calls and names, in any file."""
-    digest, known, waiting = hashlib.sha256(), set(), [kernel.py_func]
-    while waiting:
-        function = waiting.pop()
-        if function in known:
-            continue
-        known.add(function)
+    digest = hashlib.sha256(repr(sorted(kernel.locals.items())).encode())
+    for function, values in _reached(kernel):
         digest.update(repr(_instructions(function.__code__)).encode())
-        for value in (*(function.__defaults__ or ()), *_named(function)):
+        for value in values:
             if isinstance(value, Dispatcher):
-                digest.update(repr(sorted(value.targetoptions.items())).encode())
-                waiting.append(value.py_func)
-            elif isinstance(value, _Intrinsic):
-                waiting.append(value._defn)
+                options = sorted(value.targetoptions.items()), sorted(value.locals.items())
+                digest.update(repr(options).encode())
             elif isinstance(value, np.ndarray):  # a table
                 digest.update(repr((value.dtype, value.shape)).encode() + value.tobytes())
+            elif isinstance(value, EnumType):
+                digest.update(repr([*value]).encode())
             elif _is_plain(value):
                 digest.update(repr(value).encode())
     return digest.hexdigest()
 
 
+def _helpers(kernel: Any) -> Iterator[Any]:
+    """Yield what a kernel calls that Numba compiled with other values closed over, and not we."""
+    for _, values in _reached(kernel):
+        for value in values:
+            ours = isinstance(getattr(value, "_cache", None), _Cache)
+            if isinstance(value, Dispatcher) and value.py_func.__closure__ and not ours:
+                yield value
+
+
+def _reached(kernel: Any) -> Iterator[tuple[FunctionType, list[Any]]]:
+    """Yield a kernel's function and all that it calls, each with what it closes over and names."""
+    known, waiting = set(), [kernel.py_func]
+    while waiting:
+        function = waiting.pop()
+        if function in known:
+            continue
+        known.add(function)
+        values = list(_flat((*(function.__defaults__ or ()), *_named(function))))
+        yield function, values
+        for value in values:
+            if isinstance(value, Dispatcher):
+                waiting.append(value.py_func)
+            elif isinstance(value, DUFunc):
+                waiting.append(value._dispatcher.py_func)
+            elif isinstance(value, _Intrinsic):
+                waiting.append(value._defn)
+            elif isinstance(value, FunctionType) and not _installed(value.__module__):
+                waiting.append(value)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, and those of tuples that hold more than plain ones."""
+    for value in values:
+        if isinstance(value, tuple) and not _is_plain(value):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _installed(module: str | None) -> bool:
+    """Whether a module is of Numba, or of what Numba knows, whose versions it looks at itself."""
+    return (module or "").partition(".")[0] in ("numba", "llvmlite", "numpy", "math", "operator")
+
+
 def _instructions(code: CodeType) -> Any:
-    constants = [_instructions(c) if isinstance(c, CodeType) else c for c in code.co_consts]
+    constants = []
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            constant = _instructions(constant)
+        elif isinstance(constant, frozenset):  # of strings: in another order in each process
+            constant = sorted(map(repr, constant))
+        constants.append(constant)
     return code.co_code, code.co_names, constants
 
 
 def _named(function: Any) -> Iterator[Any]:
     """Yield what a function closes over and names, and what it names of modules."""
-    for cell in function.__closure__ or ():
-        yield cell.cell_contents
     names = [*_names(function.__code__)]
-    for name in names:
-        value = function.__globals__.get(name)
+    waiting = [cell.cell_contents for cell in function.__closure__ or ()]
+    waiting += map(function.__globals__.get, names)
+    modules = set()
+    while waiting:
+        value = waiting.pop()
         yield value
-        if isinstance(value, ModuleType):
-            yield from map(vars(value).get, names)
+        if isinstance(value, ModuleType) and value not in modules:
+            modules.add(value)
+            waiting += map(vars(value).get, names)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -131,7 +186,8 @@ def _is_plain(value: Any) -> bool:
     """Whether a value looks the same in every process."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return isinstance(value, (int, float, complex, str, bytes, np.generic))
+    plain = (int, float, complex, str, bytes, np.generic, np.dtype, types.Number, type)
+    return isinstance(value, plain)
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -145,6 +145,114 @@ def test_what_a_kernel_calls_from_another_file_makes_it_another(
     sys.modules.pop("helper_of_kernels")
 
 
+INTRINSIC = """
+from numba.extending import intrinsic
+def emit(builder, x, y):
+    return builder.add(x, y)
+@intrinsic
+def used(typing, x):
+    def generate(context, builder, signature, given):
+        return emit(builder, given[0], context.get_constant(signature.return_type, 3))
+    return x(x), generate
+"""
+
+
+@pytest.mark.filterwarnings("ignore:First-class function type")
+@pytest.mark.parametrize(
+    ("text", "old", "new", "call", "results"),
+    [
+        (INTRINSIC, "builder.add", "builder.sub", "used(x)", (13, 7)),
+        ("import numpy\nused = numpy.int64", "int64", "int8", "used(x + 300)", (310, 54)),
+        (
+            "from numba import types\nused = types.int64",
+            "int64",
+            "int8",
+            "used(x + 300)",
+            (310, 54),
+        ),
+        (
+            "from enum import IntEnum\nclass used(IntEnum):\n    FEW = 5",
+            "5",
+            "6",
+            "x + used.FEW",
+            (15, 16),
+        ),
+        (
+            "from numba import njit\n@njit\ndef one(x):\n    return x + 1\nused = (one, one)",
+            "+ 1",
+            "+ 2",
+            "used[0](x)",
+            (11, 12),
+        ),
+        (
+            "from numba.extending import register_jitable\n"
+            "@register_jitable\ndef used(x):\n    return x + 1",
+            "+ 1",
+            "+ 2",
+            "used(x)",
+            (11, 12),
+        ),
+        (
+            "from numba import vectorize\n@vectorize\ndef used(x):\n    return x + 1",
+            "+ 1",
+            "+ 2",
+            "used(x)",
+            (11, 12),
+        ),
+        (
+            "from numba import njit, types\n@njit(locals={'y': types.int64})\n"
+            "def used(x):\n    y = x + 300\n    return y",
+            "int64",
+            "int8",
+            "used(x)",
+            (310, 54),
+        ),
+    ],
+    ids=["intrinsic", "dtype", "type", "enum", "tuple", "inlined", "ufunc", "locals"],
+)
+def test_whatever_a_kernel_reaches_in_another_file_makes_it_another(
+    folder, monkeypatch, text, old, new, call, results
+):
+    monkeypatch.syspath_prepend(folder.path)
+    helper = folder.path / "helper_of_kernels.py"
+    folder.source.write_text(
+        "from helper_of_kernels import used\n"
+        "from ringlet.ring.jit import jit\n"
+        "def kernel(factor):\n"
+        "    @jit\n"
+        "    def reach(x):\n"
+        f"        return {call}\n"
+        "    return reach\n"
+    )
+    found = []
+    for written in (text, text, text.replace(old, new), text.replace(old, new)):
+        helper.write_text(written)
+        sys.modules.pop("helper_of_kernels", None)
+        found.append(folder.call(1))
+    sys.modules.pop("helper_of_kernels")
+    before, after = results
+    assert found == [(before, False), (before, True), (after, False), (after, True)]
+
+
+def test_a_kernel_that_closes_over_an_intrinsic_is_found(folder):
+    text = INTRINSIC + "from ringlet.ring.jit import jit\ndef kernel(factor):\n    own = used\n"
+    folder.source.write_text(
+        text + "    @jit\n    def call(x):\n        return own(x)\n    return call"
+    )
+    assert [folder.call(1), folder.call(1)] == [(13, False), (13, True)]
+
+
+@pytest.mark.parametrize(
+    "left", [lambda data: b"", lambda data: data[:100], lambda data: b"K" * 99]
+)
+def test_a_file_that_was_cut_short_is_written_again(folder, left):
+    """As by a loss of power."""
+    folder.call(3)
+    (path,) = folder.files()
+    path.write_bytes(left(path.read_bytes()))
+    assert [folder.call(3), folder.call(3)] == [(30, False), (30, True)]
+
+
 def test_a_file_that_may_not_be_read_is_as_none(folder, monkeypatch):
     def forbidden(self, name):
         raise PermissionError(name)
@@ -156,7 +264,11 @@ def test_a_file_that_may_not_be_read_is_as_none(folder, monkeypatch):
     assert folder.call(3) == (30, True)
 
 
-def test_a_kernel_that_closes_over_another_is_found_with_the_same_one_only(folder):
+@pytest.mark.parametrize("inner", ["@jit", "@njit", "@njit(nogil=True)"])
+def test_a_kernel_that_closes_over_another_is_found_with_the_same_one_only(folder, inner):
+    """Also if Numba alone compiles that one, and would number it as another process its own."""
+    other = SOURCE.replace("@jit\n    def power", f"{inner}\n    def power")
+    folder.source.write_text("from numba import njit\n" + other)
     for factor in 3, 4:  # each as the first kernels of a process
         process = multiprocessing.get_context("fork").Process(
             target=lambda: sys.exit(folder.call(factor, "powers_and_one")[0] != factor**10 + 1)  # noqa: B023
