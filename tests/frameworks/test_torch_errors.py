@@ -192,6 +192,38 @@ def case_a_layer_that_one_rank_freezes():
     assert hvd.replicas_equal(m.state_dict())
 
 
+def case_a_large_sparse_embedding_that_one_rank_freezes_or_thaws():
+    """Its gradient travels as rows after the first step, and not among the others."""
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Embedding(9000, 8, sparse=True), nn.Linear(8, 3))
+    optimizer = wrap(m)
+    rows = m[0].weight
+
+    def train():
+        optimizer.zero_grad()
+        m(torch.arange(4) + hvd.rank()).square().sum().backward()
+        optimizer.step()
+
+    def alike():
+        optimizer.zero_grad()
+        hvd.broadcast_parameters(m.state_dict(), 0)
+        train()
+        assert hvd.replicas_equal(m.state_dict())
+
+    train()
+    words = "'0.weight'", f"on rank(s) {hvd.size() - 1}", "set requires_grad alike on all ranks"
+    rows.requires_grad_(not odd())
+    refused(train, *words)
+    rows.requires_grad_(True)
+    alike()
+    rows.requires_grad_(False)
+    alike()
+    rows.requires_grad_(odd())
+    refused(train, "'0.weight'", "set requires_grad alike on all ranks")
+    rows.requires_grad_(True)
+    alike()
+
+
 def case_a_parameter_that_is_added_gives_the_step_up_on_all_ranks():
     """On one rank, and on all of them: nobody waits, and zero_grad() begins the next step."""
     for everywhere in (False, True):

@@ -243,7 +243,11 @@ class Reducer:
         except Exception as error:
             self.abandon(f"{type(error).__name__}: {error}")
             raise
-        frozen = tuple(name for name in missing if not self.parameters[name].requires_grad)
+        frozen = tuple(
+            name
+            for name in (*missing, *self._rows.missing())
+            if not self.parameters[name].requires_grad
+        )
         alike = frozen, self.memory.loaded_in_common
         self._alike.begin(alike, self._group.turn)
         try:
