@@ -70,6 +70,10 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             helper.py_func.__qualname__ = f"{helper.py_func.__code__.co_qualname}_{held}"
         return super().load_overload(sig, target_context)
 
+    def save_overload(self, sig: Any, data: Any) -> None:
+        if " at 0x" not in repr(sig):  # a kernel is an argument, which no other process will find
+            super().save_overload(sig, data)
+
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return sig, codegen.magic_tuple(), *self._content
 

@@ -242,6 +242,16 @@ def test_a_kernel_that_closes_over_an_intrinsic_is_found(folder):
     assert [folder.call(1), folder.call(1)] == [(13, False), (13, True)]
 
 
+def test_a_kernel_that_takes_another_leaves_no_file_in_each_process(folder):
+    text = SOURCE.replace("x * factor + 0", "one(x)").replace("multiply(x)", "multiply(x, one)")
+    folder.source.write_text(text)
+    spec = importlib.util.spec_from_file_location("kernels", folder.source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.kernel(0)(10, numba.njit(lambda x: x + 1)) == 11
+    assert not folder.files()
+
+
 @pytest.mark.parametrize(
     "left", [lambda data: b"", lambda data: data[:100], lambda data: b"K" * 99]
 )
