@@ -8,6 +8,7 @@ import stat
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,18 @@ SIGN_S = 1.0  # between two signs of life, which are the times of the lock's fil
 # that was stopped misses all, and to compile beside it costs less than to wait much longer.
 SILENCE_S = 12.0
 
+_LOCKS = 64  # files at most, of which some stand for several specs
+
 _silent: dict[Path, int] = {}  # the last sign of a holder that was given up, which is known at once
+
+
+def kernels_of(spec: str) -> str:
+    """Return what to lock for a compressor's kernels.
+
+    Who compiles those of another one, or into another folder, is not waited for.
+    """
+    folder = os.environ.get("NUMBA_CACHE_DIR", "")
+    return f"kernels-{zlib.crc32(f'{folder} {spec}'.encode()) % _LOCKS}"
 
 
 @contextmanager

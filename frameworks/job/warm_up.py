@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ringlet.compressors import Context, Workspace, parse
-from ringlet.compressors.core.compile_lock import compile_lock
+from ringlet.compressors.core.compile_lock import compile_lock, kernels_of
 from ringlet.ring.collectives import weighted_sums
 from ringlet.ring.collector import paused
 
@@ -30,10 +30,11 @@ def warm_up(specs: Sequence[str]) -> None:
 
 
 def _load_kernels(specs: Sequence[str]) -> None:
-    with compile_lock():
+    with compile_lock("sums"):
         weighted_sums.load()
-        for spec in specs:
-            try:
+    for spec in specs:
+        try:
+            with compile_lock(kernels_of(spec)):
                 parse(spec).warm_up(Context(xp=np, workspace=Workspace(np)))
-            except Exception:
-                log.debug("no kernels were loaded for %r", spec, exc_info=True)
+        except Exception:
+            log.debug("no kernels were loaded for %r", spec, exc_info=True)

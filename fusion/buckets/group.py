@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringlet.compressors import Context, Workspace
-from ringlet.compressors.core.compile_lock import compile_lock
+from ringlet.compressors.core.compile_lock import compile_lock, kernels_of
 from ringlet.fusion.buckets.bucket import SPREAD, Bucket
 from ringlet.fusion.buckets.bucket_owner import BucketOwner
 from ringlet.fusion.buckets.factory import make_bucket
@@ -180,11 +180,11 @@ class Group(BucketOwner):
         if not once:
             return
         began = time.monotonic()
-        with compile_lock(), paused():
-            for member in once.values():
+        with paused():
+            for (spec, _), member in once.items():
                 place = member.place
                 try:
-                    with place.at_work():
+                    with compile_lock(kernels_of(spec)), place.at_work():
                         around = Context(xp=place.xp, workspace=Workspace(place.xp))
                         member.call(member.compressor.warm_up, around)
                 except CompressionFailed as error:  # told by the step that needs it, if one does

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from ringlet.compressors.core import compile_lock as module
-from ringlet.compressors.core.compile_lock import compile_lock
+from ringlet.compressors.core.compile_lock import compile_lock, kernels_of
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +63,22 @@ def test_nobody_waits_for_ever_and_errors_leave():
         raise KeyError
     with compile_lock() as was_first:
         assert was_first
+
+
+def test_who_compiles_other_kernels_or_elsewhere_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "here")
+    with compile_lock(kernels_of("int8 | ef")):
+        with compile_lock(kernels_of("int8 | ef"), patience=0.0) as was_first:
+            assert not was_first
+        with compile_lock(kernels_of("fp8 | ef"), patience=0.0) as was_first:
+            assert was_first
+        monkeypatch.setenv("NUMBA_CACHE_DIR", "there")
+        with compile_lock(kernels_of("int8 | ef"), patience=0.0) as was_first:
+            assert was_first
+    for number in range(1000):
+        with compile_lock(kernels_of(f"topk(ratio={number})")):
+            pass
+    assert len([*tmp_path.iterdir()]) == module._LOCKS
 
 
 def test_nobody_waits_for_a_lock_of_somebody_elses(monkeypatch, tmp_path):
