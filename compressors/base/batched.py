@@ -32,7 +32,7 @@ class Batched(NamedTuple):
     """Kernels for any number of tensors (flat float32) a call; all of one stage.
 
     ``encode(tensors, payloads, decay)`` and ``decode(outs, payloads, scale)`` take tables of
-    addresses as ``kernels.cpu.quantizers.quantize`` has them, and ``encode_fed`` renews residuals
+    addresses as ``kernels.cpu.common.batched`` has them, and ``encode_fed`` renews residuals
     too. ``decode`` returns False where a payload has an index beyond its tensor. ``names`` are the
     payload's arrays, three at most, in the kernels' order. Kernels that draw no random numbers are
     given a key of 0. ``kept_in`` names the entry of a context's state in which ``residual`` finds

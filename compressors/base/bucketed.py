@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.contract import Compressor, Part, Payload, keeps
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.precompile import precompile
@@ -146,13 +147,41 @@ class Bucketed(Compressor):
 
     def multi_tensor(self, ctx: Context) -> MultiTensor | None:
         """The same kernels, over many tensors; none for a subclass that does not rely on them."""
-        own = keeps(self, Bucketed, "encode_into", "feedback_into", "decompress", "sum_into")
-        found = self._device(ctx) if own and ctx.xp is not np else None
+        found = self._device(ctx) if self.relies_on_kernels() and ctx.xp is not np else None
         if found is None:
             return None
         from ringlet.compressors.kernels.cuda.common.multitensor import Buckets
 
         return Buckets(*found, self.strides())
+
+    def relies_on_kernels(self) -> bool:
+        """Whether the methods here run the kernels, and none of a subclass does something else."""
+        return keeps(self, Bucketed, "encode_into", "feedback_into", "decompress", "sum_into")
+
+    def looped(
+        self,
+        encoder: Callable[[bool], Kernel],
+        decoder: Kernel,
+        options: Callable[[], tuple[Any, ...]],
+    ) -> Batched:
+        """Return kernels for many tensors a call: loops around ones for a tensor.
+
+        ``encoder(feedback)``, ``decoder`` and their ``options``, which are made for each call, are
+        as ``kernels.cpu.common.batched`` has them.
+        """
+        from ringlet.compressors.kernels.cpu.common.batched import batch_decoder, batch_encoder
+
+        plain, fed = (batch_encoder(encoder(feedback)) for feedback in (False, True))
+        decode = batch_decoder(decoder)
+        return Batched(
+            self.label,
+            self.layout,
+            tuple(self.strides()),
+            lambda *tables: plain(*tables, options()),
+            lambda *tables: fed(*tables, options()),
+            lambda *tables: decode(*tables, options()),
+            self.draws(),
+        )
 
     def _device(self, ctx: Context) -> tuple[BucketedCodec, Device] | None:
         """Return the kernels and where they run; None where array code has to do."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringlet.compressors.base.batched import Batched
-from ringlet.compressors.base.bucketed import Bucketed, Kernel, Packed
+from ringlet.compressors.base.bucketed import Kernel, Packed
 from ringlet.compressors.base.contract import keeps
 from ringlet.compressors.core.context import Array, Context
 
@@ -27,15 +27,16 @@ class PackedCodec(Packed):
 
         ``x`` and ``residual`` are n float32, the latter unused without ``feedback``; ``codes``
         uint8, ``bits`` for each of n elements; ``scales`` uint16, the bits of a bfloat16 for each
-        of ceil(n / bucket) buckets. Raises TypeError where a subclass names none.
+        of ceil(n / bucket) buckets. The same kernel each time. Raises TypeError where a subclass
+        names none.
         """
         raise TypeError(f"{type(self).__name__} has no encoding kernel")
 
     def decoding(self) -> Kernel:
         """Return the kernel ``decode(codes, scales, bucket, add, out)``.
 
-        It adds to ``out`` (n float32), or overwrites it; the others are as in ``encoding``. Raises
-        TypeError where a subclass names none.
+        It adds to ``out`` (n float32), or overwrites it; the others are as in ``encoding``. The
+        same kernel each time. Raises TypeError where a subclass names none.
         """
         raise TypeError(f"{type(self).__name__} has no decoding kernel")
 
@@ -57,26 +58,10 @@ class PackedCodec(Packed):
 
     def batched(self) -> Batched | None:
         """The same kernels, for many tensors a call."""
-        methods = ("encode_into", "feedback_into", "decompress", "sum_into", "measure")
-        if not keeps(self, Bucketed, *methods):
+        own = keeps(self, PackedCodec, "encoder", "decoder", "measure")
+        if not (own and self.relies_on_kernels()):
             return None
-        if not keeps(self, PackedCodec, "encoder", "decoder"):
-            return None
-        from ringlet.compressors.kernels.cpu.common.batched import batch_decoder, batch_encoder
+        from ringlet.compressors.kernels.cpu.common.batched import packed_decoder, packed_encoder
 
-        bits, bucket, parameter = self.bits, self.bucket, self.parameter
-        plain, fed = (
-            batch_encoder(self.encoding(feedback), feedback) for feedback in (False, True)
-        )
-        decode = batch_decoder(self.decoding())
-        return Batched(
-            self.label,
-            self.layout,
-            tuple(self.strides()),
-            lambda tensors, payloads, decay: plain(
-                tensors, payloads, decay, bits, bucket, parameter
-            ),
-            lambda tensors, payloads, decay: fed(tensors, payloads, decay, bits, bucket, parameter),
-            lambda outs, payloads, scale: decode(outs, payloads, scale, bits, bucket),
-            self.draws(),
-        )
+        options, decoder = (self.bits, self.bucket, self.parameter), packed_decoder(self.decoding())
+        return self.looped(lambda fed: packed_encoder(self.encoding(fed)), decoder, lambda: options)

@@ -61,20 +61,20 @@ class Cast(Bucketed):
 
         return encode
 
+    def draws(self) -> bool:
+        """Nothing is random."""
+        return False
+
     def batched(self) -> Batched | None:
         """The kernels for many tensors a call."""
-        methods = ("encode_into", "feedback_into", "decompress", "sum_into", "measure")
-        own = keeps(self, Bucketed, *methods) and keeps(self, Cast, "encoder", "decoder", "layout")
-        if not own:
+        own = keeps(self, Cast, "encoder", "decoder", "measure", "layout")
+        if not (own and self.relies_on_kernels()):
             return None
         kernels = self.kernels()
-        return Batched(
-            self.label,
-            self.layout,
-            ("values",),
-            kernels.encode_many,
-            kernels.encode_feedback_many,
-            kernels.decode_many,
+        return self.looped(
+            lambda fed: kernels.encode_feedback_placed if fed else kernels.encode_placed,
+            kernels.decode_placed,
+            tuple,
         )
 
     def cuda(self) -> BucketedCodec:

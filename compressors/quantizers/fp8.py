@@ -7,12 +7,13 @@ with MXFP8", arXiv:2506.08027.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.bucketed import Bucketed, Kernel
-from ringlet.compressors.base.contract import Part, Payload, Traits
+from ringlet.compressors.base.block_scaled import BlockScaled
+from ringlet.compressors.base.bucketed import Kernel
+from ringlet.compressors.base.contract import Payload, Traits
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError
 from ringlet.compressors.core.options import option
@@ -25,7 +26,7 @@ _OVERFLOW = 0x7F700000
 
 
 @register("fp8")
-class FP8(Bucketed):
+class FP8(BlockScaled):
     """Send 8-bit floats (e4m3 or e5m2) and an exponent byte (e8m0) per block, as in OCP MX.
 
     The exponent is the smallest with which no value of the block saturates. Rounds to nearest
@@ -54,10 +55,6 @@ class FP8(Bucketed):
         # One part in a hundred is more than what values in a block's subnormal range can add.
         contraction = 1 - 1.01 * 4.0 ** -(self.mantissa + 1)
         return Traits(fixed_size=True, granularity=self.block, delta=contraction)
-
-    def layout(self, n: int) -> tuple[Part, ...]:
-        """A byte per element and one per block begun."""
-        return (Part("codes", "uint8", n), Part("scales", "uint8", -(-n // self.block)))
 
     # -- array code: the kernels agree with it bit for bit ------------------------------------
 
@@ -102,30 +99,31 @@ class FP8(Bucketed):
         """The elements that share an exponent."""
         return self.block
 
-    def strides(self) -> dict[str, int]:
-        """A byte per element, and an exponent."""
-        return {"codes": self.block, "scales": 1}
+    @property
+    def width(self) -> int:
+        """A byte."""
+        return 8
 
-    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+    def draws(self) -> bool:
+        """Nothing is random."""
+        return False
+
+    def encoding(self, feedback: bool) -> Kernel:
         """The kernel of the format and block."""
         from ringlet.compressors.kernels.cpu.quantizers.fp8 import encoder
 
-        kernel = encoder(self.mantissa, self.block, feedback)
+        kernel: Kernel = encoder(self.mantissa, self.block, feedback)
+        return kernel
 
-        def encode(x: Array, held: Array, decay: Any, key: Any, start: int, *arrays: Array) -> None:
-            kernel(x, held, decay, *arrays)
+    def decoding(self, add: bool) -> Kernel:
+        """The kernel of the format and block."""
+        from ringlet.compressors.kernels.cpu.quantizers.fp8 import decoder
 
-        return encode
+        kernel: Kernel = decoder(self.mantissa, self.block, add)
+        return kernel
 
     def cuda(self) -> BucketedCodec:
         """The kernels of the format and block."""
         from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
         return BucketedCodec("quantizers/fp8", 8, self.block, (("MANTISSA", self.mantissa),))
-
-    def decoder(self, add: bool, ctx: Context) -> Kernel:
-        """The kernel of the format and block."""
-        from ringlet.compressors.kernels.cpu.quantizers.fp8 import decoder
-
-        kernel: Kernel = decoder(self.mantissa, self.block, add)
-        return kernel

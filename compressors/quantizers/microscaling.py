@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.bucketed import Bucketed, Kernel
-from ringlet.compressors.base.contract import Part, Payload, Traits
+from ringlet.compressors.base.block_scaled import BlockScaled
+from ringlet.compressors.base.bucketed import Kernel
+from ringlet.compressors.base.contract import Payload, Traits
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.minifloats import E2M1, FORMATS, MiniFloat, decoded, encoded
 from ringlet.compressors.core.options import option
-from ringlet.compressors.core.packing import blanked, pack_bits, packed_size, unpack_bits
+from ringlet.compressors.core.packing import blanked, pack_bits, unpack_bits
 from ringlet.compressors.core.rng import squares
 from ringlet.compressors.specs.registry import register
 
@@ -26,7 +27,7 @@ BLOCK = 32
 _NAN = 255
 
 
-class Microscaling(Bucketed):
+class Microscaling(BlockScaled):
     """Base of the MX formats: codes of ``form()``, and an exponent byte (E8M0) per 32 elements.
 
     A block's scale is 2**(floor(log2(max|x|)) - emax), at least 2**-127, where 2**emax is the
@@ -53,11 +54,6 @@ class Microscaling(Bucketed):
         least = (BLOCK - 1) * (smallest / 2) ** 2 / 4.0**form.emax
         lost = max(saturated, rounded) ** 2 + least
         return Traits(fixed_size=True, granularity=BLOCK, delta=1 - lost)
-
-    def layout(self, n: int) -> tuple[Part, ...]:
-        """Packed codes, and a byte per block begun."""
-        codes = Part("codes", "uint8", packed_size(n, self.form().bits))
-        return (codes, Part("scales", "uint8", -(-n // BLOCK)))
 
     # -- array code: the kernels agree with it bit for bit ------------------------------------
 
@@ -97,18 +93,23 @@ class Microscaling(Bucketed):
         """The elements that share an exponent."""
         return BLOCK
 
-    def strides(self) -> dict[str, int]:
-        """Bytes of codes, and an exponent."""
-        return {"codes": BLOCK * self.form().bits // 8, "scales": 1}
+    @property
+    def width(self) -> int:
+        """The format's."""
+        return self.form().bits
 
-    def encoder(self, feedback: bool, ctx: Context) -> Kernel:
+    def draws(self) -> bool:
+        """Only to round at random."""
+        return self.stochastic
+
+    def encoding(self, feedback: bool) -> Kernel:
         """The kernel of the format and rounding."""
         from ringlet.compressors.kernels.cpu.quantizers.microscaling import encoder
 
         kernel: Kernel = encoder(self.form(), self.stochastic, feedback)
         return kernel
 
-    def decoder(self, add: bool, ctx: Context) -> Kernel:
+    def decoding(self, add: bool) -> Kernel:
         """The kernel of the format."""
         from ringlet.compressors.kernels.cpu.quantizers.microscaling import decoder
 

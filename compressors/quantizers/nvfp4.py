@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.bucketed import Bucketed, Kernel
-from ringlet.compressors.base.contract import Part, Payload, Traits
+from ringlet.compressors.base.contract import Part, Payload, Traits, keeps
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.minifloats import E2M1, E4M3, decoded, encoded
 from ringlet.compressors.core.options import option
@@ -130,6 +131,23 @@ class NVFP4(Bucketed):
 
         kernel: Kernel = decoder(add)
         return kernel
+
+    def draws(self) -> bool:
+        """Only to round at random."""
+        return self.stochastic
+
+    def batched(self) -> Batched | None:
+        """The kernels of the rounding, for many tensors a call."""
+        own = keeps(self, NVFP4, "encoder", "decoder", "measure", "layout", "strides")
+        if not (own and self.relies_on_kernels()):
+            return None
+        from ringlet.compressors.kernels.cpu.quantizers import nvfp4 as kernels
+
+        return self.looped(
+            lambda fed: kernels.placed_encoder(self.stochastic, fed),
+            kernels.placed_decoder(),
+            tuple,
+        )
 
     def cuda(self) -> BucketedCodec:
         """The kernels of the rounding."""

@@ -13,7 +13,6 @@ import numpy as np
 from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.bucketed import (
     NAN_BITS,
-    Bucketed,
     Kernel,
     Packed,
     rounded_up,
@@ -135,26 +134,16 @@ class BucketQuantizer(Packed):
 
     def batched(self) -> Batched | None:
         """The kernels of the scheme and rounding, for many tensors a call."""
-        methods = ("encode_into", "feedback_into", "decompress", "sum_into", "measure")
-        if not keeps(self, Bucketed, *methods):
-            return None
-        if not keeps(self, BucketQuantizer, "encoder", "decoder", "draws"):
+        own = keeps(self, BucketQuantizer, "encoder", "decoder", "measure", "draws")
+        if not (own and self.relies_on_kernels()):
             return None
         from ringlet.compressors.kernels.cpu.quantizers import quantize as kernels
 
         scheme, bits, bucket = self.scheme(), self.bits, self.bucket
-        plain, fed = (
-            kernels.batch_encoder(scheme, self.stochastic, feedback) for feedback in (False, True)
-        )
-        decode = kernels.batch_decoder(scheme)
-        return Batched(
-            self.label,
-            self.layout,
-            tuple(self.strides()),
-            lambda tensors, payloads, decay: plain(tensors, payloads, decay, bits, bucket),
-            lambda tensors, payloads, decay: fed(tensors, payloads, decay, bits, bucket),
-            lambda outs, payloads, scale: decode(outs, payloads, scale, bits, bucket),
-            self.draws(),
+        return self.looped(
+            lambda fed: kernels.placed_encoder(scheme, self.stochastic, fed),
+            kernels.placed_decoder(scheme),
+            lambda: (bits, bucket, np.empty(bucket, np.uint8)),
         )
 
     def cuda(self) -> BucketedCodec:

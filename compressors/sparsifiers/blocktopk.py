@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.bucketed import (
     NAN_BITS,
     Bucketed,
@@ -20,7 +21,7 @@ from ringlet.compressors.base.bucketed import (
     rounded_up,
     widened,
 )
-from ringlet.compressors.base.contract import Part, Payload, Traits, storage
+from ringlet.compressors.base.contract import Part, Payload, Traits, keeps, storage
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError
 from ringlet.compressors.core.options import option
@@ -230,6 +231,25 @@ class BlockTopK(Bucketed):
                 )  # fmt: skip
 
         return encode
+
+    def draws(self) -> bool:
+        """Nothing is random."""
+        return False
+
+    def batched(self) -> Batched | None:
+        """The kernels of the values' width, for many tensors a call."""
+        own = keeps(self, BlockTopK, "encoder", "decoder", "measure", "layout", "strides")
+        if not (own and self.relies_on_kernels()):
+            return None
+        from ringlet.compressors.kernels.cpu.sparsifiers import blocktopk as kernels
+
+        inverse, forward = cosines(self.block if self.dct else 1)
+        options, room = (self.block, self.kept, self.width, self.dct), kernels.room_size(self.block)
+        return self.looped(
+            lambda fed: kernels.placed_encoder(self.bits),
+            kernels.placed_decoder(self.bits),
+            lambda: (*options, forward, inverse, np.empty(room, np.int32)),
+        )
 
     def cuda(self) -> BlockCodec:
         """The kernels of the block and of the values' width."""

@@ -82,16 +82,17 @@ class TopK(Selection):
         """The kernels for many tensors a call."""
         if not self._selects() or not keeps(self, TopK, "count", "layout"):
             return None
+        from ringlet.compressors.kernels.cpu.common.batched import batch_decoder
         from ringlet.compressors.kernels.cpu.sparsifiers import topk as kernels
 
-        ratio = self.ratio
+        ratio, decode = self.ratio, batch_decoder(kernels.decode_placed)
         return Batched(
             self.label,
             self.layout,
             ("indices", "values"),
             lambda *tables: kernels.encode_many(*tables, ratio, False),
             lambda *tables: kernels.encode_many(*tables, ratio, True),
-            lambda *tables: kernels.decode_many(*tables, ratio),
+            lambda *tables: decode(*tables, (ratio,)),
         )
 
     def _selects(self) -> bool:

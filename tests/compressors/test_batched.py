@@ -28,6 +28,17 @@ SPECS = [
     "topk(ratio=0.29)",
     "topk(ratio=0.001) | ef",
     "topk(ratio=0.29) | ef(decay=0.5)",
+    "fp8",
+    "fp8(format='e5m2', block=8) | ef(decay=0.5)",
+    "mxfp8 | ef",
+    "mxfp6(stochastic=True) | ef",
+    "mxfp4",
+    "nvfp4 | ef",
+    "nvfp4(stochastic=True)",
+    "block_topk(ratio=0.1) | ef",
+    "block_topk(ratio=0.1, block=256, bits=16)",
+    "block_topk(ratio=0.1, block=64, bits=8, dct=True) | ef(decay=0.5)",
+    "block_topk(ratio=0.3, block=300, bits=2) | ef",
 ]
 LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
 RANKS = 3

@@ -211,9 +211,12 @@ def test_the_tensor_whose_memory_does_not_fit_is_named():
         codec.encode_into(0, np.zeros(codec.capacity(0), np.uint8))
 
 
+CODECS = ("int8", "onebit", "topk", "fp8", "mxfp4", "nvfp4", "block_topk")
+
+
 @pytest.mark.parametrize(
     ("spec", "most"),
-    [("none", 2), ("fp16", 6), ("int8 | ef", 7), ("onebit | ef", 7), ("topk | ef", 7)],
+    [("none", 2), ("fp16", 6), *((f"{codec} | ef", 7) for codec in CODECS)],
 )
 def test_a_small_tensor_more_costs_few_calls_a_step(spec, most):
     """Counted in the engine's thread, Python's functions and C's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, njit
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
     bf16_to_f32,
@@ -21,8 +21,8 @@ from ringlet.ring.jit import jit
 class Casts(NamedTuple):
     """The kernels of one half precision: a codec's four, three that multiply, three for many.
 
-    Those for many tensors take tables of addresses as ``batch_encoder`` and ``batch_decoder`` of
-    ``kernels.cpu.quantizers.quantize`` do. Nothing is checked.
+    Those for many tensors are for ``batch_encoder`` and ``batch_decoder`` of
+    ``kernels.cpu.common.batched``, without options.
     """
 
     encode: Any  # (x, out)
@@ -32,9 +32,9 @@ class Casts(NamedTuple):
     widen: Any  # (bits, factor, out): out = factor * bits
     narrow: Any  # (x, factor, out): the same from float32 to half precision
     rescale: Any  # (bits, factor, out): the same from half precision to half precision, or in place
-    encode_many: Any  # (tensors, payloads, decay)
-    encode_feedback_many: Any  # (tensors, payloads, decay)
-    decode_many: Any  # (outs, payloads, scale): out = scale * the sum of its payloads
+    encode_placed: Any
+    encode_feedback_placed: Any
+    decode_placed: Any
 
 
 @njit(inline="always")
@@ -93,40 +93,30 @@ def _family(half: bool) -> Casts:
             for i in range(out.size):
                 out[i] = _narrow(factor * _widen(bits[i], half), half)
 
-    @jit
-    def encode_many(tensors: Any, payloads: Any, decay: Any) -> None:
-        for t in range(payloads.shape[0]):
-            n = types.intp(payloads[t, 0])
-            x = carray(pointer(tensors[t, 0]), n, np.float32)
-            encode(x, carray(pointer(payloads[t, 1]), n, np.uint16))
+    @njit(inline="always")
+    def encode_placed(
+        x: Any, residual: Any, decay: Any, key: Any, start: Any, places: Any, options: Any
+    ) -> None:
+        encode(x, carray(pointer(places[1]), x.size, np.uint16))
 
-    @jit
-    def encode_feedback_many(tensors: Any, payloads: Any, decay: Any) -> None:
-        for t in range(payloads.shape[0]):
-            n = types.intp(payloads[t, 0])
-            x = carray(pointer(tensors[t, 0]), n, np.float32)
-            residual = carray(pointer(tensors[t, 1]), n, np.float32)
-            out = carray(pointer(payloads[t, 1]), n, np.uint16)
-            encode_feedback(x, residual, decay, out)
+    @njit(inline="always")
+    def encode_feedback_placed(
+        x: Any, residual: Any, decay: Any, key: Any, start: Any, places: Any, options: Any
+    ) -> None:
+        encode_feedback(x, residual, decay, carray(pointer(places[1]), x.size, np.uint16))
 
-    @jit
-    def decode_many(outs: Any, payloads: Any, scale: Any) -> None:
-        for t in range(outs.size):
-            n = types.intp(payloads[0, t, 0])
-            out = carray(pointer(outs[t]), n, np.float32)
-            for rank in range(payloads.shape[0]):
-                bits = carray(pointer(payloads[rank, t, 1]), n, np.uint16)
-                if rank == 0:
-                    decode(bits, out)
-                else:
-                    accumulate(bits, out)
-            if scale != types.float32(1.0):
-                for i in range(n):
-                    out[i] *= scale
+    @njit(inline="always")
+    def decode_placed(places: Any, add: bool, out: Any, options: Any) -> bool:
+        bits = carray(pointer(places[1]), out.size, np.uint16)
+        if add:
+            accumulate(bits, out)
+        else:
+            decode(bits, out)
+        return True
 
     return Casts(
         encode, encode_feedback, decode, accumulate, widen, narrow, rescale,
-        encode_many, encode_feedback_many, decode_many,
+        encode_placed, encode_feedback_placed, decode_placed,
     )  # fmt: skip
 
 

@@ -71,13 +71,16 @@ def _encode(
 
 @cache
 def encoder(mantissa: int, block: int, feedback: bool) -> Any:
-    """Return the kernel ``encode(x, residual, decay, codes, scales)``.
+    """Return the kernel ``encode(x, residual, decay, key, start, codes, scales)``.
 
-    ``mantissa`` bits: 3 for e4m3, 2 for e5m2. ``residual`` is unused without feedback.
+    ``mantissa`` bits: 3 for e4m3, 2 for e5m2. ``residual`` is unused without feedback, and what
+    random numbers would need always.
     """
 
     @jit
-    def encode(x: Any, residual: Any, decay: Any, codes: Any, scales: Any) -> None:
+    def encode(
+        x: Any, residual: Any, decay: Any, key: Any, start: Any, codes: Any, scales: Any
+    ) -> None:
         full = x.size // block
         for b in range(full):
             # Unsigned places spare the handling of negative indices, which keeps vectors away; so

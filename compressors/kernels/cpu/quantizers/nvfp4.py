@@ -9,10 +9,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import carray, njit, types
 
 from ringlet.compressors.core.minifloats import E2M1, E4M3
-from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, largest_of_16
+from ringlet.compressors.kernels.cpu.common.intrinsics import (
+    bits_f32,
+    f32_bits,
+    largest_of_16,
+    pointer,
+)
 from ringlet.compressors.kernels.cpu.common.minifloats import (
     decoded,
     keep_lost,
@@ -31,6 +36,7 @@ _RUN = 2048  # elements that are packed at once
 _INF = 0x7F800000
 _NAN = 0x7F
 _TINY = 2.0**-126
+_HIGHEST = 6.0 * 448.0  # the largest element times the largest scale
 # What cached kernels use must be plain values: of the elements, and of the scales.
 _BITS, _MANTISSA, _LOWEST, _LARGEST, _MAXIMUM = 4, 1, E2M1.lowest, E2M1.largest, E2M1.maximum
 _WIDE, _HIGH, _MOST = E4M3.lowest, E4M3.largest, E4M3.maximum
@@ -115,6 +121,30 @@ def encoder(stochastic: bool, feedback: bool) -> Any:
 
 
 @cache
+def placed_encoder(stochastic: bool, feedback: bool) -> Any:
+    """Return the same for many tensors, for ``common.batched.batch_encoder``, without options.
+
+    It fills in the unit as well.
+    """
+    find, one = largest(feedback), encoder(stochastic, feedback)
+
+    @njit(inline="always")
+    def encode(
+        x: Any, residual: Any, decay: Any, key: Any, start: Any, places: Any, options: Any
+    ) -> None:
+        n = x.size
+        if n:
+            codes = carray(pointer(places[1]), (n + 1) // 2, np.uint8)
+            scales = carray(pointer(places[2]), (n + _BLOCK - 1) // _BLOCK, np.uint8)
+            unit = carray(pointer(places[3]), 1, np.float32)
+            top = find(x, residual, decay)
+            unit[0] = max(top / types.float32(_HIGHEST), types.float32(_TINY))
+            one(x, residual, decay, key, start, codes, scales, unit)
+
+    return encode
+
+
+@cache
 def decoder(add: bool) -> Any:
     """Return the kernel ``decode(codes, scales, unit, out)``; ``add`` accumulates."""
 
@@ -140,5 +170,26 @@ def decoder(add: bool) -> Any:
                     code = types.uint32(source[i])
                     value = value_of(code, _BITS, _MANTISSA, _LOWEST, _LARGEST, 255) * scale
                     some[i] = some[i] + value if add else value
+
+    return decode
+
+
+@cache
+def placed_decoder() -> Any:
+    """Return the same for ``common.batched.batch_decoder``."""
+    write, add_to = decoder(False), decoder(True)
+
+    @njit(inline="always")
+    def decode(places: Any, add: bool, out: Any, options: Any) -> bool:
+        n = out.size
+        if n:
+            codes = carray(pointer(places[1]), (n + 1) // 2, np.uint8)
+            scales = carray(pointer(places[2]), (n + _BLOCK - 1) // _BLOCK, np.uint8)
+            unit = carray(pointer(places[3]), 1, np.float32)
+            if add:
+                add_to(codes, scales, unit, out)
+            else:
+                write(codes, scales, unit, out)
+        return True
 
     return decode

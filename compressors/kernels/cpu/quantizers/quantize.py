@@ -179,28 +179,23 @@ def encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
 
 
 @cache
-def batch_encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
-    """Return the kernel ``encode(tensors, payloads, decay, bits, bucket)`` for many tensors.
+def placed_encoder(scheme: Scheme, stochastic: bool, feedback: bool) -> Any:
+    """Return the same for many tensors, for ``common.batched.batch_encoder``.
 
-    Rows of ``tensors`` (uint64) tell where values and the residual lie, the key, and the counter of
-    the first value; those of ``payloads`` how many values there are, and where codes, scales, lows
-    lie. Nothing is checked.
+    The arrays are codes, scales and lows; options are the bits, the bucket, and scratch.
     """
     by_range, one = scheme == Scheme.RANGE, encoder(scheme, stochastic, feedback)
 
-    @jit
-    def encode(tensors: Any, payloads: Any, decay: Any, bits: Any, bucket: Any) -> None:
-        scratch = np.empty(bucket, np.uint8)
-        for t in range(payloads.shape[0]):
-            n = types.intp(payloads[t, 0])
-            count = (n + bucket - 1) // bucket
-            x = carray(pointer(tensors[t, 0]), n, np.float32)
-            residual = carray(pointer(tensors[t, 1]), n if feedback else 0, np.float32)
-            codes = carray(pointer(payloads[t, 1]), (n * bits + 7) // 8, np.uint8)
-            scales = carray(pointer(payloads[t, 2]), count, np.uint16)
-            lows = carray(pointer(payloads[t, 3]), count if by_range else 0, np.float32)
-            key, start = tensors[t, 2], types.intp(tensors[t, 3])
-            one(x, residual, decay, bits, bucket, key, start, codes, scales, lows, scratch)
+    @njit(inline="always")
+    def encode(
+        x: Any, residual: Any, decay: Any, key: Any, start: Any, places: Any, options: Any
+    ) -> None:
+        bits, bucket, scratch = options
+        count = (x.size + bucket - 1) // bucket
+        codes = carray(pointer(places[1]), (x.size * bits + 7) // 8, np.uint8)
+        scales = carray(pointer(places[2]), count, np.uint16)
+        lows = carray(pointer(places[3]), count if by_range else 0, np.float32)
+        one(x, residual, decay, bits, bucket, key, start, codes, scales, lows, scratch)
 
     return encode
 
@@ -249,29 +244,18 @@ def decoder(scheme: Scheme) -> Any:
 
 
 @cache
-def batch_decoder(scheme: Scheme) -> Any:
-    """Return the kernel ``decode(outs, payloads, scale, bits, bucket)`` for many tensors.
-
-    ``outs`` (uint64) tells where each output lies, which becomes ``scale`` times the sum of its
-    payloads; ``payloads`` has rows as in ``batch_encoder``, for one rank after another. Nothing is
-    checked.
-    """
+def placed_decoder(scheme: Scheme) -> Any:
+    """Return the same for ``common.batched.batch_decoder``; with arrays and options as above."""
     by_range, one = scheme == Scheme.RANGE, decoder(scheme)
 
-    @jit
-    def decode(outs: Any, payloads: Any, scale: Any, bits: Any, bucket: Any) -> None:
-        scratch = np.empty(bucket, np.uint8)
-        for t in range(outs.size):
-            n = types.intp(payloads[0, t, 0])
-            count = (n + bucket - 1) // bucket
-            out = carray(pointer(outs[t]), n, np.float32)
-            for rank in range(payloads.shape[0]):
-                codes = carray(pointer(payloads[rank, t, 1]), (n * bits + 7) // 8, np.uint8)
-                scales = carray(pointer(payloads[rank, t, 2]), count, np.uint16)
-                lows = carray(pointer(payloads[rank, t, 3]), count if by_range else 0, np.float32)
-                one(codes, scales, lows, bits, bucket, rank > 0, scratch, out)
-            if scale != types.float32(1.0):
-                for i in range(n):
-                    out[i] *= scale
+    @njit(inline="always")
+    def decode(places: Any, add: bool, out: Any, options: Any) -> bool:
+        bits, bucket, scratch = options
+        count = (out.size + bucket - 1) // bucket
+        codes = carray(pointer(places[1]), (out.size * bits + 7) // 8, np.uint8)
+        scales = carray(pointer(places[2]), count, np.uint16)
+        lows = carray(pointer(places[3]), count if by_range else 0, np.float32)
+        one(codes, scales, lows, bits, bucket, add, scratch, out)
+        return True
 
     return decode

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import carray, njit, types
 
 from ringlet.compressors.kernels.cpu.common.copies import copy
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
@@ -19,6 +19,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
     f32_to_bf16,
     is_finite,
     magnitude_bits,
+    pointer,
 )
 from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.packing import pack, unpack
@@ -261,6 +262,69 @@ def decoder(bits: int) -> Any:
     return decode
 
 
+@cache
+def placed_encoder(bits: int) -> Any:
+    """Return the same for many tensors, for ``common.batched.batch_encoder``.
+
+    Options are ``block, kept, width, rotated, forward, inverse, room``.
+    """
+    one, arrays = encoder(bits), _placed(bits)
+
+    @njit(inline="always")
+    def encode(
+        x: Any, residual: Any, decay: Any, key: Any, start: Any, places: Any, options: Any
+    ) -> None:
+        block, kept, width, rotated, forward, inverse, room = options
+        feedback = residual.size > 0
+        indices, values, scales = arrays(places, x.size, block, kept, width, rotated)
+        one(
+            x, residual, decay, feedback, block, kept, width, rotated, forward, inverse, room,
+            indices, values, scales,
+        )  # fmt: skip
+
+    return encode
+
+
+@cache
+def placed_decoder(bits: int) -> Any:
+    """Return the same for ``common.batched.batch_decoder``, with the same options."""
+    one, arrays = decoder(bits), _placed(bits)
+
+    @njit(inline="always")
+    def decode(places: Any, add: bool, out: Any, options: Any) -> Any:
+        block, kept, width, rotated, _, inverse, room = options
+        indices, values, scales = arrays(places, out.size, block, kept, width, rotated)
+        return one(
+            indices, values, scales, block, kept, width, rotated, inverse, add, room, out
+        )  # fmt: skip
+
+    return decode
+
+
+@cache
+def _placed(bits: int) -> Any:
+    """Return what finds a payload's arrays: as many cells as ``BlockTopK.layout`` says."""
+    per_block = {8: 1, 2: 2}.get(bits, 0)
+    dtype = {32: np.float32, 16: np.uint16}.get(bits, np.uint8)
+
+    @njit(inline="always")
+    def arrays(places: Any, n: int, block: int, kept: int, width: int, rotated: bool) -> Any:
+        full, last = n // block, n % block
+        k = _kept(kept, last, block, rotated) if last else 0
+        bytes_of_indices = full * ((kept * width + 7) // 8) + (k * width + 7) // 8
+        if bits < 16:
+            cells = full * ((kept * bits + 7) // 8) + (k * bits + 7) // 8
+        else:
+            cells = full * kept + k
+        return (
+            carray(pointer(places[1]), bytes_of_indices, np.uint8),
+            carray(pointer(places[2]), cells, dtype),
+            carray(pointer(places[3]), (full + (last > 0)) * per_block, np.uint16),
+        )
+
+    return arrays
+
+
 @jit
 def pack_indices(picks: Any, k: int, width: int, out: Any) -> None:
     """Pack ``k`` indices of 8, 12 or 16 bits into bytes, least significant first."""
@@ -333,4 +397,4 @@ def transform_sparse(picks: Any, values: Any, basis: Any, out: Any) -> None:
             out[i] += values[j] * basis[picks[j], i]
 
 
-__all__ = ["decoder", "encoder", "room_size"]
+__all__ = ["decoder", "encoder", "placed_decoder", "placed_encoder", "room_size"]

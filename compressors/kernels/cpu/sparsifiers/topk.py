@@ -149,27 +149,16 @@ def encode_many(tensors: Any, payloads: Any, decay: Any, ratio: Any, feedback: b
         take(x, held, decay, feedback, listed[:count], found[:count], indices, values)
 
 
-@jit
-def decode_many(outs: Any, payloads: Any, scale: Any, ratio: Any) -> bool:
-    """Set each output to ``scale`` times the sum of its payloads; False for an index outside.
+@njit(inline="always")
+def decode_placed(places: Any, add: bool, out: Any, options: Any) -> Any:
+    """Decode one of many tensors, for ``common.batched.batch_decoder``; the option is the ratio.
 
-    ``outs`` (uint64) tells where they lie; ``payloads`` has rows as in ``encode_many``, for one
-    rank after another.
+    False for an index outside.
     """
-    for t in range(outs.size):
-        n = types.intp(payloads[0, t, 0])
-        k = _count(n, ratio)
-        out = carray(pointer(outs[t]), n, np.float32)
-        for rank in range(payloads.shape[0]):
-            indices = carray(pointer(payloads[rank, t, 1]), k, np.uint32)
-            values = carray(pointer(payloads[rank, t, 2]), k, np.float32)
-            inside = scatter_add(indices, values, out) if rank else scatter(indices, values, out)
-            if not inside:
-                return False
-        if scale != types.float32(1.0):
-            for i in range(n):
-                out[i] *= scale
-    return True
+    k = _count(out.size, options[0])
+    indices = carray(pointer(places[1]), k, np.uint32)
+    values = carray(pointer(places[2]), k, np.float32)
+    return scatter_add(indices, values, out) if add else scatter(indices, values, out)
 
 
 @njit(inline="always")
