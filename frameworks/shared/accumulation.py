@@ -10,7 +10,7 @@ import numpy as np
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.gradients import Slot
-from ringlet.shared.sparse_rows import summed
+from ringlet.shared.sparse_rows import densified, summed
 
 
 def check_passes(passes: int) -> None:
@@ -80,10 +80,24 @@ class Accumulator:
     def _added(self, slot: Slot, parts: Sequence[Array]) -> tuple[Array, ...]:
         values = parts[0].astype(np.float32) if parts[0].dtype.itemsize == 2 else parts[0]
         if slot.name not in self._sums:  # a copy: the array given is the framework's
-            return (values.copy(), *(part.copy() for part in parts[1:]))
-        _, held = self._sums[slot.name]
+            # Nor a number, which has no room for a sum: graphs hand in scalars as such.
+            return (np.array(values), *(part.copy() for part in parts[1:]))
+        before, held = self._sums[slot.name]
+        if before.sparse != slot.sparse:  # a table that only some passes use as a whole
+            held = _as_rows(held[0]) if slot.sparse else _as_table(held, slot.shape)
         if not slot.sparse:
             np.add(held[0], values, out=held[0])
             return held
         rows = np.concatenate([held[0], values])
         return summed(rows, np.concatenate([held[1], parts[1]]))
+
+
+def _as_rows(table: Array) -> tuple[Array, Array]:
+    return table, np.arange(len(table))
+
+
+def _as_table(held: tuple[Array, ...], shape: tuple[int, ...]) -> tuple[Array]:
+    rows, indices = held
+    table = np.empty(shape, rows.dtype)
+    densified(rows, indices, table)
+    return (table,)

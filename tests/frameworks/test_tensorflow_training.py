@@ -588,6 +588,36 @@ def case_a_variable_that_some_passes_do_not_use():
             assert np.array_equal(x.numpy(), np.zeros(3))
 
 
+def applying_rows(optimizer, table, scale):
+    def apply(whole):
+        shape = tf.constant(list(table.shape), tf.int64)
+        used = tf.IndexedSlices(tf.ones([4, 2]), tf.constant([3] * 4), shape)
+        given = tf.ones(table.shape) * 10 if whole else used
+        optimizer.apply([given, tf.constant(1.0)], [table, scale])
+
+    return apply
+
+
+def case_a_table_that_some_passes_use_as_a_whole():
+    """Rows and whole tables are added up, in the form of the last pass; so are scalars."""
+    size = hvd.size()
+    rows = np.array([[0, 0], [0, 0], [0, 0], [4, 4]], np.float32)  # as many as the table has
+    for passes in ("rows", "whole"), ("whole", "rows"), ("rows", "rows", "whole"):
+        for threshold in (False, True):
+            table = keras.Variable(np.zeros((4, 2) if threshold else (40_000, 2)), name="table")
+            scale = keras.Variable(0.0, name="scale")
+            optimizer = hvd.DistributedOptimizer(
+                keras.optimizers.SGD(1.0), backward_passes_per_step=len(passes), op=hvd.Sum
+            )
+            optimizer.build([table, scale])
+            step = function(applying_rows(optimizer, table, scale))
+            for kind in passes:
+                step(kind == "whole")
+            expected = 10 + passes.count("rows") * rows
+            assert np.array_equal(table.numpy()[:4], -size * expected), passes
+            assert scale.numpy() == -size * len(passes)
+
+
 def case_mixed_float16():
     """One rank overflows: every rank skips the step, and residuals stay."""
     rank = hvd.rank()
