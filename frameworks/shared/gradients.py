@@ -32,7 +32,7 @@ from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import UNUSED, agree, common_names
 from ringlet.shared.requests import check_predivide
 from ringlet.shared.residual_store import warn_of_common
-from ringlet.shared.sparse_rows import RowExchange, densified
+from ringlet.shared.sparse_rows import RowExchange, check_places, densified
 from ringlet.shared.variable_names import alike
 
 log = logging.getLogger("ringlet")
@@ -244,14 +244,15 @@ class GradientReducer:
         runtime: Runtime,
     ) -> list[Array]:
         step, changes = self._steps.get(slots), self._changes
+        compared = False  # in this call
         if step is None or not changes.enter(step.group):
-            names = self._compared(slots, unused)
+            names, compared = self._compared(slots, unused), True
             step = step or self._declared(slots, names, runtime)
         self.memory.began()
         try:
             results = step.run(arrays, outputs)
         except Exception:
-            if changes.changed and step.group.told:
+            if changes.changed and step.group.told and not compared:
                 self._compared(slots, unused)  # which says more, and on all ranks
             step.forget()
             raise
@@ -548,6 +549,7 @@ class _Step:
                 out = next(free)
                 source = parts[0]
                 if slot.sparse:
+                    check_places(parts[1], slot.shape[0], slot.name)
                     densified(parts[0], parts[1], out)
                     source = out
                 results.append(out)

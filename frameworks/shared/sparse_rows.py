@@ -35,6 +35,17 @@ def summed(values: Array, indices: Array) -> tuple[Array, Array]:
     return rows, ordered[starts]
 
 
+def check_places(indices: Array, rows: int, name: str) -> None:
+    """Raise InvalidArgument, naming the table, unless all ``indices`` are of its ``rows``."""
+    if not len(indices):
+        return
+    least, most = indices.min(), indices.max()
+    if least < 0 or most >= rows:
+        raise InvalidArgument(
+            f"{name!r} has {rows} rows; its gradient has indices from {least} to {most}"
+        )
+
+
 def densified(values: Array, indices: Array, out: Array) -> None:
     """Overwrite ``out``, the whole table, with the rows added up."""
     rows, places = summed(values, indices)
@@ -80,11 +91,7 @@ class RowExchange:
     def start(self, values: Array, indices: Array) -> None:
         """Add up, compress and submit this rank's rows."""
         rows, places = summed(values, indices)
-        if len(places) and not 0 <= places[0] <= places[-1] < self._shape[0]:
-            raise InvalidArgument(
-                f"{self._shown!r} has {self._shape[0]} rows; its gradient has indices from "
-                f"{places[0]} to {places[-1]}"
-            )
+        check_places(places, self._shape[0], self._shown)
         wide = places.astype(np.int64)
         data = self._encoded(rows, wide)
         number = self._process_set.number()

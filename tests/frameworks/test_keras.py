@@ -858,6 +858,25 @@ def test_one_rank_that_is_left_gives_back_what_was_held_back(outputs):
     ringlet.run(work, np=1, transport="local")
 
 
+@pytest.mark.parametrize("place", [-1, 30])
+def test_rows_that_a_small_table_lacks(place):
+    """Also in a step in which all ranks have compared what they reduce."""
+    slot = Slot("table", "float32", (30, 2), sparse=True)
+
+    def work():
+        hvd.init()
+        reducer = GradientReducer("test", Settings(Router("none")))
+        rows = np.ones((1, 2), np.float32)
+        reducer.reduce([Slot("other", "float32", (2,))], [np.ones(2, np.float32)])
+        told = f"'table' has 30 rows; its gradient has indices from {place} to {place}"
+        with pytest.raises(ValueError if hvd.rank() == 0 else hvd.StepAbandoned, match=told):
+            reducer.reduce([slot], [rows, np.array([7 if hvd.rank() else place])])
+        (summed,) = reducer.reduce([slot], [rows, np.array([29])])
+        assert summed.sum() == summed[29].sum() == 2
+
+    ringlet.run(work, np=3, transport="local")
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_step_that_one_rank_gives_up_ends_on_all_and_holds_back_what_it_held(beside):
     """Where gradients travel as rows, too: nobody waits for those that do not come."""
