@@ -255,6 +255,7 @@ class GradientReducer:
             if changes.changed and step.group.told and not compared:
                 self._compared(slots, unused)  # which says more, and on all ranks
             step.forget()
+            step.group.acknowledge()  # of a later step that is given up this is not the one
             raise
         self.memory.ended()
         self.step = step.number
