@@ -34,7 +34,7 @@ from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.gradients import GradientReducer, Settings, Slot
-from ringlet.shared.list_changes import NewLists
+from ringlet.shared.list_changes import ListTurns
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.residual_store import put
@@ -163,7 +163,7 @@ class _Reductions:
         self._numbers: dict[tuple[Slot, ...], Iterator[str]] = {}
         self._runtime: object = None
         self._reducers: dict[tuple[Slot, ...], GradientReducer] = {}
-        self.changes: NewLists | None = None  # the calls of ``update``, by what is reduced
+        self.changes: ListTurns | None = None  # the calls of ``update``, by what is reduced
         self._layouts: dict[tuple[Slot, ...], Layouts] = {}
 
     def init(self, params: Any) -> ReduceGradientsState:
@@ -276,7 +276,9 @@ class _Reductions:
             label = f"{self._label}.new{self.changes.call}"
         chosen = self._settings.router
         items = [(slot.name, f"{slot.describe()}, {chosen(slot.name)}") for slot in slots]
-        items += [("the call", called), ("the step", str(step))]
+        items.append(("the call", called))
+        if not current().joins:  # ranks that joined early have taken fewer
+            items.append(("the step", str(step)))
         try:
             agree(_KIND, label, items, self._settings.process_set, _ALIKE)
         except Mismatch:  # on all ranks, which have asked for names of different lists
@@ -311,7 +313,7 @@ class _Reductions:
             self._bind()
             if self.changes is None:
                 number = self._settings.process_set.number()
-                self.changes = NewLists(current(), self._label, number)
+                self.changes = ListTurns(current(), self._label, number)
             self.changes.begin(slots)
             done = None
             try:

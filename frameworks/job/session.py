@@ -86,7 +86,7 @@ class Runtime:
         self.pid = os.getpid()
         self._comm = comm
         self._series: dict[tuple[str, int], Series] = {}
-        self._joins = 0
+        self.joins = 0  # how often all ranks have met in one
         self.at_close: list[Callable[[], None]] = []
         self.extras: dict[str, Any] = {}  # what adapters keep for as long as this lives
 
@@ -101,7 +101,7 @@ class Runtime:
         """Return what numbers operations without names: another one after each ``join``."""
         found = self._series.get((operation, process_set))
         if found is None:
-            since = f"join{self._joins}." if self._joins else ""
+            since = f"join{self.joins}." if self.joins else ""
             found = self._series.setdefault((operation, process_set), Series(operation, since))
         return found
 
@@ -118,7 +118,7 @@ class Runtime:
         """Take part with zeros until all ranks have joined; return who did so last."""
         last = self.engine.join()
         # Ranks that joined late have named more operations; from here on all count alike.
-        self._joins += 1
+        self.joins += 1
         self._series.clear()
         return last
 

@@ -149,10 +149,12 @@ class GradientReducer:
         self.title, self.drift = title or kind, Drift(cure)
         self.rate: Callable[[], Any] | None = None  # the learning rate of the step at hand
         self._runtime: Runtime | None = None
+        self._bound = True  # whether what was declared with the runtime still counts
+        self._joins = 0  # of the runtime, when ranks counted steps in common last
         self._agreed = False  # whether ranks have the same settings
         self._changes: ListChanges
         self._steps: dict[tuple[Slot, ...], _Step] = {}
-        self._titles: dict[str, str] = {}  # by what steps are labelled
+        self._titles: dict[int, str] = {}  # by how many lists were declared before
         self._lock = self.memory.lock
 
     _beside: Beside | None = None
@@ -284,13 +286,25 @@ class GradientReducer:
             if is_elastic():
                 self.memory.resize(size)
             self.memory.among = size
-            self._runtime, self._steps, self._titles = runtime, {}, {}
+            self._titles = {}
+        if not self._is_bound(runtime):
+            self._runtime, self._bound, self._steps = runtime, True, {}
             self._agreed = False
             # Ranks outside of a process set do not count what its ranks do.
             number = self.settings.process_set.number()
             self._label = runtime.unnamed(self._kind, number)
             self._changes = ListChanges(runtime, self._label, number)
-            self.drift.restart(self._label, self.settings.process_set)
+        elif self._joins == runtime.joins:
+            return
+        self._joins = runtime.joins  # ranks that joined late have taken, and counted, more steps
+        self.drift.restart(self._label, self.settings.process_set)
+
+    def _unbind(self) -> None:
+        """Declare anew at the next step; what is remembered stays."""
+        self._bound = False
+
+    def _is_bound(self, runtime: Runtime) -> bool:
+        return self._bound and self._runtime is runtime
 
     def _agree(self) -> None:
         """Raise Mismatch, on all ranks, unless all have the same settings. Collective."""
@@ -301,22 +315,24 @@ class GradientReducer:
         self._agreed = True
 
     def _forget(self) -> None:
-        if self._runtime is not None:
+        if self._runtime is not None and self._counts:
             self._changes.forget()
         steps, self._steps = self._steps, {}
         for step in steps.values():
             step.release()
 
     def _declared(self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime) -> _Step:
-        label = f"{self._label}.{len(self._steps)}"
+        number = len(self._steps)
+        label = f"{self._label}.{number}"
         self._adopt(names)
-        if self._warns and not self._steps and self.settings.process_set.rank() == 0:
+        if self._warns and self.settings.process_set.rank() == 0:
             self._warn_of_unmatched(names)
+        self._warns = False
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
         step = _Step(label, agreed, self.settings, self.memory.states, runtime, self.step)
         self._settle(step, names, label)
-        title = self._titles.get(label) or runtime.title(self._title(names))
-        self._titles[label] = title
+        title = self._titles.get(number) or runtime.title(self._title(names))
+        self._titles[number] = title
         step.show(runtime, title)
         self._steps[slots] = step
         return step

@@ -13,6 +13,8 @@ from typing import Any
 from ringlet.fusion import Group
 from ringlet.job.session import Runtime
 
+_CALLS = 1 << 32  # more than there are between two joins
+_NONE = object()  # a list that no other is like
 _WHY = "another rank reduces another list of gradients in this step"
 
 
@@ -32,6 +34,7 @@ class ListChanges:
         self._changes: set[int] = set()  # calls in which some rank has another list
         self._group: Group | None = None  # whose step runs
         self._lock = threading.Lock()
+        self._runtime = runtime
         self._extensions = runtime.engine.extensions
         self._action = f"list {process_set} {label}"
         own = weakref.WeakMethod(self._heard)
@@ -42,9 +45,14 @@ class ListChanges:
     def begin(self, slots: Hashable, call: int | None = None) -> None:
         """Begin a call with the list ``slots``, and tell the others if it is another one.
 
-        All ranks number calls alike: ``call``, or one more than the last.
+        All ranks number calls alike: ``call``, or one more than the last. Those that joined early
+        have called less often: the first call after that is numbered anew, and ranks compare.
         """
-        call = self.call + 1 if call is None else call
+        if call is None:
+            first = self._runtime.joins * _CALLS
+            if self.call < first:
+                self._restart(first)
+            call = self.call + 1
         with self._lock:
             self.call = call
             changed = self.last is not None and self.last != slots
@@ -88,32 +96,52 @@ class ListChanges:
         with self._lock:
             self.last = None
 
+    def _restart(self, call: int) -> None:
+        with self._lock:
+            self.last = _NONE if self.call else self.last
+            self.call = call
+
     def _heard(self, call: int) -> None:
         with self._lock:
-            if call < self.call:
+            if call < self.call or call in self._changes:  # or another step was let go
                 return
             self._changes.add(call)
             if call == self.call and self._group is not None:
                 self._group.let_go(_WHY)
 
 
-class NewLists(ListChanges):
-    """The same where lists may take turns: one that no call had before is a change."""
+class ListTurns(ListChanges):
+    """The same where lists take turns: the one that came last after the one before is no change.
+
+    Ranks have the same lists behind them, and so expect the same one. As long as nobody says that
+    its own is another one, all have that.
+    """
 
     def __init__(self, runtime: Runtime, label: str, process_set: int) -> None:
         super().__init__(runtime, label, process_set)
-        self._known: set[Hashable] = set()
+        self._before: Hashable = None
+        self._followed: dict[Hashable, Hashable] = {}  # by the list before: what came then
 
     def begin(self, slots: Hashable, call: int | None = None) -> None:
-        """Begin a call with the list ``slots``, and tell the others if it is a new one."""
-        self.last = None if slots in self._known or not self._known else ()
-        super().begin(("new", slots), call)
+        """Begin a call with the list ``slots``, and tell the others if it is not its turn."""
+        self.last = self._followed.get(self._before, self._before)
+        super().begin(slots, call)
 
     def end(self, slots: Hashable = None) -> None:
         """End the call; with ``slots`` if all ranks have reduced that list."""
-        super().end()
+        super().end(slots)
         if slots is not None:
-            self._known.add(slots)
+            self._followed[self._before] = slots
+            self._before = slots
+
+    def forget(self) -> None:
+        """Begin anew: the next list, of all ranks, is the first one."""
+        super().forget()
+        self._before, self._followed = None, {}
+
+    def _restart(self, call: int) -> None:
+        super()._restart(call)
+        self._before, self._followed = None, {}
 
 
 def _called(method: weakref.WeakMethod[Any], call: int) -> None:

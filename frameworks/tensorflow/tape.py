@@ -20,8 +20,9 @@ from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
 from ringlet.shared.wrapping import wrapped
-from ringlet.tensorflow.ops.bridge import as_written
+from ringlet.tensorflow.ops.bridge import as_written, in_plain_graph
 from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES, reduced_differentiably
+from ringlet.tensorflow.tape_turns import KIND, TITLE, TapeReducer
 
 
 class _Distributed:
@@ -179,19 +180,24 @@ def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str])
     held = [getattr(variable, "_value", variable) for variable in variables]
     lasting = [hasattr(variable, "assign") for variable in held]  # others are new in every step
     places = zip(held, names, lasting, strict=True)
-    key = settings.key(), tuple(id(v) if lasts else name for v, name, lasts in places)
+    key = (
+        in_plain_graph(),
+        settings.key(),
+        tuple(id(v) if lasts else name for v, name, lasts in places),
+    )
     entry = known.get(key)
     if entry is None or entry.is_stale():  # an id says nothing once its variable is gone
         for old in [k for k, e in known.items() if e.is_stale()]:
             del known[old]
         references = [weakref.ref(v) for v, lasts in zip(held, lasting, strict=True) if lasts]
-        entry = known[key] = _Entry(
-            GradientReducer(
-                "DistributedGradientTape", settings, "GradientTape", cure=BROADCAST_VARIABLES
-            ),
-            references,
-        )
+        entry = known[key] = _Entry(_made(settings), references)
     return entry.reducer
+
+
+def _made(settings: Settings) -> GradientReducer:
+    if in_plain_graph():  # where tapes have no order
+        return GradientReducer(KIND, settings, TITLE, cure=BROADCAST_VARIABLES)
+    return TapeReducer(settings)
 
 
 @dataclass

@@ -421,6 +421,32 @@ def case_trees_that_differ():
                     assert hvd.replicas_equal(mean)
 
 
+def case_trees_that_all_ranks_know_out_of_turn():
+    """Such as those of a layer that is frozen now and then; also where some ranks joined early."""
+    rank, size = hvd.rank(), hvd.size()
+    one, two = {"w": jnp.ones(300)}, {"w": jnp.ones(300), "v": jnp.ones(2)}
+    for spec in ("none", "int8 | ef"):
+        transformation = hvd.reduce_gradients(spec)
+        states = {len(tree): transformation.init(tree) for tree in (one, two)}
+        update = jax.jit(transformation.update)
+
+        def step(tree, states=states, update=update):
+            return update(tree, states[len(tree)])[0]
+
+        for turns in (one, two, one, two), (two, one, one):
+            for _ in range(2):
+                for tree in turns:
+                    step(tree)
+            for odd in range(size):
+                with pytest.raises(hvd.HorovodInternalError, match="'v' is there on rank"):
+                    step(two if rank == odd else one)
+                assert hvd.replicas_equal(step(two))
+                assert hvd.replicas_equal(step(one))
+            for _ in range(rank):
+                step(two)
+            hvd.join()
+
+
 def case_a_rank_that_is_left_gives_back_what_it_held():
     """And several that come after it take it over, however few bits it was kept in."""
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
@@ -600,6 +626,7 @@ SIZES = {
     # What several ranks do to each other.
     case_names: (1, 2, 3),
     case_errors: (2, 3),
+    case_trees_that_all_ranks_know_out_of_turn: (3,),
     case_a_rank_that_is_left_gives_back_what_it_held: (2, 3),
     case_the_state_of_another_rank: (2, 3),
     case_init_on_some_ranks_only: (2, 3),

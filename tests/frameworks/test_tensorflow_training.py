@@ -7,6 +7,7 @@ import gc
 import re
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -464,6 +465,98 @@ def case_different_models_on_two_ranks():
 
     with pytest.raises(hvd.HorovodInternalError, match="'odd' differs between ranks"):
         inside()
+
+
+def reduced_by_a_tape(variables, **options):
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(v) for v in variables]) * (hvd.rank() + 1.0)
+    return hvd.DistributedGradientTape(tape, **options).gradient(loss, variables)
+
+
+def case_other_variables_or_settings_on_one_rank_in_a_later_step():
+    """Such as those of a layer that one rank freezes: all ranks hear of it, and can go on."""
+    size, last = hvd.size(), hvd.rank() == hvd.size() - 1
+    mean = (size + 1) / 2
+    some, more = (tf.Variable(tf.ones([3]), name=name) for name in ("some", "more"))
+    both, new = [some, more], tf.Variable(tf.ones([3]), name="more")
+
+    def alike(variables, **options):
+        for gradient in reduced_by_a_tape(variables, **options):
+            assert np.allclose(gradient, mean)
+
+    eager = lambda call: call  # noqa: E731
+    for told, others, own, wrap in (
+        ("'more' is there on rank", (both, {}), ([some], {}), eager),
+        ("'more' is there on rank", (both, {}), ([some], {}), function),
+        ("'more' is there on rank", ([some], {}), (both, {}), eager),
+        ("'some' is there on rank", ([some], {}), ([more], {}), eager),
+        ("different orders", (both, {}), (both[::-1], {}), eager),
+        ("'compression' differs", (both, {}), (both, {"compression": "int8"}), eager),
+        ("'op' differs", (both, {}), (both, {"op": hvd.Sum}), eager),
+        ("'sparse_as_dense' differs", (both, {}), (both, {"sparse_as_dense": True}), eager),
+        ("'some' differs between ranks .*group", (both, {}), (both, {"groups": 2}), eager),
+        ("reduced before' differs between ranks", (both, {}), ([some, new], {}), eager),
+    ):
+        alike(both)
+        variables, options = own if last else others
+        with pytest.raises(hvd.HorovodInternalError, match=told):
+            wrap(partial(reduced_by_a_tape, variables, **options))()
+        alike(both)
+        alike([some])
+    # Tapes that take turns, and one rank that is out of turn.
+    for _ in range(3):
+        alike([some])
+        alike([more])
+    with pytest.raises(hvd.HorovodInternalError, match="is there on rank"):
+        reduced_by_a_tape([some if last else more])
+    # Where one of them sees first whether all gradients are finite.
+    x = tf.Variable(tf.ones([3]), name="x")
+    guarded = {"precision": "fp16(static=1024)", "compression": "int8 | ef"}
+    alike([x], **guarded)
+    with pytest.raises(hvd.HorovodInternalError, match="is there on rank"):
+        reduced_by_a_tape([some] if last else [x], **({} if last else guarded))
+    alike([x], **guarded)
+    alike([some])
+
+
+def case_settings_of_a_first_tape_that_differ():
+    """Ranks that began with other settings begin anew, with the same ones."""
+    last = hvd.rank() == hvd.size() - 1
+    first = tf.Variable(tf.ones([3]), name="first")
+    with pytest.raises(hvd.HorovodInternalError, match="compress"):
+        reduced_by_a_tape([first], compression="int4" if last else "int8")
+    assert np.allclose(reduced_by_a_tape([first], compression="int8")[0], (hvd.size() + 1) / 2)
+
+
+def case_one_rank_differs_after_a_join():
+    """Ranks that joined early have reduced less, and know fewer lists, and count alike again."""
+    rank, size = hvd.rank(), hvd.size()
+    one, two = (keras.Variable(np.ones(3, np.float32), name=name) for name in ("one", "two"))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build([one, two])
+    given = tf.ones([3])
+    for turn in range(2):
+        for _ in range(2 - 2 * turn):
+            optimizer.apply([given, given], [one, two])
+            reduced_by_a_tape([one.value, two.value])
+            optimizer.apply([given, None], [one, two])
+            reduced_by_a_tape([one.value])
+        for _ in range(rank):  # in the second turn one rank joins at once
+            optimizer.apply([given, given], [one, two])
+            reduced_by_a_tape([one.value, two.value])
+        hvd.join()
+        for variable in (one, two):
+            variable.assign(np.ones(3))
+        optimizer.apply([given, given], [one, two])
+        reduced_by_a_tape([one.value, two.value])
+        for odd in range(size):
+            with pytest.raises(hvd.HorovodInternalError, match="'two' differs between ranks"):
+                optimizer.apply([given, None if rank == odd else given], [one, two])
+            with pytest.raises(hvd.HorovodInternalError, match="'two' is there on rank"):
+                reduced_by_a_tape([one.value] if rank == odd else [one.value, two.value])
+        optimizer.apply([given, None], [one, two])
+        assert np.allclose(one, 0.8)
+        assert np.allclose(two, 0.9)
 
 
 def case_jit_is_refused():
