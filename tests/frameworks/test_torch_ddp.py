@@ -382,6 +382,38 @@ def case_what_was_held_back_for_parameters_that_nobody_uses_is_not_lost():
             ), (name, view, to_none)
 
 
+class Pixels(torch.nn.Module):
+    """A convolution, which a step may do without, over a line that it always uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = torch.nn.Linear(8, 8)
+        self.seen = torch.nn.Conv2d(8, 32, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x, use):
+        x = self.line(x)
+        return self.seen(x[:, :, None, None].expand(-1, -1, 3, 3)) if use else x
+
+
+def case_what_was_held_back_goes_to_its_place_in_another_memory_format():
+    started()
+    for view in (False, True):
+        own, alone = Pixels(), Pixels()
+        wrapped = DistributedDataParallel(
+            own, find_unused_parameters=True, gradient_as_bucket_view=view
+        )
+        hook = hvd.ddp_hook("topk(ratio=0.5) | ef", own.named_parameters())
+        wrapped.register_comm_hook(*hook)
+        given = torch.zeros_like(own.seen.weight)
+        for step in range(2):
+            own.zero_grad()
+            wrapped(numbers(0), not step).square().mean().backward()
+            given += own.seen.weight.grad
+        alone(numbers(0), True).square().mean().backward()
+        assert torch.allclose(given, mean_over_ranks(alone.seen.weight.grad), atol=1e-6), view
+
+
 def case_what_is_frozen_in_mid_training_stays_as_it_is():
     started()
     own = Branches()

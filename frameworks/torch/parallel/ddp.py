@@ -70,6 +70,8 @@ class _Untouched(NamedTuple):
         if not p.requires_grad or not bool(self.mean.any()):  # what is frozen stays as it is
             return
         mean = torch.view_as_complex(self.mean) if p.is_complex() else self.mean
+        if torch.empty_like(p).stride() == p.stride():  # as DDP lays it out, such as channels_last
+            mean = mean.as_strided(p.shape, p.stride())
         if grad is None:
             p.grad = torch.empty_like(p).copy_(mean)
         else:
