@@ -121,7 +121,8 @@ def warn_of_common(names: Sequence[str], advice: str = _ADVICE) -> None:
     """Warn that what ranks have in common of ``names`` is forgotten, for not all have it."""
     if names:
         warnings.warn(
-            "what compressors remember was loaded on some ranks alone: what ranks have in common "
+            "what compressors remember was loaded on some ranks alone, or from files of other "
+            "steps: what ranks have in common "
             "is forgotten on all, for replicas would part: factors or estimates of "
             f"{listed(list(map(repr, names)))}. {advice}",
             stacklevel=outside(),

@@ -7,7 +7,8 @@ from typing import Any
 
 from ringlet.fusion.requests.request import Request
 
-_LOADS = "times when a state was loaded, in buckets (0: never),"
+_LOADS = "times when a state was loaded, in buckets (0: never), and which,"
+_FROZEN = "frozen parameters"
 _COMPARED: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     ("operations", lambda r: r.kind),
     ("places", lambda r: r.place),
@@ -20,7 +21,8 @@ _COMPARED: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     ("prescale factors", lambda r: r.prescale),
     ("postscale factors", lambda r: r.postscale),
     ("groups", lambda r: (r.group, r.group_size)),
-    (_LOADS, lambda r: r.loaded),
+    (_LOADS, lambda r: r.loaded or 0),
+    (_FROZEN, lambda r: "frozen" if r.frozen else "trained"),
 )
 _LISTED = 6
 _CURES = {
@@ -28,6 +30,7 @@ _CURES = {
     "choose it before anything is on it, torch.cuda.set_device(local_rank())",
     _LOADS: "; compressors need the same kind of memory, of the same step, on all ranks, or "
     "replicas part: load on every rank what that rank saved, before its next step",
+    _FROZEN: "; set requires_grad alike on all ranks, in the same step, or models drift apart",
     "versions of the plugin": "; install the same one on all hosts, and start the job again",
 }
 

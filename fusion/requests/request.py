@@ -27,8 +27,9 @@ class Request:
     combined. ``splits`` are the rows that an all-to-all sends to each rank. The ``group_size``
     requests that name the same ``group`` are executed together or not at all. ``place`` is where
     the tensor lies: "host", or "cuda" where the transport moves memory of a GPU. ``loaded`` tells
-    when, in the asker's own count, what compressors remember was loaded last; 0: before the first.
-    ``edition`` tells versions of a plugin apart.
+    when, in the asker's own count, what compressors remember was loaded last, and which; "" before
+    the first. ``edition`` tells versions of a plugin apart. ``frozen`` is what the asker holds
+    still, so that it would not take what is held back for it.
     """
 
     name: str
@@ -46,8 +47,9 @@ class Request:
     group: str = ""
     group_size: int = 0
     place: str = "host"
-    loaded: int = 0
+    loaded: str = ""
     edition: str = ""
+    frozen: bool = False
     key: Hashable = field(init=False, repr=False, compare=False, default=None)
     """What must not be in flight twice: the name, within its process set."""
     fit: tuple[tuple[int], np.dtype[Any] | None] = field(
@@ -119,8 +121,8 @@ class Request:
     def from_list(cls, values: list[Any]) -> Request:
         """Rebuild a request from ``to_list``."""
         name, kind, dtype, shape, op, *more = values
-        *plain, splits, group, group_size, place, loaded, edition = more
-        every = *plain, tuple(splits), group, group_size, place, loaded, edition
+        *plain, splits, group, group_size, place, loaded, edition, frozen = more
+        every = *plain, tuple(splits), group, group_size, place, loaded, edition, frozen
         return cls(name, kind, dtype, tuple(shape), ReduceOp(op), *every)
 
 

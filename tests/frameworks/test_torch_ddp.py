@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -280,6 +281,88 @@ def case_a_state_that_one_rank_alone_loads_after_the_first_step_is_refused():
     assert hvd.replicas_equal(own.state_dict())
 
 
+def stepping(spec):
+    """Return a model of its own, what trains it for a step, and the hook's state."""
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    state, hook = hvd.ddp_hook(spec, own.named_parameters())
+    wrapped.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.05)
+
+    def step(number):
+        optimizer.zero_grad()
+        wrapped(numbers(number)).square().mean().backward()
+        optimizer.step()
+
+    return own, step, state
+
+
+def case_files_of_other_steps_on_some_ranks_part_no_replicas():
+    """Such as after a crash between two ranks' saving: signs, places and turns depend on steps."""
+    started()
+    for spec in ("randomk(ratio=0.3) | scaled | ef", "acpsgd(rank=2) | ef", "int8 | ef21"):
+        files = []
+        own, step, state = stepping(spec)
+        for number in range(4):
+            step(number)
+            files.append(state.state_dict())
+        mixed = files[1 if hvd.rank() == 0 else 2]
+        own, step, state = stepping(spec)
+        state.load_state_dict(mixed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what ranks had in common
+            for number in range(3):
+                step(number)
+        assert hvd.replicas_equal(own.state_dict()), spec
+        state.load_state_dict(mixed)
+        with pytest.raises(Mismatch, match="load on every rank what that rank saved") as told:
+            step(3)
+        assert len(set(hvd.allgather_object(str(told.value)))) == 1
+        state.load_state_dict(files[3])
+        for number in range(3):
+            step(number)
+        assert hvd.replicas_equal(own.state_dict()), spec
+
+
+def case_a_state_that_one_rank_alone_loads_after_a_first_step_that_failed_is_refused():
+    started()
+    spec = "int8 | ef21"
+    _, step, state = stepping(spec)
+    step(0)
+    kept = state.state_dict()
+    own, step, state = stepping(spec)
+    asked = state._runtime.engine.submit_all
+    if hvd.rank() == 1:
+        other = {
+            "side_effect": lambda items: asked([(replace(q, spec="int8"), *m) for q, *m in items])
+        }
+    else:
+        other = {"side_effect": asked}
+    with mock.patch.object(state._runtime.engine, "submit_all", **other), pytest.raises(Mismatch):
+        step(0)
+    if hvd.rank() == 0:
+        state.load_state_dict(kept)
+    with pytest.raises(Mismatch, match="load on every rank what that rank saved"):
+        step(0)
+    state.load_state_dict(kept)
+    step(0)
+    assert hvd.replicas_equal(own.state_dict())
+
+
+def case_names_that_ranks_do_not_share_are_told():
+    """Nobody would be asked for what the others wait for."""
+    started()
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    named = own.named_parameters() if hvd.rank() == 0 else None
+    wrapped.register_comm_hook(*hvd.ddp_hook("int8 | ef", named))
+    for _ in range(2):
+        wrapped.zero_grad()
+        with pytest.raises(Mismatch, match=r"names.*rank 0: 4.*rank 1: 0.*on all ranks") as told:
+            wrapped(numbers(0)).square().mean().backward()
+        assert len(set(hvd.allgather_object(str(told.value)))) == 1
+
+
 def case_a_model_with_a_hook_is_copied_and_pickled():
     started()
     wrapped = DistributedDataParallel(layers())
@@ -424,6 +507,28 @@ def case_what_is_frozen_in_mid_training_stays_as_it_is():
         wrapped(numbers(which), which).square().mean().backward()
         own.branches[0].requires_grad_(False)
     assert own.branches[0].weight.grad is None
+
+
+def case_what_one_rank_alone_freezes_is_refused_where_something_is_held_back():
+    """The others would get what is owed to a layer that nobody uses, and it would not."""
+    started()
+    own = Branches()
+    wrapped = DistributedDataParallel(own, find_unused_parameters=True)
+    wrapped.register_comm_hook(*hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters()))
+
+    def gradients():
+        own.zero_grad()
+        wrapped(numbers(0), 1).square().mean().backward()
+        return {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
+
+    wrapped(numbers(0), 0).square().mean().backward()
+    own.branches[0].requires_grad_(hvd.rank() == 0)
+    with pytest.raises(Mismatch, match=r"'ddp\S+branches.0.weight'.*rank 1: frozen.*requires_grad"):
+        gradients()
+    own.branches[0].requires_grad_(True)
+    found = gradients()
+    assert "branches.0.weight" in found
+    assert hvd.replicas_equal(found)
 
 
 class TwoDtypes(torch.nn.Module):

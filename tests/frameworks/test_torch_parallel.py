@@ -652,6 +652,10 @@ def case_hsdp_refuses_what_one_rank_alone_has_loaded():
     if hvd.rank() != 0:
         made.load_state_dict(kept)
     own(batches(1)[0]).square().mean().backward()
+    newer = made.state_dict()
+    made.load_state_dict(kept if hvd.rank() == 0 else newer)  # on all, but not the same
+    with pytest.raises(Mismatch, match="load on every rank what that rank saved"):
+        own(batches(1)[0]).square().mean().backward()
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

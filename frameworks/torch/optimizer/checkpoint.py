@@ -7,6 +7,8 @@ saved as ones in host memory, and restored there; the engine brings them back.
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
-from ringlet.compressors.states import bare, everyones, fit, merged
+from ringlet.compressors.states import bare, everyones, fit, merged, shared
 from ringlet.shared.residual_store import (
     Tensor,
     fit_all,
@@ -35,6 +37,7 @@ __all__ = [
     "ADVICE",
     "STATE_KEY",
     "Tensor",
+    "checksums",
     "every_rank",
     "norm",
     "renamed",
@@ -115,9 +118,10 @@ def restore(
     for name, state in states.items():
         put(state, found[name])
     step = 0 if given is None else int(given["step"])
-    for name, state in states.items():
-        if given is not None and not own:  # shared random numbers depend on the count
-            state["step"] = int(given["states"].get(name, {}).get("step", step))
+    if given is not None and not own:  # shared random numbers depend on the count
+        for name, state in states.items():
+            if name in given["states"]:  # others begin anew where it was saved, too
+                state["step"] = int(given["states"][name].get("step", step))
     return step
 
 
@@ -182,6 +186,25 @@ def renamed(record: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any
     return {**record, **parts}
 
 
+def checksums(
+    states: Mapping[str, State], compressors: Mapping[str, Compressor]
+) -> tuple[int, int]:
+    """Return 32-bit checksums of what all ranks' ``states`` need alike, or replicas part.
+
+    That is low-rank compressors' factors, and whether there is more that ranks have in common; and
+    how often each tensor was compressed.
+    """
+    factors, held = {}, False
+    for name, state in states.items():
+        held = held or bool(shared(state, compressors[name]))
+        if found := everyones(state, compressors[name]):
+            factors[name] = mapped(found, _told)
+    kept = factors, held
+    steps = {name: step for name, state in states.items() if (step := int(state.get("step", 0)))}
+    first, second = (zlib.crc32(json.dumps(x, sort_keys=True).encode()) for x in (kept, steps))
+    return first, second
+
+
 def every_rank(state_dicts: Any) -> Sequence[Mapping[str, Any]]:
     """Return a list of all ranks' states. Raises ValueError for anything else, such as one."""
     listed = isinstance(state_dicts, Sequence)
@@ -202,6 +225,12 @@ def shards_of(
     own = state_dicts[min(rank, len(state_dicts) - 1)]
     shards = [state[STATE_KEY] for state in state_dicts if STATE_KEY in state]
     return {key: value for key, value in own.items() if key != STATE_KEY}, shards
+
+
+def _told(value: Any) -> Any:
+    """Return a checksum for an array, and any other value as it is."""
+    array = _array(_tensor(value))
+    return zlib.crc32(array.tobytes()) if isinstance(array, np.ndarray) else array
 
 
 def _tensor(value: Any) -> Any:

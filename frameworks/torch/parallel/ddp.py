@@ -10,6 +10,7 @@ import gc
 import math
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,13 +25,14 @@ from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Router, Routes, Spec
 from ringlet.compressors.states import forget_shared, shared
 from ringlet.fusion import Engine, Request
+from ringlet.fusion.negotiation.validation import differing
 from ringlet.job.elastic import refuse
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import RingError
+from ringlet.ring.errors import Mismatch, RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
 from ringlet.shared.residual_store import put, warn_of_common
@@ -48,6 +50,8 @@ _ADVICE = (
     "Save state_dict() of the hook's state, the first thing that ddp_hook returns, on every rank, "
     "and load each rank's own, or pass all ranks' to its load_sharded()"
 )
+
+_NAMES = "pass named_parameters=model.named_parameters() on all ranks, or on none"
 
 
 class _Untouched(NamedTuple):
@@ -123,8 +127,9 @@ class DdpState:
             finalizer.atexit = False
         self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
         self._alike = False  # whether ranks know what they have loaded
+        self._furthest = 0  # the step from which tensors without memory count, where ranks differed
         self.reduced = 0  # buckets, which ranks count alike
-        self._loaded = 0  # after how many of them a state was loaded last
+        self._loaded = ""  # after how many of them a state was loaded last, and which
         self._untouched: list[_Untouched] = []
         self._failure: Exception | None = None
         self._watched = NO_BACKWARD  # the backward pass whose end is waited for
@@ -182,6 +187,11 @@ class DdpState:
             self._taken[name] = compressor.traits().stateful
             if memory is not None:
                 self._adopt(memory, own, declared, request)
+            if self._furthest:
+                self.engine.states.setdefault(request.key, {}).setdefault("step", self._furthest)
+        frozen = self._taken[name] and not p.requires_grad  # or some deliver what others do not
+        if known[0].frozen != frozen:
+            known = self._requests[name] = replace(known[0], frozen=frozen), known[1]
         return known
 
     def _kept(self, p: torch.Tensor) -> tuple[HookMemory | None, str]:
@@ -210,9 +220,11 @@ class DdpState:
         self.engine.bring(state, request.place)
 
     def agree(self) -> None:
-        """Before the first bucket: forget what ranks have in common unless it was loaded on all.
+        """Before the first bucket: let ranks begin alike with what they have loaded. Collective.
 
-        Some would go on with it alone, and replicas would part; they warn. Collective.
+        Where they have not loaded the same of what they have in common, it is forgotten, with a
+        warning: replicas would part. Where they count other steps, all go on from the last. Raises
+        Mismatch, on all ranks, where they name parameters otherwise, and would wait for each other.
         """
         runtime = self._runtime
         if self._alike or runtime.size == 1:
@@ -221,15 +233,28 @@ class DdpState:
             states = self._states()
             by = {name: routed(self._router, name, self._depth) for name in states}
             held = [name for name, state in states.items() if shared(state, by[name])]
-        found = np.array([bool(held), not held], np.uint8)  # on some rank
-        request = Request(f"{self._label}.loaded", dtype="uint8", shape=(2,), op=ReduceOp.MAX)
-        self.engine.submit(request, found, at_once=True).wait()
+            furthest = max((int(state.get("step", 0)) for state in states.values()), default=0)
+            sums = checkpoint.checksums(states, by)
+        names = zlib.crc32("\n".join(sorted(self._given)).encode())
+        told = np.zeros((runtime.size, 6), np.int64)  # a row of zeros is of one that has joined
+        told[runtime.rank] = 1, len(self._given), names, *sums, furthest
+        shape, whole = (told.size,), told.reshape(-1)
+        request = Request(f"{self._label}.loaded", dtype="int64", shape=shape, op=ReduceOp.MAX)
+        self.engine.submit(request, whole, at_once=True).wait()
+        given = {i: f"{n} ({sum_:08x})" for i, (here, n, sum_, *_) in enumerate(told) if here}
+        if wrong := differing("ddp_hook: numbers of names, and their checksums,", given):
+            raise Mismatch(f"{wrong}; {_NAMES}")
         self._alike = True
-        if not found.all():
+        _, _, _, common, steps, counts = told[told[:, 0] == 1].T
+        if len({*zip(common, steps, strict=True)}) == 1:
             return
         with self.engine.at_work():
             for name in held:
                 forget_shared(states[name], by[name])
+            if len(set(steps)) > 1:  # shared random numbers and schedules depend on it
+                self._furthest = int(counts.max())
+                for state in states.values():
+                    state["step"] = self._furthest
         warn_of_common(held, _ADVICE)
 
     def expect(self, p: torch.Tensor, mean: torch.Tensor) -> None:
@@ -350,8 +375,10 @@ class DdpState:
 
         Before the first step they ``agree`` on it.
         """
-        if self.reduced:
-            self._loaded = self.reduced
+        if self._alike:
+            by = {name: routed(self._router, name, self._depth) for name in states}
+            common, steps = checkpoint.checksums(states, by)
+            self._loaded = f"{self.reduced + 1} ({common ^ steps:08x})"
         for name, (request, _) in self._requests.items():
             if name in states:
                 self._runtime.engine.bring(states[name], request.place)

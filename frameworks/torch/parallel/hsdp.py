@@ -52,7 +52,7 @@ class ReplicaAverage:
         self.places: dict[str, str] = {}  # of shards, by the names under which they travel
         self.compressor = compressor
         self.count = 0  # averages, which replicas count alike
-        self.loaded = 0  # behind so many of them, and one, a state was loaded last
+        self.loaded = ""  # behind so many of them, and one, a state was loaded last, and which
         self._engine, self._module = engine, weakref.ref(module)  # which holds this
 
     def __call__(self, shard: torch.Tensor) -> None:
@@ -127,7 +127,6 @@ class HsdpState:
         So it does when the number of ranks has changed: shards are others then.
         """
         for each in self._made:
-            each.loaded = each.count + 1
             for name in state["states"]:
                 if name.partition("[")[0] == each.name:
                     each.places.setdefault(name, HOST)
@@ -137,7 +136,9 @@ class HsdpState:
         where = dist.get_rank(), dist.get_world_size()
         among = self._engine.comm.size
         checkpoint.restore(states, state, *where, tensors, among=among, advice=_ADVICE)
+        common, steps = checkpoint.checksums(states, self._compressors())
         for each in self._made:
+            each.loaded = f"{each.count + 1} ({common ^ steps:08x})"
             for name, place in each.places.items():
                 if name in states:
                     self._engine.bring(states[name], place)
