@@ -635,6 +635,25 @@ def case_fsdp2_refuses_what_one_rank_alone_has_loaded():
     own(batches(1)[0]).square().mean().backward()
 
 
+def case_fsdp2_tells_ranks_that_use_different_parameters_of_one_size():
+    """Torch would add the gradients of one layer to those of another."""
+    started()
+    own = Experts()
+    fully_shard(own)
+    hvd.compress_fsdp(own, "int8 | ef")
+    x = batches(1)[0]
+    for which in (0, 1):
+        own.zero_grad()
+        own(x, which).square().mean().backward()
+    own.zero_grad()
+    words = r"different parameters \(rank 0: 'root' elements .*0\.0 \* p\.sum\(\)"
+    with pytest.raises(Mismatch, match=words) as told:
+        own(x, int(hvd.rank() == 1)).square().mean().backward()
+    assert len(set(hvd.allgather_object(str(told.value)))) == 1
+    own.zero_grad()
+    own(x, 1).square().mean().backward()
+
+
 def case_hsdp_refuses_what_one_rank_alone_has_loaded():
     started()
     mesh = two_levels()

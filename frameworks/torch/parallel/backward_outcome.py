@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ class _Among:
     order: int
     step: int = 0
     steps: str = ""
+    parts: str = ""  # what was reduced, a line each
 
 
 _KINDS: dict[str, type[RingError]] = {
@@ -74,10 +76,11 @@ class BackwardOutcome:
         if replicas is not None:
             self._among.setdefault(replicas, _Among(1))
 
-    def count(self, comm: Communicator, name: str, step: int) -> None:
-        """Note at which step a reduction is. Ranks compare these."""
+    def count(self, comm: Communicator, name: str, step: int, part: object) -> None:
+        """Note at which step a reduction is, and of what. Ranks compare these."""
         among = self._among[comm]
         among.step, among.steps = step, f"{among.steps}{name} {step}\n"
+        among.parts = f"{among.parts}{name!r} elements {part}\n"
 
     def note(self, failure: BackwardFailure, cause: BaseException | None = None) -> None:
         """Note what failed here, unless it comes of something earlier."""
@@ -92,24 +95,31 @@ class BackwardOutcome:
         self._task, self._failure, self._cause, self._among = None, None, None, {}
         # What a small group knows, its ranks tell in larger ones.
         for comm in sorted(among, key=lambda comm: (among[comm].order, comm.size)):
-            failure = self.agreed(comm, failure, among[comm].step, among[comm].steps)
+            each = among[comm]
+            failure = self.agreed(comm, failure, each.step, each.steps, each.parts)
         if isinstance(cause, KeyboardInterrupt):
             raise cause
         if failure is not None:
             raise _KINDS[failure.kind](failure.text) from cause
 
     def agreed(
-        self, comm: Communicator, failure: BackwardFailure | None, step: int, alike: str
+        self,
+        comm: Communicator,
+        failure: BackwardFailure | None,
+        step: int,
+        alike: str,
+        parts: str = "",
     ) -> BackwardFailure | None:
         """Return what all ranks of ``comm`` tell of the ``failure`` that some of them come with.
 
-        That is another one where ranks are not ``alike``, because ``step`` is not. Collective.
+        That is another one where ranks are not ``alike``, because ``step`` is not, or have reduced
+        other ``parts`` of the model. Collective.
         """
         stage = 0 if failure is None else failure.stage
-        own = np.array([stage, step, zlib.crc32(alike.encode())], np.int64)
-        told = np.empty(3 * comm.size, np.int64)
+        own = np.array([stage, step, *(zlib.crc32(t.encode()) for t in (alike, parts))], np.int64)
+        told = np.empty(4 * comm.size, np.int64)
         comm.allgather(own, told)
-        stages, at, hashes = told.reshape(-1, 3).T
+        stages, at, hashes, others = told.reshape(-1, 4).T
         if stages.any():
             first = int(np.argmin(np.where(stages == 0, len(Stage) + 1, stages)))
             words = None if failure is None else f"{failure.kind}\n{failure.text}".encode()
@@ -125,6 +135,17 @@ class BackwardOutcome:
                 f"{self._caller}: ranks are at different steps ({shown}), so that their "
                 "compressors do not fit each other; load on every rank what that rank saved, or on "
                 "none",
+            )
+        if len(set(others.tolist())) > 1:
+            lists = [each.decode().splitlines() for each in comm.allgather_bytes(parts.encode())]
+            lines = next(row for row in zip_longest(*lists, fillvalue="nothing") if len({*row}) > 1)
+            shown = "; ".join(f"rank {r}: {t}" for r, t in zip(comm.origin, lines, strict=True))
+            return BackwardFailure(
+                Stage.PLAN,
+                Mismatch.__name__,
+                f"{self._caller}: ranks have gradients of different parameters ({shown}), which "
+                "were added to each other; use the same parameters on all ranks in a step, such as "
+                "with 0.0 * p.sum() in the loss, and freeze the same",
             )
         return None
 

@@ -18,6 +18,10 @@ class Reduced(NamedTuple):
     spans: tuple[tuple[int, int], ...]
     complete: bool
 
+    def __str__(self) -> str:
+        told = [f"{start}:{stop}" for start, stop in self.spans]
+        return f"{self.group}.{','.join(told)}"
+
 
 def reduced(module: Any, n: int, frame: FrameType) -> Reduced | None:
     """Return what the reduction of ``n`` elements a rank is of; None if that is not known.

@@ -162,7 +162,8 @@ class CompressedReduceScatter(ReduceScatter):
         for state in self.states.values() if self.loaded else ():
             place.bring(state)
         self.loaded = False
-        pieces = self._pieces_of(way, reduced(self._module, total.size, caller), total.size)
+        params = reduced(self._module, total.size, caller)
+        pieces = self._pieces_of(way, params, total.size)
         if pieces is None:
             output_tensor.zero_()
             return
@@ -174,7 +175,7 @@ class CompressedReduceScatter(ReduceScatter):
         if mark is not None:
             mark.collect()
         output_tensor.copy_(result / comm.size if average else result)
-        self.ways.outcome.count(comm, self.name, self.step)
+        self.ways.outcome.count(comm, self.name, self.step, params)
         self.step += 1
 
     def plan(self) -> BackwardFailure | None:

@@ -96,8 +96,7 @@ class ReplicaAverage:
         """Return a name of its own for what is of some of the parameters alone."""
         if params is None or (params.complete and params.group == 0):
             return self.name
-        spans = ",".join(f"{start}:{stop}" for start, stop in params.spans)
-        return f"{self.name}[{params.group}.{spans}]"
+        return f"{self.name}[{params}]"
 
 
 class HsdpState:
