@@ -82,8 +82,12 @@ def spoiled(gradient: Any, ones: Any) -> Any:
     return keras.ops.divide(gradient, one)
 
 
-def when(ends: Any, apply: Callable[[], Any]) -> Any:
-    """Call ``apply`` where a step ends, which in a graph is known when it runs."""
+def when(ends: Any, apply: Callable[[], Any], reduced: Sequence[Any]) -> Any:
+    """Call ``apply`` where a step ends, which in a graph is known when it runs.
+
+    There nothing that it changes is changed before all gradients are ``reduced``: the count of
+    steps, which depends on none of them, stays as it was where that fails.
+    """
     if isinstance(ends, bool):  # without TensorFlow
         return apply() if ends else None
     import tensorflow as tf
@@ -91,7 +95,10 @@ def when(ends: Any, apply: Callable[[], Any]) -> Any:
     known = bool(ends) if tf.executing_eagerly() else tf.get_static_value(ends)
     if known is None:
         return tf.cond(ends, lambda: _then_nothing(apply), tf.no_op)
-    return apply() if known else None
+    if not known:
+        return None
+    with tf.control_dependencies([gradient for gradient in reduced if gradient is not None]):
+        return apply()
 
 
 def _then_nothing(apply: Callable[[], Any]) -> Any:

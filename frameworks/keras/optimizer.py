@@ -49,7 +49,7 @@ class Distributed(Reducing):
         if len(gradients) != len(variables):
             raise ValueError(f"{len(gradients)} gradients for {len(variables)} variables")
         ends, reduced = self._ringlet_reduced(gradients, variables)
-        backends.when(ends, lambda: inner.apply(reduced, trainable_variables))
+        backends.when(ends, lambda: inner.apply(reduced, trainable_variables), reduced)
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
         """Reduce and apply on Keras's backend jax, whose programs call this; elsewhere refuse.

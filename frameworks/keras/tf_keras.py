@@ -88,7 +88,7 @@ class DistributedOfTfKeras(Reducing):
             build(self, [v for g, v in pairs if g is not None])
         ends, reduced = self._ringlet_reduced(gradients, variables)
         again = list(zip(reduced, variables, strict=True))
-        return backends.when(ends, lambda: inner(again, *args, **kwargs))
+        return backends.when(ends, lambda: inner(again, *args, **kwargs), reduced)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # tf_keras' LossScaleOptimizer sets this on the optimizer that it is put around.

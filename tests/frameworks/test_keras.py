@@ -270,6 +270,28 @@ def case_a_gradient_that_one_rank_lacks():
     optimizer.apply([gradient, None])
 
 
+def case_a_program_whose_step_fails_counts_none():
+    """The optimizer's count depends on no gradient, and waits for all of them."""
+    import tensorflow as tf
+
+    used, left = (keras.Variable(np.ones(3, np.float32), name=name) for name in ("used", "left"))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build([used, left])
+
+    @tf.function
+    def step(lacks):
+        gradient = keras.ops.ones(3)
+        optimizer.apply([gradient, None if lacks else gradient])
+
+    for lacks, steps in (False, 1), (True, 2), (False, 3):
+        step(lacks)
+        for _ in range(3):
+            with pytest.raises(hvd.HorovodInternalError, match="'left' differs"):
+                step(bool(hvd.rank()))
+            assert int(optimizer.iterations) == steps
+            assert np.allclose(keras.ops.convert_to_numpy(used), 1 - 0.1 * steps)
+
+
 def case_records_name_optimizer_and_model():
     """Also where ranks have given it other names, which are their own affair."""
     records = []
