@@ -205,6 +205,35 @@ def test_a_checkpoint_continues_bit_for_bit(kind, before, way):
     ringlet.run(work, np=2, transport="local")
 
 
+@pytest.mark.parametrize("loads", [("late", "early"), ("", "late"), ("late", "")])
+@pytest.mark.parametrize("begun", [True, False])
+def test_states_of_other_steps_are_told_of_until_all_have_one(begun, loads):
+    """Warm-up ends after four steps, and with it the way in which ranks reduce."""
+
+    def work():
+        hvd.init()
+        model, loss = problem()
+        optimizer = made("onebit", model)
+        kept = {"early": None, "late": None}
+        for name in kept:
+            train(model, optimizer, loss, 3)
+            kept[name] = stored(optimizer.state_dict())
+        train(model, optimizer, loss, 1)
+        if not begun:
+            optimizer = made("onebit", model)
+        asked = loads[hvd.rank() == 1]
+        if asked:
+            optimizer.load_state_dict(kept[asked])
+        for _ in range(3):
+            with pytest.raises(Mismatch, match=r"OneBitAdam: 'steps taken' differs .*rank 1: "):
+                train(model, optimizer, loss, 1)
+        optimizer.load_state_dict(kept["late"])
+        train(model, optimizer, loss, 4)
+        return final(model, loss)
+
+    outcome(work)
+
+
 @pytest.mark.parametrize("way", ["own", "sharded"])
 @pytest.mark.parametrize("kind", ["onebit", "diloco"])
 def test_what_was_loaded_is_saved_again_before_a_step(kind, way):

@@ -320,6 +320,22 @@ class Reducer:
         for handle in self._reset():
             handle.forget()
 
+    def give_way(self, why: str) -> None:
+        """Give up the step that begins now, so that all ranks come to ``compare``; ``why`` is told.
+
+        The others hear of it from ``synchronize``, as StepAbandoned.
+        """
+        self.join_epoch()
+        if self._group is not None:
+            self._group.acknowledge()
+            self._group.abandon(why)
+            self._gather_nothing()
+
+    def compare(self, what: str, items: Sequence[tuple[str, str]], cure: str) -> None:
+        """Raise Mismatch on all ranks, with the ``cure``, unless all have ``items``. Collective."""
+        if self._group is not None:
+            agree(what, f"{self._label}.turn{self._group.turn}", items, self._process_set, cure)
+
     def agreed(self, loss: Any) -> Any:
         """Return a closure's ``loss`` reduced like the gradients, so that all ranks see one value.
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.fusion.errors import StepAbandoned
 from ringlet.job.session import current
 from ringlet.shared.compression import as_router
 from ringlet.shared.model_agreement import agree_on_settings
@@ -20,6 +21,12 @@ from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, named_pairs, refuse_strays
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
+
+_LOADED = "OneBitAdam has loaded a state: ranks see whether all have one of the same step"
+_SAME = (
+    "warm-up ends after as many on all ranks: load on every rank what that rank saved in the same "
+    "step, or call hvd.broadcast_optimizer_state(optimizer, root_rank=0) on all ranks"
+)
 
 
 class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
@@ -62,6 +69,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         self._names = {p: name for name, p in named.items()}
         self._compression: Spec | Routes = compression
         self._compressing = False
+        self._loaded = False  # a state of which ranks have yet to see whether all have one
         # What is reduced travels as the gradient of a stand-in: a gradient first, momentum later.
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
         uncompressed = Options(compression="none")
@@ -79,29 +87,12 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             refuse_strays(self.param_groups, self._names, "OneBitAdam", cure)
         except RuntimeError as error:
             raise self._reducer.given_up(error) from None
-        self._switch()
-        frozen = self._compressing
+        while not self._reduced():  # another rank has loaded a state, and so on
+            self._compare()
         with torch.no_grad():
-            # Where the last call was interrupted, what it has handed in is waited for again.
-            for group, p in [] if self._reducer.in_flight else self._each():
-                carrier = self._carriers[self._names[p]]
-                still = p.grad is None and not p.requires_grad  # frozen: Adam passes it over
-                carrier.requires_grad_(not still)  # ranks compare what is frozen
-                if still:
-                    carrier.grad = None
-                    continue
-                gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                if group["weight_decay"] and not group["decoupled_weight_decay"]:
-                    gradient = gradient.add(p, alpha=group["weight_decay"])
-                if frozen:
-                    momentum = self._moments(p)["exp_avg"]
-                    gradient = momentum.lerp(gradient, 1 - group["betas"][0])
-                carrier.grad = gradient.clone()
-            self._reducer.drift.groups = self.param_groups  # the reducer's are of stand-ins
-            self._reducer.synchronize([])
             self.steps += 1  # not before: ranks count those that none of them has given up
             for group, p in self._each():
-                self._update(group, p, self._carriers[self._names[p]].grad, frozen)
+                self._update(group, p, self._carriers[self._names[p]].grad)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -165,6 +156,46 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             )
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
+        self._loaded = True
+
+    @torch.no_grad()
+    def _reduced(self) -> bool:
+        """Reduce gradients or momentum; False where a rank has loaded a state, and asks for others.
+
+        Then the step was given up, and is to be taken once ranks have compared their states.
+        """
+        if self._loaded and not self._reducer.in_flight:
+            self._reducer.give_way(_LOADED)
+            return False
+        self._switch()
+        # Where the last call was interrupted, what it has handed in is waited for again.
+        for group, p in [] if self._reducer.in_flight else self._each():
+            carrier = self._carriers[self._names[p]]
+            still = p.grad is None and not p.requires_grad  # frozen: Adam passes it over
+            carrier.requires_grad_(not still)  # ranks compare what is frozen
+            if still:
+                carrier.grad = None
+                continue
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            if group["weight_decay"] and not group["decoupled_weight_decay"]:
+                gradient = gradient.add(p, alpha=group["weight_decay"])
+            if self._compressing:
+                momentum = self._moments(p)["exp_avg"]
+                gradient = momentum.lerp(gradient, 1 - group["betas"][0])
+            carrier.grad = gradient.clone()
+        self._reducer.drift.groups = self.param_groups  # the reducer's are of stand-ins
+        try:
+            self._reducer.synchronize([])
+        except StepAbandoned as error:
+            if _LOADED not in str(error):
+                raise
+            return False
+        return True
+
+    def _compare(self) -> None:
+        """Raise Mismatch, on all ranks, unless all have taken as many steps. Collective."""
+        self._reducer.compare("state of OneBitAdam", [("steps taken", str(self.steps))], _SAME)
+        self._loaded = False
 
     def _switch(self) -> None:
         """Compress, or stop it, as the number of steps says, which a checkpoint may have changed.
@@ -190,14 +221,12 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         return state
 
-    def _update(
-        self, group: dict[str, Any], p: torch.Tensor, reduced: torch.Tensor | None, frozen: bool
-    ) -> None:
+    def _update(self, group: dict[str, Any], p: torch.Tensor, reduced: torch.Tensor | None) -> None:
         state, (beta1, beta2) = self._moments(p), group["betas"]
         state["step"] = self.steps
         if reduced is None:
             return
-        if frozen:
+        if self._compressing:
             state["exp_avg"].copy_(reduced)
         else:
             state["exp_avg"].lerp_(reduced, 1 - beta1)
