@@ -247,20 +247,26 @@ def case_ranks_count_alike_after_loading_rank_0s_file():
     assert steps == [3, 3]
 
 
-def case_a_state_that_one_rank_alone_loads_after_the_first_step_is_refused():
-    """PowerSGD's factors are in common: replicas would part, and nobody would be told."""
-    started()
+def stepping(spec):
+    """Return a model of its own, what trains it for a step, and the hook's state."""
     own = layers()
     wrapped = DistributedDataParallel(own)
-    state, hook = hvd.ddp_hook("powersgd(rank=1) | ef", own.named_parameters())
+    state, hook = hvd.ddp_hook(spec, own.named_parameters())
     wrapped.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(own.parameters(), lr=0.05)
 
-    def train(step):
+    def step(number):
         optimizer.zero_grad()
-        wrapped(numbers(step)).square().mean().backward()
+        wrapped(numbers(number)).square().mean().backward()
         optimizer.step()
 
+    return own, step, state
+
+
+def case_a_state_that_one_rank_alone_loads_after_the_first_step_is_refused():
+    """PowerSGD's factors are in common: replicas would part, and nobody would be told."""
+    started()
+    own, train, state = stepping("powersgd(rank=1) | ef")
     train(0)
     kept = state.state_dict()
     for step in range(1, 3):
@@ -279,22 +285,6 @@ def case_a_state_that_one_rank_alone_loads_after_the_first_step_is_refused():
     state.load_state_dict(state.state_dict())
     train(6)
     assert hvd.replicas_equal(own.state_dict())
-
-
-def stepping(spec):
-    """Return a model of its own, what trains it for a step, and the hook's state."""
-    own = layers()
-    wrapped = DistributedDataParallel(own)
-    state, hook = hvd.ddp_hook(spec, own.named_parameters())
-    wrapped.register_comm_hook(state, hook)
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.05)
-
-    def step(number):
-        optimizer.zero_grad()
-        wrapped(numbers(number)).square().mean().backward()
-        optimizer.step()
-
-    return own, step, state
 
 
 def case_files_of_other_steps_on_some_ranks_part_no_replicas():
