@@ -25,13 +25,19 @@ class BlockScaled(Bucketed):
     def encoding(self, feedback: bool) -> Kernel:
         """Return the kernel ``encode(x, residual, decay, key, start, codes, scales)``.
 
-        As ``encoder`` has it: ``codes`` (uint8) are packed, and ``scales`` (uint8) one for each of
-        ceil(n / granule) blocks. The same kernel each time.
+        As ``encoder`` has it: ``x`` and ``residual`` are n float32, the latter unused without
+        ``feedback``; ``codes`` uint8, ``width`` bits for each of n elements; ``scales`` uint8, one
+        for each of ceil(n / granule) blocks. The same kernel each time. Raises TypeError where a
+        subclass names none.
         """
         raise TypeError(f"{type(self).__name__} has no encoding kernel")
 
     def decoding(self, add: bool) -> Kernel:
-        """Return the kernel ``decode(codes, scales, out)``; ``add`` accumulates."""
+        """Return the kernel ``decode(codes, scales, out)``.
+
+        It adds to ``out`` (n float32), or overwrites it; the others are as in ``encoding``. The
+        same kernel each time. Raises TypeError where a subclass names none.
+        """
         raise TypeError(f"{type(self).__name__} has no decoding kernel")
 
     def layout(self, n: int) -> tuple[Part, ...]:

@@ -32,9 +32,9 @@ class Casts(NamedTuple):
     widen: Any  # (bits, factor, out): out = factor * bits
     narrow: Any  # (x, factor, out): the same from float32 to half precision
     rescale: Any  # (bits, factor, out): the same from half precision to half precision, or in place
-    encode_placed: Any
-    encode_feedback_placed: Any
-    decode_placed: Any
+    encode_placed: Any  # (x, residual, decay, key, start, places, options)
+    encode_feedback_placed: Any  # the same
+    decode_placed: Any  # (places, add, out, options)
 
 
 @njit(inline="always")
