@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringlet.compressors.base.chain import Chain
 from ringlet.compressors.base.contract import Compressor, wrapped_fields
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import SECOND_STAGE, Context, State
@@ -22,8 +23,11 @@ from ringlet.compressors.core.remembered import described
 from ringlet.compressors.core.shard_name import ShardName, is_shard
 from ringlet.compressors.lowrank.powersgd import LowRank
 from ringlet.compressors.modifiers.ef import ErrorFeedback
+from ringlet.compressors.modifiers.ef21 import EF21
+from ringlet.compressors.modifiers.hadamard import Hadamard
 from ringlet.compressors.modifiers.residuals import broken, check, forget, plain, widen
 from ringlet.compressors.modifiers.residuals import rescale as rescale_narrow
+from ringlet.compressors.sparsifiers.randomk import RandomK
 from ringlet.compressors.specs.parser import parse
 
 _OF_SUM = re.compile(re.escape(SECOND_STAGE) + "(0|[1-9][0-9]{0,17})")
@@ -214,6 +218,20 @@ def everyones(state: State, compressor: Compressor) -> State:
     """
     names = ("left", "right", "step") if isinstance(innermost(compressor), LowRank) else ()
     return {name: state[name] for name in names if name in state}
+
+
+def counts_in_common(compressor: Compressor) -> bool:
+    """Whether ranks that have counted other steps would not get the same from what they exchange.
+
+    Shared random numbers and schedules go by steps, and estimates that all have are of one. So may
+    be what a plugin does: nobody can tell.
+    """
+    cls, passing = type(compressor), [kind.at for kind in (Compressor, Modifier, Chain)]
+    own, by_step = cls.__module__.startswith("ringlet.compressors."), LowRank | RandomK | Hadamard
+    if not own or cls.at not in passing or isinstance(compressor, by_step | EF21):
+        return True
+    inner = [getattr(compressor, field.name) for field in wrapped_fields(cls)]
+    return any(counts_in_common(each) for each in inner if each is not None)
 
 
 def forget_shared(state: State, compressor: Compressor) -> None:

@@ -119,7 +119,8 @@ class BucketVotes:
             return self._wanted(vote, ballot) if peers.joined else []
         text = differing("plans", {r: f"{v.plan:016x}" for r, v in votes.items()})
         if text:
-            text += "; ranks have different limits or versions of a compressor"
+            text += "; ranks have different limits or versions of a compressor, or follow its "
+            text += "schedule from different steps, having loaded files of such"
         digests = {r: f"{v.digest:016x}" for r, v in votes.items()}
         if not text and all(v.digest for v in votes.values()):
             text = differing("sums of the step before", digests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 import warnings
 
 import pytest
@@ -493,7 +494,10 @@ def case_what_is_loaded_is_compared_by_name_and_not_by_place():
     train(own, optimizer, 3)
     again, resumed = made()
     resumed.load_state_dict(stored(optimizer.state_dict()))
-    assert resumed._ringlet.memory.loaded_in_common == ("0.weight", "1.weight")
+    assert [name for name, _ in resumed._ringlet.memory.loaded_in_common] == [
+        "0.weight",
+        "1.weight",
+    ]
     train(again, resumed, 2, start=3)
     assert hvd.replicas_equal(again.state_dict())
 
@@ -526,6 +530,37 @@ def case_what_rank_0_alone_has_loaded_is_not_trained_with_until_it_is_broadcast(
                 hvd.broadcast_optimizer_state(resumed, 0)
         train(again, resumed, 2, start=3)
         assert hvd.replicas_equal(again.state_dict()), spec
+
+
+def case_files_of_different_steps_are_told_of():
+    """Whoever has loaded one says so in time, however late its step comes."""
+    loaded, counted = "factors or estimates that were loaded", "steps that compressors have counted"
+    for spec, told in (
+        ("randomk(ratio=0.1)", (counted, counted)), ("int8 | hadamard", (counted, counted)),
+        ("int8 | ef21", (loaded, counted)), ("powersgd(rank=2) | ef", (loaded, loaded)),
+    ):  # fmt: skip
+        own = model()
+        optimizer = wrapped(own, spec, base=torch.optim.SGD)
+        files = []
+        for _ in range(hvd.size()):
+            train(own, optimizer, 1)
+            files.append(stored(optimizer.state_dict()))
+        for first in (0, 1):  # rank 0 has loaded nothing, and then a file of its own
+            again = model()
+            resumed = wrapped(again, spec, base=torch.optim.SGD)
+            train(again, resumed, first)
+            if first or hvd.rank():
+                resumed.load_state_dict(files[hvd.rank()])
+            before = [p.detach().clone() for p in again.parameters()]
+            again(torch.ones(2, 48)).sum().backward()
+            while hvd.rank() and not resumed._ringlet._group.ended:
+                time.sleep(0.001)
+            with pytest.raises(Mismatch, match=f"{told[first]}.*in one step"):
+                resumed.step()
+            assert all(map(torch.equal, again.parameters(), before)), spec
+            train(again, resumed, 2)
+            assert hvd.replicas_equal(again.state_dict()), spec
+            assert set(hvd.allgather_object(resumed._ringlet.steps[""])) == {hvd.size() + 3}
 
 
 def case_broadcasting_state_after_loading_ones_own_keeps_residuals():

@@ -39,6 +39,7 @@ __all__ = [
     "Tensor",
     "checksums",
     "every_rank",
+    "factors",
     "norm",
     "renamed",
     "reshard",
@@ -203,6 +204,12 @@ def checksums(
     steps = {name: step for name, state in states.items() if (step := int(state.get("step", 0)))}
     first, second = (zlib.crc32(json.dumps(x, sort_keys=True).encode()) for x in (kept, steps))
     return first, second
+
+
+def factors(state: State, compressor: Compressor) -> str:
+    """Return a checksum of what ``state`` has for every rank, in hexadecimal digits."""
+    told = {k: v for k, v in mapped(everyones(state, compressor), _told).items() if k != "step"}
+    return f"{zlib.crc32(json.dumps(told, sort_keys=True).encode()):08x}"
 
 
 def every_rank(state_dicts: Any) -> Sequence[Mapping[str, Any]]:

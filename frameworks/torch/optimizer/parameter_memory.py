@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression, Router
-from ringlet.compressors.states import carry_over, prescale, rescale
+from ringlet.compressors.states import carry_over, counts_in_common, prescale, rescale
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.callers import outside
@@ -48,7 +48,8 @@ class ParameterMemory(Memory):
         super().__init__(self._routed(router), averages, predivide)
         self.states = {name: {} for name in parameters}
         self.loaded = checkpoint.Loaded.NOTHING  # since ranks agreed on it last
-        self.loaded_in_common: tuple[str, ...] = ()  # the parameters of which it is in common
+        # The parameters of which it is in common, with a checksum of what is for every rank.
+        self.loaded_in_common: tuple[tuple[str, str], ...] = ()
 
     @property
     def compressors(self) -> dict[str, Compressor]:
@@ -133,6 +134,17 @@ class ParameterMemory(Memory):
         self.note(checkpoint.Loaded.OWN)
         return step
 
+    @property
+    def recounted(self) -> bool:
+        """Whether something was loaded since ranks agreed last, and they have to count alike."""
+        return self.loaded is not checkpoint.Loaded.NOTHING and bool(self.counts_in_common())
+
+    def counts_in_common(self) -> list[tuple[str, int]]:
+        """Return how often tensors were compressed of which ranks must have counted the same."""
+        states = sorted(self.states.items())
+        needed = [(n, state) for n, state in states if counts_in_common(self.compressor_of(n))]
+        return [(name, int(state.get("step", 0))) for name, state in needed]
+
     def agreed(self) -> None:
         """Note that ranks have agreed on what each has loaded."""
         self.note(checkpoint.Loaded.NOTHING)
@@ -142,8 +154,12 @@ class ParameterMemory(Memory):
     def note(self, loaded: checkpoint.Loaded) -> None:
         """Note what was ``loaded``, before a step adds to it."""
         self.loaded = loaded
-        new = loaded is checkpoint.Loaded.NOTHING
-        self.loaded_in_common = () if new else tuple(self.in_common())
+        self.loaded_in_common = ()
+        if loaded is not checkpoint.Loaded.NOTHING:
+            names = self.in_common()
+            with at_work():
+                kept = [checkpoint.factors(self.states[n], self.compressor_of(n)) for n in names]
+            self.loaded_in_common = tuple(zip(names, kept, strict=True))
 
     def _routed(self, router: Router) -> Callable[[str], Compressor]:
         return partial(routed, router, depth=self._depth)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
+from ringlet.job import json_exchange
 from ringlet.job.session import current
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
@@ -49,9 +51,12 @@ REPEAT = "Call step() again first: it was interrupted, and the other ranks may h
 _FREEZE = "set requires_grad alike on all ranks, in the same step, or their models drift apart"
 _LOADED = (
     "compressors need the same on all ranks, or replicas part: load optimizer.state_dict() as each "
-    "rank saved it, or call hvd.broadcast_optimizer_state(optimizer, root_rank=0) on all ranks "
-    "after loading. They are forgotten on all ranks, and this step is not applied"
+    "rank saved it in one step, or call hvd.broadcast_optimizer_state(optimizer, root_rank=0) on "
+    "all ranks after loading. Factors and estimates are forgotten on all ranks, which go on from "
+    "the last step that any has counted, and this step is not applied"
 )
+
+_NOTHING_LOADED: tuple[tuple[tuple[str, str], ...], bool] = ((), False)
 
 
 class Reducer:
@@ -103,7 +108,7 @@ class Reducer:
         if unscaling is not None:
             self.memory.keep_steps()
         self._group: Group | None = None
-        self._alike: ListChanges  # what is frozen, and what was loaded
+        self._alike: ListChanges  # what is frozen, and what was loaded, and whether counts were
         self._declarations = 0  # under the present label
         self._finalizer: Any = None
         self._alone = False  # whether it is known that nobody else reduces
@@ -248,7 +253,7 @@ class Reducer:
             for name in (*missing, *self._rows.missing())
             if not self.parameters[name].requires_grad
         )
-        alike = frozen, self.memory.loaded_in_common
+        alike = frozen, self.memory.loaded_in_common, self.memory.recounted
         self._alike.begin(alike, self._group.turn)
         try:
             self._submit(missing)
@@ -273,9 +278,9 @@ class Reducer:
         differs = self._alike.changed  # on some rank, which would go on with another model
         self._alike.end()
         if differs:
-            self._agree_on(*alike)
+            self._agree_on(frozen, self.memory.loaded_in_common)
         self.memory.agreed()
-        self._alike.end((frozen, ()))
+        self._alike.end((frozen, *_NOTHING_LOADED))
         if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
         self.drift.look(param_groups, self._counted, self._label, self._process_set)
@@ -434,7 +439,7 @@ class Reducer:
         # Before others know that all have declared: one of them may tell of a change at once.
         self._declarations += 1
         label = f"{self._label}.{self._declarations}"
-        self._alike = ListChanges(runtime, label, number, ((), ()))
+        self._alike = ListChanges(runtime, label, number, ((), *_NOTHING_LOADED))
         early = len(set(runtime.topology.hosts)) > 1  # on one host a bucket more hides no wire
         declared = self._label, requests, compressors, states
         group = engine.declare(*declared, step, number, early)
@@ -467,18 +472,38 @@ class Reducer:
         compressor = self.memory.compressor_of(name)
         return carrier(compressor, dtype, p.numel(), self._reduction, exact)
 
-    def _agree_on(self, frozen: Sequence[str], loaded: Sequence[str]) -> None:
-        """Raise Mismatch on all ranks unless all freeze, and have loaded, the same. Collective."""
+    def _agree_on(self, frozen: Sequence[str], loaded: Sequence[tuple[str, str]]) -> None:
+        """Raise Mismatch on all ranks unless all freeze, have loaded, and count, the same.
+
+        Collective.
+        """
         label, ranks = f"{self._label}.step{self._alike.call}", self._process_set
+        counted = self.memory.counts_in_common()
+        if counted:
+            counted.append(("in all", self.step))  # by which schedules go
+        told = repr((frozen, loaded, counted)).encode()
+        digest = hashlib.blake2b(told, digest_size=16).digest()
+        if json_exchange.alike(digest, f"{label}.alike", ranks):
+            return
         agree("frozen parameters", f"{label}.frozen", [(n, "") for n in frozen], ranks, _FREEZE)
-        items = [(name, "") for name in loaded]
+        counts = [(name, str(n)) for name, n in counted]
         try:
-            agree("factors or estimates that were loaded", label, items, ranks, _LOADED)
+            agree("factors or estimates that were loaded", label, loaded, ranks, _LOADED)
+            agree("steps that compressors have counted", f"{label}.steps", counts, ranks, _LOADED)
         except Mismatch:
+            self._align_all(f"{label}.aligned")
             self.memory.forget_in_common(self.memory.states)
             self.memory.agreed()
-            self._alike.end((tuple(frozen), ()))
+            self._alike.end((tuple(frozen), *_NOTHING_LOADED))
             raise
+
+    def _align_all(self, label: str) -> None:
+        """Count on from the last step of any rank. Collective."""
+        what, fits = "how often gradients were compressed", _are_counts
+        furthest: dict[str, int] = {}
+        for steps in json_exchange.gather(self._counted(), label, self._process_set, what, fits):
+            furthest |= {name: max(n, furthest.get(name, 0)) for name, n in steps.items()}
+        self.align(furthest)
 
     def _counted(self) -> dict[str, int]:
         return {"": self.step, **self.memory.steps}
@@ -528,6 +553,9 @@ class Reducer:
         return True
 
     def _begin(self) -> None:
+        if not self.in_flight and (self.memory.loaded_in_common or self.memory.recounted):
+            assert self._group is not None
+            self._alike.tell(self._group.turn)  # first: with what is handed in, others may end it
         self.memory.began(fresh=not self.in_flight)
         self.in_flight = True
 
@@ -623,6 +651,10 @@ class Reducer:
         self._left = dict.fromkeys(self.parameters, self.passes)
         self._handed.clear()
         return self._rows.release() if self._rows.dims else []
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(n, int) for n in value.values())
 
 
 def _refuse_ddp(hooks: GradHooks) -> None:
