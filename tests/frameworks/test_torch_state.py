@@ -6,6 +6,7 @@ import copy
 import io
 import time
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -694,6 +695,18 @@ def test_what_replaces_a_model_or_an_optimizer_is_gone_back_to_as_it_was_put_the
     assert torch.equal(models[1].weight, kept)
     assert (optimizers[1].param_groups[0]["lr"], state.epoch) == (0.25, 1)
     assert state.other is models[0]
+
+
+def test_what_is_counted_is_gone_back_to_as_it_was():
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 3).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 3], gamma=0.5)
+    seen = Counter(cats=3)
+    state = hvd.elastic.TorchState(scheduler=scheduler, seen=seen, inner={"seen": seen.copy()})
+    state.save()
+    state.seen["cats"] += 1
+    state.restore()
+    assert scheduler.milestones == {2: 2, 3: 1}
+    assert (state.seen, state.inner) == ({"cats": 3}, {"seen": {"cats": 3}})
 
 
 def test_an_elastic_state_is_saved_into_the_memory_of_the_last_time():

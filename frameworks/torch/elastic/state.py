@@ -163,7 +163,8 @@ def _copied(value: Any, room: Any) -> Any:
     if isinstance(value, dict):
         rooms = room if isinstance(room, dict) else {}
         made = copy.copy(value)  # with what torch hangs on it
-        made.update({key: _copied(inner, rooms.get(key)) for key, inner in value.items()})
+        for key, inner in value.items():  # update() of a Counter, such as a scheduler's, would add
+            made[key] = _copied(inner, rooms.get(key))
         return made
     return copy.deepcopy(value)
 
