@@ -275,6 +275,8 @@ def run(
                 if keeps:
                     _go_back_unless_alike(state, own)
                 state.sync()
+                if elastic and not common:
+                    epochs.tell_known()
                 own, common = None, True
                 if copies is not None:
                     _share(state, copies)

@@ -421,6 +421,8 @@ class Driver:
         met = self.kv_store.value(epochs.met_name(number)) or b""
         if met.isdigit() and len(met) < 10:
             self._membership.meets(number, int(met))
+        if self.kv_store.value(epochs.knows_name(number)) is not None:
+            self._membership.learns(number, now)
         code = self.kv_store.value(epochs.leaving_name(number)) or b""
         if code.isdigit() and len(code) < 4:
             self._membership.leaves(number, int(code), now)

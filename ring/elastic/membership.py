@@ -30,6 +30,7 @@ class JobMember:
     rank: int | None = None
     asked: bool = False  # for the next epoch
     met: bool = False  # the others of the present one
+    knows: bool = False  # how far training is
     dropped: bool = False  # it belongs to the job no more, and is to leave
     ended: bool = False
     dismissed: bool = False  # it was told so
@@ -96,6 +97,7 @@ class Membership:
         self._hosts: dict[str, int] = {}  # slots, hosts that have been there longest first
         self._barred: dict[str, _Barred] = {}
         self._wanting = now  # since when there is something to wait for
+        self._known = False  # whether any member ever told that it knows how far training is
         self._finished: int | None = None  # who has ended well
         self._failed: tuple[int, str] | None = None  # what ended a rank of the present epoch first,
         self.first_failed: int | None = None  # and which member it was
@@ -156,6 +158,13 @@ class Membership:
         """Note that a member has met the others of an epoch, and hears from now on if they live."""
         member = self.members[number]
         member.met = member.met or epoch == self.epoch
+
+    def learns(self, number: int, now: float) -> None:
+        """Note that a member knows how far training is: it has taken over another's state."""
+        member = self.members[number]
+        if not member.knows:
+            member.knows = self._known = True
+            self._let_leave(now)  # who stayed for it
 
     def silent(self, number: int, now: float) -> None:
         """Note that a member of whom others are waiting gives no sign of life."""
@@ -232,6 +241,10 @@ class Membership:
         """Return those of the present epoch that are still there."""
         return [m for m in self._present() if m.rank is not None]
 
+    def _informed(self) -> list[JobMember]:
+        """Return the ranks that know how far training is: all, in programs that never tell."""
+        return [m for m in self._ranked() if m.knows or not self._known]
+
     def _resetting(self, besides: JobMember | None = None) -> bool:
         return any(m.asked for m in self._ranked() if m is not besides)
 
@@ -270,13 +283,13 @@ class Membership:
         if self._finished is not None:
             return
         leaving = self._leaving()
-        stays = not self.epoch or any(m not in leaving for m in self._ranked())
+        stays = not self.epoch or any(m not in leaving for m in self._informed())
         for member in leaving:
             if stays or member.rank is None:
                 self._drop(member, now, gentle=True)
         # Hosts may be back while others have taken their place.
         staying = [m for m in self._present() if m not in leaving]
-        staying.sort(key=lambda m: (m.rank is None, m.rank or 0, m.number))
+        staying.sort(key=lambda m: (not m.knows, m.rank is None, m.rank or 0, m.number))
         for member in staying[self.rules.max_np :] if self.rules.max_np else ():
             self._drop(member, now, gentle=True)
 
@@ -301,7 +314,10 @@ class Membership:
         self._barred[host] = _Barred(until, before.times + 1)
         elsewhere = [m for m in self._ranked() if m.host != host]  # others know nothing yet
         there = [m for m in self._present() if m.host == host]
-        leave = member.rank is not None and bool(there) and len(elsewhere) >= self.rules.min_np
+        enough = len(elsewhere) >= self.rules.min_np and any(
+            m in elsewhere for m in self._informed()
+        )
+        leave = member.rank is not None and bool(there) and enough
         if leave:
             for other in there:
                 self._drop(other, now, gentle=False)
@@ -341,7 +357,7 @@ class Membership:
             if not there:
                 todo.over = self._failed or (0, "")
             return not there
-        if self.epoch and not self._ranked():
+        if self.epoch and not self._informed():
             # Those who come now would begin anew: nobody is left who knows how far training was.
             todo.over = self._failed or (1, "no rank is left")
         elif self._waiting() and now >= self._due()[0]:
@@ -431,11 +447,17 @@ class Membership:
             )
         self._failed, self.first_failed, self._wanting = None, None, now
         first = {host: i for i, host in enumerate(self._hosts)}
+
+        def age(m: JobMember) -> tuple[int, int]:
+            """Return what orders members: all take over the state of the first of them."""
+            if m.rank is None:
+                return 2, first.get(m.host, 0)
+            return int(not m.knows), m.rank
+
         oldest: dict[str, tuple[int, int]] = {}
         for member in taking:
-            key = (0, member.rank) if member.rank is not None else (1, first.get(member.host, 0))
-            oldest[member.host] = min(oldest.get(member.host, key), key)
-        taking.sort(key=lambda m: (oldest[m.host], m.host, m.rank is None, m.rank or 0, m.local))
+            oldest[member.host] = min(oldest.get(member.host, age(member)), age(member))
+        taking.sort(key=lambda m: (oldest[m.host], m.host, age(m), m.local))
         local: dict[str, int] = {}
         for member in self.members.values():
             member.rank = None

@@ -2,11 +2,12 @@
 
 The launcher decides (``ringlet.ring.elastic``); questions and answers lie in the job's store. Names
 there: ``elastic/ask/M`` is what member M asked last, ``elastic/answer/M/N`` the answer to its N-th
-question, ``elastic/met/M`` in which epoch it met the others last,
-``elastic/leaving/M`` the exit code with which an exception ends it, ``elastic/changes`` how often
-hosts have changed, ``elastic/specs`` (a list, as JSON) what the ranks' compressors are,
-``elastic/held/M`` the norm of what those of member M hold back, and whether another has a copy,
-``elastic/taken`` an epoch and what its ranks took over from those that are gone.
+question, ``elastic/met/M`` in which epoch it met the others last, ``elastic/knows/M`` that it has
+the state that they train on, ``elastic/leaving/M`` the exit code with which an exception ends it,
+``elastic/changes`` how often hosts have changed, ``elastic/specs`` (a list, as JSON) what the
+ranks' compressors are, ``elastic/held/M`` the norm of what those of member M hold back, and whether
+another has a copy, ``elastic/taken`` an epoch and what its ranks took over from those that are
+gone.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ def met_name(member: int) -> str:
     return f"elastic/met/{member}"
 
 
+def knows_name(member: int) -> str:
+    """Return the name under which a member says that it has taken over the others' state."""
+    return f"elastic/knows/{member}"
+
+
 def leaving_name(member: int) -> str:
     """Return the name under which a member says that it is about to end, and with which code."""
     return f"elastic/leaving/{member}"
@@ -111,6 +117,11 @@ def tell_met() -> None:
     """Let the launcher know that this process hears the other ranks' signs of life from now on."""
     name = met_name(int(os.environ[MEMBER]))
     client().tell(Op.SET, name.encode(), os.environ[EPOCH].encode())
+
+
+def tell_known() -> None:
+    """Let the launcher know that others may take over the state of training from this process."""
+    client().tell(Op.SET, knows_name(int(os.environ[MEMBER])).encode(), b"1")
 
 
 def tell_specs(specs: Sequence[str]) -> None:

@@ -45,6 +45,8 @@ def jobs(tmp_path_factory):
     """Return the outcomes of all jobs, two at a time: they spend time on waiting."""
     hosts = tmp_path_factory.mktemp("elastic") / "hosts"
     grown, replaced = hosts.with_name("grown"), hosts.with_name("replaced")
+    joined = hosts.with_name("joined")
+    joined.write_text("localhost:1\n127.0.0.1:1\n")
     for file in (hosts, grown, replaced):
         file.write_text("localhost:2\n")
     grow = {"2": "localhost:2\n127.0.0.1:1\n", "3": "127.0.0.1:1\n"}
@@ -93,6 +95,24 @@ def jobs(tmp_path_factory):
         "frozen seated": (
             ["-np", "3", "--min-np", "1", "--heartbeat-seconds", "1"],
             {"do": {"0": [25, "SIGKILL"]}, "seated": 2},
+        ),
+        "frozen beside newcomers": (
+            [
+                "-np",
+                "2",
+                "--min-np",
+                "2",
+                "--heartbeat-seconds",
+                "1",
+                "--host-discovery-script",
+                f"cat {joined}",
+            ],
+            {
+                "hosts": {"2": "localhost:3\n127.0.0.1:1\n"},
+                "file": str(joined),
+                "seated": 0,
+                "until": 3,
+            },
         ),
         "killed joining": (
             ["-np", "4", "--min-np", "2", "--heartbeat-seconds", "1"],
@@ -265,6 +285,17 @@ def test_who_freezes_before_it_meets_the_others_is_ended(jobs, measured):
     norms = {line["committed"]: line["norm"] for line in lines if "committed" in line}
     assert norms[20] > 0 == norms[50]
     measured(lines, "a rank killed, another frozen before it meets the third, heartbeat 1 s")
+
+
+def test_newcomers_without_the_state_do_not_take_the_place_of_rank_0(jobs):
+    done, lines = jobs("frozen beside newcomers")
+    assert done.returncode == 0, done.stderr
+    first, *later = epochs(lines)  # of epoch 2 nothing came
+    assert first == (2, 0)
+    assert min(batch for _, batch in later) >= 10  # at a commit, and not at the start
+    last = sorted((x["rank"], x["started"], x["equal"]) for x in lines if "done" in x)
+    assert last[0][:2] == (0, 1)
+    assert [equal for *_, equal in last] == [True] * 3
 
 
 @pytest.mark.parametrize("how", ["killed joining", "frozen joining"])

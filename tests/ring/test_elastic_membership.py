@@ -508,6 +508,56 @@ def test_all_hosts_may_be_replaced_at_once():
     assert (ranks(todo), todo.dismiss) == ({2: 0, 3: 1}, {0: "", 1: ""})
 
 
+def begun_with_a_newcomer(hosts, more, **rules):
+    """Return the members of a job in whose second epoch a newcomer has taken over no state yet."""
+    members = running(hosts, **rules)
+    for number in list(members.members):
+        members.learns(number, 0.0)
+    members.hosts_found(more, 1.0)
+    (newcomer,) = members.decide(1.0).start
+    for number in range(newcomer.number + 1):
+        members.asks(number, (), 2.0)
+    return members, ranks(members.decide(2.0))
+
+
+def test_who_has_a_rank_but_no_state_yet_does_not_lead():
+    two = [Host("a", 1), Host("b", 1)]
+    members, seats = begun_with_a_newcomer(two, [Host("a", 2), Host("b", 1)], min_np=2)
+    assert seats == {0: 0, 2: 1, 1: 2}
+    members.ended(0, 137, "was killed", 3.0)
+    for number in (1, 2):
+        members.asks(number, (0,), 3.0)
+    assert ranks(members.decide(3.0)) == {1: 0, 2: 1}
+
+
+def test_the_job_does_not_begin_anew_where_who_knows_its_state_is_lost():
+    members, _ = begun_with_a_newcomer([Host("a", 1)], [Host("a", 1), Host("b", 1)])
+    members.ended(0, 137, "was killed", 3.0)
+    members.asks(1, (0,), 3.0)
+    assert members.decide(3.0).over == (137, "rank 0 on a was killed")
+
+
+def test_ranks_of_a_failed_host_stay_where_those_elsewhere_have_no_state_yet():
+    members, _ = begun_with_a_newcomer([Host("a", 2)], [Host("a", 2), Host("b", 1)])
+    members.ended(0, 137, "was killed", 3.0)
+    for number in (1, 2):
+        members.asks(number, (0,), 3.0)
+    todo = members.decide(3.0)
+    assert (todo.dismiss, ranks(todo)) == ({}, {1: 0, 2: 1})
+
+
+def test_ranks_whose_hosts_have_gone_stay_until_a_newcomer_has_their_state():
+    members, seats = begun_with_a_newcomer([Host("a", 1)], [Host("b", 1)])
+    assert seats == {0: 0, 1: 1}
+    assert not members.decide(2.0).changed
+    members.learns(1, 3.0)
+    assert members.decide(3.0).changed
+    for number in (0, 1):
+        members.asks(number, (), 4.0)
+    todo = members.decide(4.0)
+    assert (ranks(todo), todo.dismiss) == ({1: 0}, {0: ""})
+
+
 def test_hosts_that_come_back_are_not_too_many():
     members = running([Host("a", 2)], np=2, max_np=2)
     members.hosts_found([Host("b", 2)], 1.0)
@@ -533,7 +583,7 @@ class Anything(RuleBasedStateMachine):
         self.rules = Rules(np, 1, None if more is None else np + more, resets, 30.0, cooldown)
         self.members = Membership(self.rules, 0.0, lambda: 0.5)
         self.alive, self.asked, self.gone, self.hosts = {}, set(), set(), {}
-        self.seats, self.dismissed = {}, set()
+        self.seats, self.dismissed, self.known = {}, set(), set()
 
     @rule(slots=st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3), max_size=4))
     def find(self, slots):
@@ -561,6 +611,15 @@ class Anything(RuleBasedStateMachine):
         del self.alive[number]
         self.asked.discard(number)
         self.members.ended(number, code, "ended", self.now)
+        self.decide()
+
+    @precondition(lambda self: set(self.alive) & set(self.seats) - self.asked)
+    @rule(data=st.data())
+    def learn(self, data):
+        there = set(self.alive) & set(self.seats) - self.asked
+        number = data.draw(st.sampled_from(sorted(there)))
+        self.known.add(number)
+        self.members.learns(number, self.now)
         self.decide()
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 8.0, 40.0]))
@@ -604,7 +663,8 @@ class Anything(RuleBasedStateMachine):
         assert len(seats) >= (self.rules.min_np if self.epoch else self.rules.np)
         first = next(number for number, s in seats.items() if s.rank == 0)
         old = set(self.seats) & set(seats)
-        assert not self.epoch or first in old  # who leads knows how far training was
+        assert not self.epoch or first in old
+        assert not self.known or first in self.known  # who leads knows how far training was
         for host in {self.alive[n].host for n in seats}:
             there = [s for n, s in seats.items() if self.alive[n].host == host]
             assert sorted(s.local_rank for s in there) == list(range(len(there)))
