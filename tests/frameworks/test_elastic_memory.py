@@ -1,4 +1,4 @@
-"""Elastic jobs keep masters, loss scales and DiLoCo's agreed parameters; factors begin anew."""
+"""Elastic jobs keep masters, loss scales, compression and DiLoCo's parameters, but no factors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("worker_elastic_memory.py")
 # Of two hosts so that a failed one, when it may be used again, brings a newcomer.
 FLAGS = ["-np", "4", "--min-np", "3", "-H", "localhost:2,127.0.0.1:2"]
 FLAGS += ["--blacklist-cooldown-range", "1", "1"]
-KINDS = ["fp16", "diloco", "powersgd"]
+KINDS = ["fp16", "diloco", "powersgd", "onebit", "switched"]
 
 
 def job(plan):

@@ -2,9 +2,10 @@
 
     worker_elastic_memory.py PLAN
 
-PLAN is a JSON object: ``kind``: "fp16" (masters, a loss scale), "diloco" or "powersgd"; how many
-``batches``; ``until`` there are so many ranks; ``do``: by the rank that a process had at its start,
-the batch at which it kills itself; ``resume``.
+PLAN is a JSON object: ``kind``: "fp16" (masters, a loss scale), "diloco", "powersgd", "onebit"
+(OneBitAdam) or "switched" (the compression), the last two from batch 15 on; how many ``batches``;
+``until`` there are so many ranks; ``do``: by the rank that a process had at its start, the batch at
+which it kills itself; ``resume``.
 """
 
 import hashlib
@@ -48,6 +49,8 @@ if kind == "fp16":
 elif kind == "diloco":
     inner = torch.optim.Adam(model.parameters(), lr=0.01)
     optimizer = hvd.DiLoCo(inner, model.named_parameters(), EVERY, "topk(0.1) | ef")
+elif kind == "onebit":
+    optimizer = hvd.OneBitAdam(model.named_parameters(), lr=0.01, warmup=15)
 else:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(),
@@ -88,6 +91,8 @@ def train(state):
     while state.batch < plan["batches"] or hvd.size() != plan["until"]:
         if plan["do"].get(str(started)) == state.batch:
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "switched" and state.batch == 15:
+            optimizer.set_compression("topk(0.1) | ef")
         optimizer.zero_grad()
         loss = model(torch.randn(8, 100, generator=draw)).float().square().mean()
         (optimizer.scale(loss) if kind == "fp16" else loss).backward()

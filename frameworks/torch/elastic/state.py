@@ -109,6 +109,10 @@ class TorchState(ObjectState):
         self._synchronised = True
         for model in self._models():
             register(model)
+        if is_elastic() and (reducers := self._reducers()):
+            told = self._broadcast([reducer.memory.changed for reducer in reducers])
+            for reducer, changed in zip(reducers, told, strict=True):
+                reducer.memory.follow(changed)  # newcomers were not there when others changed
         for holder in self.holders():
             holder.join_epoch()
         if memories := self._memories():

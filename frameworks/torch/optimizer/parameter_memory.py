@@ -47,6 +47,7 @@ class ParameterMemory(Memory):
         self._depth = wrapped_in(parameters)
         super().__init__(self._routed(router), averages, predivide)
         self.states = {name: {} for name in parameters}
+        self.changed: Router | None = None  # what ``change`` was given last
         self.loaded = checkpoint.Loaded.NOTHING  # since ranks agreed on it last
         # The parameters of which it is in common, with a checksum of what is for every rank.
         self.loaded_in_common: tuple[tuple[str, str], ...] = ()
@@ -55,6 +56,11 @@ class ParameterMemory(Memory):
     def compressors(self) -> dict[str, Compressor]:
         """What compresses each parameter's gradient, as it was declared."""
         return {name: self.compressor_of(name) for name in self.parameters}
+
+    def routed_by(self, router: Router) -> dict[str, Compressor]:
+        """Return what would compress each parameter's gradient by ``router``."""
+        compressor_of = self._routed(router)
+        return {name: compressor_of(name) for name in self.parameters}
 
     def inherit(self, before: ParameterMemory, factor: float) -> None:
         """Go on with what ``before`` remembers of the same parameters, under whatever names.
@@ -76,6 +82,7 @@ class ParameterMemory(Memory):
     def change(self, router: Router) -> None:
         """Go on with other compressors. The first rank warns of what is forgotten."""
         warn_of_unmatched(router, self.parameters)
+        self.changed = router
         before, self.compressor_of = self.compressor_of, self._routed(router)
         lost = []
         with at_work():
@@ -88,6 +95,11 @@ class ParameterMemory(Memory):
         if lost and current().rank == 0:
             more = f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else ""
             warnings.warn(f"set_compression: {lost[0]}{more}", stacklevel=outside())
+
+    def follow(self, changed: Router | None) -> None:
+        """Go on with the compressors of another rank, which ``changed`` to them if to any."""
+        if changed is not None and str(changed) != str(self.changed):
+            self.change(changed)
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -110,6 +110,7 @@ class Reducer:
         self._group: Group | None = None
         self._alike: ListChanges  # what is frozen, and what was loaded, and whether counts were
         self._declarations = 0  # under the present label
+        self._declared: dict[str, Compressor] = {}  # with what, by parameter
         self._finalizer: Any = None
         self._alone = False  # whether it is known that nobody else reduces
         self._owing = False  # whether ranks that are no more have left residuals to this one
@@ -136,6 +137,10 @@ class Reducer:
         self.memory.change(as_router(compression))
         if not self._elastic or self._engine is current().engine:
             self._declare(self.step)
+
+    def declares(self, compression: Spec | Routes) -> bool:
+        """Whether gradients were declared last as ``set_compression`` would declare them."""
+        return self._declared == self.memory.routed_by(as_router(compression))
 
     def set_passes(self, passes: int) -> None:
         """Reduce after ``passes`` backward passes from now on; RuntimeError during a step."""
@@ -406,6 +411,7 @@ class Reducer:
 
     def _declare(self, step: int = 0) -> None:
         runtime = current()
+        self._declared = self.memory.compressors
         for name, p in self.parameters.items():
             check(p, f"parameter {name!r}")
         if self._size() == 1 or not self._included:

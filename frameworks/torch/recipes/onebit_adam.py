@@ -200,11 +200,13 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
     def _switch(self) -> None:
         """Compress, or stop it, as the number of steps says, which a checkpoint may have changed.
 
-        Here, where all ranks come by, and not where one of them may load on its own.
+        Here, where all ranks come by, and not where one of them may load on its own. In an elastic
+        job, newcomers and who goes back have declared it by then.
         """
         if self._compressing != (self.steps >= self.warmup):
             self._compressing = not self._compressing
-            self._reducer.set_compression(self._chosen())
+            if not self._reducer.declares(self._chosen()):
+                self._reducer.set_compression(self._chosen())
 
     def _chosen(self) -> Spec | Routes:
         """Return how what is reduced is compressed in the next step."""
