@@ -22,8 +22,8 @@ FLAGS += ["--blacklist-cooldown-range", "1", "1"]
 KINDS = ["fp16", "diloco", "powersgd", "onebit", "switched"]
 
 
-def job(plan):
-    launch = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *FLAGS]
+def job(plan, flags=FLAGS):
+    launch = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *flags]
     done = subprocess.run(
         [*launch, sys.executable, str(WORKER), json.dumps(plan)],
         env=os.environ, capture_output=True, text=True, timeout=300, check=False,
@@ -39,6 +39,9 @@ def jobs():
         started = {kind: pool.submit(job, plan | {"kind": kind}) for kind in KINDS}
         plan |= {"kind": "fp16", "resume": "step"}
         started["step"] = pool.submit(job, plan)
+        plan = {"kind": "fp16", "gradients": True, "batches": 4, "until": 1, "do": {"1": 2}}
+        flags = ["-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1"]
+        started["alone"] = pool.submit(job, plan, flags)
         yield lambda name: started[name].result(400)
 
 
@@ -79,3 +82,11 @@ def test_masters_go_on_from_the_step_at_hand(jobs):
     assert [line["begins"] for line in begun[4:7]] == [25] * 3
     assert len({json.dumps(line["memory"]) for line in begun[4:7]}) == 1
     assert [line["equal"] for line in lines if "done" in line] == [True] * 4
+
+
+def test_masters_are_given_float32_without_the_scale_also_where_one_rank_is_left(jobs):
+    done, lines = jobs("alone")
+    assert done.returncode == 0, done.stderr
+    told = [(line["size"], line["given"]) for line in lines if "given" in line]
+    assert {size for size, _ in told} == {2, 1}
+    assert max(off for _, off in told) < 2.0**-10, told

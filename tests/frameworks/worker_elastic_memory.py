@@ -5,7 +5,8 @@
 PLAN is a JSON object: ``kind``: "fp16" (masters, a loss scale), "diloco", "powersgd", "onebit"
 (OneBitAdam) or "switched" (the compression), the last two from batch 15 on; how many ``batches``;
 ``until`` there are so many ranks; ``do``: by the rank that a process had at its start, the batch at
-which it kills itself; ``resume``.
+which it kills itself; ``resume``. With ``gradients`` all ranks have the same ones, so small that 16
+bits hold them under the loss scale alone, and tell what masters are given of them.
 """
 
 import hashlib
@@ -43,7 +44,8 @@ model = torch.nn.Sequential(torch.nn.Linear(100, 60), torch.nn.Linear(60, 5))
 if kind == "fp16":
     hvd.apply_precision(model, "fp16(init=256, interval=7)")
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters(), "topk(0.1) | ef",
+        torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters(),
+        "none" if plan.get("gradients") else "topk(0.1) | ef",
         precision="fp16(init=256, interval=7)",
     )  # fmt: skip
 elif kind == "diloco":
@@ -83,11 +85,20 @@ def factors():
     return sum(len({"left", "right"} & state.keys()) for state in states)
 
 
+def given():
+    """Return how far what masters are given is from this rank's gradients without their scale."""
+    masters = optimizer._ringlet_masters
+    own = [p.grad.float() / masters.scale.scale for p, _ in masters.pairs.values()]
+    optimizer.synchronize()
+    pairs = zip(own, masters.pairs.values(), strict=True)
+    return max(((m.grad - g).norm() / g.norm()).item() for g, (_, m) in pairs)
+
+
 @hvd.elastic.run(resume=plan.get("resume", "commit"), redundancy=1)
 def train(state):
     norm = optimizer._ringlet.memory.norm()
     tell(begins=state.batch, size=hvd.size(), memory=memory(), residual=norm, factors=factors())
-    draw = torch.Generator().manual_seed(hvd.rank())
+    draw = torch.Generator().manual_seed(0 if plan.get("gradients") else hvd.rank())
     while state.batch < plan["batches"] or hvd.size() != plan["until"]:
         if plan["do"].get(str(started)) == state.batch:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -95,7 +106,11 @@ def train(state):
             optimizer.set_compression("topk(0.1) | ef")
         optimizer.zero_grad()
         loss = model(torch.randn(8, 100, generator=draw)).float().square().mean()
+        if plan.get("gradients"):
+            loss = loss * 2.0**-14
         (optimizer.scale(loss) if kind == "fp16" else loss).backward()
+        if plan.get("gradients"):
+            tell(given=given(), size=hvd.size())
         optimizer.step()
         state.batch += 1
         if state.batch % 10 == 0:

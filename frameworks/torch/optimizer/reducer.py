@@ -103,6 +103,7 @@ class Reducer:
         self._sparse_as_dense = options.sparse_as_dense
         self._rows = self._new_rows()
         self._handed = Handed(op)
+        self._results: Mapping[str, torch.Tensor] = {}  # where to deliver
         self._hooks = GradHooks(self, named)
         self._reduction, self._unscaling = options.policy.reduction, unscaling
         if unscaling is not None:
@@ -199,8 +200,8 @@ class Reducer:
 
         Those of gradients that are elsewhere than in host memory, or travel as rows, stay there.
         """
-        places = self._handed.places
-        self._handed.results = {n: r for n, r in results.items() if places.get(n) == HOST}
+        self._results = results
+        self._place_results()
 
     def delivered(self, name: str) -> torch.Tensor | None:
         """Return where the last result was delivered to; None if it is in the gradient."""
@@ -378,6 +379,11 @@ class Reducer:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _place_results(self) -> None:
+        handed = self._handed
+        there = {n: r for n, r in self._results.items() if handed.places.get(n) == HOST}
+        handed.results = there
+
     def _size(self) -> int:
         return self._process_set.size()
 
@@ -402,6 +408,7 @@ class Reducer:
         if self._group is not None:
             self._finalizer.detach()
         self._group = None
+        self._handed = Handed(self._op)  # nothing of the last epoch: one rank alone hands in none
         self._rows = self._new_rows()
         self._included = self._process_set.included()
         self.memory.resize(self._size())
@@ -419,6 +426,7 @@ class Reducer:
         number = self._process_set.number()
         places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
         self._handed.places = places
+        self._place_results()
         names = [name for name in self.parameters if name not in self._rows.dims]
         carried = [self._carried(name) for name in names]
         requests = [
