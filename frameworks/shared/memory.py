@@ -7,6 +7,8 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.modifiers.residuals import forget, wide
@@ -229,10 +231,8 @@ def _copied(state: State, room: State) -> State:
     for key, value in state.items():
         if isinstance(value, dict):
             copy[key] = _copied(value, room.get(key, {}))
-        elif not hasattr(value, "shape"):
-            copy[key] = value
         else:
-            copy[key] = _filled(room.get(key), value)
+            copy[key] = _filled(room.get(key), value) if _is_array(value) else value
     return copy
 
 
@@ -246,7 +246,12 @@ def _put_back(state: State, before: State, spared: frozenset[str]) -> None:
         if isinstance(value, dict):
             _put_back(state.setdefault(key, {}), value, spared)
         elif key not in spared:
-            state[key] = _filled(state.get(key), value) if hasattr(value, "shape") else value
+            state[key] = _filled(state.get(key), value) if _is_array(value) else value
+
+
+def _is_array(value: Any) -> bool:
+    """Whether ``value`` can be written to, as NumPy's numbers cannot, which have a shape too."""
+    return hasattr(value, "shape") and not isinstance(value, np.generic)
 
 
 def _filled(array: Any, values: Any) -> Any:

@@ -109,6 +109,16 @@ def test_a_commit_knows_nothing_of_what_was_remembered_first_after_it():
     assert states["b"] is new
 
 
+def test_a_number_of_numpys_that_a_plugin_keeps_is_gone_back_to():
+    undo, states = Undo(), {"a": {"peak": held([3, 1]).max(), "sums": held(0.0)}}
+    for _ in range(2):  # the second copy goes where the first one is
+        undo.remember(states)
+        states["a"]["peak"] = states["a"]["peak"] * 2
+        states["a"]["sums"] += 1
+    undo.restore(states)
+    assert states == {"a": {"peak": 6, "sums": 1}}
+
+
 def test_parameters_are_known_while_they_live():
     model = torch.nn.Linear(2, 3)
     made = memory_of(model)
