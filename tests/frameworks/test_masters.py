@@ -322,6 +322,23 @@ def case_a_checkpoint_of_another_policy_keeps_to_the_chosen_scale():
         autocast.load_state_dict(state)
 
 
+def case_what_is_written_after_synchronize_is_taken_over():
+    for precision, dtype in (("bf16", torch.bfloat16), (SCALED, torch.float16)):
+        for first in (0, 1):  # before the first step, and later on
+            p = torch.nn.Parameter(torch.zeros(8, dtype=dtype))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), precision=precision)
+            places = [p, optimizer.master_parameters()[0]]
+            for written, place in ((2.0, places[first]), (4.0, places[1 - first])):
+                optimizer.zero_grad()
+                optimizer.scale(p.sum()).backward()
+                optimizer.synchronize()
+                with torch.no_grad():
+                    place.fill_(written)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                assert p.tolist() == [written - 1.0] * 8, (precision, first, written)
+
+
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
 
 

@@ -139,8 +139,12 @@ class Masters:
         self._shown.show(self.pairs, self._wide)
 
     def see_changes(self) -> None:
-        """Take over what the caller has changed in shown gradients; RuntimeError if it must not."""
+        """Take over what the caller has changed since ``synchronize``: gradients, and parameters.
+
+        RuntimeError for shown gradients that must not be changed.
+        """
         self._shown.see_changes(self.pairs)
+        self._follow()
 
     def warn_unless_scaled(self) -> None:
         """Warn where nobody has asked for a loss scale: then no loss was multiplied by it."""
@@ -179,6 +183,7 @@ class Masters:
             for name, (p, master) in self.pairs.items():
                 if p._version != self._versions.get(name):
                     master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))
+                    self._versions[name] = p._version
 
     def advance(self, reducer: Reductions) -> None:
         """Move the loss scale on; residuals, which are in its units, follow.
