@@ -339,6 +339,25 @@ def case_what_is_written_after_synchronize_is_taken_over():
                 assert p.tolist() == [written - 1.0] * 8, (precision, first, written)
 
 
+def case_what_is_owed_to_one_rank_outlasts_an_overflow():
+    if hvd.size() > 1:
+        return
+    saving = half(4, SCALED, compression="topk(ratio=0.5) | ef")[1].state_dict()
+    memory = saving["ringlet"] | {"size": 2, "specs": {"param.0.0": "topk(ratio=0.5) | ef"}}
+    shards = [
+        saving | {"ringlet": memory | {"rank": r, "states": {"param.0.0": {"residual": held}}}}
+        for r, held in enumerate([torch.full((4,), 1024.0), torch.full((4,), 3072.0)])
+    ]
+    p, optimizer = half(4, SCALED, compression="topk(ratio=0.5) | ef")
+    optimizer.load_sharded(shards)
+    for factor, there in ((float("inf"), 0.0), (1.0, -3.0), (float("inf"), -3.0), (1.0, -4.0)):
+        optimizer.zero_grad()
+        optimizer.scale((p * factor).sum()).backward()
+        optimizer.step()
+        assert p.tolist() == [there] * 4, factor
+    assert optimizer.skipped_steps == 2
+
+
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
 
 

@@ -241,8 +241,10 @@ class Reducer:
             self.renewed = False
             if changed is not None and self.cure:
                 raise RuntimeError(self._too_early(changed))
+            self.memory.began()
             if self._owing:
                 self._pay_back()
+            self.memory.ended()
             return
         if changed is not None:
             why = self._too_early(changed)
@@ -371,6 +373,11 @@ class Reducer:
             with torch.no_grad():
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
                 p.grad = (owed + grad).to(p.dtype)
+
+    def undo(self) -> None:
+        """Forget what the last step, which is skipped, has changed in what compressors remember."""
+        self.memory.undo()
+        self._owing = self._included and self._group is None
 
     def take_back(self) -> None:
         """Forget the step at hand, which has failed: compressors remember what was before it."""

@@ -39,6 +39,9 @@ class Reductions(Protocol):
     def finite(self) -> bool:
         """Whether all that is ``unscaled`` is finite."""
 
+    def undo(self) -> None:
+        """Forget what the last step, which is skipped, has changed in what is remembered."""
+
     def deliver(self, results: Mapping[str, torch.Tensor]) -> None:
         """Let results go to ``results``, by name."""
 
@@ -192,7 +195,7 @@ class Masters:
         """
         overflow, self.overflow = self.overflow, False
         if overflow:
-            reducer.memory.undo()
+            reducer.undo()
         before, self.scale = self.scale.scale, self.scale.after(overflow)
         self.skipped += overflow
         if self.scale.scale != before:
