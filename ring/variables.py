@@ -169,7 +169,12 @@ _RINGLET: dict[str, Variable] = {
         "threads of a codec's kernel; `ringlet run` sets `OMP_NUM_THREADS` to the share, torchrun "
         "to 1",
     ),
-    "TRANSPORT": Variable(_anything, PROCESS, "chosen", "`mpi`, `gloo`, `local` or `nccl`"),
+    "TRANSPORT": Variable(
+        _anything,
+        PROCESS,
+        "chosen",
+        "`mpi`, `gloo`, `local` or `nccl`; to `ringlet run` too, where `--transport` says nothing",
+    ),
     "SECRET": Variable(
         _anything,
         PROCESS,

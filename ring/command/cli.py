@@ -70,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of ranks (with hosts: all their slots unless given)",
     )
     parser.add_argument(
-        "--transport", metavar="NAME", help="mpi, gloo or nccl (default: mpi if it is there)"
+        "--transport",
+        metavar="NAME",
+        help="mpi, gloo or nccl (default: RINGLET_TRANSPORT, else mpi if it is there)",
     )
     for name in ("mpi", "gloo"):
         parser.add_argument(

@@ -29,6 +29,7 @@ from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.interfaces import find_interface
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import launch
+from ringlet.ring.launch.start import asked_transport
 from ringlet.ring.placed.node_rendezvous import NodeRendezvous, serve_as_node
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
 from ringlet.ring.rendezvous.environment import check_transport
@@ -70,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--service", metavar="NAME", help="Service that gives the pods of an indexed Job names"
     )
-    parser.add_argument("--transport", metavar="NAME", help="mpi, gloo or nccl (default: gloo)")
+    parser.add_argument(
+        "--transport",
+        metavar="NAME",
+        help="mpi, gloo or nccl (default: RINGLET_TRANSPORT, else gloo)",
+    )
     add_elastic(parser, nodes=True)
     add_environment(parser)
     add_meeting(parser, 300)
@@ -94,7 +99,8 @@ def _run(options: argparse.Namespace) -> int:
     env = {**options.tunables, **dict(map(assignment, options.env))}
     example = "ringlet node --slots 2 python train.py"
     check_command(command, {**os.environ, **env}.get("PATH"), example)
-    transport = check_transport(options.transport or "gloo", "--transport")
+    transport = asked_transport(options.transport, env) or "gloo"
+    check_transport(transport, "--transport")
     reach = reach_of(options)
     here = found(options)
     elastic = is_elastic(options)

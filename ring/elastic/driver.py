@@ -105,6 +105,7 @@ class Driver:
         env: Mapping[str, str],
         reach: Reach,
     ) -> None:
+        transport = start.asked_transport(transport, env)
         if transport == "mpi":
             raise LaunchError(
                 "an elastic job cannot use MPI, whose library ends every rank when one is lost: "

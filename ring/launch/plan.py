@@ -48,7 +48,7 @@ class Plan:
         except ValueError as error:
             raise LaunchError(str(error)) from None
         self.size, self.command = np, list(command)
-        self.transport, self.remark = start.choose_transport(transport)
+        self.transport, self.remark = start.choose_transport(start.asked_transport(transport, env))
         self.site = Allocation(hosts, np, reach)
         # Another MPI's ranks are started by its own mpiexec.
         asks_us = self.transport == "mpi" and start.is_mpich(reach.start_timeout)

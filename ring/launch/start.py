@@ -75,6 +75,19 @@ def is_mpich(seconds: float) -> bool:
     return b"HYDRA build details" in said
 
 
+def asked_transport(given: str | None, env: Mapping[str, str]) -> str | None:
+    """Return the transport ``given``, or what RINGLET_TRANSPORT says; None if nothing is asked for.
+
+    ``env`` holds the job's own variables. In a rank of another job this process's environment says
+    what that one's launcher chose. Raises LaunchError for an unknown name in the variable.
+    """
+    if given is not None:
+        return given
+    around = {} if "RINGLET_RANK" in os.environ else os.environ
+    said = env.get("RINGLET_TRANSPORT") or around.get("RINGLET_TRANSPORT")
+    return check_transport(said, "RINGLET_TRANSPORT") if said else None
+
+
 def choose_transport(asked: str | None) -> tuple[str, str | None]:
     """Return the transport for a job, and a remark if it is not the one people expect.
 

@@ -362,6 +362,27 @@ def test_the_environment_of_a_rank(ringlet: Launcher, transport: str) -> None:
         assert "OPENBLAS_NUM_THREADS" not in set(env) - set(os.environ)
 
 
+@pytest.mark.parametrize(
+    ("env", "options", "transport"),
+    [
+        ({"RINGLET_TRANSPORT": "gloo"}, [], b"gloo"),
+        ({"RINGLET_TRANSPORT": "mpi"}, ["--env", "RINGLET_TRANSPORT=gloo"], b"gloo"),
+        ({"RINGLET_TRANSPORT": "mpi"}, ["--transport", "gloo"], b"gloo"),
+        ({"RINGLET_TRANSPORT": "mpi", "RINGLET_RANK": "0"}, ["--min-np", "1"], b"gloo"),
+        ({"RINGLET_TRANSPORT": "goo"}, [], b"RINGLET_TRANSPORT: unknown transport 'goo'"),
+        ({"RINGLET_TRANSPORT": "mpi"}, ["--min-np", "1"], b"an elastic job cannot use MPI"),
+    ],
+)
+def test_the_environment_may_name_the_transport(
+    env: dict[str, str], options: list[str], transport: bytes
+) -> None:
+    command = [sys.executable, "-m", "ringlet", "run", "-np", "1", *options, "true"]
+    returned, _, err = Running(command, uuid.uuid4().hex, env).end()
+    started = transport == b"gloo"
+    assert returned == (0 if started else 2)
+    assert (b" over gloo" if started else transport) in err.splitlines()[0]
+
+
 def test_threads_are_divided(ringlet: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
