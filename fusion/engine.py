@@ -252,18 +252,23 @@ class Engine:
             self._requester.wake(at_once)
         return list(works)
 
-    def join(self, process_set: int = 0) -> int:
+    def join(self, process_set: int | None = None) -> int:
         """Let the others go on without this rank's data; return the rank that joined last.
 
-        Until all ranks of the process set have called this, the rank contributes zeros.
+        Until all ranks of the process set have called this, the rank contributes zeros. By default
+        it does in every set that it is in, and comes back once all ranks of the job have joined.
         """
-        self._size_of(process_set)
-        under_way = self._worker.under_way(process_set)
-        if under_way:
-            raise RuntimeError(f"a step of {under_way!r} is under way; finish it before join()")
-        handle = self._expected(("join", process_set))
-        self._requester.join(process_set)
-        return int(handle.wait())
+        sets = self._worker.own_sets() if process_set is None else [process_set]
+        for number in sets:
+            self._size_of(number)
+            under_way = self._worker.under_way(number)
+            if under_way:
+                raise RuntimeError(f"a step of {under_way!r} is under way; finish it before join()")
+        handles = [self._expected(("join", number)) for number in sets]
+        for number in sets:
+            self._requester.join(number)
+        last, *_ = [int(handle.wait()) for handle in handles]
+        return last
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Make a process set of ``ranks``, ascending; return its number. All ranks call it.

@@ -290,6 +290,10 @@ class Worker:
                 group.pass_over()
         self._control.send(m.JOIN + dumps(process_set))
 
+    def own_sets(self) -> list[int]:
+        """Return the numbers of the process sets that this rank is in; that of all ranks first."""
+        return list(self.sets)
+
     def under_way(self, process_set: int) -> str | None:
         """Return the name of a group in the middle of a step, if there is one."""
         groups = list(self._groups.values())

@@ -231,6 +231,46 @@ def test_what_stands_in_for_a_rank_that_joined_is_not_scaled(op):
     assert result == [6.0] * 3
 
 
+def test_a_rank_that_joined_counts_as_zeros_in_its_process_sets_too():
+    joined = threading.Event()
+
+    def body(engine):
+        pair = engine.add_process_set([0, 1])
+        other = engine.add_process_set([1, 2])
+        group = None
+        if engine.rank < 2:
+            request = Request("w", shape=(3,), process_set=pair)
+            group = engine.declare("g", [request], [parse("none")], [{}], process_set=pair)
+            x = ones(3, 4.0)
+            group.submit("w", x)
+            group.wait(60)
+        seen = []
+        if engine.rank == 0:
+            joined.set()
+        else:
+            assert joined.wait(60)
+            request = Request("y", shape=(3,), process_set=other)
+            seen.append(engine.submit(request, ones(3, 2.0)).wait(60)[0])
+        if engine.rank == 1:
+            request = Request("x", shape=(3,), process_set=pair)
+            seen += [engine.submit(request, ones(3, 2.0)).wait(60)[0] for _ in range(2)]
+            x = ones(3, 4.0)
+            group.submit("w", x)
+            group.wait(60)
+            seen.append(x[0])
+        last = engine.join()
+        again = 0.0
+        if engine.rank < 2:
+            request = Request("x", shape=(3,), process_set=pair)
+            again = engine.submit(request, ones(3, 2.0)).wait(60)[0]
+        return [float(each) for each in seen], last, float(again)
+
+    first, second, third = with_engines(3, body)
+    assert (first[0], second[0], third[0]) == ([], [2.0, 1.0, 1.0, 2.0], [2.0])
+    assert first[1] == second[1] == third[1]
+    assert (first[2], second[2], third[2]) == (2.0, 2.0, 0.0)
+
+
 def test_a_broadcast_with_an_output_sends_the_values():
     def body(engine):
         values, output = ones(4, engine.rank + 1.0), ones(4, -7.0)
