@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from ringlet.ring.errors import LaunchError
@@ -63,6 +64,8 @@ _INSTEAD = {
     ("library_options", "mpi_threads_disabled"): "mpi_threads_disable stands for it",
 }
 _LINE = re.compile(r"( *)([A-Za-z_][A-Za-z0-9_-]*) *:(?: +(.*))?")
+_FLOW = re.compile(r"([A-Za-z_][A-Za-z0-9_-]*) *: +\{(.*)\}")  # section: {key: value, ...}
+_ITEM = re.compile(r"""(?:"[^"]*"|'[^']*'|[^,"'])+""")
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 _NOTHING = ("", "~", "null", "Null", "NULL")
 
@@ -81,20 +84,19 @@ def flags_of(path: str) -> tuple[list[str], list[str]]:
     passed_over: list[str] = []
     section: str | None = ""  # None: one that is passed over
     sections = {name for name, _ in KEYS}
-    for number, line in enumerate(lines, 1):
+    for number, text in _texts(lines, sections):
         where = f"--config-file {path}, line {number}"
-        text = _without_comment(line).rstrip()
-        if not text or text in ("---", "..."):
-            continue
         found = _LINE.fullmatch(text)
         if found is None:
-            raise LaunchError(f"{where}: expected `key: value`, not {line.strip()!r}")
+            raise LaunchError(f"{where}: expected `key: value`, not {text.strip()!r}")
         indent, key, value = found[1], found[2].replace("-", "_"), (found[3] or "").strip()
         if not indent:
             section = ""
         if section is None:
             continue
-        if not indent and key in sections and not value:
+        if not indent and key in sections:
+            if value not in _NOTHING:
+                raise LaunchError(f"{where}: {key} is a section of keys, not {value!r}")
             section = key
             continue
         if key == "controller":
@@ -107,6 +109,19 @@ def flags_of(path: str) -> tuple[list[str], list[str]]:
         elif value not in _NOTHING:
             words += _words(known, _scalar(value), f"{where}: {key}")
     return words, passed_over
+
+
+def _texts(lines: list[str], sections: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield what stands on each line, and its number; keys in braces as if each had a line."""
+    for number, line in enumerate(lines, 1):
+        text = _without_comment(line).rstrip()
+        flow = _FLOW.fullmatch(text)
+        if flow is not None and flow[1].replace("-", "_") in sections:
+            yield number, f"{flow[1]}:"
+            for item in filter(str.strip, _ITEM.findall(flow[2])):
+                yield number, f"  {item.strip()}"
+        elif text and text not in ("---", "..."):
+            yield number, text
 
 
 def _stranger(section: str, key: str) -> str:

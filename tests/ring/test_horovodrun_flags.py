@@ -110,6 +110,26 @@ def test_a_configuration_file_may_say_what_does_nothing_here(tmp_path, capfd):
     assert [line.split()[2] for line in told] == ["--hierarchical-allgather", "--thread-affinity"]
 
 
+def test_a_section_may_stand_in_braces(tmp_path):
+    text = """
+params: {fusion_threshold_mb: 32, cycle-time-ms: 3.5}  # of the engine
+autotune: { enabled: yes, log_file: "a, b: c.csv", }
+timeline: {}
+num_proc: 2
+"""
+    (tmp_path / "c.yaml").write_text(text)
+    assert flags_of(str(tmp_path / "c.yaml")) == (
+        [
+            "--fusion-threshold-mb=32",
+            "--cycle-time-ms=3.5",
+            "--autotune",
+            "--autotune-log-file=a, b: c.csv",
+            "--num-proc=2",
+        ],
+        [],
+    )
+
+
 def test_every_key_is_a_flag():
     known = parser()
     for flags in KEYS.values():
@@ -121,6 +141,10 @@ def test_every_key_is_a_flag():
     ("text", "said"),
     [
         ("- a", "line 1: expected `key: value`"),
+        ("params: 3", "line 1: params is a section of keys, not '3'"),
+        ("params: [1, 2]", "line 1: params is a section of keys"),
+        ("params: {cycle_time_ms: 1", "line 1: params is a section of keys"),
+        ("params: {a}", "line 1: expected `key: value`, not 'a'"),
         ("autotune:\n  enabled: perhaps", "line 2: enabled is true or false, not 'perhaps'"),
         ("controller: jsrun", "controller is gloo or mpi"),
     ],
@@ -142,7 +166,7 @@ def test_what_a_file_says_wrongly_is_named(tmp_path, text, said):
             "parms:\n  cycle_time_ms: 3",
             "line 1, is passed over: 'parms' is not known; did you mean",
         ),
-        ("params: {a: 1}", "line 1, is passed over: 'params' is not known"),
+        ("params: {a: 1}", "line 1, is passed over: 'a' is not known in section params"),
         ("fusion_threshold_mb: 1", "it belongs to section params"),
         ("logging:\n  hostfile: h", "it belongs to no section"),
         ("timeline:\n  enabled: false", "a timeline is written where there is a filename"),
