@@ -18,7 +18,7 @@ from ringlet.fusion.negotiation.bucket_votes import DAMAGED, BucketVotes
 from ringlet.fusion.negotiation.request_table import RequestTable
 from ringlet.fusion.negotiation.stall_inspector import Stalled, StallInspector
 from ringlet.fusion.negotiation.stragglers import Stragglers
-from ringlet.fusion.negotiation.validation import differing, listed
+from ringlet.fusion.negotiation.validation import differing, listed, named_ranks
 from ringlet.fusion.requests.request import Request, dumps, loads
 
 _PROTOTYPES = 1 << 12  # that are kept as objects
@@ -33,7 +33,9 @@ class Coordinator:
         event \\ state            running                         after some rank has left
         ------------------------  ------------------------------  ----------------------------------
         rank r calls for a        noted; with the last rank's     refused
-          process set             call made, removed or refused
+          process set             call made, removed or refused;
+                                  refused if all who have not
+                                  called have joined
         rank r is lost            everybody is told, and ends     the same
         rank r leaves             what waits for it is refused    the same
         a message makes no sense  the engine ends on all ranks    the same
@@ -206,6 +208,7 @@ class Coordinator:
             return [m.JOINED + dumps([number, -1, _was_removed(number), []])]
         told = peers.join(rank)
         told += self._votes.joined(peers)
+        told += [] if number else self._sets_refused_for_joined()
         return told + peers.all_joined() + self._refused_for_gone(peers)
 
     def _announce(self, message: bytes) -> list[bytes]:
@@ -285,7 +288,7 @@ class Coordinator:
         if self._gone:
             return self._refuse_sets()
         if not all(self._set_calls.values()):
-            return []
+            return self._sets_refused_for_joined()
         calls = {rank: queue.popleft() for rank, queue in self._set_calls.items()}
         self._sets_changed += 1
         text = differing("process sets", {rank: _in_words(call) for rank, call in calls.items()})
@@ -318,13 +321,25 @@ class Coordinator:
         return f"process set {ranks}: it takes at least one rank, ascending, each once"
 
     def _refuse_sets(self) -> list[bytes]:
+        return self._refuse_set_calls("; ".join(self._gone.values()), sorted(self._gone))
+
+    def _sets_refused_for_joined(self) -> list[bytes]:
+        """Refuse calls for process sets that wait for nobody but ranks that have joined."""
+        absent = [rank for rank, queue in self._set_calls.items() if not queue]
+        if any(rank in self._sets[0].active for rank in absent):
+            return []
+        return self._refuse_set_calls(
+            f"process sets stay as they are: {named_ranks(absent)} joined, and all ranks have to "
+            "call for a change: make it before any rank calls join(), or after all have"
+        )
+
+    def _refuse_set_calls(self, why: str, gone: Sequence[int] = ()) -> list[bytes]:
         called = [rank for rank, queue in self._set_calls.items() if queue]
         if not called:
             return []
         for queue in self._set_calls.values():
             queue.clear()
-        why = "; ".join(self._gone.values())
-        return [m.SET + dumps(m.SetChange(0, [], why, called, sorted(self._gone)))]
+        return [m.SET + dumps(m.SetChange(0, [], why, called, gone))]
 
     # -- ranks that leave -----------------------------------------------------------------------
 

@@ -325,6 +325,34 @@ def test_only_reductions_run_while_somebody_has_joined():
     assert "rank 2 joined" in texts[0]
 
 
+@pytest.mark.parametrize("change", ["add", "remove"])
+@pytest.mark.parametrize("callers", [1, 2])
+def test_process_sets_stay_as_they_are_while_somebody_has_joined(change, callers):
+    joined = threading.Event()
+
+    def body(engine):
+        pair = engine.add_process_set([0, 1])
+        text = ""
+        if engine.rank < callers:
+            if engine.rank == 0:
+                assert joined.wait(60)
+            call = engine.add_process_set if change == "add" else engine.remove_process_set
+            with pytest.raises(Mismatch) as caught:
+                call([1, 2] if change == "add" else pair)
+            text = str(caught.value)
+        elif engine.rank == 2:
+            joined.set()
+        engine.join()
+        engine.remove_process_set(pair)
+        return text, engine.add_process_set([0, 1])
+
+    told = with_engines(3, body)
+    absent = "rank 2 joined" if callers == 2 else "ranks 1, 2 joined"
+    assert [text for text, _ in told[:callers]] == [told[0][0]] * callers
+    assert absent in told[0][0]
+    assert len({number for _, number in told}) == 1
+
+
 @pytest.mark.parametrize("first", ["join", "declaration"])
 def test_a_declaration_that_a_joined_rank_cannot_make_is_refused(first):
     joined, called = threading.Event(), threading.Event()
