@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringlet.compressors.base.chain import Chain
-from ringlet.compressors.base.contract import Compressor, wrapped_fields
+from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.base.modifier import Modifier
+from ringlet.compressors.base.nesting import innermost, is_plugin, nested, overrides
 from ringlet.compressors.core.context import SECOND_STAGE, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import described
@@ -71,7 +71,7 @@ def carry_over(
             state["residual"] = _added(state.get("residual"), parts)
         for part in parts:
             forget(part.state)
-    if _classes(before) == _classes(after):
+    if [type(each) for each in nested(before)] == [type(each) for each in nested(after)]:
         both = {*before.traits().gradient_units} & {*after.traits().gradient_units}
         units |= {n for n in both if before.units_size(n, _MANY) == after.units_size(n, _MANY)}
     first, last = innermost(before), innermost(after)
@@ -226,12 +226,10 @@ def counts_in_common(compressor: Compressor) -> bool:
     Shared random numbers and schedules go by steps, and estimates that all have are of one. So may
     be what a plugin does: nobody can tell.
     """
-    cls, passing = type(compressor), [kind.at for kind in (Compressor, Modifier, Chain)]
-    own, by_step = cls.__module__.startswith("ringlet.compressors."), LowRank | RandomK | Hadamard
-    if not own or cls.at not in passing or isinstance(compressor, by_step | EF21):
+    by_step = LowRank | RandomK | Hadamard | EF21
+    if is_plugin(compressor) or overrides(compressor, "at"):
         return True
-    inner = [getattr(compressor, field.name) for field in wrapped_fields(cls)]
-    return any(counts_in_common(each) for each in inner if each is not None)
+    return any(isinstance(each, by_step) for each in nested(compressor))
 
 
 def forget_shared(state: State, compressor: Compressor) -> None:
@@ -483,16 +481,3 @@ def _times(value: object, factor: float) -> object:
 def _share(compressor: Compressor, size: int) -> float:
     """Return the share of a gradient that is compressed in a mean over ``size`` ranks."""
     return 1.0 / size if compressor.traits().predivide else 1.0
-
-
-def _classes(compressor: Compressor) -> list[Any]:
-    """Return the classes of a compressor and of all that it wraps, as they are nested."""
-    inner = [getattr(compressor, field.name) for field in wrapped_fields(type(compressor))]
-    return [type(compressor), *(_classes(each) for each in inner if each is not None)]
-
-
-def innermost(compressor: Compressor) -> Compressor:
-    """Return what the modifiers of ``compressor`` modify."""
-    while isinstance(compressor, Modifier) and compressor.inner is not None:
-        compressor = compressor.inner
-    return compressor

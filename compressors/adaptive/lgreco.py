@@ -12,11 +12,11 @@ from contextlib import suppress
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.base.nesting import innermost
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError
 from ringlet.compressors.lowrank.powersgd import LowRank
 from ringlet.compressors.specs.parser import resolve
-from ringlet.compressors.states import innermost
 
 Spec = str | Compressor
 _WARM = 4  # steps after which a warm start has found its subspace

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ringlet.compressors.base.nesting import overrides
 from ringlet.compressors.states import resize
-from ringlet.fusion.planning.member import overrides
 from ringlet.jax.held_state import Held, flattened, merge_layouts, nested, store
 from ringlet.jax.ops.operands import dtype_of
 from ringlet.jax.ops.ordered_calls import Output, call

@@ -85,10 +85,15 @@ def _same_variables(items: Items, others: Items) -> bool:
     )
 
 
+def told_alike(told: object, label: str, process_set: ProcessSet) -> bool:
+    """Whether all ranks tell the same, by its ``repr``. Collective, one answer for all."""
+    digest = hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
+    return json_exchange.alike(digest, label, process_set)
+
+
 def _lists(label: str, items: Items, process_set: ProcessSet) -> list[Items] | None:
     """Return the items of all ranks in order; None if they are the same on all of them."""
-    digest = hashlib.blake2b(repr(list(items)).encode(), digest_size=16).digest()
-    if json_exchange.alike(digest, f"{label}.agreed", process_set):
+    if told_alike(list(items), f"{label}.agreed", process_set):
         return None
     expected = "a list of names and what else must be equal"
     lists = json_exchange.gather(list(items), f"{label}.lists", process_set, expected, _are_items)

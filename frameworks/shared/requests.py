@@ -10,9 +10,9 @@ from numbers import Integral
 from typing import Any, Protocol
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression
+from ringlet.compressors.base.nesting import overrides
 from ringlet.fusion import Request
 from ringlet.fusion.devices.host import Place
-from ringlet.fusion.planning.member import overrides
 from ringlet.job.process_sets import InvalidArgument, ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS

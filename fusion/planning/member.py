@@ -10,15 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringlet.compressors import (
-    Chain,
     Compressor,
     CompressorError,
     Context,
-    Modifier,
     NoCompression,
     Part,
     Workspace,
 )
+from ringlet.compressors.base.nesting import is_plugin, overrides
 from ringlet.compressors.core.context import SECOND_STAGE, State
 from ringlet.compressors.states import reclaim
 from ringlet.fusion.devices.convert import from_float32, to_float32
@@ -50,26 +49,6 @@ class PieceCount:
     def restart(self) -> None:
         """Count anew."""
         self._left = self._pieces
-
-
-def inside(compressor: Compressor) -> list[Compressor]:
-    """Return the compressors that ``compressor`` wraps, or chains."""
-    found = [getattr(compressor, name, None) for name in ("inner", "first", "second")]
-    return [part for part in found if isinstance(part, Compressor)]
-
-
-def foreign(compressor: Compressor) -> bool:
-    """Whether the compressor, or one inside it, is a plugin; the same on all ranks."""
-    own = type(compressor).__module__.startswith("ringlet.compressors.")
-    return not own or any(map(foreign, inside(compressor)))
-
-
-def overrides(compressor: Compressor, method: str) -> bool:
-    """Whether the compressor, or one inside it, defines ``method`` rather than passing it on."""
-    passing = [getattr(cls, method) for cls in (Compressor, Modifier, Chain)]
-    if getattr(type(compressor), method) not in passing:
-        return True
-    return any(overrides(part, method) for part in inside(compressor))
 
 
 _UNWRITTEN = np.uint32(0x7FC05EED)  # a NaN that no decoder writes
@@ -137,7 +116,7 @@ class Member:
         self.strategy = choose(used, self.size, forced, self.request.numel, self.link)
         self.encoded = not isinstance(used, NoCompression)
         self.summed = self.strategy == "sum"
-        self.foreign = self.encoded and not self.place.ordered and foreign(used)
+        self.foreign = self.encoded and not self.place.ordered and is_plugin(used)
         self.nbytes = self.numel * self.request.storage.itemsize
         self.prescale = self.request.prescale * (1.0 / self.size if self._predivided() else 1.0)
         self.postscale, self.divisor = self.rescaling(self.size)

@@ -8,7 +8,8 @@ and are compressed as the ranges of it that they are.
 from __future__ import annotations
 
 from ringlet.compressors import NoCompression
-from ringlet.fusion.planning.member import Member, PieceCount, overrides
+from ringlet.compressors.base.nesting import overrides
+from ringlet.fusion.planning.member import Member, PieceCount
 
 PIECE = 2 << 20  # elements
 

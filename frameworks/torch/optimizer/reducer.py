@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.accumulation import check_passes
 from ringlet.shared.compression import as_router
 from ringlet.shared.list_changes import ListChanges
-from ringlet.shared.model_agreement import agree
+from ringlet.shared.model_agreement import agree, told_alike
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.handles import SparseHandle
@@ -502,9 +501,7 @@ class Reducer:
         counted = self.memory.counts_in_common()
         if counted:
             counted.append(("in all", self.step))  # by which schedules go
-        told = repr((frozen, loaded, counted)).encode()
-        digest = hashlib.blake2b(told, digest_size=16).digest()
-        if json_exchange.alike(digest, f"{label}.alike", ranks):
+        if told_alike((frozen, loaded, counted), f"{label}.alike", ranks):
             return
         agree("frozen parameters", f"{label}.frozen", [(n, "") for n in frozen], ranks, _FREEZE)
         counts = [(name, str(n)) for name, n in counted]

@@ -15,11 +15,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from ringlet.compressors import Compressor, Context, NoCompression, Payload
 from ringlet.compressors.base.contract import storage
+from ringlet.compressors.base.nesting import overrides
 from ringlet.compressors.core.context import State
 from ringlet.compressors.core.payload import padded
 from ringlet.fusion import CompressionFailed
 from ringlet.fusion.devices.host import Place
-from ringlet.fusion.planning.member import overrides
 from ringlet.fusion.planning.strategy import effective
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
