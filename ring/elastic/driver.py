@@ -356,8 +356,8 @@ class Driver:
                 self._kill_at.pop(number, None)
                 member = self._membership.members[number]
                 how, shown = how_ended(rank, member.killed, member.leaving)
-                if rank.code and not member.ended:
-                    self._held_back.failed(number, member.rank, self._membership.epoch)
+                if rank.code and not member.ended and member.seat is not None:
+                    self._held_back.gone(number, member.seat.rank, member.seat.epoch)
                 self._membership.ended(number, shown, how, now)
                 self._let_go(rank)
                 continue
@@ -471,6 +471,9 @@ class Driver:
             self._answer(number, {**asdict(seat), "changes": self._changes})
         for number, why in todo.dismiss.items():
             self._answer(number, {"dismissed": why})
+            last = self._membership.members[number].seat
+            if not why and last is not None:  # the others go on
+                self._held_back.gone(number, last.rank, last.epoch)
         for member in todo.kill:
             rank = self._rank_table.ranks[member.number]
             if rank.channel:

@@ -15,27 +15,30 @@ class HeldBack:
 
     def __init__(self, kv_store: KvStore) -> None:
         self._kv_store = kv_store
-        self._failed: list[tuple[int, int | None, int]] = []  # since notes were asked for
+        self._gone: dict[int, tuple[int, int]] = {}  # by member: its last rank, and in which epoch
+        self._counted: set[int] = set()  # the members among them that were looked at
         # Of whom another may have a copy, by member: its rank, the norm, and the epoch.
-        self._missing: dict[int, tuple[int | None, float, int]] = {}
+        self._missing: dict[int, tuple[int, float, int]] = {}
         self._settled = 0  # up to which epoch,
         self._told: set[int] = set()  # and what was told of it, by member
 
-    def failed(self, member: int, rank: int | None, epoch: int) -> None:
-        """Note that a member failed, which had ``rank`` in ``epoch``."""
-        self._failed.append((member, rank, epoch))
+    def gone(self, member: int, rank: int, epoch: int) -> None:
+        """Note that a member failed, or was sent away, which had ``rank`` last, in ``epoch``."""
+        self._gone[member] = rank, epoch
 
     def notes(self, over: bool) -> Iterator[str]:
-        """Return what there is to say by now; nothing of members that fail when the job is over."""
-        for failed in () if over else self._failed:
-            yield from self._count_lost(*failed)
-        self._failed.clear()
+        """Return what there is to say by now; nothing of members that go when the job is over."""
+        fresh = [member for member in self._gone if member not in self._counted]
+        self._counted.update(fresh)
+        for member in () if over else fresh:
+            yield from self._count_lost(member, *self._gone[member])
         yield from self._look_at_taken()
 
-    def _count_lost(self, member: int, rank: int | None, epoch: int) -> Iterator[str]:
+    def _count_lost(self, member: int, rank: int, epoch: int) -> Iterator[str]:
         """Say what is lost of gradients with a member that had committed, unless there is a copy.
 
-        Then the ranks that are left will say who has it.
+        Then the ranks that are left say who has it, or have said so: a member that is sent away
+        may be slower than they are.
         """
         told = self._kv_store.value(epochs.held_name(member))
         try:
@@ -44,9 +47,9 @@ class HeldBack:
         except (ValueError, TypeError, OverflowError, RecursionError):
             return  # no program of ours says so
         if norm > 0 and math.isfinite(norm):
-            if copied:
+            if copied and epoch >= self._settled:
                 self._missing[member] = rank, norm, epoch
-            else:
+            elif member not in self._told:
                 yield _lost(rank, norm)
 
     def _look_at_taken(self) -> Iterator[str]:
@@ -75,11 +78,10 @@ class HeldBack:
                     yield _lost(rank, norm)
 
 
-def _lost(rank: int | None, norm: float) -> str:
-    who = "a rank that had no number any more" if rank is None else f"rank {rank}"
+def _lost(rank: int, norm: float) -> str:
     return (
-        f"what compression held back on {who} is lost: gradients of norm {norm:.3g}, at its last "
-        "commit"
+        f"what compression held back on rank {rank} is lost: gradients of norm {norm:.3g}, at its "
+        "last commit"
     )
 
 

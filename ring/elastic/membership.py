@@ -20,6 +20,17 @@ LATECOMERS = 30.0  # seconds that the first epoch waits for more ranks than it n
 LEAVE = 5.0  # seconds that a member has to end which belongs to the job no more, or has said so
 
 
+@dataclass(frozen=True)
+class EpochSeat:
+    """What a member is told when an epoch begins."""
+
+    epoch: int
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
 @dataclass
 class JobMember:
     """One process. ``local`` is its slot on ``host``; ``rank`` the one of the present epoch."""
@@ -28,6 +39,7 @@ class JobMember:
     host: str
     local: int
     rank: int | None = None
+    seat: EpochSeat | None = None  # the last one that it had
     asked: bool = False  # for the next epoch
     met: bool = False  # the others of the present one
     knows: bool = False  # how far training is
@@ -38,17 +50,6 @@ class JobMember:
     leaving: int = 0  # the code with which it has said that it ends
     killed: bool = False
     limit: float | None = None  # when it is killed, unless it comes forward or leaves
-
-
-@dataclass(frozen=True)
-class EpochSeat:
-    """What a member is told when an epoch begins."""
-
-    epoch: int
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
 
 
 @dataclass
@@ -469,9 +470,8 @@ class Membership:
             at = local[member.host] = local.get(member.host, -1) + 1
             together = sum(other.host == member.host for other in taking)
             assert member.rank is not None
-            todo.seats[member.number] = EpochSeat(
-                self.epoch, member.rank, len(taking), at, together
-            )
+            member.seat = EpochSeat(self.epoch, member.rank, len(taking), at, together)
+            todo.seats[member.number] = member.seat
         if self.epoch > 1:
             ranks = "1 rank" if len(taking) == 1 else f"{len(taking)} ranks"
             todo.notes.append(f"epoch {self.epoch}: {ranks}")

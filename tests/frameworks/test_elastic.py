@@ -263,6 +263,8 @@ def test_hosts_come_and_go_without_going_back(jobs):
     assert [batch % 10 for _, batch in epochs(lines)] == [0, 0, 0]
     alone = next(line for line in begun(lines) if line["size"] == 1)
     assert alone["batch"] > 0
+    for rank in (0, 1):  # of the host that has gone
+        assert f"what compression held back on rank {rank} is lost: gradients" in done.stderr
 
 
 def test_who_freezes_while_ranks_are_numbered_anew_is_ended(jobs):

@@ -28,8 +28,10 @@ TWO_HOSTS = ["-H", "localhost:2,127.0.0.1:2"]
 
 
 @pytest.fixture(scope="module")
-def jobs():
+def jobs(tmp_path_factory):
     """Return the outcomes of all jobs, two at a time: they spend time on waiting."""
+    listed = tmp_path_factory.mktemp("redundancy") / "hosts"
+    listed.write_text("localhost:3\n")
     shared = {"redundancy": 1, "spec": SPEC, "batches": 40}
     kill = {"do": {"1": [25, "SIGKILL"]}}
     four = ["-np", "4", "--min-np", "2"]
@@ -58,6 +60,10 @@ def jobs():
         ),
         "step": (four, kill | {"resume": "step"}),
         "together": (four, {"do": {"1": [25, "SIGKILL"], "2": [25, "SIGKILL"]}}),
+        "sent away together": (
+            ["-np", "3", "--min-np", "1", "--host-discovery-script", f"cat {listed}"],
+            {"hosts": {"3": "localhost:1\n"}, "file": str(listed), "until": 1},
+        ),
         "during the copy": (four, {"die": {"1": ["send", 1, 30]}}),
         "before new copies": (four, kill | {"spec": SUMS, "die": {"3": ["renew", 2, 20]}}),
         "who takes over": (four, kill | {"die": {"2": ["_take_over", 2, 20]}}),
@@ -126,6 +132,15 @@ def test_a_rank_and_its_copy_are_lost_together(jobs):
     check_kept(lines, 2, 20, of=(0, 2, 3))
     assert "what compression held back on rank 1 is lost: gradients" in done.stderr
     assert "held back on rank 2 of before goes on with rank 1 of now" in done.stderr
+
+
+def test_a_rank_and_its_copy_are_sent_away_together(jobs):
+    done, lines = jobs("sent away together")
+    check_end(done, lines, 1)
+    assert [size for size, _ in epochs(lines)] == [3, 1]
+    assert "what compression held back on rank 1 is lost: gradients" in done.stderr
+    assert "held back on rank 2 of before goes on with rank 0 of now" in done.stderr
+    assert done.stderr.count("held back") == 2
 
 
 def test_a_rank_is_killed_while_copies_travel(jobs):

@@ -29,19 +29,34 @@ def test_what_is_lost_with_a_rank_is_counted(told, said):
     held_back = HeldBack(store)
     if told is not None:
         store.leave(epochs.held_name(5), told)
-    held_back.failed(5, 3, 1)
+    held_back.gone(5, 3, 1)
     assert list(held_back.notes(over=False)) == said
     assert list(held_back.notes(over=False)) == []
 
 
-def test_a_rank_that_was_left_out_of_the_last_epoch_has_no_number():
+def test_who_is_sent_away_and_then_fails_is_counted_once():
     store = KvStore()
     held_back = HeldBack(store)
     store.leave(epochs.held_name(5), b"[2.5, false]")
-    held_back.failed(5, None, 2)
-    who = "what compression held back on a rank that had no number any more"
+    held_back.gone(5, 3, 1)
+    assert len(list(held_back.notes(over=False))) == 1
+    held_back.gone(5, 3, 1)
+    assert list(held_back.notes(over=False)) == []
+
+
+def test_who_leaves_after_the_others_have_settled_is_lost_unless_somebody_has_taken_it_over():
+    store = KvStore()
+    held_back = HeldBack(store)
+    for member in (5, 6):
+        store.leave(epochs.held_name(member), b"[2.5, true]")
+    store.leave(epochs.TAKEN, b"[2, [[5, 3, 2.5, 0, 1]]]")
     assert list(held_back.notes(over=False)) == [
-        f"{who} is lost: gradients of norm 2.5, at its last commit"
+        f"{LOST} 3 of before goes on with rank 1 of now: gradients of norm 2.5"
+    ]
+    held_back.gone(5, 3, 1)
+    held_back.gone(6, 4, 1)
+    assert list(held_back.notes(over=False)) == [
+        f"{LOST} 4 is lost: gradients of norm 2.5, at its last commit"
     ]
 
 
@@ -49,7 +64,7 @@ def test_nothing_is_said_of_ranks_that_fail_when_the_job_is_over():
     store = KvStore()
     held_back = HeldBack(store)
     store.leave(epochs.held_name(5), b"[2.5, false]")
-    held_back.failed(5, 3, 1)
+    held_back.gone(5, 3, 1)
     assert list(held_back.notes(over=True)) == []
 
 
@@ -58,7 +73,7 @@ def test_what_is_taken_over_is_told_once_and_the_rest_is_lost():
     held_back = HeldBack(store)
     for member, rank, norm, epoch in ((5, 3, 2.5, 1), (6, 0, 1.5, 1), (7, 1, 0.5, 2)):
         store.leave(epochs.held_name(member), b"[%g, true]" % norm)
-        held_back.failed(member, rank, epoch)
+        held_back.gone(member, rank, epoch)
 
     def hear(told):
         store.leave(epochs.TAKEN, told)
