@@ -104,7 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno == errno.ENOENT and _is_nowhere():
-            print(f"{command}: the working directory is gone; cd to one that is there", file=sys.stderr)
+            print(
+                f"{command}: the working directory is gone; cd to one that is there",
+                file=sys.stderr,
+            )
             return 2
         if error.errno not in FULL or error.filename is not None:
             raise

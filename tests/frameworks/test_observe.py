@@ -485,7 +485,10 @@ def test_a_report_that_cannot_be_written_is_told_apart_from_a_run_that_is_not_th
     recorded(path, [0.1] * 3)
     link.symlink_to(tmp_path / "elsewhere")
     for output, said in (
-        (link, f"{link} is a symbolic link, and nothing is written through it; name the file itself"),
+        (
+            link,
+            f"{link} is a symbolic link, and nothing is written through it; name the file itself",
+        ),
         ("/proc/x.html", "/proc/x.html cannot be written: No such file or directory"),
     ):
         assert main(["report", str(path), "-o", str(output)]) == 2
