@@ -103,6 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write_no_more()
         return 128 + signal.SIGPIPE
     except OSError as error:
+        if error.errno == errno.ENOENT and _is_nowhere():
+            print(
+                f"{command}: the working directory is gone; cd to one that is there",
+                file=sys.stderr,
+            )
+            return 2
         if error.errno not in FULL or error.filename is not None:
             raise
         _write_no_more()
@@ -141,6 +147,14 @@ def _run(name: str, arguments: list[str]) -> int:
         command.error(str(error))
     code: int = import_module(COMMANDS[name][0]).main(options)
     return code
+
+
+def _is_nowhere() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _write_no_more() -> None:

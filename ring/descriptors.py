@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ringlet.ring.errors import LaunchError
 
 MOST = 1 << 16  # that a process may have open, if the system lets it
 
@@ -56,7 +59,8 @@ _before = _Before()
 def more_descriptors() -> Iterator[None]:
     """Let this process have more within the block, though not what it starts (``limit_as_before``).
 
-    A launcher has some for each rank; programs that know nothing of it may rely on few.
+    A launcher has some for each rank; programs that know nothing of it may rely on few. Raises
+    LaunchError where the block needs more than there may be.
     """
     with _before.lock:
         if not _before.users:
@@ -65,6 +69,14 @@ def more_descriptors() -> Iterator[None]:
         allow_more()
     try:
         yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise LaunchError(
+            f"the launcher has all of the {most} descriptors that it may have: allow it more"
+            " (ulimit -n)"
+        ) from error
     finally:
         with _before.lock:
             _before.users -= 1

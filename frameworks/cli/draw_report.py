@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -48,10 +49,6 @@ def main(options: argparse.Namespace) -> int:
             named = list(zip([path.name for path in paths], runs, strict=True))
             kind, sentence = comparison.verdict(named), " ".join(comparison.sentences(named))
             text = comparison.render(named)
-        if not output.parent.is_dir():
-            raise NotADirectoryError(f"there is no folder {output.parent} to write the report to")
-        with create_text(output) as file:
-            file.write(text)
     except FileNotFoundError as error:
         remedy = "RINGLET_METRICS=run.jsonl makes a run write one"
         print(f"ringlet report: there is no file {error.filename}; {remedy}", file=sys.stderr)
@@ -62,9 +59,28 @@ def main(options: argparse.Namespace) -> int:
     except (OSError, NotARun) as error:
         print(f"ringlet report: {error}", file=sys.stderr)
         return 2
+    if why := _unwritten(output, text):
+        print(f"ringlet report: {why}", file=sys.stderr)
+        return 2
     if options.json:
         print(json.dumps({"verdict": kind, "sentence": sentence, "page": str(output)}))
         return 0
     print(sentence)
     print(output)
     return 0
+
+
+def _unwritten(output: Path, text: str) -> str | None:
+    """Write ``text`` to the file ``output``; return why that cannot be, None if it is done."""
+    if not output.parent.is_dir():
+        return f"there is no folder {output.parent} to write the report to"
+    try:
+        with create_text(output) as file:
+            file.write(text)
+    except IsADirectoryError:
+        return f"{output} is a folder, not a file"
+    except OSError as error:
+        # Where we refuse it, the text says why as a sentence about the file.
+        usual = error.strerror == os.strerror(error.errno or 0)
+        return f"{error.filename or output} {'cannot be written: ' * usual}{error.strerror}"
+    return None

@@ -44,6 +44,10 @@ def run(
     chosen = known if workers is None else list(workers)
     if unknown := [address for address in chosen if address not in known]:
         raise LaunchError(f"the cluster has no worker {unknown[0]}; it has {', '.join(known)}")
+    if twice := [address for address in chosen if chosen.count(address) > 1]:
+        raise LaunchError(
+            f"workers names {twice[0]} {chosen.count(twice[0])} times: it is one rank"
+        )
     if not chosen:
         raise LaunchError("the cluster has no workers")
     if any(address.startswith("inproc://") for address in chosen):

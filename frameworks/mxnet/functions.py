@@ -25,8 +25,13 @@ def broadcast_parameters(
     ``params`` is what ``Block.collect_params()`` returns, or a dict of NDArrays such as
     ``Module.get_params()`` has. Gluon's that wait for a first batch to know their shape are
     broadcast when they are made, which is then collective. ``prefix`` goes before the names. Raises
-    Mismatch, the same on every rank, when names, shapes or dtypes differ.
+    Mismatch, the same on every rank, when names, shapes or dtypes differ; TypeError for no mapping.
     """
+    if not isinstance(params, Mapping | gluon.ParameterDict):
+        raise TypeError(
+            f"broadcast_parameters takes net.collect_params(), or a dict of NDArrays, not a "
+            f"{type(params).__name__}"
+        )
     tensors: dict[str, Any] = {}
     for name, param in sorted(params.items()):
         label = f"{prefix or ''}{name}"

@@ -39,6 +39,8 @@ def view(tensor: Any, what: str = "tensor") -> Array:
     if tensor.context.device_type == "gpu":
         raise TypeError(f"{what} lies on a GPU: call .as_in_context(mx.cpu())")
     name = np.dtype(tensor.dtype).name
+    if name == "bool":  # for which MXNet 1.9 makes no capsule
+        raise TypeError(f"{what} is of dtype bool, which cannot travel: call .astype('uint8')")
     if name not in DTYPES:
         raise TypeError(f"{what} is of dtype {name}, which cannot travel; use {', '.join(DTYPES)}")
     tensor.wait_to_read()

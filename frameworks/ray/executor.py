@@ -200,7 +200,7 @@ class RayExecutor:
         ssh_identity_file: str | None = None,
         ssh_str: str | None = None,
         placement_group_timeout_s: float = 100.0,
-        nics: Sequence[str] | None = None,
+        nics: str | Sequence[str] | None = None,
         verbose: int = 1,
     ) -> RaySettings:
         """Return settings: seconds for workers to start, and for the cluster to have room.
@@ -208,7 +208,8 @@ class RayExecutor:
         ``nics`` are network interfaces, in order of preference. Nothing here uses ssh, so what is
         said of it is not needed; nor is ``verbose``.
         """
-        return RaySettings(timeout_s, placement_group_timeout_s, tuple(nics or ()))
+        interfaces = nics.split(",") if isinstance(nics, str) else nics or ()
+        return RaySettings(timeout_s, placement_group_timeout_s, tuple(interfaces))
 
     @property
     def num_workers(self) -> int:

@@ -167,7 +167,8 @@ def found(options: argparse.Namespace) -> Whereabouts:
         if text is None:
             continue
         if not text.isdecimal() or not least <= int(text) < (65536 if name == "port" else 10**9):
-            raise UsageError(f"--{name} takes a number of at least {least}, not {text!r}")
+            wanted = "from 1 to 65535" if name == "port" else f"of at least {least}"
+            raise UsageError(f"--{name} takes a number {wanted}, not {text!r}")
         said[name] = int(text)
     if options.first is not None:
         said["first"] = options.first

@@ -107,6 +107,7 @@ class Membership:
         self._enough: float | None = None  # since when there are enough for the first epoch
         self._unseen = Decisions()  # what happened since the last ``decide``, which was then
         self._decided = now
+        self._undecided = False  # whether a member has ended since then
 
     # -- what happens -----------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class Membership:
         member = self.members[number]
         if member.ended:
             return
-        member.ended = True
+        member.ended = self._undecided = True
         if self.epoch and member.rank is not None:
             self._unseen.lost.append(self.epoch)
         ranked = member.rank is not None
@@ -207,7 +208,7 @@ class Membership:
     def decide(self, now: float) -> Decisions:
         """Return what is to be done at ``now``."""
         todo, self._unseen = self._unseen, Decisions()
-        self._decided = now
+        self._decided, self._undecided = now, False
         self._enforce(todo, now)
         self._dismiss(todo)
         if self._is_over(todo, now):
@@ -220,7 +221,7 @@ class Membership:
 
     def patience(self, now: float) -> float | None:
         """Return the seconds until time alone makes a difference, None for ever."""
-        if self._unseen.changed:
+        if self._unseen.changed or self._undecided:  # such as one that could not be started
             return 0.0
         there = [m for m in self.members.values() if not m.ended and not m.killed]
         limits = [m.limit for m in there if m.limit is not None]

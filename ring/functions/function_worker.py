@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import traceback
+from typing import Any
 
 from ringlet.ring.errors import LOST_PEER, PeerLost
 from ringlet.ring.launch.signed_pickle import error_name, parcel_key, pickler, result_name
@@ -18,15 +19,27 @@ from ringlet.ring.wire.framing import seal, unseal
 from ringlet.ring.wire.keys import MEMBER, STORE_KEY
 from ringlet.ring.wire.kv_client import Client, client
 
+_FORKED = (
+    "ringlet.run: a process that the function has forked came back from it, and what it returned"
+    " is dropped: end it in the function, with os._exit(0)"
+)
+
 
 def main(store: Client, key: bytes, who: int) -> int:
     """Call the function, leave its result or its traceback as ``who``; return the exit code."""
+    own = os.getpid()
     try:
         call = io.BytesIO(unseal(key, "call", store.fetch("call")))
         sys.path[:] = pickle.load(call)  # before the function's modules are needed
         fn, args, kwargs = pickle.load(call)
-        data = pickler().dumps(fn(*args, **kwargs))
+        returned = fn(*args, **kwargs)
+        if os.getpid() != own:
+            print(_FORKED, file=sys.stderr)
+            return 0
+        data = _packed(returned)
     except BaseException as error:
+        if os.getpid() != own:
+            raise  # a child has no part in the job, and its connections are its parent's
         if isinstance(error, SystemExit) and MEMBER in os.environ and not error.code:
             return 0  # it belongs to the job no more
         text = "".join(traceback.format_exception(error))
@@ -39,6 +52,16 @@ def main(store: Client, key: bytes, who: int) -> int:
         return 1
     store.leave(result_name(who), seal(key, result_name(who), data))
     return 0
+
+
+def _packed(returned: Any) -> bytes:
+    try:
+        data: bytes = pickler().dumps(returned)
+    except Exception as error:
+        kind = type(returned).__name__
+        error.add_note(f"That is what the function returned, a {kind}, on its way to the launcher.")
+        raise
+    return data
 
 
 if __name__ == "__main__":

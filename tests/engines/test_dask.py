@@ -73,6 +73,9 @@ def alone(error):
 def test_what_cannot_be_is_a_sentence(client):
     with pytest.raises(LaunchError, match="no worker tcp://nowhere:1"):
         ringlet.dask.run(client, total, workers=["tcp://nowhere:1"])
+    known = next(iter(client.scheduler_info(n_workers=-1)["workers"]))
+    with pytest.raises(LaunchError, match=f"names {known} 2 times"):
+        ringlet.dask.run(client, total, workers=[known, known])
     with pytest.raises(LaunchError, match="cannot be sent") as failed:
         ringlet.dask.run(client, total, ((value for value in ()),))
     assert alone(failed.value)

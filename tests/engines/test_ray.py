@@ -152,6 +152,11 @@ def test_arguments_that_contradict_are_said(given, error, said):
         RayExecutor(RayExecutor.create_settings(), **given)
 
 
+def test_network_interfaces_may_be_one_string():
+    for nics in ("eth0,eth1", ["eth0", "eth1"], ("eth0", "eth1")):
+        assert RayExecutor.create_settings(nics=nics).nics == ("eth0", "eth1")
+
+
 def test_what_cannot_be_sent_is_said(executor):
     with pytest.raises(LaunchError, match="cannot be sent") as failed:
         executor.run(total, [(value for value in ())])

@@ -335,6 +335,18 @@ def test_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert ended.stderr == b"ringlet env: the output cannot be written: File too large\n"
 
 
+def test_a_working_directory_that_is_gone_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["check", "int8"]) == 2
+    said = "ringlet check: the working directory is gone; cd to one that is there\n"
+    assert capsys.readouterr() == ("", said)
+
+
 def test_an_interrupted_command_prints_no_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -478,6 +478,23 @@ def test_a_file_without_steps_is_refused(tmp_path, content, capsys):
     assert (code, "there is no file" in err, "RINGLET_METRICS=" in err) == (2, True, True)
 
 
+def test_a_report_that_cannot_be_written_is_told_apart_from_a_run_that_is_not_there(
+    tmp_path, capsys
+):
+    path, link = tmp_path / "run.jsonl", tmp_path / "link.html"
+    recorded(path, [0.1] * 3)
+    link.symlink_to(tmp_path / "elsewhere")
+    for output, said in (
+        (
+            link,
+            f"{link} is a symbolic link, and nothing is written through it; name the file itself",
+        ),
+        ("/proc/x.html", "/proc/x.html cannot be written: No such file or directory"),
+    ):
+        assert main(["report", str(path), "-o", str(output)]) == 2
+        assert capsys.readouterr().err == f"ringlet report: {said}\n"
+
+
 def made(ratio, took, plain, steps=20, most=None, hosts=("a", "b")):
     third = {f"{p}_s": took / 3 for p in ("compress", "communicate", "decompress")}
     extra = {} if plain is None else {"uncompressed_s": plain}

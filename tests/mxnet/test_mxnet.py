@@ -204,6 +204,10 @@ def main():
         hvd.broadcast_parameters({"a": ones(3 + rank)})
     with pytest.raises(TypeError, match="dense NDArray"):
         hvd.allreduce(np.ones(3))
+    with pytest.raises(TypeError, match=r"of dtype bool.*astype\('uint8'\)"):
+        hvd.allreduce(mx.nd.array([True, False], dtype="bool"))
+    with pytest.raises(TypeError, match=r"takes net\.collect_params.* not a list"):
+        hvd.broadcast_parameters([ones(3)])
     with pytest.raises(ValueError, match="reduces gradients by itself"):
         hvd.DistributedTrainer(params, optimizer)
     with pytest.raises(ValueError, match="needs a name"):

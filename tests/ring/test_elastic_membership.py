@@ -355,6 +355,16 @@ def test_a_limit_that_passes_between_two_looks_is_not_slept_through():
     assert members.patience(1.0 + FENCE + 0.1) == 0.0
 
 
+def test_who_ends_after_the_last_decision_is_decided_about_at_once():
+    members = Membership(Rules(1, 1, fixed=True), 0.0)
+    members.hosts_found([Host("a", 1)], 0.0)
+    (member,) = members.decide(0.0).start
+    assert members.patience(0.0) != 0.0
+    members.ended(member.number, 1, "did not start", 0.0)
+    assert members.patience(0.0) == 0.0
+    assert members.decide(0.0).over == (1, "newcomer 0 on a did not start")
+
+
 @pytest.mark.parametrize("most", [2, 3])
 def test_there_are_never_more_than_max_np(most):
     members = running([Host("a", 2)], max_np=most)

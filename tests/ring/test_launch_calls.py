@@ -75,11 +75,29 @@ def test_run_raises_what_a_rank_raised() -> None:
         (lambda: os.kill(os.getpid(), 9), r"ended by signal 9 \(SIGKILL\)"),
         (lambda: sys.exit(0), "SystemExit"),
         (lambda: (i for i in ()), "cannot pickle 'generator'"),
+        (lambda: (i for i in ()), "That is what the function returned, a generator"),
     ],
 )
 def test_run_says_when_there_is_no_result(fn: Callable[[], Any], words: str) -> None:
     with pytest.raises(WorkerFailed, match=words):
         run(fn, np=1, transport="gloo")
+
+
+def _forking() -> str:
+    child = os.fork()
+    if not child:
+        return "of a child"
+    os.waitpid(child, 0)
+    return "of a rank"
+
+
+def test_run_goes_by_what_ranks_return_and_not_their_forks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert run(_forking, np=2, transport="gloo") == ["of a rank"] * 2
+    said = capfd.readouterr().err
+    assert said.count("a process that the function has forked came back from it") == 2
+    assert "Traceback" not in said
 
 
 def test_an_environment_that_cannot_be_is_said(capfd: pytest.CaptureFixture[str]) -> None:

@@ -279,6 +279,19 @@ def test_a_remote_shell_that_is_not_there(ringlet: Begin, mark: str) -> None:
     until(lambda: not marked(mark))
 
 
+def test_an_elastic_job_whose_remote_shell_is_not_there_ends_at_once() -> None:
+    elastic = ["-np", "1", "--min-np", "1", "-H", "127.0.0.2:1", "--network-interface", "lo"]
+    done = subprocess.run(
+        [*RINGLET, *elastic, "--rsh", "no-such-shell", "true"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "did not start: cannot start no-such-shell: No such file" in done.stderr
+
+
 @pytest.mark.parametrize("elastic", [[], ["--min-np", "1"]], ids=["fixed", "elastic"])
 def test_an_address_that_this_host_does_not_have_is_said(elastic: list[str]) -> None:
     done = subprocess.run(

@@ -98,6 +98,22 @@ def test_a_launcher_that_may_have_no_more_descriptors_says_so() -> None:
 
 
 @needs_torch
+@pytest.mark.parametrize("elastic", [[], ["--min-np", "1"]], ids=["fixed", "elastic"])
+def test_descriptors_that_are_too_few_to_start_anything_are_told_of(elastic: list[str]) -> None:
+    done = subprocess.run(
+        [*RUN, "-np", "2", *elastic, *PYTHON, "pass"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10)),
+    )
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ringlet run: the launcher has all of the 10 descriptors"), done.stderr
+
+
+@needs_torch
 @pytest.mark.parametrize("stream", [1, 2])
 def test_a_full_disk_does_not_end_the_job(stream: int, tmp_path: Path) -> None:
     code = (

@@ -244,7 +244,7 @@ def test_a_first_node_on_loopback_that_waits_in_vain_says_what_to_look_at():
         (["true"], "--nodes and --node and --first are missing"),
         (["--nodes", "2", "--node", "2", "--first", "x", "true"], "not below --nodes 2"),
         (["--nodes", "two", "true"], "--nodes takes a number of at least 1, not 'two'"),
-        (["--port", "70000", "true"], "--port takes a number"),
+        (["--port", "70000", "true"], "--port takes a number from 1 to 65535, not '70000'"),
         (["--nodes", "2", "--node", "0", "--first", "x", "true"], "RINGLET_SECRET is not set"),
         (["--nodes", "1"], "a command is missing: ringlet node --slots 2 python train.py"),
         (["--nodes", "1", "--transport", "goo", "true"], "Did you mean 'gloo'"),
