@@ -288,6 +288,24 @@ def reclaim(
         state["residual"] = _added(known, found)
 
 
+def reorder(state: State, compressor: Compressor, index: Any, size: int) -> list[str]:
+    """Let ``state`` be of a tensor whose elements are those at ``index``, in that order.
+
+    Keeps the step and what is this rank's own, if it is as long as the tensor, with what it holds
+    back of shards and sums in it; returns the names of what is forgotten. Gradients are averaged
+    over ``size`` ranks, of which none has predivided. Arrays are NumPy's.
+    """
+    held = owed(state, compressor, size, average=True)
+    kept = {name: a[index] for name, a in held.items() if np.shape(a) == np.shape(index)}
+    narrow = {"residual_bf16", "residual_int8", "residual_scales"} if "residual" in kept else set()
+    lost = sorted(state.keys() - kept.keys() - narrow - {"step"})
+    lost = [name for name in lost if not is_shard(name) and not bare({name: state[name]})]
+    step = {"step": state["step"]} if "step" in state else {}
+    state.clear()
+    state |= step | kept
+    return lost
+
+
 def whole_residual(compressor: Compressor, ctx: Context) -> Any:
     """Return error feedback's residual of a whole tensor, float32 from now on; None for none.
 

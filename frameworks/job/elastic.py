@@ -12,7 +12,7 @@ import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -65,13 +65,19 @@ class State(ABC):
             callback()
 
     def commit(self) -> None:
-        """Save, and let ranks come and go. Collective."""
+        """Save, and let ranks come and go. Collective.
+
+        All ranks have come here before any of them saves: where one is lost in the step before this
+        one, whoever has finished that would go back to another commit than the others.
+        """
+        changed = self._hosts_have_changed()
         self.save()
         if epochs.is_elastic() and (norm := self.held_back()) is not None:
             if self._copies is not None:
                 self._copies.send()
             epochs.tell_held(norm, self._copies is not None)
-        self.check_host_updates()
+        if changed:
+            self._let_ranks_change()
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt, on all ranks, where hosts have come or go. Collective.
@@ -79,8 +85,13 @@ class State(ABC):
         ``run`` then goes on with other ranks, from where training is. Does nothing in a job whose
         ranks stay.
         """
+        if self._hosts_have_changed():
+            self._let_ranks_change()
+
+    def _hosts_have_changed(self) -> bool:
+        """Whether rank 0 has heard of hosts that come or go. Collective, in an elastic job."""
         if not epochs.is_elastic():
-            return
+            return False
         changed = 0
         if topology.rank() == 0:
             changed = epochs.changes()
@@ -94,10 +105,12 @@ class State(ABC):
             request = Request("elastic.changes", "allreduce", "int64", (1,), ReduceOp.MAX)
             session.current().engine.submit(request, told, at_once=True).wait()
             changed = int(told[0])
-        if changed:
-            if self._copies is not None:
-                self._copies.renew()  # of those, too, that leave now
-            raise HostsUpdatedInterrupt
+        return bool(changed)
+
+    def _let_ranks_change(self) -> NoReturn:
+        if self._copies is not None:
+            self._copies.renew()  # of those, too, that leave now
+        raise HostsUpdatedInterrupt
 
     @abstractmethod
     def save(self) -> None:

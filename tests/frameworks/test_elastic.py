@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -46,6 +47,7 @@ def jobs(tmp_path_factory):
     hosts = tmp_path_factory.mktemp("elastic") / "hosts"
     grown, replaced = hosts.with_name("grown"), hosts.with_name("replaced")
     joined = hosts.with_name("joined")
+    os.mkfifo(hosts.with_name("fifo"))
     joined.write_text("localhost:1\n127.0.0.1:1\n")
     for file in (hosts, grown, replaced):
         file.write_text("localhost:2\n")
@@ -64,6 +66,10 @@ def jobs(tmp_path_factory):
         "different": (
             ["-np", "3", "--min-np", "2"],
             {"do": {"1": [25, "SIGKILL"]}, "resume": "step", "own": True},
+        ),
+        "torn": (
+            ["-np", "3", "--min-np", "2"],
+            {"torn": [30, 0, 2], "fifo": str(hosts.with_name("fifo")), "spec": "topk | ef"},
         ),
         "twice": (
             ["-np", "3", "--min-np", "1", "--reset-limit", "1"],
@@ -195,6 +201,18 @@ def test_survivors_that_differ_go_back_to_the_commit(jobs):
         after = next(x["residual"] for x in own if x.get("size") == 2)
         assert after == pytest.approx(committed, rel=1e-6)
     assert [line["equal"] for line in lines if "done" in line] == [True, True]
+
+
+def test_survivors_go_back_to_one_commit_where_one_alone_has_done_the_step_before(jobs):
+    done, lines = jobs("torn")
+    assert done.returncode == 0, done.stderr
+    assert epochs(lines) == [(3, 0), (2, 20)]
+    assert [x["started"] for x in lines if x.get("commits") == 30 and x["size"] == 3] == [1]
+    for started in (0, 1):
+        own = [line for line in lines if line["started"] == started]
+        committed = next(x["residual"] for x in own if x.get("committed") == 20)
+        after = next(x["residual"] for x in begun(own) if x["size"] == 2)
+        assert after == pytest.approx(committed, rel=1e-6)
 
 
 def test_a_frozen_rank_is_ended_and_the_others_go_on(jobs, measured):

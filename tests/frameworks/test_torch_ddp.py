@@ -487,6 +487,53 @@ def case_what_was_held_back_goes_to_its_place_in_another_memory_format():
         assert torch.allclose(given, mean_over_ranks(alone.seen.weight.grad), atol=1e-6), view
 
 
+def case_what_was_saved_in_one_memory_format_goes_on_in_another():
+    started()
+
+    def made(format_, spec):
+        own = Pixels().to(memory_format=format_)
+        wrapped = DistributedDataParallel(own)
+        state, hook = hvd.ddp_hook(spec, own.named_parameters())
+        wrapped.register_comm_hook(state, hook)
+        return own, wrapped, state
+
+    def backward(own, wrapped, factor):
+        own.zero_grad()
+        (factor * wrapped(numbers(0), True).square().mean()).backward()
+        return own.seen.weight.grad
+
+    formats = torch.contiguous_format, torch.channels_last
+    for before, after in (formats, formats[::-1]):
+        for dtype, off in (("fp32", 0), ("int8", 2**-6)):  # the latter in blocks of its own
+            spec = f"topk(ratio=0.5) | ef(dtype={dtype!r})"
+            own, wrapped, state = made(before, spec)
+            backward(own, wrapped, 1.0)
+            kept = state.state_dict()
+            wanted = backward(own, wrapped, 0.0)  # half of what was held back
+            assert wanted.any()
+            for late in (False, True):
+                own, wrapped, state = made(after, spec)
+                if late:
+                    backward(own, wrapped, 3.0)
+                state.load_state_dict(kept)
+                difference = (backward(own, wrapped, 0.0) - wanted).abs().max()
+                assert difference <= off * wanted.abs().max(), (before, spec, late)
+    own, wrapped, state = made(formats[0], "powersgd | ef")
+    backward(own, wrapped, 1.0)
+    kept = state.state_dict()
+    assert not kept["orders"]
+    own, wrapped, state = made(formats[1], "powersgd | ef")
+    state.load_state_dict(kept)
+    told = r"'seen.weight' was saved in another memory format; powersgd \| ef forgets \['right'\]"
+    with pytest.warns(UserWarning, match=told):
+        backward(own, wrapped, 1.0)
+    order = {"seen.weight": [0, 2, 3, 1]}
+    assert state.state_dict()["orders"] == order
+    own, wrapped, again = made(formats[1], "powersgd | ef")
+    again.load_state_dict(state.state_dict())
+    assert again.state_dict()["orders"] == order  # which no gradient has told yet
+
+
 def case_what_is_frozen_in_mid_training_stays_as_it_is():
     started()
     own = Branches()

@@ -363,6 +363,12 @@ def case_short_tracebacks():
     ends_here(lambda: optimizer.load_state_dict({}), ValueError)
     ends_here(lambda: hvd.broadcast(torch.ones(3), root_rank=99), hvd.HorovodInternalError)
     ends_here(lambda: hvd.allgather([1.0]), TypeError)
+    ends_here(lambda: hvd.synchronize(12345), TypeError)
+    handle = hvd.allreduce_async(torch.ones(3))
+    for function in hvd.synchronize, hvd.poll:
+        with pytest.raises(TypeError, match=r"an asynchronous operation returned.*wait for each"):
+            function([handle])
+    assert hvd.synchronize(handle).tolist() == [1.0] * 3
     m(torch.ones(2, 4)).sum().backward()
     ends_here(lambda: optimizer.zero_grad(), RuntimeError)
     torch.nn.utils.clip_grad_norm_(m.parameters(), 1e-3)

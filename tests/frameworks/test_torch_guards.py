@@ -600,6 +600,35 @@ def test_wrapping_again_keeps_masters(precision):
     ranks(work)
 
 
+@pytest.mark.parametrize("precision", ["fp16(init=256)", "amp_fp16(init=256)"])
+def test_wrapping_again_keeps_the_loss_scale(precision):
+    def work():
+        model = hvd.apply_precision(network(), precision)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def made(policy):
+            named = model.named_parameters()
+            return hvd.DistributedOptimizer(inner, named, compression="int8 | ef", precision=policy)
+
+        optimizer = made(precision)
+        for factor in (1.0, 1e30):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 8) + hvd.rank()).float().square().mean()
+            optimizer.scale(loss * factor).backward()
+            optimizer.step()
+        scale, held = optimizer.loss_scale, optimizer.residual_norm()
+        assert optimizer.skipped_steps == 1
+        assert scale == 128
+        optimizer = made(precision)
+        assert (optimizer.loss_scale, optimizer.skipped_steps) == (scale, 1)
+        assert optimizer.residual_norm() == held
+        optimizer = made(precision.replace("256", "64"))  # which somebody has chosen
+        assert (optimizer.loss_scale, optimizer.skipped_steps) == (64, 0)
+        assert optimizer.residual_norm() == pytest.approx(held * 64 / scale)
+
+    ranks(work)
+
+
 def test_a_shard_of_fsdp2_is_refused_with_what_to_do():
     class Shard(torch.Tensor):
         """What a DTensor looks like."""

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 import ringlet.torch as hvd
 from ringlet.compressors import parse
 from ringlet.ring.errors import Mismatch
+from ringlet.shared.compression import as_router
 from ringlet.torch.optimizer import checkpoint
 
 pytestmark = pytest.mark.preloaded("torch")
@@ -621,6 +622,21 @@ def case_looking_at_param_groups_changes_nothing():
     (b * 1.0).sum().backward()
     optimizer.step()
     assert a.tolist() == b.tolist() == [1.0 - hvd.size()] * 4
+
+
+def case_who_has_changed_compressors_follows_who_has_not():
+    own = model()
+    optimizer = wrapped(own)
+    train(own, optimizer, 2)
+    memory, held = optimizer._ringlet.memory, optimizer.residual_norm()
+    if hvd.rank() == 1:  # and a rank was lost before the others came there, in an elastic job
+        memory.change(as_router("int4 | ef"))
+    memory.follow(hvd.broadcast_object(memory.changed))
+    optimizer._ringlet._declare(2)
+    assert {str(c) for c in memory.compressors.values()} == {str(parse("topk(ratio=0.05) | ef"))}
+    assert optimizer.residual_norm() == held > 0
+    train(own, optimizer, 1)
+    assert hvd.replicas_equal(own.state_dict())
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

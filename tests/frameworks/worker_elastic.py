@@ -11,7 +11,8 @@ file that lists hosts, and what rank 0 writes to it, by the number of ranks ther
 kill itself; ``freeze``: the first rank that stops when it hears that hosts have changed;
 ``seated``: the one that stops when it has a rank of epoch 2, before it meets the others;
 ``joining``: the one that is sent a signal, which is named too, when it has met them there, and is
-to join the control plane.
+to join the control plane; ``torn``: [batch, fails, dies], the step in which the latter kills itself
+when others than the former have finished it, and are to commit, of which they tell by ``fifo``.
 """
 
 import json
@@ -57,6 +58,18 @@ def interfere(state):
         with open(plan["file"] + ".new", "w") as file:
             file.write(wanted)
         os.replace(plan["file"] + ".new", plan["file"])
+
+
+def tear(state):
+    """Lose a rank in the step that has ended here, for one other rank as if it had not."""
+    batch, fails, dies = plan.get("torn", (None, None, None))
+    if batch != state.batch or hvd.size() < 3:
+        return
+    if started == fails:
+        hvd.barrier()
+    with open(plan["fifo"], "r" if started == dies else "w"):  # each waits for the other
+        if started == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def finished(state):
@@ -148,6 +161,7 @@ if framework == "torch":
                 tell(stepped=time.monotonic(), size=hvd.size())
             first = False
             state.batch += 1
+            tear(state)
             if state.batch % 10 == 0:
                 kept = {key for each in reducer.memory.states.values() for key in each}
                 shards = any(key.startswith("shard.") for key in kept)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ringlet.fusion import Handle
+from ringlet.ring.callers import public
 from ringlet.ring.errors import RingError
 from ringlet.shared.requests import wait_all
 from ringlet.torch.tensors.views import note_written
@@ -130,14 +131,28 @@ class SparseHandle:
     __call__ = wait
 
 
+@public
 def poll(handle: TorchHandle | SparseHandle) -> bool:
-    """Whether ``synchronize(handle)`` would return at once."""
-    return handle.done()
+    """Whether ``synchronize(handle)`` would return at once. TypeError for what is no handle."""
+    return _checked(handle).done()
 
 
+@public
 def synchronize(handle: TorchHandle | SparseHandle) -> Result:
-    """Wait for an asynchronous operation and return its result."""
-    return handle.wait()
+    """Wait for an asynchronous operation and return its result.
+
+    Raises TypeError for what is no handle, such as one of Horovod's numbers.
+    """
+    return _checked(handle).wait()
+
+
+def _checked(handle: TorchHandle | SparseHandle) -> TorchHandle | SparseHandle:
+    if not isinstance(handle, (TorchHandle, SparseHandle)):
+        raise TypeError(
+            "a handle is what an asynchronous operation returned, such as hvd.allreduce_async(); "
+            f"this is {type(handle).__name__}. Of several, wait for each"
+        )
+    return handle
 
 
 Start = Callable[[Tensors], TorchHandle]

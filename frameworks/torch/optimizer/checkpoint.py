@@ -181,7 +181,7 @@ def renamed(record: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any
     new = {old[0]: name for name, old in found.items() if len(old) == 1}
     parts = {
         key: {new.get(name, name): value for name, value in record[key].items()}
-        for key in ("states", "specs")
+        for key in ("states", "specs", "orders")
         if key in record
     }
     return {**record, **parts}

@@ -47,6 +47,7 @@ class ParameterMemory(Memory):
         self._depth = wrapped_in(parameters)
         super().__init__(self._routed(router), averages, predivide)
         self.states = {name: {} for name in parameters}
+        self._first = router
         self.changed: Router | None = None  # what ``change`` was given last
         self.loaded = checkpoint.Loaded.NOTHING  # since ranks agreed on it last
         # The parameters of which it is in common, with a checksum of what is for every rank.
@@ -97,9 +98,10 @@ class ParameterMemory(Memory):
             warnings.warn(f"set_compression: {lost[0]}{more}", stacklevel=outside())
 
     def follow(self, changed: Router | None) -> None:
-        """Go on with the compressors of another rank, which ``changed`` to them if to any."""
-        if changed is not None and str(changed) != str(self.changed):
-            self.change(changed)
+        """Go on with the compressors of another rank: what it ``changed`` to, or began with."""
+        if str(changed) != str(self.changed):
+            self.change(self._first if changed is None else changed)
+            self.changed = changed
 
     # -- checkpoints ------------------------------------------------------------------------------
 

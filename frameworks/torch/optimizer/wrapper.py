@@ -29,7 +29,7 @@ from ringlet.torch.optimizer.lost_memory import mark, take_mark, warn_of_loaded_
 from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
 from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler, of_scaler
-from ringlet.torch.precision.masters import PRECISION_KEY, Masters, scale_in
+from ringlet.torch.precision.masters import PRECISION_KEY, Masters, going_on, scale_in
 from ringlet.torch.precision.policy_checks import acts, check_policy, check_wire
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -40,7 +40,7 @@ _reducers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Reducer]
 )
 
 
-# So with masters, which optimizers hold from then on.
+# So with a loss scale, and with masters, which optimizers hold from then on.
 _masters: weakref.WeakKeyDictionary[torch.optim.Optimizer, Masters] = weakref.WeakKeyDictionary()
 
 
@@ -400,7 +400,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     _agree_on_arguments(type(optimizer), options)
     held = optimizer.param_groups
     if masters_before is not None:
-        if not acts(policy):
+        if masters_before.pairs and not acts(policy):
             raise ValueError(
                 "this optimizer steps on the float32 masters that a precision has brought: wrap it "
                 "again with precision=, or make a new optimizer"
@@ -414,7 +414,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if options.op is ReduceOp.ADASUM:
         mixin, extra = AdasumMixin, AdasumMixin.prepared(named, options)
     else:
-        unscaling = Unscaling(policy.scale.scale) if policy.scale.watches else None
+        scale, _ = going_on(policy, masters_before)
+        unscaling = Unscaling(scale.scale) if scale.watches else None
         groups_of_names = grouped_names(named, options.grouping)
         before, title = _reducer_of(optimizer), type(optimizer).__name__
         if take_mark(optimizer.param_groups):
@@ -423,9 +424,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         _reducers[optimizer] = weakref.ref(reducer)
         masters = None
         if acts(policy):
-            masters = Masters(optimizer, named, policy, unscaling, masters_before)
-            if masters.pairs:
-                _masters[optimizer] = masters
+            masters = _masters[optimizer] = Masters(
+                optimizer, named, policy, unscaling, masters_before
+            )
             masters.deliver_to(reducer)
         extra = {"_ringlet": reducer, "_ringlet_implied": False, "_ringlet_masters": masters}
     distributed: Any = wrapped(optimizer, mixin)

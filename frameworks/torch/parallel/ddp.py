@@ -42,6 +42,7 @@ from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.naming import named_pairs, routed, warn_of_unmatched, wrapped_in
 from ringlet.torch.parallel.group_runtimes import runtime_of
+from ringlet.torch.parallel.memory_order import MemoryOrders
 from ringlet.torch.precision.policy_checks import acts
 from ringlet.torch.tensors.placement import HOST, behind, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
@@ -50,6 +51,8 @@ _ADVICE = (
     "Save state_dict() of the hook's state, the first thing that ddp_hook returns, on every rank, "
     "and load each rank's own, or pass all ranks' to its load_sharded()"
 )
+
+_ORDERS = "orders"  # in a checkpoint
 
 _NAMES = "pass named_parameters=model.named_parameters() on all ranks, or on none"
 
@@ -125,6 +128,7 @@ class DdpState:
             states = runtime.engine.states
             finalizer = weakref.finalize(self, _forget, states, self._label, self._taken)
             finalizer.atexit = False
+        self._orders = MemoryOrders()
         self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
         self._alike = False  # whether ranks know what they have loaded
         self._furthest = 0  # the step from which tensors without memory count, where ranks differed
@@ -187,6 +191,8 @@ class DdpState:
             self._taken[name] = compressor.traits().stateful
             if memory is not None:
                 self._adopt(memory, own, declared, request)
+            self._orders.see(name, p, shape)
+            self._settle(name, request, compressor)
             if self._furthest:
                 self.engine.states.setdefault(request.key, {}).setdefault("step", self._furthest)
         frozen = self._taken[name] and not p.requires_grad  # or some deliver what others do not
@@ -271,7 +277,9 @@ class DdpState:
         with self._runtime.engine.at_work():
             states, runtime = self._states(), self._runtime
             compressors = {name: routed(self._router, name, self._depth) for name in states}
-            return checkpoint.saved(states, runtime.rank, runtime.size, compressors=compressors)
+            where = runtime.rank, runtime.size
+            record = checkpoint.saved(states, *where, compressors=compressors)
+            return record | {_ORDERS: self._orders.saved()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts anew, if it is another rank's."""
@@ -279,6 +287,7 @@ class DdpState:
         states = self._states_like(given)
         where = self._runtime.rank, self._runtime.size
         checkpoint.restore(states, state, *where, self._tensors(states), advice=_ADVICE)
+        self._lay_out(given)
         self._bring(states)
 
     def load_sharded(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -291,6 +300,7 @@ class DdpState:
         own = self._states_like(states)
         where = self._runtime.rank, self._runtime.size
         checkpoint.reshard(own, states, *where, self._tensors(own))
+        self._lay_out(states)
         self._bring(own)
 
     def residual_norm(self) -> float:
@@ -369,6 +379,21 @@ class DdpState:
         """Return what compresses each gradient, and how many elements it has if that is known."""
         numels = {name: request.numel for name, (request, _) in self._requests.items()}
         return {name: (routed(self._router, name, self._depth), numels.get(name)) for name in names}
+
+    def _lay_out(self, given: Sequence[Mapping[str, Any]]) -> None:
+        """After a load: let states be in the order of this job's gradients, as far as it is known.
+
+        A file of before that was told says nothing.
+        """
+        for each in given:
+            if _ORDERS in each:
+                for name in self._orders.load(each["states"], each[_ORDERS]):
+                    self._settle(name, *self._requests[name])
+
+    def _settle(self, name: str, request: Request, compressor: Compressor) -> None:
+        state = self.engine.states.get(request.key)
+        if state is not None:
+            self._orders.settle(name, state, compressor, self._runtime.size)
 
     def _bring(self, states: Mapping[str, State]) -> None:
         """After a load: let states lie where they are used, and ranks compare whether all loaded.

@@ -56,8 +56,8 @@ class Masters:
     """Float32 copies of an optimizer's 16-bit parameters, if it has any, and the loss scale.
 
     Replaces the parameters in the optimizer's groups by their copies, but for those of ``before``,
-    which are there since the optimizer was wrapped last, and stay. ``unscaling`` is told of the
-    loss scale.
+    which are there since the optimizer was wrapped last, and stay. So do the loss scale and the
+    count of skipped steps under the same policy. ``unscaling`` is told of the loss scale.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Masters:
         unscaling: Unscaling | None,
         before: Masters | None = None,
     ) -> None:
-        self.scale: LossScale = policy.scale
-        self.skipped = 0
+        self.policy = policy
+        self.scale, self.skipped = going_on(policy, before)
         self.overflow = False  # of the step that was reduced last
         self.asked = False  # whether anybody has wanted to know the scale
         self._unscaling = unscaling
@@ -231,6 +231,16 @@ class Masters:
                 for name, (_, master) in self.pairs.items():
                     master.copy_(saved[name])
             self.put_parameters()
+
+
+def going_on(policy: Policy, before: Masters | None) -> tuple[LossScale, int]:
+    """Return the loss scale that an optimizer begins with, and how many steps it has skipped.
+
+    They are those of ``before``, what it had when it was wrapped last, if the policy is the same.
+    """
+    if before is None or before.policy != policy:
+        return policy.scale, 0
+    return before.scale, before.skipped
 
 
 def _widened(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
