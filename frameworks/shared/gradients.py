@@ -411,8 +411,10 @@ class GradientReducer:
     def _paid_back(self, slots: Sequence[Slot], results: list[Array]) -> list[Array]:
         """Add what ranks held back of gradients to those of the one that is left: nothing travels.
 
-        In place, and to the dense ones.
+        In place, and to the dense ones. A step that is skipped for an overflow takes nothing along.
         """
+        if self.settings.guard and self.memory.states and not _finite(results):
+            return results
         dense = {slot.name for slot in slots if self.settings.dense(slot)}
         held, place = self.memory.take_residuals(dense), 0
         for slot in slots if held else ():
@@ -425,8 +427,7 @@ class GradientReducer:
 
     def _all_finite(self, arrays: Sequence[Array]) -> bool:
         """Whether no rank's arrays have an overflow. Collective."""
-        own = all(all_finite(array) for array in arrays if array.dtype.name in FLOATS)
-        flag = np.array([own], np.uint8)
+        flag = np.array([_finite(arrays)], np.uint8)
         number = self.settings.process_set.number()
         request = Request(
             f"{self._label}.finite", "allreduce", "uint8", (1,), ReduceOp.MIN, process_set=number
@@ -442,6 +443,10 @@ class GradientReducer:
             np.full_like(array, np.nan) if array.dtype.name in FLOATS else array
             for array in results
         ]
+
+
+def _finite(arrays: Sequence[Array]) -> bool:
+    return all(all_finite(array) for array in arrays if array.dtype.name in FLOATS)
 
 
 def _is_state(value: Any) -> bool:

@@ -880,6 +880,25 @@ def test_one_rank_that_is_left_gives_back_what_was_held_back(outputs):
     ringlet.run(work, np=1, transport="local")
 
 
+def test_what_is_owed_to_one_rank_that_is_left_outlasts_an_overflow():
+    slot = Slot("w", "float32", (300,))
+
+    def work():
+        hvd.init()
+        reducer = GradientReducer("test", Settings(Router("topk(ratio=0.1) | ef"), guard=True))
+        reducer.memory.states["w"] = {"residual": np.ones(300, np.float32), "step": 3}
+        given = np.zeros(300, np.float32)
+        given[7] = np.inf
+        (spoiled,) = reducer.reduce([slot], [given])  # the optimizer skips it
+        assert not np.isfinite(spoiled[7])
+        assert reducer.memory.norm() == pytest.approx(300**0.5)
+        (paid,) = reducer.reduce([slot], [np.zeros(300, np.float32)])
+        np.testing.assert_array_equal(paid, np.ones(300))
+        assert reducer.memory.norm() == 0
+
+    ringlet.run(work, np=1, transport="local")
+
+
 @pytest.mark.parametrize("place", [-1, 30])
 def test_rows_that_a_small_table_lacks(place):
     """In a step in which all ranks have compared what they reduce, and in one after another."""
