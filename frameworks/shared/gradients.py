@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -31,6 +32,7 @@ from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import UNUSED, agree, common_names
 from ringlet.shared.requests import check_predivide
+from ringlet.shared.residual_store import replace as replace_states
 from ringlet.shared.residual_store import warn_of_common
 from ringlet.shared.sparse_rows import RowExchange, check_places, densified
 from ringlet.shared.variable_names import alike
@@ -122,6 +124,15 @@ class Settings:
     def dense(self, slot: Slot) -> bool:
         """Whether a gradient is fused with others, rather than gathered as rows."""
         return not slot.sparse or self.sparse_as_dense or math.prod(slot.shape) < LARGE
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What compressors remembered at a step, among so many ranks."""
+
+    states: dict[str, State]
+    step: int
+    among: int
 
 
 class GradientReducer:
@@ -229,6 +240,23 @@ class GradientReducer:
         with self._lock:
             self._forget()
             self.step = step
+
+    def remembered(self) -> Snapshot:
+        """Return a copy of what compressors remember, for ``go_back``."""
+        with self._lock:
+            return Snapshot(copy.deepcopy(self.memory.states), self.step, self.memory.among)
+
+    def go_back(self, to: Snapshot | None) -> None:
+        """Go on with what was ``remembered``; with nothing where there was no reducer then."""
+        with self._lock:
+            found = Snapshot({}, 0, self.memory.among) if to is None else to
+            replace_states(self.memory.states, copy.deepcopy(found.states), found.step)
+            self.memory.among = found.among
+            if is_elastic() and is_initialized() and self._runtime is current():
+                size = self.settings.process_set.size()
+                if found.among != size:  # it is of before ranks came, or were lost
+                    self.memory.resize(size)
+            self.restart(found.step)
 
     def pass_over(self) -> None:
         """Take notice of steps that ranks have given up, as their lists of gradients differ."""
