@@ -369,7 +369,8 @@ class GradientReducer:
         """Let ranks that have loaded different states, or some of them none, begin alike.
 
         They count steps as the first rank does, for shared random numbers depend on it, and forget
-        what ranks have in common unless all have it: replicas would part. Who forgets warns.
+        what ranks have in common unless all have it, of one step: replicas would part. Who forgets
+        warns.
         """
         memory, states = self.memory, self.memory.states
         common = [name for name in memory.in_common() if name in names]
@@ -381,9 +382,8 @@ class GradientReducer:
             return
         expected = "what its compressors have in common with others, and steps"
         everyone = json_exchange.gather(own, f"{label}.states", process_set, expected, _is_state)
-        if any(each[0] != common for each in everyone):
-            memory.forget_in_common(common)
-            warn_of_common(common)
+        memory.forget_in_common(common)  # of another step than others' it is another one
+        warn_of_common(common)
         _, number, counted = everyone[0]
         for name, count in zip(names, counted, strict=True):
             states[name]["step"] = count

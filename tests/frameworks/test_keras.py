@@ -457,6 +457,24 @@ def case_what_one_rank_alone_has_loaded_of_what_is_common():
             assert len(told) == (forgotten and rank == 0), (spec, told)
 
 
+def case_states_of_other_steps_than_other_ranks():
+    """Estimates of another step are other ones."""
+    rank = hvd.rank()
+    own = keras.ops.convert_to_tensor(np.random.default_rng(rank).normal(size=(16, 128)), "float32")
+    kernel = keras.Variable(np.zeros((16, 128)), name="kernel")
+    sgd = keras.optimizers.SGD(0.01)
+    optimizer = hvd.DistributedOptimizer(sgd, compression="int8 | ef21")
+    optimizer.build([kernel])
+    states = []
+    for _ in range(3):
+        optimizer.apply([own], [kernel])
+        states.append(hvd.compressor_state(optimizer))
+    hvd.set_compressor_state(optimizer, states[rank])
+    with pytest.warns(UserWarning, match="from files of other steps"):
+        optimizer.apply([own], [kernel])
+    assert variables_equal([kernel])
+
+
 def case_a_model_that_one_rank_loads():
     """Keras forgets Sequential models in the paths of what it loads; ranks agree all the same."""
     rank = hvd.rank()
