@@ -42,6 +42,8 @@ log = logging.getLogger("ringlet")
 _ROWS = "rows"  # what a step's group holds where all gradients travel as rows
 _BROADCAST = "broadcast them from one rank before training"
 _SAME = "pass the same on all ranks, or replicas would drift apart"
+_RESTARTS = "how often what compressors remember was put in place"
+_EVERYWHERE = "load compressor state, or restore it, on all ranks or on none"
 LARGE = 1 << 16  # elements of a table from which its sparse gradients travel as rows
 
 
@@ -163,6 +165,7 @@ class GradientReducer:
         self._bound = True  # whether what was declared with the runtime still counts
         self._joins = 0  # of the runtime, when ranks counted steps in common last
         self._agreed = False  # whether ranks have the same settings
+        self._restarts = 0  # since ranks began to count in common
         self._changes: ListChanges
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._titles: dict[int, str] = {}  # by how many lists were declared before
@@ -239,7 +242,7 @@ class GradientReducer:
         """Go on at ``step`` with the states as they are now: groups are declared anew."""
         with self._lock:
             self._forget()
-            self.step = step
+            self.step, self._restarts = step, self._restarts + 1
 
     def remembered(self) -> Snapshot:
         """Return a copy of what compressors remember, for ``go_back``."""
@@ -299,6 +302,8 @@ class GradientReducer:
         which = f"change{self._changes.call}" if changed else len(self._steps)
         where = f"{self._label}.{which}", items, self.settings.process_set
         beside = self._beside
+        if changed and self._counts:
+            self._agree_on_restarts(where[0])
         try:
             if beside is not None:
                 label, told = f"{where[0]}.beside", [(beside.name, beside.value)]
@@ -306,6 +311,16 @@ class GradientReducer:
             return common_names(f"gradients of {self._kind}", *where)[: len(slots)]
         except Mismatch:
             self.pass_over()
+            raise
+
+    def _agree_on_restarts(self, label: str) -> None:
+        """Raise Mismatch, on all ranks, where some have put in place what others have not."""
+        told = [(_RESTARTS, str(self._restarts))]
+        try:
+            agree(self._kind, f"{label}.restarts", told, self.settings.process_set, _EVERYWHERE)
+        except Mismatch:
+            self.pass_over()
+            self._unbind()  # all ranks, which compare what they remember when they declare anew
             raise
 
     def _bind(self, runtime: Runtime) -> None:
@@ -317,7 +332,7 @@ class GradientReducer:
             self._titles = {}
         if not self._is_bound(runtime):
             self._runtime, self._bound, self._steps = runtime, True, {}
-            self._agreed = False
+            self._agreed, self._restarts = False, 0
             # Ranks outside of a process set do not count what its ranks do.
             number = self.settings.process_set.number()
             self._label = runtime.unnamed(self._kind, number)
@@ -344,7 +359,7 @@ class GradientReducer:
 
     def _forget(self) -> None:
         if self._runtime is not None and self._counts:
-            self._changes.forget()
+            self._changes.renew()
         steps, self._steps = self._steps, {}
         for step in steps.values():
             step.release()

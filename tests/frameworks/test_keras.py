@@ -458,7 +458,7 @@ def case_what_one_rank_alone_has_loaded_of_what_is_common():
 
 
 def case_states_of_other_steps_than_other_ranks():
-    """Estimates of another step are other ones."""
+    """Estimates of another step are other ones; and nobody waits where one rank alone loads."""
     rank = hvd.rank()
     own = keras.ops.convert_to_tensor(np.random.default_rng(rank).normal(size=(16, 128)), "float32")
     kernel = keras.Variable(np.zeros((16, 128)), name="kernel")
@@ -470,6 +470,14 @@ def case_states_of_other_steps_than_other_ranks():
         optimizer.apply([own], [kernel])
         states.append(hvd.compressor_state(optimizer))
     hvd.set_compressor_state(optimizer, states[rank])
+    with pytest.warns(UserWarning, match="from files of other steps"):
+        optimizer.apply([own], [kernel])
+    assert variables_equal([kernel])
+    if rank == 1:
+        hvd.set_compressor_state(optimizer, states[2])
+    told = "'how often what compressors remember was put in place' differs between ranks"
+    with pytest.raises(hvd.HorovodInternalError, match=rf"{told} .* on all ranks or on none"):
+        optimizer.apply([own], [kernel])
     with pytest.warns(UserWarning, match="from files of other steps"):
         optimizer.apply([own], [kernel])
     assert variables_equal([kernel])
