@@ -89,6 +89,7 @@ class Runtime:
         self.joins = 0  # how often all ranks have met in one
         self.at_close: list[Callable[[], None]] = []
         self.extras: dict[str, Any] = {}  # what adapters keep for as long as this lives
+        self.lasting: dict[str, Any] = {}  # and among the ranks of an elastic job's later epochs
 
     def unnamed(self, operation: str, process_set: int = 0) -> str:
         """Return a name for an operation without one.
@@ -257,9 +258,13 @@ def init(
 
 def init_again() -> Runtime:
     """Leave, and join anew as ``init`` was called last: in an elastic job, with another rank."""
+    before = _current()
     shutdown()
     transport, autotune, join_divisor = _asked
-    return init(transport, None, autotune, join_divisor)
+    runtime = init(transport, None, autotune, join_divisor)
+    if before is not None:
+        runtime.lasting = before.lasting
+    return runtime
 
 
 def shutdown() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from ringlet.keras.optimizer_state import as_array, is_given_away, state_variabl
 from ringlet.keras.reducing import Reducing
 from ringlet.keras.value_collectives import broadcast_variables
 from ringlet.ring.rendezvous.epochs import is_elastic
-from ringlet.shared import residual_store
 from ringlet.shared.gradients import GradientReducer
+from ringlet.shared.loop_reducers import Commit, loop_reducers, owed_norm, reducers_of
 
 __all__ = [
     "CommitStateCallback",
@@ -32,9 +31,9 @@ class KerasState(ObjectState):
     """A model, its optimizer and, as ``kwargs``, anything else; all of them become attributes.
 
     ``optimizer`` is by default the one that the model was compiled with. Weights and optimizer
-    state travel as tensors, other objects pickled. What a DistributedOptimizer's compressors
-    remember is saved and restored, each rank's own, and not synchronised. Raises ValueError for a
-    model without weights yet.
+    state travel as tensors, other objects pickled. What the compressors of a DistributedOptimizer
+    remember, and of a DistributedGradientTape for the model's variables, is saved and restored,
+    each rank's own, and not synchronised. Raises ValueError for a model without weights yet.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -51,9 +50,8 @@ class KerasState(ObjectState):
         """Keep copies of weights, optimizer state, residuals and objects."""
         self._arrays = [as_array(variable) for variable in self._variables()]
         reducer = self._reducer()
-        if reducer is not None:
-            memory = reducer.memory
-            self._remembered = copy.deepcopy(memory.states), reducer.step, memory.among
+        self._remembered = None if reducer is None else reducer.remembered()
+        self._of_loops = Commit(self._loop_reducers())
         super().save()
 
     def restore(self) -> None:
@@ -63,9 +61,8 @@ class KerasState(ObjectState):
             variable.assign(array)
         reducer = self._reducer()
         if reducer is not None:
-            states, step, reducer.memory.among = self._remembered
-            residual_store.replace(reducer.memory.states, copy.deepcopy(states), step)
-            reducer.restart(step)
+            reducer.go_back(self._remembered)
+        self._of_loops.restore(self._loop_reducers())
         super().restore()
 
     def holders(self) -> Sequence[GradientReducer]:
@@ -75,13 +72,13 @@ class KerasState(ObjectState):
 
     def held_back(self) -> float | None:
         """Return the norm of what compression holds back on this rank alone."""
-        reducer = self._reducer()
-        return None if reducer is None else reducer.memory.owed_norm()
+        return owed_norm([*self.holders(), *self._loop_reducers()])
 
     def keep_steps(self) -> None:
         """Keep what compressors remember from before each step."""
         if (reducer := self._reducer()) is not None:
             reducer.memory.keep_steps()
+        loop_reducers().keep_steps()
 
     def take_back(self) -> None:
         """Let compressors forget the step at hand; back to the commit where it took the weights.
@@ -90,14 +87,15 @@ class KerasState(ObjectState):
         """
         if any(is_given_away(variable) for variable in self._variables()):
             self.restore()
-        elif (reducer := self._reducer()) is not None:
+            return
+        for reducer in (*self.holders(), *self._loop_reducers()):
             reducer.memory.take_back()
 
     def content(self) -> dict[str, Any]:
         """Return weights, optimizer state and objects, without what is each rank's own."""
-        reducer = self._reducer()
         arrays = [as_array(variable) for variable in self._variables()]
-        return {"": [arrays, reducer and reducer.step], **super().content()}
+        steps = [reducer.step for reducer in (*self.holders(), *self._loop_reducers())]
+        return {"": [arrays, steps], **super().content()}
 
     def sync(self) -> None:
         """Take over rank 0's weights, optimizer state and objects, and save them. Collective.
@@ -126,6 +124,10 @@ class KerasState(ObjectState):
             return list(self.model.weights)
         own = self.model.trainable_variables
         return [*self.model.weights, *state_variables(self.optimizer, own)]
+
+    def _loop_reducers(self) -> list[GradientReducer]:
+        """Return what reduces gradients of the model for tapes of TensorFlow's."""
+        return reducers_of(self.model.trainable_variables)
 
     def _reducer(self) -> GradientReducer | None:
         return getattr(self.optimizer, "_ringlet", None)

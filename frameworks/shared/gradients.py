@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -31,6 +32,7 @@ from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import UNUSED, agree, common_names
 from ringlet.shared.requests import check_predivide
+from ringlet.shared.residual_store import replace as replace_states
 from ringlet.shared.residual_store import warn_of_common
 from ringlet.shared.sparse_rows import RowExchange, check_places, densified
 from ringlet.shared.variable_names import alike
@@ -40,6 +42,8 @@ log = logging.getLogger("ringlet")
 _ROWS = "rows"  # what a step's group holds where all gradients travel as rows
 _BROADCAST = "broadcast them from one rank before training"
 _SAME = "pass the same on all ranks, or replicas would drift apart"
+_RESTARTS = "how often what compressors remember was put in place"
+_EVERYWHERE = "load compressor state, or restore it, on all ranks or on none"
 LARGE = 1 << 16  # elements of a table from which its sparse gradients travel as rows
 
 
@@ -124,6 +128,15 @@ class Settings:
         return not slot.sparse or self.sparse_as_dense or math.prod(slot.shape) < LARGE
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What compressors remembered at a step, among so many ranks."""
+
+    states: dict[str, State]
+    step: int
+    among: int
+
+
 class GradientReducer:
     """Reduces lists of gradients, and keeps what compressors remember, by variable name.
 
@@ -152,6 +165,7 @@ class GradientReducer:
         self._bound = True  # whether what was declared with the runtime still counts
         self._joins = 0  # of the runtime, when ranks counted steps in common last
         self._agreed = False  # whether ranks have the same settings
+        self._restarts = 0  # since ranks began to count in common
         self._changes: ListChanges
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._titles: dict[int, str] = {}  # by how many lists were declared before
@@ -228,7 +242,24 @@ class GradientReducer:
         """Go on at ``step`` with the states as they are now: groups are declared anew."""
         with self._lock:
             self._forget()
-            self.step = step
+            self.step, self._restarts = step, self._restarts + 1
+
+    def remembered(self) -> Snapshot:
+        """Return a copy of what compressors remember, for ``go_back``."""
+        with self._lock:
+            return Snapshot(copy.deepcopy(self.memory.states), self.step, self.memory.among)
+
+    def go_back(self, to: Snapshot | None) -> None:
+        """Go on with what was ``remembered``; with nothing where there was no reducer then."""
+        with self._lock:
+            found = Snapshot({}, 0, self.memory.among) if to is None else to
+            replace_states(self.memory.states, copy.deepcopy(found.states), found.step)
+            self.memory.among = found.among
+            if is_elastic() and is_initialized() and self._runtime is current():
+                size = self.settings.process_set.size()
+                if found.among != size:  # it is of before ranks came, or were lost
+                    self.memory.resize(size)
+            self.restart(found.step)
 
     def pass_over(self) -> None:
         """Take notice of steps that ranks have given up, as their lists of gradients differ."""
@@ -271,6 +302,8 @@ class GradientReducer:
         which = f"change{self._changes.call}" if changed else len(self._steps)
         where = f"{self._label}.{which}", items, self.settings.process_set
         beside = self._beside
+        if changed and self._counts:
+            self._agree_on_restarts(where[0])
         try:
             if beside is not None:
                 label, told = f"{where[0]}.beside", [(beside.name, beside.value)]
@@ -278,6 +311,16 @@ class GradientReducer:
             return common_names(f"gradients of {self._kind}", *where)[: len(slots)]
         except Mismatch:
             self.pass_over()
+            raise
+
+    def _agree_on_restarts(self, label: str) -> None:
+        """Raise Mismatch, on all ranks, where some have put in place what others have not."""
+        told = [(_RESTARTS, str(self._restarts))]
+        try:
+            agree(self._kind, f"{label}.restarts", told, self.settings.process_set, _EVERYWHERE)
+        except Mismatch:
+            self.pass_over()
+            self._unbind()  # all ranks, which compare what they remember when they declare anew
             raise
 
     def _bind(self, runtime: Runtime) -> None:
@@ -289,7 +332,7 @@ class GradientReducer:
             self._titles = {}
         if not self._is_bound(runtime):
             self._runtime, self._bound, self._steps = runtime, True, {}
-            self._agreed = False
+            self._agreed, self._restarts = False, 0
             # Ranks outside of a process set do not count what its ranks do.
             number = self.settings.process_set.number()
             self._label = runtime.unnamed(self._kind, number)
@@ -316,7 +359,7 @@ class GradientReducer:
 
     def _forget(self) -> None:
         if self._runtime is not None and self._counts:
-            self._changes.forget()
+            self._changes.renew()
         steps, self._steps = self._steps, {}
         for step in steps.values():
             step.release()
@@ -341,7 +384,8 @@ class GradientReducer:
         """Let ranks that have loaded different states, or some of them none, begin alike.
 
         They count steps as the first rank does, for shared random numbers depend on it, and forget
-        what ranks have in common unless all have it: replicas would part. Who forgets warns.
+        what ranks have in common unless all have it, of one step: replicas would part. Who forgets
+        warns.
         """
         memory, states = self.memory, self.memory.states
         common = [name for name in memory.in_common() if name in names]
@@ -353,9 +397,8 @@ class GradientReducer:
             return
         expected = "what its compressors have in common with others, and steps"
         everyone = json_exchange.gather(own, f"{label}.states", process_set, expected, _is_state)
-        if any(each[0] != common for each in everyone):
-            memory.forget_in_common(common)
-            warn_of_common(common)
+        memory.forget_in_common(common)  # of another step than others' it is another one
+        warn_of_common(common)
         _, number, counted = everyone[0]
         for name, count in zip(names, counted, strict=True):
             states[name]["step"] = count
@@ -411,8 +454,10 @@ class GradientReducer:
     def _paid_back(self, slots: Sequence[Slot], results: list[Array]) -> list[Array]:
         """Add what ranks held back of gradients to those of the one that is left: nothing travels.
 
-        In place, and to the dense ones.
+        In place, and to the dense ones. A step that is skipped for an overflow takes nothing along.
         """
+        if self.settings.guard and self.memory.states and not _finite(results):
+            return results
         dense = {slot.name for slot in slots if self.settings.dense(slot)}
         held, place = self.memory.take_residuals(dense), 0
         for slot in slots if held else ():
@@ -425,8 +470,7 @@ class GradientReducer:
 
     def _all_finite(self, arrays: Sequence[Array]) -> bool:
         """Whether no rank's arrays have an overflow. Collective."""
-        own = all(all_finite(array) for array in arrays if array.dtype.name in FLOATS)
-        flag = np.array([own], np.uint8)
+        flag = np.array([_finite(arrays)], np.uint8)
         number = self.settings.process_set.number()
         request = Request(
             f"{self._label}.finite", "allreduce", "uint8", (1,), ReduceOp.MIN, process_set=number
@@ -442,6 +486,10 @@ class GradientReducer:
             np.full_like(array, np.nan) if array.dtype.name in FLOATS else array
             for array in results
         ]
+
+
+def _finite(arrays: Sequence[Array]) -> bool:
+    return all(all_finite(array) for array in arrays if array.dtype.name in FLOATS)
 
 
 def _is_state(value: Any) -> bool:

@@ -91,10 +91,10 @@ class ListChanges:
             self._changes = {call for call in self._changes if call > self.call}
             self.last = self.last if slots is None else slots
 
-    def forget(self) -> None:
-        """Begin anew: the next list, of all ranks, is the first one."""
+    def renew(self) -> None:
+        """Let the next list count as another one, whichever it is, so that all ranks compare."""
         with self._lock:
-            self.last = None
+            self.last = _NONE if self.call else self.last
 
     def _restart(self, call: int) -> None:
         with self._lock:
@@ -133,11 +133,6 @@ class ListTurns(ListChanges):
         if slots is not None:
             self._followed[self._before] = slots
             self._before = slots
-
-    def forget(self) -> None:
-        """Begin anew: the next list, of all ranks, is the first one."""
-        super().forget()
-        self._before, self._followed = None, {}
 
     def _restart(self, call: int) -> None:
         super()._restart(call)

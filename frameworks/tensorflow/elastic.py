@@ -14,9 +14,11 @@ import tensorflow as tf
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.keras.elastic import KerasState
 from ringlet.ring.dtypes import Array
+from ringlet.shared.gradients import GradientReducer
+from ringlet.shared.loop_reducers import Commit, owed_norm, reducers_of
 from ringlet.tensorflow.functions import broadcast_variables
 from ringlet.tensorflow.ops.bridge import in_graph
-from ringlet.tensorflow.optimizer import forget_passes
+from ringlet.tensorflow.optimizer import forget_passes, reducers_of_v1
 
 __all__ = [
     "HostsUpdatedInterrupt",
@@ -76,6 +78,7 @@ class TensorFlowState(ObjectState):
             if self.session is None
             else self.session.run(self.variables)
         )
+        self._remembered = Commit(self._reducers())
         super().save()
 
     def restore(self) -> None:
@@ -87,10 +90,15 @@ class TensorFlowState(ObjectState):
         else:
             fed = dict(zip(self._holders, self._arrays, strict=True))
             self.session.run(self._assign, fed)
+        self._remembered.restore(self._reducers())
         super().restore()
 
+    def held_back(self) -> float | None:
+        """Return the norm of what compression holds back on this rank alone."""
+        return owed_norm(self._reducers())
+
     def keep_steps(self) -> None:
-        """Raise TypeError: what tapes' compressors remember is not known here."""
+        """Raise TypeError: a step may have changed variables before it fails."""
         raise self._goes_back()
 
     def sync(self) -> None:
@@ -104,3 +112,7 @@ class TensorFlowState(ObjectState):
         else:
             self.session.run(self._broadcast_all)
         super().sync()
+
+    def _reducers(self) -> list[GradientReducer]:
+        """Return what reduces gradients of the variables: for tapes, and optimizers in a graph."""
+        return [*reducers_of(self.variables), *reducers_of_v1(self.variables)]

@@ -148,7 +148,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 def forget_passes(variables: Iterable[Any]) -> None:
     """Let optimizers of ``tf.compat.v1`` that train some of ``variables`` count passes anew."""
+    for optimizer in _training(variables):
+        optimizer._ringlet_accumulator.reset()
+
+
+def reducers_of_v1(variables: Iterable[Any]) -> list[GradientReducer]:
+    """Return what reduces gradients for those optimizers."""
+    return [optimizer._ringlet for optimizer in _training(variables)]
+
+
+def _training(variables: Iterable[Any]) -> list[Any]:
     own = set(map(id, variables))
-    for optimizer in list(_made):
-        if not own.isdisjoint(map(id, optimizer._ringlet_trained)):
-            optimizer._ringlet_accumulator.reset()
+    return [made for made in list(_made) if not own.isdisjoint(map(id, made._ringlet_trained))]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +14,7 @@ from ringlet.precision import Policy
 from ringlet.precision.guards import guards
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.gradients import GradientReducer, Settings
+from ringlet.shared.loop_reducers import loop_reducers
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
@@ -176,37 +175,27 @@ def _divided(gradient: Any, size: int) -> Any:
 
 def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str]) -> GradientReducer:
     """Return the reducer of these settings and variables: the same for every tape of a loop."""
-    known: dict[Any, _Entry] = current().extras.setdefault("tapes", {})
+    loops = loop_reducers()
     held = [getattr(variable, "_value", variable) for variable in variables]
     lasting = [hasattr(variable, "assign") for variable in held]  # others are new in every step
     places = zip(held, names, lasting, strict=True)
     key = (
         in_plain_graph(),
         settings.key(),
+        id(settings.process_set),  # one that is added again may have the number of another
         tuple(id(v) if lasts else name for v, name, lasts in places),
     )
-    entry = known.get(key)
-    if entry is None or entry.is_stale():  # an id says nothing once its variable is gone
-        for old in [k for k, e in known.items() if e.is_stale()]:
-            del known[old]
-        references = [weakref.ref(v) for v, lasts in zip(held, lasting, strict=True) if lasts]
-        entry = known[key] = _Entry(_made(settings), references)
-    return entry.reducer
+    reducer = loops.find(key)
+    if reducer is None:  # an id says nothing once its variable is gone
+        reducer = _made(settings)
+        loops.add(key, reducer, [v for v, lasts in zip(held, lasting, strict=True) if lasts])
+    return reducer
 
 
 def _made(settings: Settings) -> GradientReducer:
     if in_plain_graph():  # where tapes have no order
         return GradientReducer(KIND, settings, TITLE, cure=BROADCAST_VARIABLES)
     return TapeReducer(settings)
-
-
-@dataclass
-class _Entry:
-    reducer: GradientReducer
-    references: list[weakref.ref[Any]]
-
-    def is_stale(self) -> bool:
-        return any(reference() is None for reference in self.references)
 
 
 def reducer_of_tape(tape: Any, sources: Any) -> GradientReducer:

@@ -79,6 +79,8 @@ class TapeReducer(GradientReducer):
 
     def _bind(self, runtime: Runtime) -> None:
         super()._bind(runtime)
+        # One rank that is left, or has begun alone, takes no turns before it binds.
+        self._turns = _turns(runtime, self.settings.process_set.number())
         self._changes = self._turns.lists
 
     def _forget(self) -> None:

@@ -457,6 +457,32 @@ def case_what_one_rank_alone_has_loaded_of_what_is_common():
             assert len(told) == (forgotten and rank == 0), (spec, told)
 
 
+def case_states_of_other_steps_than_other_ranks():
+    """Estimates of another step are other ones; and nobody waits where one rank alone loads."""
+    rank = hvd.rank()
+    own = keras.ops.convert_to_tensor(np.random.default_rng(rank).normal(size=(16, 128)), "float32")
+    kernel = keras.Variable(np.zeros((16, 128)), name="kernel")
+    sgd = keras.optimizers.SGD(0.01)
+    optimizer = hvd.DistributedOptimizer(sgd, compression="int8 | ef21")
+    optimizer.build([kernel])
+    states = []
+    for _ in range(3):
+        optimizer.apply([own], [kernel])
+        states.append(hvd.compressor_state(optimizer))
+    hvd.set_compressor_state(optimizer, states[rank])
+    with pytest.warns(UserWarning, match="from files of other steps"):
+        optimizer.apply([own], [kernel])
+    assert variables_equal([kernel])
+    if rank == 1:
+        hvd.set_compressor_state(optimizer, states[2])
+    told = "'how often what compressors remember was put in place' differs between ranks"
+    with pytest.raises(hvd.HorovodInternalError, match=rf"{told} .* on all ranks or on none"):
+        optimizer.apply([own], [kernel])
+    with pytest.warns(UserWarning, match="from files of other steps"):
+        optimizer.apply([own], [kernel])
+    assert variables_equal([kernel])
+
+
 def case_a_model_that_one_rank_loads():
     """Keras forgets Sequential models in the paths of what it loads; ranks agree all the same."""
     rank = hvd.rank()
@@ -876,6 +902,25 @@ def test_one_rank_that_is_left_gives_back_what_was_held_back(outputs):
         assert reducer.memory.norm() == 2.0  # of what had no gradient
         again = reducer.reduce(slots, own, outputs=to)
         assert all(map(np.array_equal, again, own))
+
+    ringlet.run(work, np=1, transport="local")
+
+
+def test_what_is_owed_to_one_rank_that_is_left_outlasts_an_overflow():
+    slot = Slot("w", "float32", (300,))
+
+    def work():
+        hvd.init()
+        reducer = GradientReducer("test", Settings(Router("topk(ratio=0.1) | ef"), guard=True))
+        reducer.memory.states["w"] = {"residual": np.ones(300, np.float32), "step": 3}
+        given = np.zeros(300, np.float32)
+        given[7] = np.inf
+        (spoiled,) = reducer.reduce([slot], [given])  # the optimizer skips it
+        assert not np.isfinite(spoiled[7])
+        assert reducer.memory.norm() == pytest.approx(300**0.5)
+        (paid,) = reducer.reduce([slot], [np.zeros(300, np.float32)])
+        np.testing.assert_array_equal(paid, np.ones(300))
+        assert reducer.memory.norm() == 0
 
     ringlet.run(work, np=1, transport="local")
 
