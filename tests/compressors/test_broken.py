@@ -69,6 +69,16 @@ CAUGHT = {
         "BlocksWithoutCount": "can_be_chained",
         "SizeAmongValues": "can_be_chained",
     },
+    "late": {
+        "ClearsInTheTenthStep": "leaves_its_input_alone",
+        "MaxOfWarm": "late_steps_and_large_seeds",
+        "ComparesWhenWarm": "late_steps_and_large_seeds",
+        "FadesAway": "late_steps_and_large_seeds",
+        "KeepsDrawsForGood": "leaves_the_program_alone",
+        "NotesEveryFifty": "memory_does_not_grow",
+        "LeaderAlone": "one_overflow_is_survived",
+        "ScratchWhenWarm": "leaves_its_input_alone",
+    },
     "memory": {
         "KeepsInput": "leaves_its_input_alone",
         "KeepsView": "leaves_its_input_alone",
@@ -97,7 +107,7 @@ CAUGHT = {
         "RingOfBuffers": "leaves_its_input_alone",
         "SharedSum": "calls_may_interleave",
         "SilencesNumPy": "leaves_the_program_alone",
-        "MaskOfAnotherTensor": "another_process_agrees",
+        "MaskOfAnotherTensor": "another_process_agrees leaves_the_program_alone",
     },
     "randomness": {
         "GlobalNoise": "deterministic",
@@ -629,6 +639,14 @@ SAYS = {
     ("ported", "ExponentInAByte"): ("an exponent does not fit", "down to 2^-149"),
     ("ported", "NoiseOfOneStage"): ("as if noise were left out", "whatever the stage"),
     ("offered", "BytesAddedUp"): ("overflows int8", 'codes.astype("int32")'),
+    ("late", "ClearsInTheTenthStep"): ("in step 9", "the input was modified"),
+    ("late", "MaxOfWarm"): ("'step': 70000", "late.py, line"),
+    ("late", "ComparesWhenWarm"): ("NaN vanished, and in step 0 it does not",),
+    ("late", "FadesAway"): ("nothing is sent, and in other steps there is",),
+    ("late", "KeepsDrawsForGood"): ("something in broken.late.draws", "an lru_cache"),
+    ("late", "NotesEveryFifty"): ("from step 1008000 to 2016000",),
+    ("late", "ScratchWhenWarm"): ("is scratch of ctx.workspace", "in step 70000"),
+    ("late", "LeaderAlone"): ("on rank 0 of two vanished", "(0 * x).sum()"),
 }
 BASES = {
     "DithersCells",

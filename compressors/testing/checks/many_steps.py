@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
 _STEPS = range(4, 9)
+_ROUND_NUMBERS = (1_008_000, 2_016_000)  # steps that are multiples of 50, 64, 100, 1000
 # By shape: what was remembered of, and the tensor that finds it.
 _OTHERS = (((40, 50), (30, 40)), ((30, 40), (40, 50)), ((2000,), (1200,)), ((1200,), (2000,)))
 _LONG, _GROWN = 200, 1000.0
@@ -49,6 +51,14 @@ def check_memory_does_not_grow(compressor: Compressor) -> None:
     grown = [after - before for before, after in pairwise(sizes)]
     assert min(grown[_STEPS.start :]) <= 0, (
         f"what is remembered grows by {grown[-1]} bytes in every step"
+    )
+    for step in _ROUND_NUMBERS:
+        with suppress(Exception):  # of late steps, which another check tells
+            simulate(compressor, gradients, states, step, shape=(40, 50))
+        sizes.append(_bytes(states[0]))
+    assert sizes[-1] <= sizes[-2], (
+        f"what is remembered grows by {sizes[-1] - sizes[-2]} bytes from step {_ROUND_NUMBERS[0]} "
+        f"to {_ROUND_NUMBERS[1]}, though not in the {_STEPS.stop} first ones"
     )
     before = described(states[0])
     zeros, few = np.zeros(2000, np.float32), spiky(2000, 1)
@@ -347,18 +357,30 @@ def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
 
     Draw from ctx.rng() or ctx.uniform(n) in place of generators of your own, and keep ctx.step and
     ctx.seed out of 16- and 32-bit integers, ctx.rank out of 8-bit ones. What begins after a number
-    of steps, such as a phase behind a warm-up, sends the gradient as well.
+    of steps, such as a phase behind a warm-up, sends the gradient as well, of any length, and NaN.
     """
     x = gaussian(2000, 1)
-    usual = max(_off(_elsewhere(compressor, x, {"step": step}), x) for step in range(_EARLY))
+    early = [_elsewhere(compressor, x, {"step": step}) for step in range(_EARLY)]
+    usual, always = max(_off(out, x) for out in early), all(out.any() for out in early)
+    spoiled = x.copy()
+    spoiled[1000] = np.nan
+    with np.errstate(all="ignore"):
+        visible = not np.isfinite(_elsewhere(compressor, spoiled, {})).all()
     for fields in ({"step": 70_000}, {"step": 5_000_000_000}, {"seed": 1 << 62}, {"rank": 1000}):
         late: dict[str, Any] = fields
         try:
             out = _elsewhere(compressor, x, late)
+            few = [_elsewhere(compressor, gaussian(n, n), late) for n in (0, 1)]
+            with np.errstate(all="ignore"):
+                seen = not np.isfinite(_elsewhere(compressor, spoiled, late)).all()
         except Exception as error:
             error.add_note(f"That is with {late}.")
             raise
-        assert np.isfinite(out).all(), f"with {late} the result is NaN or Inf"
+        assert np.isfinite(np.concatenate([out, *few])).all(), (
+            f"with {late} the result is NaN or Inf"
+        )
+        assert seen or not visible, f"with {late} NaN vanished, and in step 0 it does not"
+        assert out.any() or not always, f"with {late} nothing is sent, and in other steps there is"
         if compressor.at(late.get("step", 0)) != compressor.at(0):
             continue  # a schedule loses less, or more
         assert _off(out, x) <= 1.5 * usual + 1e-6, (

@@ -51,6 +51,7 @@ SOUND = (
 PURE = (*SOUND, "deterministic")
 _MILLION = (1 << 20) + 3
 _REMEMBERING = "in a step that finds something in ctx.state; write x = x + kept, not x += kept"
+_LATER = (*range(1, 25), 70_000)  # steps in which the input is looked at again
 _QUEUE = 20  # payloads that wait together
 _WAITS = 10  # seconds until an exchange has surely begun
 # As bits: a usual NaN, Inf, -Inf, and NaNs that rounding to fewer bits makes other numbers of.
@@ -316,24 +317,25 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
     ctx.workspace. What is kept stays in ctx.state, and ctx itself nowhere.
     """
 
-    def body(x: Array) -> None:
+    def body(x: Array, step: int = 0) -> None:
         before, given = x.copy(), x.copy()
         state: dict[str, Any] = {}
         if not by_payload(compressor):
             workspace = Workspace()
-            (out,) = simulate(compressor, [given], [state], workspace=workspace)
+            (out,) = simulate(compressor, [given], [state], step=step, workspace=workspace)
             assert same(given, before), "the input was modified"
             if state:
-                (out,) = simulate(compressor, [given], [state], step=1, workspace=workspace)
+                (out,) = simulate(compressor, [given], [state], step=step + 1, workspace=workspace)
                 assert same(given, before), f"the input was modified {_REMEMBERING}"
             _check_no_scratch(state, "ctx.state", workspace)
             _check_apart(state, "ctx.state", given, "the input")
             _check_apart(state, "ctx.state", out, "out, which is used again")
             return
-        ctx = context(given, state)
-        payload = compressor.compress(given, ctx)
+        now = compressor.at(step)
+        ctx = context(given, state, step=step)
+        payload = now.compress(given, ctx)
         assert same(given, before), "the input was modified"
-        encode(compressor, given, context(given))
+        encode(now, given, context(given, step=step))
         assert same(given, before), "the input was modified by encode_into"
         _check_no_scratch(state, "ctx.state", ctx.workspace)
         _check_apart(state, "ctx.state", given, "the input")
@@ -343,11 +345,19 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
             assert not scratch, f"{what} is scratch of ctx.workspace; copy it"
             _check_apart(array, what, given, "the input")
             _check_apart(state, "ctx.state", array, f"{what}, which travels later")
-        (out,) = simulate(compressor, [given], [state])
+        (out,) = simulate(compressor, [given], [state], step=step)
         assert same(given, before), f"the input was modified {_REMEMBERING}"
         _check_apart(state, "ctx.state", out, "out, which is used again")
 
     for_all(vectors(), body)
+    for step in _LATER:
+        try:
+            body(gaussian(70, step), step)
+        except AssertionError as error:
+            error.add_note(f"That is in step {step}.")
+            raise
+        except Exception:
+            return  # which another check tells
     options = dict(vars(compressor))
     if by_payload(compressor):
         tensors = gaussian(2000, 0), gaussian(2000, 1)

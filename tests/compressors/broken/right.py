@@ -895,3 +895,50 @@ class AFewCells(Compressor):
     def decompress(self, payload, out, ctx):
         places, signs = self.hashes(out.size, ctx)
         out[:] = payload["cells"][places] * signs
+
+
+class Frequencies(Compressor):
+    """The largest half of the Fourier coefficients: of what repeats itself nothing is lost."""
+
+    def compress(self, x, ctx):
+        xp = ctx.xp
+        with np.errstate(all="ignore"):
+            found = xp.fft.rfft(x.astype("float64")) if x.size else xp.zeros(0, "complex128")
+        size = xp.where(xp.isnan(found), xp.inf, xp.abs(found))
+        places = xp.argsort(-size, kind="stable")[: -(-found.size // 2)]
+        parts = xp.stack([found[places].real, found[places].imag]).astype("float32")
+        return {"places": places.astype("uint32"), "parts": parts.reshape(-1)}
+
+    def decompress(self, payload, out, ctx):
+        if out.size:
+            found = ctx.xp.zeros(out.size // 2 + 1, "complex128")
+            real, imaginary = payload["parts"].reshape(2, -1)
+            found.real[payload["places"]] = real
+            found.imag[payload["places"]] = imaginary
+            with np.errstate(all="ignore"):
+                out[:] = ctx.xp.fft.irfft(found, out.size)
+
+
+class LeaderInTurn(Compressor):
+    """Ranks choose in turn what all send; NaN of the others travels beside it."""
+
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx, local=None):
+        xp = ctx.xp
+        chosen = xp.zeros(-(-x.size // 4), "int32")
+        if ctx.step % ctx.size == ctx.rank:
+            size = xp.where(xp.isnan(x), xp.inf, xp.abs(x))
+            chosen[:] = xp.argsort(-size, kind="stable")[: chosen.size]
+        chosen = (yield Round(chosen, "sum")).copy()
+        with np.errstate(invalid="ignore"):
+            visible = (0 * x).sum(keepdims=True)
+        values = xp.concatenate([x[chosen], visible])
+        mean = yield Round(values, "mean", values)
+        with np.errstate(invalid="ignore"):
+            out[:] = 0 * mean[-1]
+        out[chosen] += mean[:-1]
+        if local is not None:
+            local[:] = 0
+            local[chosen] = values[:-1]
