@@ -297,9 +297,11 @@ def reorder(state: State, compressor: Compressor, index: Any, size: int) -> list
     """
     held = owed(state, compressor, size, average=True)
     kept = {name: a[index] for name, a in held.items() if np.shape(a) == np.shape(index)}
-    narrow = {"residual_bf16", "residual_int8", "residual_scales"} if "residual" in kept else set()
-    lost = sorted(state.keys() - kept.keys() - narrow - {"step"})
-    lost = [name for name in lost if not is_shard(name) and not bare({name: state[name]})]
+    if "residual" in kept:
+        for each in (state, *(part.state for part in _parts(state, compressor, size, True, 1.0))):
+            forget(each)
+    others = state.keys() - kept.keys() - {"step"}
+    lost = sorted(name for name in others if not bare({name: state[name]}))
     step = {"step": state["step"]} if "step" in state else {}
     state.clear()
     state |= step | kept

@@ -140,7 +140,10 @@ class Loop:
             self._announce(in_words(error))
             worker.interrupt()  # others wait for this rank in a collective
             return self._broken(error)
-        return EngineClosed("the engine was shut down")
+        return EngineClosed(
+            "the engine was shut down; after init() make anew what was made before it: wrap "
+            "optimizers again, which keeps residuals"
+        )
 
     def _broken(self, error: BaseException) -> EngineClosed:
         """Return what callers here are told: what those on other ranks are, and the cause."""

@@ -100,12 +100,7 @@ class State(ABC):
             if specs != runtime.extras.get("specs"):  # for newcomers
                 epochs.tell_specs(specs)
                 runtime.extras["specs"] = specs
-        if topology.size() > 1:  # one short message, which every commit waits for
-            told = np.array([changed], np.int64)
-            request = Request("elastic.changes", "allreduce", "int64", (1,), ReduceOp.MAX)
-            session.current().engine.submit(request, told, at_once=True).wait()
-            changed = int(told[0])
-        return bool(changed)
+        return bool(_largest("elastic.changes", changed))
 
     def _let_ranks_change(self) -> NoReturn:
         if self._copies is not None:
@@ -202,6 +197,8 @@ class ObjectState(State):
         mine = {name: _content(getattr(self, name)) for name in self._plain()}
         for name, content in self._broadcast(mine).items():
             self._put(name, content)
+        if epochs.is_elastic():  # where one is lost now, all are to go back to the same commit
+            _largest("elastic.synchronised", 0)
         self.save()
 
     def keep_steps(self) -> None:
@@ -330,6 +327,15 @@ def _called(func: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         return func(*args, **kwargs)
     finally:
         inside[_INSIDE] = False
+
+
+def _largest(name: str, value: int) -> int:
+    """Return the largest of all ranks' values, once all have come here. Collective."""
+    told = np.array([value], np.int64)
+    if topology.size() > 1:  # one short message, which every commit waits for
+        request = Request(name, "allreduce", "int64", (1,), ReduceOp.MAX)
+        session.current().engine.submit(request, told, at_once=True).wait()
+    return int(told[0])
 
 
 def _share(state: State, copies: Copies) -> None:

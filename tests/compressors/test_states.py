@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Compressor, Modifier, Traits, option, parse
-from ringlet.compressors.states import carry_over, fit, merged, owed, prescale, rescale, resize
+from ringlet.compressors.states import (
+    carry_over,
+    fit,
+    merged,
+    owed,
+    prescale,
+    reorder,
+    rescale,
+    resize,
+)
 from ringlet.compressors.testing import CheckFailed, check_compressor
 from ringlet.compressors.testing.checks.claims import check_gradient_units
 from ringlet.compressors.testing.tools.named_check import Named
@@ -462,3 +471,17 @@ def test_among_other_ranks_estimates_whose_mean_nobody_knows_begin_anew(spec):
     assert state.keys() & {"worker", "server"}
     resize(state, compressor, 3, 2, average=True)
     assert state.keys() <= {"step"}
+
+
+def test_in_another_order_elements_keep_what_is_owed_to_them():
+    index, compressor = np.arange(6)[::-1], parse("block_topk(ratio=0.1) | ef")
+    state = {"step": 3, "residual": np.arange(6, dtype=np.float32)}
+    state["stage2.2"] = {"residual": np.ones(2, np.float32), "step": 3}
+    before = owed(copy.deepcopy(state), compressor, 2, average=True)["residual"]
+    assert before[2:4].tolist() == [4.0, 5.0]
+    assert reorder(state, compressor, index, 2) == []
+    np.testing.assert_array_equal(state.pop("residual"), before[::-1])
+    assert state == {"step": 3}
+    factors = {"step": 3, "right": np.ones((2, 3), np.float32)}
+    assert reorder(factors, parse("powersgd | ef"), index, 2) == ["right"]
+    assert factors == {"step": 3}

@@ -20,6 +20,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from ringlet.compressors import parse
 from ringlet.job import elastic, warm_up
+from ringlet.ring.errors import PeerLost
 
 pytest.importorskip("torch")
 
@@ -410,6 +411,22 @@ def test_flags_that_make_no_sense_are_named(flags, said):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+@pytest.mark.parametrize("method", ["sync", "commit"])
+def test_nothing_is_saved_before_all_ranks_have_come(monkeypatch, method):
+    def lost(name, value):
+        raise PeerLost("rank 1 is gone", (1,))
+
+    monkeypatch.setattr(elastic.epochs, "is_elastic", lambda: True)
+    monkeypatch.setattr(elastic.topology, "rank", lambda: 1)
+    monkeypatch.setattr(elastic, "_largest", lost)
+    state = elastic.ObjectState(lambda mine: {"batch": 7}, batch=1)
+    state.batch = 3
+    with pytest.raises(PeerLost):
+        getattr(state, method)()
+    state.restore()
+    assert state.batch == 1
 
 
 def test_a_state_that_cannot_go_on_from_a_step_says_so():

@@ -461,7 +461,11 @@ def test_a_transport_that_fails_in_the_middle_leaves_nobody_waiting(kind):
 
 def test_submitting_after_shutdown_is_an_error():
     def body(engine):
+        group = engine.declare("g", [Request("y", shape=(1,))], [parse("none")], [{}])
         engine.shutdown()
+        group.submit("y", np.zeros(1, np.float32))
+        with pytest.raises(EngineClosed, match="wrap optimizers again"):
+            group.wait()
         with pytest.raises(EngineClosed):
             engine.submit(Request("x", shape=(1,)), np.zeros(1, np.float32))
         return True
