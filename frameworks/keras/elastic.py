@@ -8,7 +8,12 @@ from typing import Any
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.job.objects import broadcast_object
 from ringlet.keras.callback import KerasCallback
-from ringlet.keras.optimizer_state import as_array, is_given_away, state_variables
+from ringlet.keras.optimizer_state import (
+    as_array,
+    hold_variables,
+    is_given_away,
+    state_variables,
+)
 from ringlet.keras.reducing import Reducing
 from ringlet.keras.value_collectives import broadcast_variables
 from ringlet.ring.rendezvous.epochs import is_elastic
@@ -48,6 +53,7 @@ class KerasState(ObjectState):
 
     def save(self) -> None:
         """Keep copies of weights, optimizer state, residuals and objects."""
+        hold_variables(self.model)
         self._arrays = [as_array(variable) for variable in self._variables()]
         reducer = self._reducer()
         self._remembered = None if reducer is None else reducer.remembered()
@@ -93,6 +99,7 @@ class KerasState(ObjectState):
 
     def content(self) -> dict[str, Any]:
         """Return weights, optimizer state and objects, without what is each rank's own."""
+        hold_variables(self.model)
         arrays = [as_array(variable) for variable in self._variables()]
         steps = [reducer.step for reducer in (*self.holders(), *self._loop_reducers())]
         return {"": [arrays, steps], **super().content()}

@@ -19,9 +19,20 @@ def as_array(variable: Any) -> Array:
     return np.array(variable.numpy())
 
 
+def hold_variables(model: Any) -> None:
+    """Have a model's variables hold their values: in ``fit`` Keras's trainer on jax has these.
+
+    Not elsewhere: what a trainer has may be of before a step that failed.
+    """
+    if any(getattr(variable, "_value", variable) is None for variable in model.weights):
+        model.jax_state_sync()
+
+
 def is_given_away(variable: Any) -> bool:
     """Whether a program of JAX's was given the variable's memory, and has not returned it."""
-    return keras.config.backend() == "jax" and bool(variable.value.is_deleted())
+    if keras.config.backend() != "jax":
+        return False
+    return variable._value is None or bool(variable.value.is_deleted())  # None: by ``fit``
 
 
 def state_variables(optimizer: Any, variables: Sequence[Any]) -> list[Any]:

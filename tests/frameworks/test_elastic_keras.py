@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from elastic_jobs import check_step, epochs, job
 
@@ -41,3 +43,23 @@ def test_a_copy_of_what_a_lost_rank_held_back_goes_on_with_another():
     assert epochs(lines) == [(3, 0), (2, 20)]
     assert [line["equal"] for line in lines if "done" in line] == [True, True]
     assert "held back on rank 1 of before goes on with rank 1 of now: gradients" in done.stderr
+
+
+def test_fit_commits_and_goes_back_where_its_program_has_the_weights():
+    """On jax: a rank is lost in the first step of all, and another one behind a commit.
+
+    Whether the step that failed had taken the weights' memory is up to jax.
+    """
+    worker = [str(Path(__file__).with_name("worker_elastic_fit.py"))]
+    plan = {"do": {"1": [0, 0], "2": [1, 6]}}
+    done, lines = job(["-np", "3", "--min-np", "1"], plan, worker=worker, KERAS_BACKEND="jax")
+    assert done.returncode == 0, done.stderr
+    own = [line for line in lines if line["started"] == 0]
+    *begins, last = [line["begins"] for line in own[:-1]]
+    assert begins == [[0, 0], [0, 0]]
+    assert last in ([1, 3], [1, 5])
+    gone = 11 + last[1]  # epochs begin at their start again
+    assert [line["steps"] for line in own] == [0, 0, gone, gone + 10]
+    for line in own:
+        assert line["together"] == pytest.approx([line["steps"]] * 2, abs=1e-3)
+    assert own[-1]["ends"] == 2
