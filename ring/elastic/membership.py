@@ -342,14 +342,16 @@ class Membership:
         for member in self.members.values():
             if member.ended or not member.asked:
                 continue
-            if member.dropped:
-                todo.dismiss[member.number] = ""
-                member.asked, member.dismissed = False, True
-            elif self._finished is not None:
+            if not member.dropped and self._finished is None:
+                continue
+            why = ""
+            if not member.dropped and (member.seat is not None or not self.epoch):
+                assert self._finished is not None  # and newcomers have left nothing undone
                 rank = self.members[self._finished].rank
                 who = f"process {self._finished}" if rank is None else f"rank {rank}"
-                todo.dismiss[member.number] = f"{who} has finished, and with it the job"
-                member.asked, member.dismissed = False, True
+                why = f"{who} has finished, and with it the job"
+            todo.dismiss[member.number] = why
+            member.asked, member.dismissed = False, True
 
     def _is_over(self, todo: Decisions, now: float) -> bool:
         if self._finished is not None:

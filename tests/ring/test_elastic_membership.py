@@ -282,6 +282,19 @@ def test_a_newcomer_that_finds_the_job_finished_has_not_failed():
     assert (todo.over, todo.notes) == ((0, ""), [])
 
 
+def test_a_newcomer_that_asks_when_the_job_has_finished_is_sent_away_without_an_error():
+    members = running([Host("a", 2)])
+    members.hosts_found([Host("a", 3)], 1.0)
+    (newcomer,) = members.decide(1.0).start
+    members.ended(0, 0, "exited with code 0", 2.0)
+    members.asks(newcomer.number, (), 2.0)
+    members.asks(1, (0,), 2.0)
+    assert members.decide(2.0).dismiss == {
+        newcomer.number: "",
+        1: "rank 0 has finished, and with it the job",
+    }
+
+
 def test_a_newcomer_that_fails_bars_its_host_and_disturbs_nobody():
     members = running([Host("a", 2)])
     members.hosts_found([Host("a", 3)], 1.0)
@@ -593,7 +606,7 @@ class Anything(RuleBasedStateMachine):
         self.rules = Rules(np, 1, None if more is None else np + more, resets, 30.0, cooldown)
         self.members = Membership(self.rules, 0.0, lambda: 0.5)
         self.alive, self.asked, self.gone, self.hosts = {}, set(), set(), {}
-        self.seats, self.dismissed, self.known = {}, set(), set()
+        self.seats, self.dismissed, self.known, self.ever = {}, set(), set(), set()
 
     @rule(slots=st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3), max_size=4))
     def find(self, slots):
@@ -652,7 +665,10 @@ class Anything(RuleBasedStateMachine):
             self.seated(todo.seats)
         for number, why in todo.dismiss.items():
             assert number in self.asked
-            assert self.members.members[number].dropped or (self.finished and why)
+            dropped = self.members.members[number].dropped
+            assert dropped or self.finished
+            newcomer = bool(self.epoch) and number not in self.ever
+            assert bool(why) == (not dropped and not newcomer)
             self.asked.discard(number)
             self.dismissed.add(number)
         for member in todo.kill:
@@ -684,7 +700,7 @@ class Anything(RuleBasedStateMachine):
         missing = set(self.seats) & set(self.alive) - set(seats)
         assert all(self.alive[n].dropped for n in missing)
         self.epoch += 1
-        self.seats = seats
+        self.seats, self.ever = seats, self.ever | set(seats)
         self.asked -= set(seats)
 
     @invariant()
