@@ -133,6 +133,8 @@ def main(setting, frameworks):
         from ringlet.ring.transports.local import run_local
 
         alone = [name for name in frameworks if name in IN_THREADS]
+        if "keras" in alone:
+            run_local(meet_types, 1)
         print(
             json.dumps(run_local(lambda comm: as_thread(comm, setting, alone), SIZE)[0]), flush=True
         )
@@ -158,6 +160,20 @@ def as_thread(comm, setting, frameworks):
     told = hashes(setting, frameworks)
     job.shutdown()
     return told
+
+
+def meet_types(comm):
+    """Let TensorFlow see in one thread what types its operations are given.
+
+    While it looks at one that it does not know, its dispatcher keeps arguments where the other
+    threads' calls put theirs, and a process whose ranks are threads sometimes ended there.
+    """
+    from ringlet.horovod import common_names as job
+
+    job.init(comm)
+    for _ in semantics_ways.by_keras("none", [gradients(0, step) for step in range(STEPS)]):
+        pass
+    job.shutdown()
 
 
 def started(setting, frameworks):
