@@ -460,9 +460,14 @@ def test_a_transport_that_fails_in_the_middle_leaves_nobody_waiting(kind):
 
 
 def test_submitting_after_shutdown_is_an_error():
+    left = threading.Event()
+
     def body(engine):
         group = engine.declare("g", [Request("y", shape=(1,))], [parse("none")], [{}])
+        if engine.rank == 0:  # the coordinator: others are told where it leaves first
+            assert left.wait(60)
         engine.shutdown()
+        left.set()
         group.submit("y", np.zeros(1, np.float32))
         with pytest.raises(EngineClosed, match="wrap optimizers again"):
             group.wait()
