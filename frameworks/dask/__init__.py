@@ -8,7 +8,7 @@ results = ringlet.dask.run(Client("scheduler:8786"), train, args=(3e-4,))
 ```
 """
 
-from ringlet.shared.requirements import need
+from ringlet.job.requirements import need
 
 need("distributed", "ringlet.dask")
 

@@ -10,7 +10,7 @@ optimizer = optax.chain(hvd.reduce_gradients("topk(ratio=0.01) | ef"), optax.ada
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ringlet.shared.requirements import need
+from ringlet.job.requirements import need
 
 need("jax", "ringlet.jax")
 need("optax", "ringlet.jax")

@@ -11,7 +11,7 @@ model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ringlet.shared.requirements import need
+from ringlet.job.requirements import need
 
 need("keras", "ringlet.keras")
 

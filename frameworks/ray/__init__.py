@@ -8,7 +8,7 @@ DataParallelTrainer(train, backend_config=RingletConfig(), scaling_config=...).f
 ```
 """
 
-from ringlet.shared.requirements import need
+from ringlet.job.requirements import need
 
 need("ray", "ringlet.ray")
 

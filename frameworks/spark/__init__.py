@@ -7,7 +7,7 @@ results = ringlet.spark.run(train, args=(3e-4,), num_proc=8, restarts=2)
 ```
 """
 
-from ringlet.shared.requirements import need
+from ringlet.job.requirements import need
 
 need("pyspark", "ringlet.spark")
 

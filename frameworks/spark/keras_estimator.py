@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ringlet.job.objects import allgather_object
+from ringlet.job.requirements import need
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.launch.signed_pickle import pickler
-from ringlet.shared.requirements import need
 from ringlet.spark.estimator import Checkpoints, Fitted, RankEstimator, RankModel, Training
 from ringlet.spark.parquet_data import Array, Batch, Share
 

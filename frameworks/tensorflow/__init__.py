@@ -13,7 +13,7 @@ optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ringlet.shared.requirements import need
+from ringlet.job.requirements import need
 
 need("tensorflow", "ringlet.tensorflow")
 need("keras", "ringlet.tensorflow")

@@ -14,8 +14,8 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 from typing import TYPE_CHECKING, NoReturn
 
+from ringlet.job.requirements import need
 from ringlet.ring.collector import paused
-from ringlet.shared.requirements import need
 
 need("torch", "ringlet.torch")
 

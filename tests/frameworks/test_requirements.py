@@ -61,7 +61,7 @@ def test_what_is_missing_is_said_in_one_sentence(adapter, absent, name, said):
 
 
 def test_what_is_installed_and_broken_says_so_itself(tmp_path, monkeypatch):
-    from ringlet.shared.requirements import need
+    from ringlet.job.requirements import need
 
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import no_such_library")

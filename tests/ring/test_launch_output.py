@@ -81,17 +81,22 @@ def test_a_time_limit_may_be_so_long_that_it_means_never() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@needs_torch
-def test_a_launcher_that_may_have_no_more_descriptors_says_so() -> None:
-    words = ["-np", "12", "--start-timeout", "5", *PYTHON, "import signal; signal.pause()"]
-    done = subprocess.run(
+def with_descriptors(most: int, words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run the launcher where a process may have so many descriptors."""
+    return subprocess.run(
         [*RUN, *words],
         capture_output=True,
         text=True,
         timeout=DEADLINE,
         check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (most, most)),
     )
+
+
+@needs_torch
+def test_a_launcher_that_may_have_no_more_descriptors_says_so() -> None:
+    words = ["-np", "12", "--start-timeout", "5", *PYTHON, "import signal; signal.pause()"]
+    done = with_descriptors(16, words)
     assert done.returncode == 2
     assert "has all of the 16 descriptors that it may have: allow it more" in done.stderr
     assert done.stderr.count("allow it more") == 1
@@ -100,14 +105,7 @@ def test_a_launcher_that_may_have_no_more_descriptors_says_so() -> None:
 @needs_torch
 @pytest.mark.parametrize("elastic", [[], ["--min-np", "1"]], ids=["fixed", "elastic"])
 def test_descriptors_that_are_too_few_to_start_anything_are_told_of(elastic: list[str]) -> None:
-    done = subprocess.run(
-        [*RUN, "-np", "2", *elastic, *PYTHON, "pass"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10)),
-    )
+    done = with_descriptors(10, ["-np", "2", *elastic, *PYTHON, "pass"])
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ringlet run: the launcher has all of the 10 descriptors"), done.stderr
