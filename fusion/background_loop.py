@@ -124,6 +124,8 @@ class Loop:
             worker.interrupt()  # others may wait for this rank in a collective
             return error.told()
         except PeerLost as error:
+            if self._life.closing and not worker.pipeline.busy:
+                return _shut_down()  # others, the coordinator among them, may have left before
             cause = self._announcements.cause_of(error)
             if cause is error and error.ranks:
                 # Whoever left in good order has done its part of what is under way.
@@ -140,10 +142,7 @@ class Loop:
             self._announce(in_words(error))
             worker.interrupt()  # others wait for this rank in a collective
             return self._broken(error)
-        return EngineClosed(
-            "the engine was shut down; after init() make anew what was made before it: wrap "
-            "optimizers again, which keeps residuals"
-        )
+        return _shut_down()
 
     def _broken(self, error: BaseException) -> EngineClosed:
         """Return what callers here are told: what those on other ranks are, and the cause."""
@@ -228,3 +227,10 @@ class Loop:
         finally:
             hold(self, False)
             self._extensions.over()
+
+
+def _shut_down() -> EngineClosed:
+    return EngineClosed(
+        "the engine was shut down; after init() make anew what was made before it: wrap "
+        "optimizers again, which keeps residuals"
+    )

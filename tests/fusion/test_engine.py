@@ -459,15 +459,26 @@ def test_a_transport_that_fails_in_the_middle_leaves_nobody_waiting(kind):
     assert text == "the engine broke on rank 1: OSError: the cable was cut"
 
 
-def test_submitting_after_shutdown_is_an_error():
-    left = threading.Event()
+@pytest.mark.parametrize("first", [0, 1])
+def test_submitting_after_shutdown_is_an_error(first):
+    """Also on a rank that shuts down while the coordinator, rank 0, is gone already."""
+    closing, gone = threading.Event(), threading.Event()
 
     def body(engine):
         group = engine.declare("g", [Request("y", shape=(1,))], [parse("none")], [{}])
-        if engine.rank == 0:  # the coordinator: others are told where it leaves first
-            assert left.wait(60)
+        if engine.rank == first:
+            assert closing.wait(60)
+        else:
+            send = engine._control.send
+
+            def last(message):
+                closing.set()
+                assert gone.wait(60)
+                send(message)
+
+            engine._control.send = last
         engine.shutdown()
-        left.set()
+        gone.set()
         group.submit("y", np.zeros(1, np.float32))
         with pytest.raises(EngineClosed, match="wrap optimizers again"):
             group.wait()
