@@ -227,7 +227,8 @@ class Compressor:
         """Add what ``payload`` encodes to ``out`` (flat float32)."""
         decoded = ctx.workspace.array("accumulate", out.size)
         self.decompress(payload, decoded, ctx)
-        out += decoded
+        with np.errstate(invalid="ignore", over="ignore"):  # a step that overflows is no news
+            out += decoded
 
     def sum_into(self, payloads: Sequence[Payload], out: Array, ctx: Context) -> None:
         """Overwrite ``out`` (flat float32) with the sum of what ``payloads`` encode, in order.

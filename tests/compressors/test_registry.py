@@ -1,5 +1,6 @@
 """The registry: plugins by decorator and by entry point."""
 
+import warnings
 from importlib import metadata
 
 import numpy as np
@@ -48,6 +49,13 @@ def test_a_plugin_of_two_methods_works_by_name():
     x, out = np.arange(8, dtype=np.float32), np.empty(8, np.float32)
     compressor.decompress(compressor.compress(x, Context()), out, Context())
     assert out.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+
+    with warnings.catch_warnings():  # ranks that overflow in opposite directions
+        warnings.simplefilter("error")
+        infinities = [compressor.compress(bad * np.ones(8, np.float32), Context())
+                      for bad in (np.inf, -np.inf)]  # fmt: skip
+        compressor.sum_into(infinities, out, Context())
+    assert np.isnan(out).tolist() == [True] * 2 + [False] * 6
 
 
 def test_a_name_is_never_silently_replaced():
