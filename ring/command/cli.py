@@ -15,6 +15,7 @@ from ringlet.ring.command.elastic_flags import (
     is_elastic,
     rules_of,
     slots_here,
+    tell_idle,
 )
 from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.elastic import driver
@@ -275,6 +276,7 @@ def main(options: argparse.Namespace) -> int:
         check_command(command, {**os.environ, **env}.get("PATH"))
         if elastic:
             return _elastic(options, command, np, env, hosts, reach)
+        tell_idle(options, "ringlet run")
         assert np is not None
         return launch(
             command,

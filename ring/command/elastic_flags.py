@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from ringlet.ring.elastic.discovery import Discovery
@@ -12,6 +13,11 @@ from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.launch.time_limits import time_limit
 
 _FLAGS = {"min_np": "--min-np", "max_np": "--max-np"}
+_RULES = {
+    "reset_limit": "--reset-limit",
+    "elastic_timeout": "--elastic-timeout",
+    "cooldown": "--blacklist-cooldown-range",
+}
 
 
 def add_elastic(parser: argparse.ArgumentParser, nodes: bool = False) -> None:
@@ -77,6 +83,15 @@ def _add_discovery(group: argparse._ArgumentGroup) -> None:
 def is_elastic(options: argparse.Namespace) -> bool:
     """Whether any of the flags was given that make a job elastic."""
     return any(each is not None for each in (options.min_np, options.max_np, options.discovery))
+
+
+def tell_idle(options: argparse.Namespace, title: str, nodes: bool = False) -> None:
+    """Say on stderr which flags do nothing, in a job that is not elastic."""
+    made = f"{'' if nodes else '--host-discovery-script, '}--min-np and --max-np"
+    for name, given in (_RULES if nodes else {**_RULES, "slots": "--slots-per-host"}).items():
+        if getattr(options, name) is not None:
+            told = f"{title}: {given} does nothing here: only {made} make a job elastic"
+            print(told, file=sys.stderr)
 
 
 def slots_here(options: argparse.Namespace, np: int | None) -> int:

@@ -20,7 +20,7 @@ from ringlet.ring.command.cli import (
     command_of,
     reach_of,
 )
-from ringlet.ring.command.elastic_flags import add_elastic, is_elastic, rules_of
+from ringlet.ring.command.elastic_flags import add_elastic, is_elastic, rules_of, tell_idle
 from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.elastic import driver
 from ringlet.ring.elastic.arriving_nodes import ArrivingNodes
@@ -105,6 +105,8 @@ def _run(options: argparse.Namespace) -> int:
     here = found(options)
     elastic = is_elastic(options)
     rules = rules_of(options, None, [], nodes=True) if elastic else None
+    if not elastic:
+        tell_idle(options, TITLE, nodes=True)
     secret = _secret(here)
     assert here.first is not None
     if here.node:

@@ -45,6 +45,26 @@ def test_a_flag_that_changes_no_result_does_not_stop_a_job(capfd, flag):
     assert err.count(said) == 1
 
 
+ONE_NODE = ["node", "--nodes=1", "--node=0", "--first=localhost"]
+RULES = [["--reset-limit=3"], ["--elastic-timeout=60"], ["--blacklist-cooldown-range", "1", "2"]]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        *((["run", "-np", "1"], flags) for flags in [*RULES, ["--slots-per-host=2"]]),
+        *((ONE_NODE, flags) for flags in RULES),
+    ],
+)
+def test_a_flag_of_elastic_jobs_says_where_it_does_nothing(capfd, command, flags):
+    assert main([*command, *flags, "echo", "ran"]) == 0
+    out, err = capfd.readouterr()
+    assert "ran" in out
+    found = "--host-discovery-script, " if command[0] == "run" else ""
+    says = f"{flags[0].partition('=')[0]} does nothing here: only {found}--min-np and --max-np make"
+    assert err.count(f"ringlet {command[0]}: {says} a job elastic\n") == 1
+
+
 def test_the_table_is_what_the_parsers_say():
     script = runpy.run_path(str(ROOT / "docs" / "list_flags.py"))
     text = (ROOT / "docs" / "migrating-from-horovod.md").read_text()
