@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
-from ringlet.fusion.observe.merge import merge, rank_files
+from ringlet.fusion.observe.merge import merge, rank_files, read
 
 EXAMPLES = "ringlet timeline t.json        # merges t.rank0.json, t.rank1.json and so on"
 
@@ -23,11 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Merge; return the exit code."""
     parts = options.parts or rank_files(options.path)
+    stem = re.sub(r"\.rank\d+$", "", options.path.stem)
+    if options.parts and stem != options.path.stem:  # t.rank*.json: this part would be lost
+        whole = options.path.with_name(stem + options.path.suffix)
+        print(
+            f"ringlet timeline: {options.path} is a rank's part, and would be written over; name "
+            f"what is to be written first: ringlet timeline {whole} {options.path} ...",
+            file=sys.stderr,
+        )
+        return 2
     if not parts:
         sample = options.path.with_name(f"{options.path.stem}.rank0{options.path.suffix}")
         print(f"ringlet timeline: there is no {sample}, nor another rank's part", file=sys.stderr)
         return 2
     try:
+        if not any(event for part in parts for event in read(part)):
+            named = " and ".join(map(str, parts))
+            print(f"ringlet timeline: no event of a timeline is in {named}", file=sys.stderr)
+            return 2
         said = merge(options.path, parts)
     except OSError as error:
         print(f"ringlet timeline: {error}", file=sys.stderr)

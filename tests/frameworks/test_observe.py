@@ -535,6 +535,15 @@ def test_leftovers_of_a_crash_are_merged_by_command(tmp_path, capsys):
     assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) == 2
     assert main(["timeline", str(tmp_path / "u.json")]) == 2
     assert "there is no" in capsys.readouterr().err
+    parts = [tmp_path / f"t.rank{rank}.json" for rank in range(2)]
+    before = parts[0].read_bytes()
+    assert main(["timeline", *map(str, parts)]) == 2  # t.rank*.json
+    assert f"ringlet timeline {tmp_path / 't.json'} {parts[0]}" in capsys.readouterr().err
+    assert parts[0].read_bytes() == before
+    (tmp_path / "u.rank0.json").write_text("{tor")
+    assert main(["timeline", str(tmp_path / "u.json")]) == 2
+    assert "no event of a timeline is in" in capsys.readouterr().err
+    assert not (tmp_path / "u.json").exists()
 
 
 def test_ticks_are_round_and_cover():
