@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -74,6 +75,10 @@ def _unwritten(output: Path, text: str) -> str | None:
     """Write ``text`` to the file ``output``; return why that cannot be, None if it is done."""
     if not output.parent.is_dir():
         return f"there is no folder {output.parent} to write the report to"
+    if output.is_file():  # no pipe, which would be waited for
+        with contextlib.suppress(OSError, NotARun):
+            read(output)
+            return f"{output} is a run's record, and would be lost; name another file with -o"
     try:
         with create_text(output) as file:
             file.write(text)

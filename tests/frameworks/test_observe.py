@@ -495,6 +495,20 @@ def test_a_report_that_cannot_be_written_is_told_apart_from_a_run_that_is_not_th
         assert capsys.readouterr().err == f"ringlet report: {said}\n"
 
 
+def test_no_report_takes_the_place_of_a_record(tmp_path, capsys):
+    path, other = tmp_path / "run.jsonl", tmp_path / "run.html"  # which is the report's usual place
+    for each in (path, other):
+        recorded(each, [0.1] * 3)
+    before = path.read_bytes()
+    for words in ([path, "-o", path], [path], [other, "-o", path]):
+        assert main(["report", *map(str, words)]) == 2
+        assert "is a run's record, and would be lost; name another file" in capsys.readouterr().err
+    assert path.read_bytes() == other.read_bytes() == before
+    other.unlink()
+    for _ in range(2):  # a report may take the place of an earlier one
+        assert main(["report", str(path)]) == 0
+
+
 def made(ratio, took, plain, steps=20, most=None, hosts=("a", "b")):
     third = {f"{p}_s": took / 3 for p in ("compress", "communicate", "decompress")}
     extra = {} if plain is None else {"uncompressed_s": plain}
