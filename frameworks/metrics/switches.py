@@ -26,18 +26,20 @@ def switch_on(engine: Engine, topology: Topology, env: Mapping[str, str]) -> Non
     the variable.
     """
     variable, timeline = given(env, "TIMELINE") or ("", "")
-    if timeline and timeline.upper() != "DYNAMIC" and engine.rank == 0:
-        marks = given(env, "TIMELINE_MARK_CYCLES")
-        try:
-            engine.timelines.start(timeline, marks is not None and read_flag(*marks))
-        except OSError as error:
-            raise OSError(f"{variable}={timeline!r}: {error}") from error
     path = env.get("RINGLET_METRICS") or None
     if path is not None and engine.rank != 0 and "{rank}" not in path:
         path = None
     path = path and path.replace("{rank}", str(engine.rank))
     if path is not None and not (folder := Path(path).absolute().parent).is_dir():
         raise FileNotFoundError(f"RINGLET_METRICS={path!r}: the directory {folder} does not exist")
+    if path and timeline and Path(path).absolute() == Path(timeline).absolute():
+        raise ValueError(f"RINGLET_METRICS={path!r} is the file of {variable} too; name two files")
+    if timeline and timeline.upper() != "DYNAMIC" and engine.rank == 0:
+        marks = given(env, "TIMELINE_MARK_CYCLES")
+        try:
+            engine.timelines.start(timeline, marks is not None and read_flag(*marks))
+        except OSError as error:
+            raise OSError(f"{variable}={timeline!r}: {error}") from error
     prometheus = env.get("RINGLET_PROMETHEUS") or None
     tensorboard = env.get("RINGLET_TENSORBOARD") or None
     every = read_whole("RINGLET_METRICS_EVERY", env.get("RINGLET_METRICS_EVERY") or "0")

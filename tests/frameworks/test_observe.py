@@ -119,6 +119,15 @@ def test_what_the_environment_gets_wrong_is_named(name, value, said, monkeypatch
     assert not runtime_module.is_initialized()
 
 
+def test_metrics_and_a_timeline_do_not_share_a_file(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "run.json"))
+    monkeypatch.setenv("RINGLET_METRICS", "run.json")
+    with pytest.raises(ValueError, match="is the file of HOROVOD_TIMELINE too; name two files"):
+        ranks(1, lambda rank: None)
+    assert not (tmp_path / "run.json").exists()
+
+
 def test_timelines_and_metrics_by_call(tmp_path):
     def body(rank):
         got = []
