@@ -16,7 +16,7 @@ from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 
 FENCE = 1.5  # seconds that a member has to come forward which others have lost
-LATECOMERS = 30.0  # seconds that the first epoch waits for more ranks than it needs
+LATECOMERS = 30.0  # seconds that ranks which are ready wait for others that are on their way
 LEAVE = 5.0  # seconds that a member has to end which belongs to the job no more, or has said so
 
 
@@ -103,6 +103,7 @@ class Membership:
         self._failed: tuple[int, str] | None = None  # what ended a rank of the present epoch first,
         self.first_failed: int | None = None  # and which member it was
         self._told: set[int] = set()  # newcomers that ranks were told of
+        self._gathering: float | None = None  # since when one is ready, and is not told of yet
         self._started: float | None = None  # since when there are as many processes as begin
         self._enough: float | None = None  # since when there are enough for the first epoch
         self._unseen = Decisions()  # what happened since the last ``decide``, which was then
@@ -216,7 +217,7 @@ class Membership:
         if self._finished is None:
             self._recruit(todo, now)
             self._form(todo, now)
-            self._announce(todo)
+            self._announce(todo, now)
         return todo
 
     def patience(self, now: float) -> float | None:
@@ -230,6 +231,8 @@ class Membership:
             limits.append(self._due()[0])
         if not self.epoch and self._enough is not None:
             limits.append(self._enough + self._stragglers)
+        if self._gathering is not None:
+            limits.append(self._gathering + self._stragglers)
         later = [limit for limit in limits if limit > self._decided]
         return max(0.0, min(later) - now) if later else None
 
@@ -450,6 +453,7 @@ class Membership:
                 f"{len(taking)} ranks begin; process {names} did not call init, and may come later"
             )
         self._failed, self.first_failed, self._wanting = None, None, now
+        self._gathering = None
         first = {host: i for i, host in enumerate(self._hosts)}
 
         def age(m: JobMember) -> tuple[int, int]:
@@ -480,9 +484,24 @@ class Membership:
             todo.notes.append(f"epoch {self.epoch}: {ranks}")
         self._let_leave(now)  # newcomers may know enough from now on: it is told behind the seats
 
-    def _announce(self, todo: Decisions) -> None:
-        """Let the ranks know that newcomers are ready."""
-        if self.epoch and not self._resetting():
-            ready = {m.number for m in self._present() if m.rank is None and m.asked}
-            todo.changed = todo.changed or bool(ready - self._told)
+    def _announce(self, todo: Decisions, now: float) -> None:
+        """Let the ranks know that newcomers are ready: all that are on their way, at one time.
+
+        So a host costs one change of ranks, however many come there. Who is late by too much comes
+        with a change of its own, and nobody waits where ranks are to leave: their host may be gone
+        soon.
+        """
+        if not self.epoch or self._resetting():
+            return
+        newcomers = [m for m in self._present() if m.rank is None]
+        ready = {m.number for m in newcomers if m.asked} - self._told
+        if not ready:
+            self._gathering = None
+            return
+        if self._gathering is None:
+            self._gathering = now
+        urgent = any(m.rank is not None for m in self._leaving())
+        late = now >= self._gathering + self._stragglers
+        if urgent or late or all(m.asked for m in newcomers):
+            todo.changed, self._gathering = True, None
             self._told |= ready

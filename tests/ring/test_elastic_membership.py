@@ -149,6 +149,39 @@ def test_newcomers_are_announced_once_and_wait_until_all_have_come():
     assert ranks(members.decide(4.0)) == {0: 0, 1: 1, 2: 2}
 
 
+def test_newcomers_that_start_together_come_in_one_change_of_ranks():
+    members = running(TWO[:1])
+    members.hosts_found(TWO, 1.0)
+    assert [m.number for m in members.decide(1.0).start] == [2, 3]
+    members.asks(2, (), 3.0)
+    assert not members.decide(3.0).changed
+    members.asks(3, (), 5.0)
+    assert members.decide(5.0).changed
+    for number in (0, 1):
+        members.asks(number, (), 6.0)
+    assert ranks(members.decide(6.0)) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_newcomer_waits_neither_for_ever_nor_for_one_that_failed(fails):
+    members = running(TWO[:1])
+    members.hosts_found([*TWO, Host("c", 1)], 1.0)
+    assert [m.number for m in members.decide(1.0).start] == [2, 3, 4]
+    for number in (2, 3):
+        members.asks(number, (), number + 1.0)
+        assert not members.decide(number + 1.0).changed
+    if fails:
+        members.ended(4, 1, "did not start", 5.0)
+        assert members.decide(5.0).changed
+        return
+    assert members.patience(4.0) == LATECOMERS - 1.0
+    assert not members.decide(2.9 + LATECOMERS).changed
+    assert members.decide(3.0 + LATECOMERS).changed
+    assert members.patience(4.0 + LATECOMERS) is None
+    members.asks(4, (), 60.0)
+    assert members.decide(60.0).changed
+
+
 def test_ranks_of_a_host_that_goes_are_told_and_dismissed():
     members = running()
     members.hosts_found([Host("b", 2)], 1.0)
