@@ -39,6 +39,14 @@ class HostsUpdatedInterrupt(RuntimeError):
         self.skip_sync = skip_sync
 
 
+class _HostMessages:
+    """Whether the next commit lets ranks come or go, in the words of a queue of Horovod's."""
+
+    def empty(self) -> bool:
+        """Return whether nothing has changed. Asks the launcher; True in a job whose ranks stay."""
+        return not epochs.is_elastic() or epochs.changes() == 0
+
+
 class State(ABC):
     """What training can go back to; subclasses say how it is saved, restored and synchronised.
 
@@ -53,6 +61,11 @@ class State(ABC):
         get_rank: Callable[[], int] = topology.rank,
     ) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
+
+    @property
+    def _host_messages(self) -> _HostMessages:
+        """What programs of Horovod's look at to wait for a change of hosts."""
+        return _HostMessages()
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Have ``on_reset`` call these."""

@@ -429,6 +429,15 @@ def test_nothing_is_saved_before_all_ranks_have_come(monkeypatch, method):
     assert state.batch == 1
 
 
+def test_horovods_programs_can_wait_for_a_change_of_hosts(monkeypatch):
+    state = elastic.ObjectState()
+    assert state._host_messages.empty()  # in a job whose ranks stay
+    monkeypatch.setattr(elastic.epochs, "is_elastic", lambda: True)
+    for changes in (0, 2):
+        monkeypatch.setattr(elastic.epochs, "changes", lambda told=changes: told)
+        assert state._host_messages.empty() == (changes == 0)
+
+
 def test_a_state_that_cannot_go_on_from_a_step_says_so():
     class Own(elastic.State):
         save = restore = sync = lambda self: None
