@@ -73,6 +73,8 @@ def command_parser(name: str) -> Parser:
     module = import_module(COMMANDS[name][0])
     parser = Parser(prog=f"ringlet {name}", allow_abbrev=False)
     module.add_arguments(parser)
+    version = f"ringlet {__version__}"  # as for horovodrun
+    parser.add_argument("--version", action="version", version=version, help=argparse.SUPPRESS)
     parser.examples = getattr(module, "EXAMPLES", "")
     return parser
 

@@ -12,7 +12,7 @@ from ringlet.ring.log import LEVELS, check_level
 
 
 def _megabytes(text: str) -> str:
-    return str(round(float(text) * (1 << 20)))
+    return str(round(float(_number(text)) * (1 << 20)))
 
 
 def _number(text: str) -> str:
@@ -22,7 +22,7 @@ def _number(text: str) -> str:
 
 
 def _whole(text: str) -> str:
-    return str(int(text))
+    return str(int(_number(text)))
 
 
 def _level(text: str) -> str:

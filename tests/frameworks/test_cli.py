@@ -176,6 +176,7 @@ def test_the_flags_of_horovodrun_become_variables() -> None:
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--version"], [f"ringlet {ringlet.__version__}"]),
+        (["run", "--version"], [f"ringlet {ringlet.__version__}"]),
         (["--help"], ["cheap to communicate", *(f"  {name}  " for name in COMMANDS)]),
         (
             ["run", "--help"],

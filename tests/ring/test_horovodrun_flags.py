@@ -65,6 +65,15 @@ def test_a_flag_of_elastic_jobs_says_where_it_does_nothing(capfd, command, flags
     assert err.count(f"ringlet {command[0]}: {says} a job elastic\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--fusion-threshold-mb", "--cache-capacity", "--cycle-time-ms"])
+def test_a_flag_below_zero_is_named(capsys, flag):
+    with pytest.raises(SystemExit):
+        main(["run", "-np", "1", flag, "-1", "true"])
+    said = capsys.readouterr().err
+    assert flag in said
+    assert "takes a number of at least 0, not '-1'" in said
+
+
 def test_the_table_is_what_the_parsers_say():
     script = runpy.run_path(str(ROOT / "docs" / "list_flags.py"))
     text = (ROOT / "docs" / "migrating-from-horovod.md").read_text()
