@@ -170,7 +170,8 @@ def made_of(
     )
     if name is not None:
         made.__dict__["name"] = name
-    made._ringlet.rate = partial(_rate, weakref.ref(made))
+    if hasattr(type(made), "learning_rate") or hasattr(made, "learning_rate"):
+        made._ringlet.rate = partial(_rate, weakref.ref(made))
     return made
 
 

@@ -142,6 +142,25 @@ def case_own_loops():
         assert grown.numpy().tolist() == [-1.0 - hvd.rank()]
 
 
+def case_an_optimizer_without_a_learning_rate():
+    class Adding(tf_keras.optimizers.legacy.Optimizer):
+        def _resource_apply_dense(self, grad, var, apply_state=None):
+            return var.assign_add(grad)
+
+        def get_config(self):
+            return super().get_config()
+
+    optimizer = hvd.DistributedOptimizer(Adding("adding"))
+    grown = tf.Variable([0.0])
+
+    def step():
+        optimizer.apply_gradients([(tf.constant([1.0]), grown)])
+
+    for apply in (tf.function(step), step):
+        apply()
+    assert grown.numpy().tolist() == [2.0]
+
+
 def case_passes_and_process_sets():
     # New ones and older ones, eagerly and in a program.
     eagerly = {"sgd": True, "older sgd": False, "adam": False, "older adam": True}
