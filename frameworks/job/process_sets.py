@@ -86,7 +86,8 @@ class ProcessSet:
         return self.ranks
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        number, ranks, comm = self.process_set_id, self.ranks, self.mpi_comm
+        return f"ProcessSet(process_set_id={number}, ranks={ranks}, mpi_comm={comm})"
 
 
 class _Global(ProcessSet):

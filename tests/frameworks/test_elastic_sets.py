@@ -58,5 +58,5 @@ def test_a_process_set_that_is_not_added_again_is_named():
     done, lines = job(again=False)
     assert done.returncode == 1, done.stderr
     assert not [line for line in lines if "done" in line]
-    said = "ProcessSet(process_set_id=None, ranks=[0, 1]) is not registered; pass it to"
-    assert said in done.stderr
+    said = "ProcessSet(process_set_id=None, ranks=[0, 1], mpi_comm=None) is not registered; pass it"
+    assert f"{said} to" in done.stderr

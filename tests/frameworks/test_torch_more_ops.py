@@ -165,6 +165,8 @@ def case_process_sets_at_init():
     others = [hvd.broadcast_object(own.process_set_id, r) for r in range(1, size)]
     assert len(set(others)) == size - 1
     assert hvd.global_process_set.ranks == list(range(size))
+    shown = f"ProcessSet(process_set_id={first.process_set_id}, ranks=[0], mpi_comm=None)"
+    assert str(first) == shown  # as Horovod's tests have it
     for number in (*others, first.process_set_id):
         known = hvd.ProcessSet([])
         known.adopt(number)
