@@ -46,7 +46,7 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
         if averaged([built], "keras.broadcast_variables.built")[0] == 1.0:
             self._broadcast()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast after the first batch if that was not possible before."""
         if not self._done:
             self._broadcast()
@@ -136,7 +136,7 @@ class LearningRateScheduleCallback(KerasCallback):
         if self.staircase and self._applies():
             self._set(self.multiplier(epoch))
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the rate of a batch."""
         if not self.staircase and self._applies():
             assert self.steps_per_epoch

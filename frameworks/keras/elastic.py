@@ -143,7 +143,7 @@ class KerasState(ObjectState):
 class CommitStateCallback(KerasCallback):
     """Commit ``state`` after every ``batches_per_commit`` batches, and after every epoch.
 
-    Put it behind the callbacks that update the state.
+    Put it behind the callbacks that update the state. A subclass can do more in ``commit``.
     """
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
@@ -157,14 +157,18 @@ class CommitStateCallback(KerasCallback):
         """Count from here, on all ranks alike."""
         self._batches = 0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count a batch, and commit if it is time."""
         self._batches += 1
         if self._batches % self.batches_per_commit == 0:
-            self.state.commit()
+            self.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Commit."""
+        self.commit()
+
+    def commit(self) -> None:
+        """Commit the state."""
         self.state.commit()
 
 
@@ -179,7 +183,7 @@ class UpdateBatchStateCallback(KerasCallback):
         super().__init__()
         self.state = state
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Take over the batch's number."""
         self.state.batch = batch
 

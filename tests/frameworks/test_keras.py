@@ -580,9 +580,21 @@ def case_elastic_state():
     )
     model.compile(optimizer, "mse")
     state = hvd.elastic.KerasState(model, epoch=10 * rank, batch=0, seen=[rank])
-    commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=3)
+    hooks = []
+
+    class Commit(hvd.elastic.CommitStateCallback):
+        def commit(self):
+            hooks.append("commit")
+            super().commit()
+
+    class Batch(hvd.elastic.UpdateBatchStateCallback):
+        def on_batch_end(self, batch, logs=None):
+            hooks.append(batch)
+            super().on_batch_end(batch, logs)
+
+    commit = Commit(state, batches_per_commit=3)
     epochs = hvd.elastic.UpdateEpochStateCallback(state)
-    updates = [hvd.elastic.UpdateBatchStateCallback(state), epochs, commit]
+    updates = [Batch(state), epochs, commit]
     kept = counted(commit)
 
     @hvd.elastic.run
@@ -599,6 +611,7 @@ def case_elastic_state():
     assert state.seen == [0, "trained"]
     # sync; after every third batch and every epoch of 4 batches; the commit of ``train``
     assert kept == [(0, 0), (0, 2), (1, 0), (1, 1), (2, 0), (2, 0)]
+    assert hooks == [0, 1, 2, "commit", 3, "commit", 0, 1, "commit", 2, 3, "commit"]
     assert variables_equal([*model.weights, *optimizer.variables])
     assert optimizer.residual_norm() > 0
     with pytest.raises(hvd.HorovodInternalError, match="differ between ranks"):
