@@ -304,13 +304,14 @@ class Driver:
                 self._membership.hosts_found(self._reachable(hosts), now)
             self._look_for_life(now)
             self._obey(self._membership.decide(now), now)
-            for note in self._held_back.notes(self._over is not None):
-                self._printer.note(note)
         elif self._end_at is not None and now >= self._end_at:
             self._rank_table.signal(signal.SIGKILL)
             for rank in self._rank_table.ranks:
                 if now >= self._end_at + GRACE and rank.code is None and not rank.done:
                     self._rank_table.lose(rank)
+        # Whom the job has left behind may end after it.
+        for note in self._held_back.notes(self._over is not None and self._over[0] != 0):
+            self._printer.note(note)
         try:
             self._printer.write()
         except BrokenPipeError:

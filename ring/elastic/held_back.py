@@ -26,11 +26,11 @@ class HeldBack:
         """Note that a member failed, or was sent away, which had ``rank`` last, in ``epoch``."""
         self._gone[member] = rank, epoch
 
-    def notes(self, over: bool) -> Iterator[str]:
-        """Return what there is to say by now; nothing of members that go when the job is over."""
+    def notes(self, failed: bool) -> Iterator[str]:
+        """Return what there is to say by now; nothing of members that go as the job has failed."""
         fresh = [member for member in self._gone if member not in self._counted]
         self._counted.update(fresh)
-        for member in () if over else fresh:
+        for member in () if failed else fresh:
             yield from self._count_lost(member, *self._gone[member])
         yield from self._look_at_taken()
 

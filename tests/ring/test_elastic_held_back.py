@@ -30,8 +30,8 @@ def test_what_is_lost_with_a_rank_is_counted(told, said):
     if told is not None:
         store.leave(epochs.held_name(5), told)
     held_back.gone(5, 3, 1)
-    assert list(held_back.notes(over=False)) == said
-    assert list(held_back.notes(over=False)) == []
+    assert list(held_back.notes(failed=False)) == said
+    assert list(held_back.notes(failed=False)) == []
 
 
 def test_who_is_sent_away_and_then_fails_is_counted_once():
@@ -39,9 +39,9 @@ def test_who_is_sent_away_and_then_fails_is_counted_once():
     held_back = HeldBack(store)
     store.leave(epochs.held_name(5), b"[2.5, false]")
     held_back.gone(5, 3, 1)
-    assert len(list(held_back.notes(over=False))) == 1
+    assert len(list(held_back.notes(failed=False))) == 1
     held_back.gone(5, 3, 1)
-    assert list(held_back.notes(over=False)) == []
+    assert list(held_back.notes(failed=False)) == []
 
 
 def test_who_leaves_after_the_others_have_settled_is_lost_unless_somebody_has_taken_it_over():
@@ -50,22 +50,22 @@ def test_who_leaves_after_the_others_have_settled_is_lost_unless_somebody_has_ta
     for member in (5, 6):
         store.leave(epochs.held_name(member), b"[2.5, true]")
     store.leave(epochs.TAKEN, b"[2, [[5, 3, 2.5, 0, 1]]]")
-    assert list(held_back.notes(over=False)) == [
+    assert list(held_back.notes(failed=False)) == [
         f"{LOST} 3 of before goes on with rank 1 of now: gradients of norm 2.5"
     ]
     held_back.gone(5, 3, 1)
     held_back.gone(6, 4, 1)
-    assert list(held_back.notes(over=False)) == [
+    assert list(held_back.notes(failed=False)) == [
         f"{LOST} 4 is lost: gradients of norm 2.5, at its last commit"
     ]
 
 
-def test_nothing_is_said_of_ranks_that_fail_when_the_job_is_over():
+def test_nothing_is_said_of_ranks_that_end_as_the_job_has_failed():
     store = KvStore()
     held_back = HeldBack(store)
     store.leave(epochs.held_name(5), b"[2.5, false]")
     held_back.gone(5, 3, 1)
-    assert list(held_back.notes(over=True)) == []
+    assert list(held_back.notes(failed=True)) == []
 
 
 def test_what_is_taken_over_is_told_once_and_the_rest_is_lost():
@@ -77,7 +77,7 @@ def test_what_is_taken_over_is_told_once_and_the_rest_is_lost():
 
     def hear(told):
         store.leave(epochs.TAKEN, told)
-        return list(held_back.notes(over=False))
+        return list(held_back.notes(failed=False))
 
     assert hear(b"[2, [[5, 3, 2.5, 0, 1], [9, 4, 1.25, 7, 0]]]") == [
         f"{LOST} 3 of before goes on with rank 1 of now: gradients of norm 2.5",
