@@ -314,9 +314,11 @@ def test_a_lost_rank_ends_what_waits(ranks):
         comm._library.run = lambda: IN_PROGRESS
         comm._library.state = lambda handle: IN_PROGRESS
         comm._timeout = 20
-        threading.Timer(0.2, interrupter(comm)).start()
+        ending = threading.Timer(0.2, interrupter(comm))  # all that waits in this process
+        ending.start()
         with pytest.raises(PeerLost, match="another rank was lost"):
             comm.allreduce(device([1]))
+        ending.join()
         with pytest.raises(PeerLost, match="another rank was lost"):
             comm.synchronize()
         return comm._library.aborted
