@@ -45,8 +45,9 @@ class ProcessSet:
         return ranks.index(own)
 
     def included(self) -> bool:
-        """Whether this rank is part of the set."""
-        return current().rank in self._known()
+        """Whether this rank is part of the set, be that registered or not."""
+        own, ranks = current().rank, self.ranks
+        return own in (self._known() if ranks is None else ranks)
 
     def rank_of(self, global_rank: int, what: str = "rank") -> int:
         """Return the place of ``global_rank`` in the set; InvalidArgument if it is not in it."""

@@ -149,6 +149,12 @@ def case_process_sets():
     assert not hvd.remove_process_set(hvd.global_process_set)
     with pytest.raises(ValueError, match="not registered"):
         hvd.allreduce(filled(1, 1), process_set=own)
+    assert own.included()
+    assert own.ranks is not None
+    assert hvd.ProcessSet([rank]).included()
+    assert not hvd.ProcessSet([(rank + 1) % size]).included()
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.ProcessSet([rank]).size()
 
 
 def case_process_sets_at_init():
