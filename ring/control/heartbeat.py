@@ -372,8 +372,8 @@ class Spoke(Heartbeat):
         try:
             sock = socket.create_connection(self.where, timeout=HANDSHAKE)
             resend_steadily(sock)
-            who = Claim(0, self.rank, self.size)
-            return BeatLink(sock, connect_as(sock, self.secret, who, time.monotonic() + HANDSHAKE))
+            who, limit = Claim(0, self.rank, self.size), time.monotonic() + HANDSHAKE
+            return BeatLink(sock, connect_as(sock, self.secret, who, limit, self.until))
         except ConnectionRefusedError:
             self.too_late = True  # rank 0's listened before anybody was told where
         except (OSError, ProtocolError):

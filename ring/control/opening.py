@@ -132,7 +132,7 @@ def join(
             sock = socket.create_connection(where, timeout=max(0.001, min(left, HANDSHAKE)))
             prepare(sock)
             limit = min(deadline, time.monotonic() + HANDSHAKE)
-            keys = connect_as(sock, secret, Claim(_RANK, rank, size), limit)
+            keys = connect_as(sock, secret, Claim(_RANK, rank, size), limit, deadline)
             control = TcpControl(sock, keys, rank, size)
             control.wait_open(deadline)
             return control

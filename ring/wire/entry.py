@@ -39,7 +39,7 @@ def enter(
         try:
             once = max(0.001, min(TRY, limit - now))
             sock = socket.create_connection(split_port(address), timeout=once)
-            return Channel(sock, connect_as(sock, secret, who, now + once))
+            return Channel(sock, connect_as(sock, secret, who, now + once, limit))
         except (OSError, ProtocolError) as error:
             if sock is not None:
                 sock.close()

@@ -88,15 +88,20 @@ def claim_from(greeting: bytes, secret: bytes, who: Claim) -> tuple[bytes, bytes
     return facts + derive(secret, _CONNECTS, said), derive(secret, _LISTENS, said), keys
 
 
-def connect_as(sock: socket.socket, secret: bytes, who: Claim, limit: float) -> Keys:
+def connect_as(
+    sock: socket.socket, secret: bytes, who: Claim, limit: float, answered: float | None = None
+) -> Keys:
     """Prove ``secret`` over a connection, and have it proved, until ``limit`` (monotonic seconds).
+
+    The answer may come until ``answered``, for who knows the other end by its greeting: that may
+    count this one among its own already, and take it for lost if it comes anew.
 
     Raises Unwelcome when the other end does not believe it or does not know the secret itself, and
     OSError when the connection or the time is over.
     """
     claim, expected, keys = claim_from(receive(sock, GREETING, limit), secret, who)
     sock.sendall(claim)
-    answer = receive(sock, WELCOME, limit)
+    answer = receive(sock, WELCOME, limit if answered is None else answered)
     if not genuine(answer, expected):
         if answer == REFUSED:
             raise Unwelcome("it does not take this process for one of the job's")

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import select
 import socket
 import struct
 import subprocess
@@ -25,7 +26,16 @@ from ringlet.ring.control.in_process import Inbox, LocalControl
 from ringlet.ring.control.opening import join, open_control
 from ringlet.ring.transports.local import LocalWorld, run_local
 from ringlet.ring.wire.framing import Incoming, Outgoing
-from ringlet.ring.wire.handshake import GREETING, MAGIC, REFUSED, Claim, Keys, Unwelcome, connect_as
+from ringlet.ring.wire.handshake import (
+    CLAIM,
+    GREETING,
+    MAGIC,
+    REFUSED,
+    Claim,
+    Keys,
+    Unwelcome,
+    connect_as,
+)
 
 WORKER = Path(__file__).with_name("worker_control.py")
 SECRET = secrets.token_bytes(32)
@@ -536,6 +546,28 @@ def test_who_is_lost_before_it_has_joined_is_named_at_once():
         with pytest.raises(PeerLost, match=r"^rank 1 did not join .*: no sign of life") as caught:
             hub.wait_open(WAIT)
         assert caught.value.ranks == (1,)
+
+
+def test_who_has_said_who_it_is_waits_for_the_answer(monkeypatch):
+    """The hub counts it as come: who gave up, as packets were lost, and came anew was lost."""
+    monkeypatch.setattr(control_open, "HANDSHAKE", 0.1)
+    listener = listen("127.0.0.1")
+    again = []
+
+    class Slow(TcpHub):
+        def _greet(self, peer, data):
+            if len(peer.claim + data) >= CLAIM:
+                again.extend(select.select([listener], [], [], 1.0)[0])
+            super()._greet(peer, data)
+
+    hub = Slow(Echo(), 2, SECRET, listener)
+    try:
+        one = join(listener.getsockname()[:2], SECRET, 1, 2, WAIT)
+        hub.wait_open(WAIT)
+        assert again == []
+        one.close()
+    finally:
+        hub.close()
 
 
 def test_those_who_wait_for_others_to_join_hear_that_rank_0_gives_up():
