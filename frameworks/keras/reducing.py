@@ -170,7 +170,8 @@ def made_of(
     )
     if name is not None:
         made.__dict__["name"] = name
-    if hasattr(type(made), "learning_rate") or hasattr(made, "learning_rate"):
+    # To ask the older ones of tf_keras makes the rate's variable, ahead of the others.
+    if "learning_rate" in getattr(made, "_hyper", ["learning_rate"]):
         made._ringlet.rate = partial(_rate, weakref.ref(made))
     return made
 
