@@ -43,6 +43,8 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Two threads for products of a few thousand values wait for each other more than they compute.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Ranks compile a few functions of torch each: processes that do so take longer to start.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # XLA splits each program to compile it on many cores, which takes two thirds more of the cores. Its
 # programs run for milliseconds, and LLVM takes seconds to make them fast: only where they compute
 # what compressors do (test_jax_sharded.py) has it to, as for users.

@@ -57,7 +57,7 @@ if __name__ == "__main__":
     hvd.shutdown()
     hvd.init()
     loader = torch.utils.data.DataLoader(
-        data, batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1]
+        data, batch_size=4, num_workers=1, multiprocessing_context=sys.argv[1]
     )
     for _ in range(2):
         for (rows,) in loader:
