@@ -6,7 +6,7 @@ methods that take a single tensor, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,6 +103,45 @@ class Batched(NamedTuple):
             places, payloads = (np.ascontiguousarray(given, np.uint64) for given in (outs, tables))
             if self.decode(places, payloads, np.float32(scale)) is False:
                 raise PayloadError(f"{self.label()} received an index beyond a tensor's elements")
+
+
+class Exchanged(NamedTuple):
+    """One tensor of many that exchange in rounds: the mean of ``x`` goes to ``out``.
+
+    Both are flat float32 without gaps, and may be the same array. ``residual`` is error feedback's.
+    """
+
+    x: Array
+    out: Array
+    ctx: Context
+    residual: Array | None = None
+
+
+class RoundOfMany(NamedTuple):
+    """The mean of values (float32) over all ranks, ``lengths[i]`` of them for tensor ``i``.
+
+    ``write(places)`` writes each tensor's values to its address (uint64).
+    """
+
+    lengths: Sequence[int]
+    write: Callable[[Array], None]
+
+
+# Is sent the addresses at which the means lie, which stay there until the next ``write`` is over.
+ExchangeOfMany = Generator[RoundOfMany, Array, None]
+
+
+class BatchedRounds(NamedTuple):
+    """Exchanges in rounds of any number of tensors together.
+
+    ``takes(shape)`` tells whether a tensor of that shape can be among them. The number of rounds,
+    and the lengths in each, depend on shapes alone: another rank may exchange tensor by tensor.
+    Where there is ``exchange_fed``, it is given residuals and their decay, and renews them.
+    """
+
+    takes: Callable[[tuple[int, ...]], bool]
+    exchange: Callable[[Sequence[Exchanged]], ExchangeOfMany]
+    exchange_fed: Callable[[Sequence[Exchanged], float], ExchangeOfMany] | None = None
 
 
 def payload_row(n: int, places: Sequence[int]) -> list[int]:

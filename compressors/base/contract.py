@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from ringlet.compressors.base.batched import Batched
+from ringlet.compressors.base.batched import Batched, BatchedRounds
 from ringlet.compressors.base.feedback import keep_combined, keep_lost, target_into
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError, InputError, PayloadError
@@ -303,6 +303,13 @@ class Compressor:
 
         Tensors are of float32. They are to give what the methods above give tensor by tensor,
         bit for bit.
+        """
+        return None
+
+    def batched_rounds(self) -> BatchedRounds | None:
+        """Return what exchanges many tensors in host memory together; None: nothing does.
+
+        It is to give what ``exchange`` gives tensor by tensor, bit for bit.
         """
         return None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
+from itertools import accumulate
 
 import numpy as np
 
+from ringlet.compressors.base.batched import ExchangeOfMany, address
 from ringlet.compressors.base.contract import Compressor, encoded
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
@@ -40,6 +42,20 @@ def rehearse(rounds: Exchange) -> None:
     with suppress(StopIteration):
         while True:
             asked = rounds.send(asked.values)
+
+
+def rehearse_many(rounds: ExchangeOfMany) -> None:
+    """Run an exchange of many tensors on one rank, whose means are what it writes."""
+    before: list[Array] = []  # what a round writes is read while the next one is written
+    asked = next(rounds)
+    with suppress(StopIteration):
+        while True:
+            values = np.empty(sum(asked.lengths), np.float32)
+            starts = [0, *accumulate(asked.lengths)][:-1]
+            places = np.array(starts, np.uint64) * 4 + np.uint64(address(values, values.size))
+            asked.write(places)
+            before = [*before[-1:], values]
+            asked = rounds.send(places)
 
 
 def precompile_batched(compressor: Compressor, x: Array, payload: Payload, ctx: Context) -> None:

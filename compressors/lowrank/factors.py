@@ -15,7 +15,7 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.lengths import check_shapes
 
 # A row that keeps less of its length than this beside those before it is not independent.
-_SMALL = 1e-9
+SMALL = 1e-9
 
 
 def draw(rows: Array, ctx: Context, stream: int = 0) -> None:
@@ -82,7 +82,7 @@ def orthonormal(rows: Array, out: Array, ctx: Context) -> None:
     if device is not None:
         from ringlet.compressors.kernels.cuda.lowrank import factors as cuda
 
-        cuda.orthonormal(device, [cuda.Rows(rows, out)], _SMALL, ctx.workspace.array)
+        cuda.orthonormal(device, [cuda.Rows(rows, out)], SMALL, ctx.workspace.array)
         return
     if xp is not np:
         out[...] = orthonormal_reference(xp, xp.where(xp.isfinite(rows), rows, np.float32(0)))
@@ -91,7 +91,7 @@ def orthonormal(rows: Array, out: Array, ctx: Context) -> None:
 
     r, n = rows.shape
     room = ctx.workspace.array("orthonormal", (r + 1) * n + r, np.float64)
-    kernels.orthonormal(rows, _SMALL, room, out)
+    kernels.orthonormal(rows, SMALL, room, out)
 
 
 def orthonormal_reference(xp: Any, rows: Array) -> Array:
@@ -106,7 +106,7 @@ def orthonormal_reference(xp: Any, rows: Array) -> Array:
                 for j in range(k):
                     row -= parts[j] * basis[j]
             norm = xp.sqrt(_folded(row * row))
-            if norm > _SMALL * before:
+            if norm > SMALL * before:
                 break
             row[...] = 0
             row[unit] = 1

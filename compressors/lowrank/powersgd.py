@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits
+from ringlet.compressors.base.batched import BatchedRounds, Exchanged
+from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits, keeps
 from ringlet.compressors.base.cuda_device import device_for
-from ringlet.compressors.base.precompile import rehearse
+from ringlet.compressors.base.precompile import rehearse, rehearse_many
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remember_rows, remembered_rows
@@ -45,11 +46,16 @@ class LowRank(Compressor):
 
     def matrix(self, x: Array, ctx: Context) -> Array | None:
         """Return ``x`` as a matrix, or None if it is to travel uncompressed."""
-        if len(ctx.shape) < 2 or math.prod(ctx.shape) != x.size:
+        if math.prod(ctx.shape) != x.size:
             return None
-        n = ctx.shape[0]
-        m = x.size // max(n, 1)
-        return x.reshape(n, m) if self.rank * (n + m) < n * m else None
+        return x.reshape(ctx.shape[0], -1) if self.approximates(ctx.shape) else None
+
+    def approximates(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of ``shape`` travels as factors."""
+        if len(shape) < 2:
+            return False
+        n, m = shape[0], math.prod(shape[1:])
+        return self.rank * (n + m) < n * m
 
     def exchange(self, x: Array, out: Array, ctx: Context, local: Array | None = None) -> Exchange:
         """Exchange factors, or the values themselves."""
@@ -109,6 +115,11 @@ class LowRank(Compressor):
             )
             rehearse(self.exchange(x, out, alone))
             rehearse(self.exchange_feedback(x, out, residual, 1.0, alone))
+        together = self.batched_rounds() if ctx.xp is np else None
+        if together is not None:
+            rehearse_many(together.exchange([Exchanged(x, out, alone)]))
+            if together.exchange_fed is not None:
+                rehearse_many(together.exchange_fed([Exchanged(x, out, alone, residual)], 1.0))
 
 
 @register("powersgd")
@@ -127,6 +138,15 @@ class PowerSGD(LowRank):
     def traits(self) -> Traits:
         """Two rounds; remembers a factor with a warm start."""
         return Traits("rounds", stateful=self.warm_start, in_place=True)
+
+    def batched_rounds(self) -> BatchedRounds | None:
+        """The kernels for many matrices a call."""
+        if not keeps(self, PowerSGD, "factors", "matrix", "exchange", "exchange_feedback"):
+            return None
+        from ringlet.compressors.lowrank.many import exchange_many
+
+        exchange = partial(exchange_many, self.rank, self.warm_start)
+        return BatchedRounds(self.approximates, exchange, exchange)
 
     def factors(self, source: Source, finish: Finish, ctx: Context) -> Exchange:
         """Average P, then Q; factors are held as rows."""

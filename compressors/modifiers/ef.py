@@ -15,7 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import ClassVar, NamedTuple
 
-from ringlet.compressors.base.batched import Batched, no_residual
+from ringlet.compressors.base.batched import (
+    Batched,
+    BatchedRounds,
+    Exchanged,
+    ExchangeOfMany,
+    no_residual,
+)
 from ringlet.compressors.base.contract import (
     Exchange,
     Payload,
@@ -183,6 +189,20 @@ class ErrorFeedback(Modifier):
             return None
         kept_in = "" if self.reset else "residual"
         return inner._replace(residual=self._lent, decay=self.decay, kept_in=kept_in)
+
+    def batched_rounds(self) -> BatchedRounds | None:
+        """The wrapped compressor's, with residuals, where these are kept in float32."""
+        own = keeps(self, ErrorFeedback, "exchange", "residual", "residuals")
+        inner = self.wrapped_compressor.batched_rounds() if own and self.store is None else None
+        if inner is None or inner.exchange_fed is None:
+            return None
+        exchange = inner.exchange_fed
+
+        def fed_back(tensors: Sequence[Exchanged]) -> ExchangeOfMany:
+            given = [t._replace(residual=self.residual(t.x.size, t.ctx)) for t in tensors]
+            return exchange(given, self.decay)
+
+        return BatchedRounds(inner.takes, fed_back)
 
     def _lent(self, n: int, ctx: Context) -> Array | None:
         return self.residual(n, ctx) if self.remembers(ctx) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ringlet.compressors.base.batched import Batched
+from ringlet.compressors.base.batched import Batched, BatchedRounds
 from ringlet.compressors.base.contract import Traits, keeps
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Context
@@ -28,6 +28,11 @@ class MinSize(Modifier):
         """The wrapped compressor's kernels."""
         own = keeps(self, Modifier, "encode_into", "decompress", "sum_into")
         return self.wrapped_compressor.batched() if own else None
+
+    def batched_rounds(self) -> BatchedRounds | None:
+        """The wrapped compressor's exchanges."""
+        own = keeps(self, Modifier, "exchange", "exchange_feedback")
+        return self.wrapped_compressor.batched_rounds() if own else None
 
     def multi_varying(self, ctx: Context) -> Varying | None:
         """The wrapped compressor's kernels."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from ringlet.compressors import Compressor, CompressorError, Exchange, Modifier, Round
 from ringlet.fusion.buckets.bucket import Bucket
+from ringlet.fusion.codecs.small_exchanges import KEY, SmallExchanges
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.planning.member import Member
@@ -44,13 +45,19 @@ class RoundsBucket(Bucket):
         self._buffers: dict[tuple[str, str], Array] = {}
         self._pieces: dict[Member, Array] = {}
         self._outs: dict[Member, Array] = {}  # where later rounds still read the input
+        self._small = SmallExchanges.of(self.members)
         self._error: Exception | None = None
         self._one_vote = self._fits_one_exchange()
 
     @property
     def final(self) -> bool:
         """Whether all rounds are over, or will be: ranks vote on nothing after that."""
-        return self._one_vote or not self._running
+        return self._one_vote or not self._under_way
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether a member waits for a round."""
+        return bool(self._running or (self._small is not None and self._small.members))
 
     def abandon(self) -> None:
         """Give buffers back and forget unfinished exchanges."""
@@ -60,6 +67,8 @@ class RoundsBucket(Bucket):
                 generator.close()
             except BaseException:  # of a step that is over, or given up for a reason of its own
                 log.debug("an exchange in rounds cannot be closed", exc_info=True)
+        if self._small is not None:
+            self._small.abandon()
         self._running.clear()
         self._rounds.clear()
         self._error = None
@@ -70,29 +79,39 @@ class RoundsBucket(Bucket):
         if self._error is not None:
             raise self._error
         self._fill()
-        if not self._running:
+        if not self._under_way:
             return 0  # the last vote: nothing moves any more
         return max(1, sum(buffer.nbytes for buffer in self._buffers.values()))
 
     def _fill(self) -> None:
-        """Copy what the members have yielded into buffers."""
+        """Copy what the members have yielded into buffers, in the order of the members."""
         sizes: dict[tuple[str, str], int] = {}
-        for round_ in self._rounds.values():
-            key = self._key(round_)
-            sizes[key] = sizes.get(key, 0) + round_.values.size
+        starts: dict[Member, int] = {}
+        small = self._small
+        lengths = dict(zip(small.members, small.lengths, strict=True)) if small else {}
+        for member in self.members:
+            round_ = self._rounds.get(member)
+            if round_ is not None:
+                key, n = self._key(round_), round_.values.size
+            elif (length := lengths.get(member)) is not None:
+                key, n = KEY, length
+            else:
+                continue
+            starts[member] = sizes.get(key, 0)
+            sizes[key] = starts[member] + n
         # What a member yields may lie in the buffer of the round before: release that afterwards.
         before, self._lease = self._lease, Lease(self.place.pool)
         self._buffers = {
             key: self._lease.allocate(n * np.dtype(key[1]).itemsize).view(key[1])
             for key, n in sizes.items()
         }
-        ends = dict.fromkeys(sizes, 0)
         for member, round_ in self._rounds.items():
-            key, values = self._key(round_), round_.values
-            piece = self._buffers[key][ends[key] : ends[key] + values.size]
+            values, start = round_.values, starts[member]
+            piece = self._buffers[self._key(round_)][start : start + values.size]
             piece[...] = values
             self._pieces[member] = piece
-            ends[key] += values.size
+        if small is not None and lengths:
+            small.write(self._buffers[KEY], [starts[member] for member in lengths])
         before.release()
 
     def _key(self, round_: Round) -> tuple[str, str]:
@@ -102,14 +121,14 @@ class RoundsBucket(Bucket):
 
     def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
         self.lanes, self.more = 0, False
-        while self._running:
+        while self._under_way:
             yield from self._combine_round(track, recorder)
             if not self._one_vote:
                 self.more = True  # at the end too: ranks vote whether all have come to it
                 return
             if self._error is not None:
                 raise self._error
-            if self._running:
+            if self._under_way:
                 self._fill()
 
     def _fits_one_exchange(self) -> bool:
@@ -140,7 +159,13 @@ class RoundsBucket(Bucket):
         recorder.compressed(self.trace, start, time.perf_counter())
 
     def _start(self) -> None:
+        together: set[Member] = set()
+        if self._small is not None:
+            self._small.begin()
+            together.update(self._small.members)
         for member in self.members:
+            if member in together:
+                continue
             x = member.values()
             if not self.place.xp.may_share_memory(x, member.input):
                 x = x.copy()  # scratch would not last until the next round
@@ -165,6 +190,8 @@ class RoundsBucket(Bucket):
         What it raises is kept: the others are told with the next vote, and do not wait in vain.
         """
         try:
+            for member in self._small.resume() if self._small is not None else ():
+                self._deliver(member, member.output)
             for member in list(self._running):
                 dtype = self._rounds[member].values.dtype
                 self._step(member, self._pieces[member].astype(dtype, copy=False))

@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from ringlet.compressors import CompressorError, Context, Int8, PayloadError, parse
+from ringlet.compressors import (
+    CompressorError,
+    Context,
+    ErrorFeedback,
+    Int8,
+    PayloadError,
+    PowerSGD,
+    Workspace,
+    parse,
+)
+from ringlet.compressors.base.batched import Exchanged
 from ringlet.compressors.base.contract import empty_payload
 
 SPECS = [
@@ -154,3 +164,97 @@ def test_kernels_are_given_no_address_of_what_does_not_fit():
     remembering = Context(numel=10, state={"residual": np.zeros(9, np.float32)})
     with pytest.raises(CompressorError, match=r"float32\[9\], not float32\[10\]"):
         batched.values(np.zeros(10, np.float32), remembering)
+
+
+SHAPES = [(5, 64), (64, 36), (33, 7, 3), (100, 3), (17, 1300), (256, 256)]
+
+
+def exchanged_together(c, tensors, scale):
+    """Return what was averaged in each round, whose means are ``scale`` times what is sent."""
+    rounds, running = [], c.batched_rounds().exchange(tensors)
+    kept = []  # what a mean lies in must last until the next is written
+    asked = next(running)
+    try:
+        while True:
+            starts = np.cumsum([0, *asked.lengths])
+            kept.append(np.empty(starts[-1], np.float32))
+            places = starts[:-1].astype(np.uint64) * 4 + np.uint64(kept[-1].ctypes.data)
+            asked.write(places)
+            rounds.append(kept[-1].copy())
+            kept[-1] *= np.float32(scale)
+            asked = running.send(places)
+    except StopIteration:
+        return rounds
+
+
+def exchanged_alone(c, tensors, scale):
+    found = []
+    for x, out, ctx, _ in tensors:
+        rounds, running = [], c.exchange(x, out, ctx)
+        asked = next(running)
+        try:
+            while True:
+                rounds.append(asked.values.copy())
+                asked = running.send(asked.values * np.float32(scale))
+        except StopIteration:
+            found.append(rounds)
+    return [np.concatenate(each) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("spec", [
+    "powersgd", "powersgd(rank=3) | ef", "powersgd(rank=1, warm_start=False) | ef(decay=0.5)",
+    "powersgd(rank=5) | ef(reset=2) | min_size(0)", "powersgd(rank=2, warm_start=False)",
+])  # fmt: skip
+def test_many_matrices_become_what_each_becomes_alone(spec, in_place):
+    c = parse(spec)
+    shapes = [shape for shape in SHAPES if c.batched_rounds().takes(shape)]
+    ways = []
+    for exchanged in (exchanged_together, exchanged_alone):
+        states, found = [{} for _ in shapes], []
+        for step in range(4):
+            xs = [values(int(np.prod(shape)), step) for shape in shapes]
+            xs[1][5] = np.inf if step == 2 else 1
+            outs = xs if in_place else [np.empty_like(x) for x in xs]
+            around = [
+                Context(name=f"w{i}", shape=shape, numel=x.size, state=state, step=step, size=RANKS)
+                for i, (shape, x, state) in enumerate(zip(shapes, xs, states, strict=True))
+            ]
+            tensors = [Exchanged(*each) for each in zip(xs, outs, around, strict=True)]
+            found += [*exchanged(c, tensors, 0.75), *outs]
+        found += [state[key] for state in states for key in sorted(state)]
+        ways.append([array.tobytes() for array in found])
+    assert ways[0] == ways[1]
+
+
+def test_what_exchanges_in_its_own_way_is_not_passed_over():
+    class Odd(PowerSGD):
+        def exchange(self, x, out, ctx, local=None):
+            yield from super().exchange(x, out, ctx, local)
+
+    class Fed(ErrorFeedback):
+        def residual(self, n, ctx):
+            return super().residual(n, ctx)
+
+    assert Odd().batched_rounds() is None
+    assert (PowerSGD() | Fed()).batched_rounds() is None
+    assert parse("powersgd | ef(dtype='bf16')").batched_rounds() is None
+    assert parse("int8 | ef").batched_rounds() is None
+
+
+@pytest.mark.parametrize("spec", ["powersgd", "powersgd | ef"])
+def test_an_exchange_of_many_that_is_given_up_leaves_what_is_remembered(spec):
+    c, x = parse(spec), values(64 * 36, 0)
+    state, workspace = {}, Workspace()
+    around = [
+        Context(shape=(64, 36), numel=x.size, state=state, size=RANKS, workspace=workspace)
+        for _ in range(2)
+    ]
+    exchanged_together(c, [Exchanged(x, np.empty_like(x), around[0])], 1.0)
+    before = {name: np.copy(held) for name, held in state.items()}
+    given_up = c.batched_rounds().exchange([Exchanged(x, np.empty_like(x), around[1])])
+    buffer = np.empty(next(given_up).lengths[0], np.float32)
+    given_up.send(np.array([buffer.ctypes.data], np.uint64))
+    given_up.close()
+    assert before.keys() == state.keys()
+    assert all(np.array_equal(before[name], state[name]) for name in before)

@@ -398,6 +398,9 @@ CAUGHT = {
         "KeyOfTheFirst": "batched_tensors_agree",
         "OffsetForgottenInBatch": "batched_tensors_agree",
         "BatchWritesWholeCells": "batched_tensors_agree",
+        "OneShapeForAll": "batched_rounds_agree",
+        "RoundsShareNaN": "batched_rounds_agree",
+        "RoundsForgetMemory": "batched_rounds_agree",
     },
     "gradients": {
         "LargestIsPositive": "both_signs_arrive",

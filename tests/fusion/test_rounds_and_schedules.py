@@ -176,8 +176,8 @@ def test_rounds_of_ringlets_own_that_fail_behind_their_vote_end_the_engine_every
 
     def body(engine):
         requests = [
-            Request("w", shape=(64, 48), spec=spec),
-            Request("v", shape=(40, 30), spec=spec),
+            Request("w", shape=(640, 480), spec=spec),
+            Request("v", shape=(400, 300), spec=spec),
         ]
         group = engine.declare("g", requests, [parse(spec)] * 2, [{}, {}])
 
@@ -187,6 +187,7 @@ def test_rounds_of_ringlets_own_that_fail_behind_their_vote_end_the_engine_every
             group.wait(60)
 
         step()
+        engine.submit(Request("all are done"), np.zeros(1, np.float32)).wait(60)
         fault["last"] = 1
         with pytest.raises(EngineClosed) as caught:
             step()

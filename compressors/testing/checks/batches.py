@@ -1,4 +1,7 @@
-"""Checks of kernels that take many tensors in host memory a call: see ``Compressor.batched``."""
+"""Checks of what takes many tensors in host memory a call.
+
+See ``Compressor.batched`` and ``Compressor.batched_rounds``.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringlet.compressors.base.batched import Batched, Row
+from ringlet.compressors.base.batched import Batched, BatchedRounds, Exchanged, Row, address
 from ringlet.compressors.base.contract import Compressor, Payload
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.testing.checks.launches import Slots
 from ringlet.compressors.testing.checks.one_call import by_payload, same, same_payload
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context
+from ringlet.compressors.testing.tools.simulate import context, simulate
 
 _SCALE = 0.5
 _RANKS, _STEPS = 3, 2
 _MANY = 37
 _SPOILED = 5  # the place of a tensor with NaN
+_SHAPES = ((40, 30), (9, 200), (30, 40), (64, 6, 7), (17, 1300))
 
 
 class _Tensor(NamedTuple):
@@ -170,10 +174,98 @@ def _check_sums(
         )
 
 
+@needs("mean_of_equal_gradients")
+def check_batched_rounds_agree(compressor: Compressor) -> None:
+    """Exchanges of many tensors together are for speed: what becomes of a tensor must not show
+    which others were there, for another rank may exchange it on its own.
+
+    batched_rounds() averages as many values of each tensor in each round as exchange does, and
+    leaves the same results, residuals and memory. Take each tensor's shape and context from its
+    own, and write nothing but its values at its place. Return None where that is not so.
+    """
+    kernels = compressor.batched_rounds()
+    shapes = [] if kernels is None else [shape for shape in _SHAPES if kernels.takes(shape)]
+    if kernels is None or not shapes:
+        return
+    states: list[list[State]] = [[{} for _ in shapes] for _ in range(_RANKS)]
+    alone = copy.deepcopy(states)
+    for step in range(_STEPS + 1):
+        xs = [
+            [
+                gaussian(int(np.prod(shape)), 100 * step + 10 * rank + i)
+                for i, shape in enumerate(shapes)
+            ]
+            for rank in range(_RANKS)
+        ]
+        if step == 1:
+            xs[0][0][3] = np.nan
+        outs, lengths = _exchanged(kernels, shapes, xs, states, step)
+        for place, shape in enumerate(shapes):
+            which = f"of {len(shapes)} tensors, {step} steps before, number {place} {list(shape)}"
+            rounds: list[tuple[str, str, int]] = []
+            gradients = [own[place] for own in xs]
+            held = [own[place] for own in alone]
+            expected = simulate(
+                compressor, gradients, held, step, f"layer{place}", shape, rounds=rounds
+            )
+            wanted = [("mean", "float32", own[place]) for own in lengths]
+            assert rounds == wanted, f"{which} exchanges {wanted}, on its own {rounds}"
+            for rank in range(_RANKS):
+                assert same(outs[rank][place], expected[rank]), (
+                    f"{which} becomes something else than on its own"
+                )
+                assert _same_memory(states[rank][place], held[rank]), (
+                    f"{which} is remembered as something else than on its own"
+                )
+
+
+def _exchanged(
+    kernels: BatchedRounds,
+    shapes: Sequence[tuple[int, ...]],
+    xs: list[list[Array]],
+    states: list[list[State]],
+    step: int,
+) -> tuple[list[list[Array]], list[list[int]]]:
+    """Return every rank's results, and how many values of each tensor were averaged by round."""
+    outs = [[np.full(x.size, np.nan, np.float32) for x in own] for own in xs]
+    running = []
+    for rank, (own, results) in enumerate(zip(xs, outs, strict=True)):
+        around = [
+            context(x, state, shape=s, name=f"layer{i}", step=step, rank=rank, size=_RANKS)
+            for i, (x, state, s) in enumerate(zip(own, states[rank], shapes, strict=True))
+        ]
+        tensors = [Exchanged(*each) for each in zip(own, results, around, strict=True)]
+        running.append(kernels.exchange(tensors))
+    lengths: list[list[int]] = []
+    rounds = [next(each) for each in running]
+    while True:
+        lengths.append(list(rounds[0].lengths))
+        # With a value between them, and around.
+        ends = np.cumsum([1, *(n + 1 for n in lengths[-1])])
+        buffers = [np.full(ends[-1], -77, np.float32) for _ in running]
+        places = [np.uint64(address(b, b.size)) + 4 * ends[:-1].astype(np.uint64) for b in buffers]
+        for asked, where, buffer in zip(rounds, places, buffers, strict=True):
+            asked.write(where)
+            between = buffer[np.concatenate([[0], ends[1:] - 1])]
+            assert (between == -77).all(), "one of many tensors writes beyond its values"
+        total = np.sum([buffer.astype(np.float64) for buffer in buffers], axis=0)
+        for buffer in buffers:
+            buffer[:] = total / len(buffers)
+        rounds, over = [], 0
+        for each, where in zip(running, places, strict=True):
+            try:
+                rounds.append(each.send(where))
+            except StopIteration:
+                over += 1
+        if over:
+            assert over == len(running), "some ranks exchange another round, others do not"
+            return outs, lengths
+
+
 def _same_memory(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(
         same(np.asarray(one[name]), np.asarray(other[name])) for name in one
     )
 
 
-CHECKS = (check_batched_tensors_agree,)
+CHECKS = (check_batched_tensors_agree, check_batched_rounds_agree)

@@ -2,7 +2,16 @@
 
 import numpy as np
 
-from broken.right import BatchedCells, BatchedDraws, at, batch_of, cells_at, decode_one, encode_one
+from broken.right import (
+    BatchedCells,
+    BatchedDraws,
+    TogetherMean,
+    at,
+    batch_of,
+    cells_at,
+    decode_one,
+    encode_one,
+)
 
 
 class BatchOfThirtyTwo(BatchedCells):
@@ -84,3 +93,27 @@ class BatchWritesWholeCells(BatchedCells):
             decode_one(cells, t, outs, payloads, scale)
 
         return batch_of(self, decoded=decoded)
+
+
+class OneShapeForAll(TogetherMean):
+    """Takes the first tensor's length for every tensor's."""
+
+    def together(self, tensors):
+        for tensor in tensors:
+            yield tensor.x[: tensors[0].x.size]
+
+
+class RoundsShareNaN(TogetherMean):
+    """Looks for NaN once for all tensors."""
+
+    def finished(self, outs):
+        if any(np.isnan(out).any() for out in outs):
+            for out in outs:
+                out[:] = np.nan
+
+
+class RoundsForgetMemory(TogetherMean):
+    """Counts nothing where tensors exchange together."""
+
+    def counted(self, ctx):
+        pass

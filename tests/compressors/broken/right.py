@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from ringlet.compressors import Compressor, Context, Part, Round, Traits, option
-from ringlet.compressors.base.batched import Batched
+from ringlet.compressors.base.batched import Batched, BatchedRounds, RoundOfMany
 
 CELL = 64
 
@@ -942,3 +942,51 @@ class LeaderInTurn(Compressor):
         if local is not None:
             local[:] = 0
             local[chosen] = values[:-1]
+
+
+class TogetherMean(Compressor):
+    """The mean of all values, rounded to bfloat16 in one round; counts what it has exchanged.
+
+    Many tensors exchange together: those of two dimensions or more.
+    """
+
+    def traits(self):
+        return Traits("rounds", stateful=True)
+
+    def exchange(self, x, out, ctx, local=None):
+        sent = rounded(x)
+        if local is not None:
+            local[:] = sent
+        out[:] = yield Round(sent, "mean", local)
+        ctx.state["exchanged"] = ctx.state.get("exchanged", 0) + 1
+
+    def batched_rounds(self):
+        return BatchedRounds(lambda shape: len(shape) > 1, self._exchange_many)
+
+    def together(self, tensors):
+        for tensor in tensors:
+            yield tensor.x
+
+    def finished(self, outs):
+        pass
+
+    def counted(self, ctx):
+        ctx.state["exchanged"] = ctx.state.get("exchanged", 0) + 1
+
+    def _exchange_many(self, tensors):
+        values = [rounded(x) for x in self.together(tensors)]
+
+        def write(places):
+            for place, sent in zip(places, values, strict=True):
+                at(place, sent.size, "float32")[:] = sent
+
+        means = yield RoundOfMany([sent.size for sent in values], write)
+        for tensor, place in zip(tensors, means, strict=True):
+            tensor.out[:] = at(place, tensor.x.size, "float32")
+            self.counted(tensor.ctx)
+        self.finished([tensor.out for tensor in tensors])
+
+
+def rounded(x):
+    """Return x to 8 bits, by cutting off the others."""
+    return (x.view("uint32") & np.uint32(0xFFFF0000)).view("float32")
