@@ -266,6 +266,14 @@ class Communicator(ABC):
                 self._siblings[number] = found
         return found
 
+    def reduce_on(self, number: int) -> None:
+        """Let sibling ``number`` (0: this one) reduce by the transport's own ``allreduce``.
+
+        The others' consist of messages, where a transport takes allreduces of two threads for each
+        other. Not collective; before there are siblings, and the same on all ranks.
+        """
+        return
+
     def interrupt(self) -> None:
         """End calls that wait, made by any thread, with an error; from any thread.
 

@@ -10,7 +10,7 @@ from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import Steps, Wire
 from ringlet.ring.rank_order import combine, even_counts
-from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
+from ringlet.ring.transports.hierarchical import BETWEEN, HierarchicalCommunicator
 
 LEAST = 1 << 17  # bytes over all ranks from which two collectives that overlap beat one that waits
 
@@ -59,5 +59,5 @@ def _through_levels(
     shard = allocate(mine * buffer.itemsize).view(buffer.dtype)
     nbytes = 2 * (levels[0].size - 1) / levels[0].size * buffer.nbytes
     yield Wire(partial(levels[0].local.reduce_scatter, buffer, shard, counts, op, dtype))
-    yield Wire(partial(levels[1].cross.allreduce, shard, op, dtype), nbytes)
+    yield Wire(partial(levels[BETWEEN].cross.allreduce, shard, op, dtype), nbytes)
     yield Wire(partial(levels[2].local.allgather, shard, buffer, counts))

@@ -103,6 +103,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
         # The same connections: what a message belongs to, its tag says.
         sibling = copy.copy(self)
         sibling._tag, sibling._scratch = self._tag + number, Scratch()
+        sibling._number = number
         sibling._subsets, sibling._siblings = [], {}
         sibling.before_close = lambda: None
         return sibling

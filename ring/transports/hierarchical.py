@@ -22,6 +22,7 @@ from ringlet.ring.dtypes import Array, storage
 from ringlet.ring.rank_order import Scratch, even_counts
 
 LEAST = 1 << 16  # bytes from which two levels pay: they take two more rounds of messages
+BETWEEN = 1  # the sibling by which a pipeline reduces between hosts
 
 
 class HierarchicalCommunicator(Communicator):
@@ -137,6 +138,8 @@ class HierarchicalCommunicator(Communicator):
         return two_levels(subset, Topology.from_hosts(subset.rank, hosts))
 
     def _sibling(self, number: int) -> HierarchicalCommunicator | None:
+        if not self._siblings:
+            self.cross.reduce_on(BETWEEN)
         flat, local, cross = (x.sibling(number) for x in (self.flat, self.local, self.cross))
         if flat is None or local is None or cross is None:
             return None

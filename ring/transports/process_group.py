@@ -78,6 +78,10 @@ class ProcessGroupCommunicator(Communicator):
         self._groups: list[Any] = []
         self._scratch = Scratch()
         self._tag = TAG
+        self._number = 0  # among siblings
+        # Which of them makes gloo's own collectives. These are told apart by how many there were,
+        # and of two threads one may be first on one rank and second on another.
+        self._counting = 0
         self._spread = False  # whether every rank is known to be on a host of its own
         # Seconds to the nearest and to the farthest rank, if known; the same on all ranks.
         self._nearest = self._delay = 0.0
@@ -96,7 +100,7 @@ class ProcessGroupCommunicator(Communicator):
             combine(np.split(pieces, self.size), [buffer], op, name)
             return
         direct = self.far and buffer.nbytes <= FAR_SMALL
-        if direct or not self.reduces(op, name):
+        if direct or self._number != self._counting or not self.reduces(op, name):
             combine_everywhere(self, buffer, op, name, self._scratch)
             return
         options = self._dist.AllreduceOptions()
@@ -118,6 +122,10 @@ class ProcessGroupCommunicator(Communicator):
         if dtype == "bfloat16" and self.size != 2:
             return False
         return op in NATIVE.get(dtype, ("", ()))[1]
+
+    def reduce_on(self, number: int) -> None:
+        """Let gloo's own allreduce be that of sibling ``number``."""
+        self._counting = number
 
     @property
     def far(self) -> bool:

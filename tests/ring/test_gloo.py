@@ -22,6 +22,7 @@ pytestmark = pytest.mark.preloaded("torch", whole_end=True)
 
 WORKER = Path(__file__).with_name("worker_collectives.py")
 VICTIM = Path(__file__).with_name("worker_gloo_victim.py")
+SIBLINGS = Path(__file__).with_name("worker_gloo_siblings.py")
 
 
 @contextmanager
@@ -74,6 +75,16 @@ def test_the_table_of_cases(size, distance, tmp_path):
         cases = [case for case in cases if distance == "all far" or "n=1200011" not in case]
         assert len(cases) > 250
         assert {case: digests[case] for case in cases} == {case: local[case] for case in cases}
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(2, 1), (3, 1), (4, 2)])
+def test_siblings_add_at_the_same_time_in_any_order(size, hosts, tmp_path):
+    """gloo knows its own collectives apart by how many there were, and not by whose they are."""
+    commands = [(SIBLINGS, tmp_path / "store", rank, size, hosts) for rank in range(size)]
+    with processes(commands) as ranks:
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0] * size, "\n".join(outputs)
+    assert all("ADDED" in output for output in outputs)
 
 
 def test_survivors_of_a_killed_rank_raise_peer_lost(tmp_path):
