@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from ringlet.compressors.base.contract import Compressor
-from ringlet.compressors.core.errors import CompressorError, OptionError, SpecError
+from ringlet.compressors.core.errors import CompressorError, OptionError, SpecError, more_of
 from ringlet.compressors.specs.diagnosis import HELP, diagnose, named_file
 from ringlet.compressors.specs.registry import lookup, revision
 
@@ -32,8 +32,9 @@ def parse(spec: str | Compressor, imports: bool = True) -> Compressor:
 
     ``parse(str(c)) == c``, with ``MODULE:NAME`` for classes that nobody registered. Its module is
     imported, unless that is not wanted (``imports``): then it has to have been. Raises SpecError
-    (with a caret at the place), UnknownCompressor or OptionError. A spec has ``LONGEST`` characters
-    and joins ``MOST`` compressors at most.
+    (with a caret at the place), UnknownCompressor or OptionError, and CompressorError where a
+    plugin's class cannot be found or made. A spec has ``LONGEST`` characters and joins ``MOST``
+    compressors at most.
     """
     if isinstance(spec, Compressor):
         return spec
@@ -162,6 +163,11 @@ def _make(
         return cls(*args, **options)
     except OptionError as error:
         raise OptionError(_pointed(text, _column(name, text), str(error))) from None
+    except CompressorError:
+        raise
+    except Exception as error:  # of a validate() of its own, or because it is abstract
+        said = f"{cls.label()} cannot be made: {type(error).__name__}: {error}{more_of(error)}"
+        raise CompressorError(_pointed(text, _column(name, text), said)) from error
 
 
 def _literal(node: ast.expr, text: str) -> Any:

@@ -15,7 +15,12 @@ from importlib import metadata
 from typing import TypeGuard, TypeVar
 
 from ringlet.compressors.base.contract import Compressor
-from ringlet.compressors.core.errors import CompressorError, UnknownCompressor, did_you_mean
+from ringlet.compressors.core.errors import (
+    CompressorError,
+    UnknownCompressor,
+    did_you_mean,
+    more_of,
+)
 
 GROUP = "ringlet.compressors"
 
@@ -131,7 +136,7 @@ def _imported(module: str, name: str) -> type[Compressor]:
         if not hint and isinstance(error, ModuleNotFoundError) and _within(error.name, module):
             hint = "; install it on every host, or put the folder that it is in into PYTHONPATH"
         raise CompressorError(
-            f"{module} does not import: {type(error).__name__}: {error}{hint}"
+            f"{module} does not import: {type(error).__name__}: {error}{more_of(error)}{hint}"
         ) from error
     for attribute in name.split("."):
         within, found = found, getattr(found, attribute, None)
@@ -158,7 +163,10 @@ def _told(found: object) -> str:
         return f"{found!r}, which is no class; write its class and options, as in {place!r}"
     if found is Compressor:
         return "the class that compressors are derived from; write the name of yours"
-    what = f"the class {found.__name__}" if isinstance(found, type) else f"a {cls.__name__}"
+    article = "an" if cls.__name__[0] in "aeiou" else "a"
+    what = f"{article} {cls.__name__}"
+    if isinstance(found, type):
+        what = f"the class {found.__name__}"
     return f"{what}, not a class derived from ringlet.compressors.Compressor"
 
 
@@ -167,15 +175,23 @@ def _is_compressor(value: object) -> TypeGuard[type[Compressor]]:
 
 
 def _load(entry: metadata.EntryPoint) -> type[Compressor]:
+    which = f"compressor {entry.name!r} of package {_origin(entry)}"
+    wanted = f"write MODULE:NAME of a subclass of Compressor, as in {entry.name} = 'mine:Mine'"
+    if entry.pattern.match(entry.value) is None:
+        raise CompressorError(f"{which} is {entry.value!r} among its entry points; {wanted}")
     try:
         cls = entry.load()
     except (Exception, SystemExit) as error:
         raise CompressorError(
-            f"compressor {entry.name!r} of package {_origin(entry)} does not import: "
-            f"{type(error).__name__}: {error}"
+            f"{which} does not import: {type(error).__name__}: {error}{more_of(error)}"
         ) from error
     if entry.name not in _registered:  # the module may have used @register itself
-        register(entry.name)(cls)
+        if not _is_compressor(cls):
+            raise CompressorError(f"{which} is {entry.value!r}: that is {_told(cls)}; {wanted}")
+        try:
+            register(entry.name)(cls)
+        except CompressorError as error:
+            raise CompressorError(f"{which} cannot be used: {error}") from None
     return _registered[entry.name]
 
 

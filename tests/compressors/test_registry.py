@@ -2,6 +2,7 @@
 
 import warnings
 from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from ringlet.compressors import (
 )
 from ringlet.compressors.specs import registry
 from ringlet.compressors.specs.edition import edition
+
+SEVEN = 7
 
 
 @pytest.fixture(autouse=True)
@@ -222,6 +225,24 @@ def test_entry_points_load_lazily_and_conflicts_are_told(monkeypatch):
     for slip in ("fromplugn", "FromPlugin"):
         with pytest.raises(UnknownCompressor, match="did you mean 'fromplugin'"):
             lookup(slip)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("nowhere", "json", "of package its is 'json': that is a module, not a class derived from"),
+        ("unread", "my json:::", "is 'my json:::' among its entry points; write MODULE:NAME"),
+        ("nothing", "json:JSON", "of package its does not import: AttributeError: "),
+        ("Upper", "broken.right:Whole", "of package its cannot be used: .*; write 'upper'"),
+        ("seven", f"{__name__}:SEVEN", "that is an int, not a class"),
+    ],
+)
+def test_an_entry_point_that_is_none_names_its_package(monkeypatch, name, value, says):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    points = metadata.EntryPoints([entry(name, value, "its")])
+    monkeypatch.setattr(registry, "_plugins", lambda: points)
+    with pytest.raises(CompressorError, match=says):
+        lookup(name)
 
 
 def test_every_compressor_of_our_own_is_a_name_of_the_package():

@@ -1,5 +1,6 @@
 """Spec strings: what they mean, and what their errors say."""
 
+import abc
 import contextlib
 import traceback
 
@@ -11,6 +12,7 @@ from ringlet.compressors import (
     BF16,
     FP16,
     Chain,
+    Compressor,
     CompressorError,
     ErrorFeedback,
     Int8,
@@ -264,6 +266,37 @@ def test_a_module_that_ends_the_process_is_told_of(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(CompressorError, match="ends_here does not import: SystemExit: no licence"):
         resolve("ends_here:Mine")
+
+
+def test_a_module_that_does_not_import_says_in_which_line(tmp_path, monkeypatch):
+    (tmp_path / "asks_more.py").write_text("import math\nimport no_such_module_here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    says = r"module_here' \(asks_more\.py, line 2: import no_such_module_here\)"
+    with pytest.raises(CompressorError, match=says):
+        resolve("asks_more:Mine")
+
+
+class Abstract(Compressor, metaclass=abc.ABCMeta):
+    @abc.abstractmethod
+    def steps(self): ...
+
+
+class Refuses(Compressor):
+    def validate(self):
+        raise RuntimeError("no licence")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Abstract", "cannot be made: TypeError: .* abstract method '?steps"),
+        ("Refuses", r"RuntimeError: no licence \(test_spec\.py, line \d+: raise RuntimeError"),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_pointed_at(name, says):
+    with pytest.raises(CompressorError, match=says) as caught:
+        resolve(f"{__name__}:{name} | ef")
+    assert str(caught.value).endswith(f"\n    {__name__}:{name} | ef\n    ^")
 
 
 @pytest.mark.parametrize(
