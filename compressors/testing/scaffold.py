@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -211,7 +212,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"ringlet new: {target} cannot be written: {error.strerror}", file=sys.stderr)
             return 2
         print(f"wrote {target}")
-    print(f"\nNext: cd {directory} && pip install -e '.[test]' && pytest")
+    print(f"\nNext: cd {shlex.quote(str(directory))} && pip install -e '.[test]' && pytest")
     return 0
 
 

@@ -171,6 +171,12 @@ def test_new_refuses_bad_names(tmp_path, name, says):
     assert not list(tmp_path.iterdir())
 
 
+def test_new_says_what_a_shell_can_read(tmp_path):
+    ran = ringlet("new", "mine", "--directory", "my own/mine", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "Next: cd 'my own/mine' && pip" in ran.stdout
+
+
 def test_new_overwrites_nothing(tmp_path):
     (tmp_path / "ringlet-mine").mkdir()
     (tmp_path / "ringlet-mine" / "precious").write_text("x")
