@@ -270,6 +270,23 @@ def test_what_does_not_end_is_given_up_and_says_where(monkeypatch):
     assert "try equal values, zeros, NaN and Inf" in told
 
 
+def check_of_what_exits(status):
+    """Why.
+
+    What to do.
+    """
+    sys.exit(status)
+
+
+def test_a_plugin_that_exits_does_not_end_the_kit():
+    check = named_check.Named(check_of_what_exits, resolve=lambda status: status)
+    with pytest.raises(CheckFailed) as failure:
+        check("no licence")
+    told = str(failure.value)
+    assert "SystemExit: no licence (test_kit_tools.py, line" in told
+    assert "sys.exit() ends the user's program: raise CompressorError" in told
+
+
 def test_what_ends_in_time_is_not_given_up():
     with given_up_after(0.05):
         pass

@@ -46,7 +46,7 @@ class Named:
         try:
             with given_up_after(_PATIENCE):
                 self._check(target)
-        except (Exception, GivenUp) as error:
+        except (Exception, GivenUp, SystemExit) as error:
             reason = told(error)
             notes = "\n".join([*getattr(error, "__notes__", []), *_hints(error)])
             raise CheckFailed(
@@ -68,6 +68,8 @@ def _hints(error: BaseException) -> list[str]:
             "a count, fits does not end where none does: try equal values, zeros, NaN and Inf, and "
             "end it after so many turns."
         ]
+    if isinstance(error, SystemExit):
+        return ["sys.exit() ends the user's program: raise CompressorError, which says why."]
     cause = error.__cause__ if isinstance(error, AssertionError) else error
     if not isinstance(cause, KeyError) or not isinstance((*cause.args, 0)[0], str):
         return []
