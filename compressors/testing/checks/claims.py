@@ -335,9 +335,12 @@ def _check_anything_is_kept(compressor: Compressor) -> None:
         simulate(compressor, gradients, states, step, shape=(40, 50))
         if cut and not any(states):  # some remember what is lost of sums alone
             scatter(compressor, gradients, states, step)
+    for step in (*_LATER, 999_999):
+        if not any(states):  # some begin after a number of steps, or with every so many
+            simulate(compressor, gradients, states, step, shape=(40, 50))
     assert any(states), (
-        f"traits() says stateful=True, and ctx.state is empty after {_STEPS} steps: what is kept "
-        "in a copy of it is lost"
+        f"traits() says stateful=True, and ctx.state is empty after {_STEPS} steps, and after "
+        "later ones: what is kept in a copy of it is lost"
     )
 
 

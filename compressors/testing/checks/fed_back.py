@@ -154,8 +154,13 @@ def _check_adds_up(
     if rank < 3 or off > _EXACT * float(np.abs(new).max()):
         return
     nothing = np.abs(shares) <= _NOTHING * float(np.linalg.norm(new))
-    of_kept = float((shares / lengths)[2])
+    of_x, of_lost, of_kept = map(float, shares / lengths)
     memory = f"ctx.state[{name!r}]"
+    mixed = not nothing[0] and not nothing[1] and abs(of_x + of_lost - of_kept) <= _NOTHING
+    assert not mixed or of_lost < _SENT, (
+        f"{memory} becomes x and what was kept, less {of_lost:.3g} times what was sent: take out "
+        "all of that, and no more"
+    )
     if nothing[1] and not nothing[0]:
         assert of_kept < 0.9999, (
             f"all gradients are added up in {memory}, of which nothing is ever taken away: what is "

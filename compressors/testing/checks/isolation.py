@@ -27,13 +27,18 @@ from ringlet.compressors.testing.tools.other_process import OtherProcess, are_ou
 from ringlet.compressors.testing.tools.replaced import environment, replaced
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
-_N = 3000
+_N, _LARGE = 3000, 300_001
 _POINTS = 40
 _OURS = Path(__file__).parents[2]
 # Two processes have the same order of a set of two strings by chance, every second time. With these
 # seeds, nine of ten pairs of the names that payloads have are not in the same order in all three.
 OTHERS = OtherProcess(1), OtherProcess(2), OtherProcess(9)
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS",
+    "RINGLET_RANK", "RINGLET_SIZE", "RINGLET_LOCAL_RANK", "RINGLET_LOCAL_SIZE",
+    "RINGLET_CROSS_RANK", "RINGLET_CROSS_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK",
+)  # fmt: skip
 
 
 @needs(*PURE, "is_a_value", "decoding_is_the_same_everywhere", "every_rank_takes_part")
@@ -166,20 +171,22 @@ def check_exchanges_may_interleave(compressor: Compressor) -> None:
     if by_payload(compressor):
         return
     now = compressor.at(0)
-    for shape in ((40, 50), (2000,)):
-        given, room = [gaussian(2000, 1), gaussian(2000, 2)], Workspace()
+    for shape in ((40, 50), (2000,), (_LARGE,)):
+        n, room = int(np.prod(shape)), Workspace()
+        given = [gaussian(n, 1), gaussian(n, 2)]
         alone = [
             simulate(compressor, [x], name=str(place), shape=shape)[0]
             for place, x in enumerate(given)
         ]
-        outs = [np.full(2000, np.nan, np.float32) for _ in given]
+        outs = [np.full(n, np.nan, np.float32) for _ in given]
         runs = [
             now.exchange(x, out, context(x, name=str(place), shape=shape, workspace=room))
             for place, (x, out) in enumerate(zip(given, outs, strict=True))
         ]
         _take_turns(runs)
         assert all(map(same, outs, alone)), (
-            "an exchange gives something else if another tensor's runs between its rounds"
+            f"an exchange of {n} elements gives something else if another tensor's runs between "
+            "its rounds"
         )
 
 
@@ -201,7 +208,8 @@ def _take_turns(runs: list[Exchange]) -> None:
             yielded[place] = asked.values, asked.values.copy()
             for values, before in yielded.values():
                 assert same(values, before), (
-                    "what an exchange has yielded changes while another tensor's goes on"
+                    f"what an exchange has yielded, {values.size} {values.dtype}, changes while "
+                    "another tensor's goes on"
                 )
 
 

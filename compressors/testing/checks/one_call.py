@@ -370,9 +370,24 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
         assert same_payload(one, before), (
             f"a payload changes while {_QUEUE} others are made, for which it may have to wait"
         )
+        _check_large_ones_may_wait(compressor)
     simulate(compressor, [gaussian(2000, 0)])
     assert vars(compressor) == options, "compressing changed the compressor itself"
     _check_lets_go(compressor)
+
+
+def _check_large_ones_may_wait(compressor: Compressor) -> None:
+    """Raise AssertionError where the payload of a large tensor changes after it was returned."""
+    x = large()[:_MILLION]
+    one = compressor.compress(x, context(x))
+    before = {name: array.copy() for name, array in one.items()}
+    two = compressor.compress(x[::-1].copy(), context(x))
+    for name in one.keys() & two.keys():
+        what = f"payload array {name!r} of {_MILLION} elements"
+        _check_apart(one[name], what, two[name], "another tensor's")
+    assert same_payload(one, before), (
+        f"a payload of {_MILLION} elements changes after compress has returned it"
+    )
 
 
 def _check_lets_go(compressor: Compressor) -> None:
@@ -441,8 +456,8 @@ def _lent(compressor: Compressor, state: State, step: int) -> list[tuple[str, re
         compressor.sum_into([received, received], out, ctx)
     compressor.finish(out, ctx)
     lost = ": what is put into another dict is lost; write ctx.state[...] = ..."
-    for name, value in before.items():
-        assert getattr(ctx, name) is value, (
+    for name, value in vars(ctx).items():
+        assert before.get(name, ctx) is value, (
             f"a call sets ctx.{name}, which is the engine's{lost if name == 'state' else ''}"
         )
     return [(what, ref(made)) for what, made in lent]

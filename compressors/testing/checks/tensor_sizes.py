@@ -23,6 +23,7 @@ _GROUP, _LIKE = 200, 0.25  # values that can be compared, and the cosine that th
 _WIDER = (255, 256, 257, 258, 65535, 65536, 65537, 65538)
 # Beyond what 16 bits count, and beyond the integers that float32 holds.
 _TURNS = 34
+_LATE = 70_000  # a step behind most warm-ups and schedules
 _BLOCKS = ((1 << 22) + 40_000, (1 << 22) + 1)
 _LARGE = ((200_000, 150_000), ((1 << 24) + 40_000, 1 << 24))
 
@@ -160,8 +161,10 @@ def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
 
     Go on to the end, x.size, and number buckets by int64, or reshape x into one row for each.
     """
-    if not compressor.traits().fixed_size or not by_payload(compressor):
-        return  # where sizes vary there are indices, of which another check knows
+    if not by_payload(compressor):
+        return
+    if not compressor.traits().fixed_size and not _is_dense(compressor):
+        return  # there are indices, of which another check knows
     x, parts = large().copy(), LARGE // _PART
     got: Array | None = None
     for step in range(1, _TURNS):  # in each of which it may be another part's turn
@@ -224,30 +227,49 @@ def check_the_last_element_counts(compressor: Compressor) -> None:
     granule = _block(compressor)
     whole = () if compressor.traits().granularity is None else (granule,)
     for n in (*range(9, 18), *whole, granule + 1, granule + 9, 3 * granule - 1):
-        middle = [_came(compressor, n, n // 2, step) for step in range(_STEPS)]
-        # What is kept at random may be kept rarely, and in the middle together with others.
-        tries = _RARELY if sum(came > 0 for came in middle) >= _STEPS // 2 else 0
-        last, enough = 0.0, _SHARE * max(middle)
-        for step in range(tries):
-            last = max(last, _came(compressor, n, n - 1, step))
-            if last > enough:
-                break
-        for turn in range(1, _TURNS if tries and compressor.traits().stateful else 0):
-            if last > enough:
-                break
-            last = max(last, _came(compressor, n, n - 1, turn, turn))  # whose turn is remembered
-        assert last > 0 or not tries, f"the last one of {n} elements is lost"
-        if tries and last <= enough:  # some rotate the last few by themselves
-            start = (n - 1) // granule * granule
-            places = ((start + n) // 2 for _ in range(_STEPS))
-            last = max(_came(compressor, n, place, step) for step, place in enumerate(places))
-        assert last > enough or not tries, (
-            f"5 comes out as {max(middle):.3g} in the middle of {n} elements that are smaller, and "
-            f"as {last:.3g} at their end: the last block has another's scale"
-        )
+        _check_last(compressor, n)
     wrapped = compressor if compressor.traits().stateful else with_feedback(compressor)
     if compressor.traits().scales and wrapped.traits().stateful:
         check_sent_at_all(wrapped, 1)
+
+
+@needs("the_last_element_counts", "late_steps_and_large_seeds")
+def check_the_last_element_counts_later(compressor: Compressor) -> None:
+    """What begins after a number of steps, such as a phase behind a warm-up, comes to the end of a
+    tensor as well.
+
+    Look at what is done from that step on: round numbers of blocks up, -(-n // block).
+    """
+    for n in (13, _block(compressor) + 9):
+        _check_last(compressor, n, _LATE)
+
+
+def _check_last(compressor: Compressor, n: int, first: int = 0) -> None:
+    """Raise AssertionError where the last one of ``n`` elements is lost in steps from ``first``."""
+    when = f", from step {first} on" * bool(first)
+    middle = [_came(compressor, n, n // 2, first + step) for step in range(_STEPS)]
+    # What is kept at random may be kept rarely, and in the middle together with others.
+    tries = _RARELY if sum(came > 0 for came in middle) >= _STEPS // 2 else 0
+    last, enough = 0.0, _SHARE * max(middle)
+    for step in range(tries):
+        last = max(last, _came(compressor, n, n - 1, first + step))
+        if last > enough:
+            break
+    for turn in range(1, _TURNS if tries and compressor.traits().stateful else 0):
+        if last > enough:
+            break
+        # Whose turn it is may be remembered.
+        last = max(last, _came(compressor, n, n - 1, first + turn, turn))
+    assert last > 0 or not tries, f"the last one of {n} elements is lost{when}"
+    if tries and last <= enough:  # some rotate the last few by themselves
+        granule = _block(compressor)
+        start = (n - 1) // granule * granule
+        places = ((start + n) // 2 for _ in range(_STEPS))
+        last = max(_came(compressor, n, p, first + step) for step, p in enumerate(places))
+    assert last > enough or not tries, (
+        f"5 comes out as {max(middle):.3g} in the middle of {n} elements that are smaller, and "
+        f"as {last:.3g} at their end{when}: the last block has another's scale"
+    )
 
 
 def _counts(compressor: Compressor, n: int, place: int, step: int) -> bool:
@@ -280,22 +302,35 @@ def check_padding_does_not_leak(compressor: Compressor) -> None:
     value that is there, such as the last one, before min or max.
     """
     block = _block(compressor)
+    single = _lost(compressor, gaussian(block, 3)) <= 0.05  # a code of single values
     # More of the same kind: what repeats itself is nothing to a code that goes by frequencies.
-    sizes = [block // 2 * times for times in (1, 2, 4, 6)]
-    signs = np.where(gaussian(sizes[-1], 1) < 0, -1, 1).astype(np.float32)
-    near = (100 + np.abs(gaussian(sizes[-1], 2))).astype(np.float32)
-    # Levels of a norm of the whole tensor lie elsewhere for twice the values: those are no leak.
-    part, *whole = (_lost(compressor, signs[:n]) for n in sizes)
-    assert max(whole) > 0.5 or part <= 4 * max(whole) + 0.05, _leak(block, part, max(whole))
-    if _lost(compressor, gaussian(block, 3)) > 0.05:
-        return  # not a code of single values
-    part, *whole = (_lost(compressor, near[:n]) for n in sizes)
-    assert part <= 100 * max(whole) + 1e-9, _leak(block, part, max(whole))
+    sizes: list[tuple[int, tuple[int, ...], float]] = []
+    sizes.append((block // 2, (block, 2 * block, 3 * block), 0.05))
+    # Blocks may be shorter. Of few values the one that is left out may be a large share.
+    sizes.append((block // 8, (block, 2 * block, 3 * block), 0.2))
+    if compressor.traits().granularity is None:  # or longer
+        sizes.append((block // 2, (64 * block, 128 * block), 0.05))
+    for few, many, room in sizes:
+        signs = np.where(gaussian(many[-1], 1) < 0, -1, 1).astype(np.float32)
+        # Levels of a norm of the whole tensor lie elsewhere for twice the values: that is no leak.
+        part, whole = _part_and_whole(compressor, signs, few, many)
+        assert whole > 0.5 or part <= 4 * whole + room, _leak(few, part, whole)
+        near = (100 + np.abs(gaussian(many[-1], 2))).astype(np.float32)
+        if single:
+            part, whole = _part_and_whole(compressor, near, few, many)
+            assert part <= 100 * whole + 1e-9, _leak(few, part, whole)
 
 
-def _leak(block: int, part: float, full: float) -> str:
+def _part_and_whole(
+    compressor: Compressor, x: Array, few: int, many: tuple[int, ...]
+) -> tuple[float, float]:
+    """Return what so few of ``x`` lose of their energy, and what so many do at most."""
+    return _lost(compressor, x[:few]), max(_lost(compressor, x[:n]) for n in many)
+
+
+def _leak(few: int, part: float, full: float) -> str:
     return (
-        f"{block // 2} elements lose {part:.3g} of their energy, several times as many of the kind "
+        f"{few} elements lose {part:.3g} of their energy, several times as many of the kind "
         f"{full:.3g}: what fills a block up leaks into it"
     )
 
@@ -319,6 +354,7 @@ CHECKS = (
     check_large_tensors,
     check_every_part_of_a_large_tensor,
     check_the_last_element_counts,
+    check_the_last_element_counts_later,
     check_indices_are_wide_enough,
     check_padding_does_not_leak,
 )

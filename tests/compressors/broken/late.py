@@ -117,3 +117,39 @@ class ScratchWhenWarm(Whole):
         codes = ctx.workspace.array("codes", x.size, "int8")
         codes[:] = payload["codes"]
         return payload | {"codes": codes}
+
+
+class NotesBeforeEveryFifty(Largest):
+    """Writes down steps 49, 99, and so on, after each of which fifty have gone."""
+
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        if (ctx.step + 1) % 50 == 0:
+            ctx.state[f"step {ctx.step}"] = ctx.step
+        return super().compress(x, ctx)
+
+
+class NotesWhenWarm(Largest):
+    """Keeps a list of its largest values, behind a warm-up."""
+
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        if ctx.step >= 30:
+            before = ctx.state.get("largest", np.zeros(0, "float32"))
+            ctx.state["largest"] = np.append(before, payload["values"][:1])
+        return payload
+
+
+class LosesTheLastWhenWarm(Whole):
+    """Leaves the last element out behind a warm-up."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        if ctx.step >= 10:
+            payload["codes"][-1:] = 0
+        return payload

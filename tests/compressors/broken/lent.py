@@ -247,3 +247,11 @@ class KeepsContext(Cells):
     def rounded(self, places, ctx):
         self.last[ctx.name] = ctx
         return ctx.xp.rint(places)
+
+
+class LeavesANote(Cells):
+    """Leaves its noise at the context, for nobody."""
+
+    def rounded(self, places, ctx):
+        ctx.noise = ctx.uniform(places.size)
+        return ctx.xp.rint(places)

@@ -71,6 +71,20 @@ class FeedsBackTwice(FeedsBack):
         return p - sent + kept
 
 
+class TakesOutTooLittle(FeedsBack):
+    """Takes nine tenths of what was sent out of what it keeps."""
+
+    def left(self, x, kept, p, sent):
+        return p - np.float32(0.9) * sent
+
+
+class TakesOutTooMuch(FeedsBack):
+    """Takes more than what was sent out of what it keeps."""
+
+    def left(self, x, kept, p, sent):
+        return p - np.float32(1.1) * sent
+
+
 class NeverFeedsBack(FeedsBack):
     """Keeps all that was lost, and forgets to add it."""
 

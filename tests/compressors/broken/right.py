@@ -990,3 +990,10 @@ class TogetherMean(Compressor):
 def rounded(x):
     """Return x to 8 bits, by cutting off the others."""
     return (x.view("uint32") & np.uint32(0xFFFF0000)).view("float32")
+
+
+class MomentumWhenWarm(Momentum):
+    """The same behind a warm-up, in which nothing is remembered."""
+
+    def compress(self, x, ctx):
+        return super().compress(x, ctx) if ctx.step >= 30 else {"values": x * np.float32(0.5)}

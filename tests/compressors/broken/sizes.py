@@ -1,8 +1,12 @@
 """Mistakes that show in long tensors, in lengths about a power of two, and among many ranks."""
 
+import functools
+from typing import ClassVar
+
 import numpy as np
 
-from broken.right import CELL, Cells, Largest
+from broken.right import CELL, Cells, Largest, Signs, Whole
+from ringlet.compressors import Compressor, Round, Traits
 
 
 class RestOfChunks(Cells):
@@ -77,3 +81,85 @@ class ShortIndices(Largest):
         if x.size > (1 << 16) + 1:
             return payload
         return payload | {"indices": payload["indices"].astype("uint16")}
+
+
+class OneBufferForLargeTensors(Whole):
+    """Allocates for small tensors alone, and has one array for all large ones of a length."""
+
+    codes = functools.cache(lambda n: np.empty(n, "int8"))
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        if x.size < 100_000:
+            return payload
+        codes = type(self).codes(x.size)
+        codes[:] = payload["codes"]
+        return payload | {"codes": codes}
+
+
+class FillsLargeOnesLater(Whole):
+    """Finishes what it has returned of a large tensor when the next one comes."""
+
+    waiting: ClassVar[list[np.ndarray]] = []
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        while self.waiting:
+            self.waiting.pop()[:1] = 0
+        if x.size >= 100_000:
+            self.waiting.append(payload["codes"])
+        return payload
+
+
+class MirrorsBeyondAMillion(Whole):
+    """Reads what lies beyond the first million elements from the end."""
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out[1_000_000:] = out[1_000_000:][::-1].copy()
+
+
+class PaddedMean(Signs):
+    """Has a mean for 32 elements, which counts the zeros that fill up the last block."""
+
+    size = 32
+
+    def compress(self, x, ctx):
+        rows = np.zeros((-(-x.size // self.size), self.size), "float32")
+        rows.reshape(-1)[: x.size] = x
+        return {"bits": np.packbits(x >= 0), "scale": np.abs(rows).mean(axis=1)}
+
+    def decompress(self, payload, out, ctx):
+        payload = payload | {"scale": payload["scale"].repeat(self.size)[: out.size]}
+        super().decompress(payload, out, ctx)
+
+
+class PaddedMeanOf200(PaddedMean):
+    """The same with longer blocks."""
+
+    size = 200
+
+
+class PaddedMeanOf1000(PaddedMean):
+    """The same with blocks that are longer than most biases."""
+
+    size = 1000
+
+
+class YieldsOneForLargeTensors(Compressor):
+    """Allocates for small tensors alone, and yields one array for all large ones of a length."""
+
+    held = functools.cache(lambda n: np.empty(n, "float32"))
+
+    def traits(self):
+        return Traits("rounds")
+
+    def exchange(self, x, out, ctx, local=None):
+        values = x.copy()
+        if x.size >= 100_000:
+            values = type(self).held(x.size)
+            values[:] = x
+        share = x.copy()
+        out[:] = yield Round(values, "mean", share)
+        if local is not None:
+            local[:] = share

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from broken.right import Dithered, SharedDither, Signs, Whole
-from ringlet.compressors import Compressor, Part, Traits
+from ringlet.compressors import Compressor, Part, Traits, option
 
 
 class NamesInLetters(Whole):
@@ -54,6 +54,23 @@ class FirstOnItsHost(Signs):
         payload = super().compress(x, ctx)
         first = os.environ.get("LOCAL_RANK", "0") == "0"
         return payload | {"scale": payload["scale"] * np.float32(1 if first else 0.5)}
+
+
+class ScheduleByRank(Whole):
+    """Sends finer steps later on, on the first rank alone, as the launcher says."""
+
+    levels: int = option(63, ge=1, le=127, doc="steps from zero to the largest entry")
+
+    def at(self, step):
+        first = os.environ.get("RINGLET_RANK", "0") == "0"
+        return self.replace(levels=127) if step >= 100 and first else self
+
+    def compress(self, x, ctx):
+        step = np.abs(x).max(initial=0, keepdims=True) / np.float32(self.levels)
+        with np.errstate(all="ignore"):
+            codes = np.rint(x / step)
+        usable = np.isfinite(step) & (step > 0)
+        return {"codes": np.where(usable, codes, 0).astype("int8"), "step": step}
 
 
 class RankIn8Bits(Dithered):
