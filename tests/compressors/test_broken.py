@@ -68,6 +68,8 @@ CAUGHT = {
         "WrongChainedCount": "can_be_chained",
         "BlocksWithoutCount": "can_be_chained",
         "SizeAmongValues": "can_be_chained",
+        "MasksValues": "compresses_a_tensor",
+        "LayoutOfShares": "traits_are_traits",
     },
     "late": {
         "ClearsInTheTenthStep": "leaves_its_input_alone",
@@ -186,6 +188,8 @@ CAUGHT = {
         "UnknownCombine": "traits_are_traits",
         "SumOfTwoArrays": "traits_are_traits",
         "ImpossibleDelta": "traits_are_traits",
+        "OmegaIsNaN": "traits_are_traits",
+        "SizeOfFloat": "traits_are_traits",
     },
     "rounds": {
         "LeaderChooses": "one_overflow_is_survived",
@@ -663,6 +667,10 @@ SAYS = {
     ("late", "KeepsDrawsForGood"): ("something in broken.late.draws", "an lru_cache"),
     ("late", "NotesEveryFifty"): ("from step 1008000 to 2016000",),
     ("late", "ScratchWhenWarm"): ("is scratch of ctx.workspace", "in step 70000"),
+    ("wire", "MasksValues"): ("'codes' as a MaskedArray", "np.asarray(codes)"),
+    ("wire", "LayoutOfShares"): ("'indices' has 10.0 elements",),
+    ("declared", "OmegaIsNaN"): ("omega is nan",),
+    ("declared", "SizeOfFloat"): ("min_size is 1000.0; it is a whole number",),
     ("late", "LosesTheLastWhenWarm"): ("from step 70000 on",),
     ("sizes", "FillsLargeOnesLater"): ("changes after compress has returned it",),
     ("lent", "LeavesANote"): ("a call sets ctx.noise",),

@@ -57,6 +57,10 @@ def check_traits_are_traits(compressor: Compressor) -> None:
     assert callable(compressor.traits), "traits is a value; define it as a method, traits(self)"
     traits = compressor.traits()
     assert isinstance(traits, Traits), f"traits() returned {traits!r}"
+    for name in ("omega", "delta"):
+        value = getattr(traits, name)
+        number = isinstance(value, int | float | np.number) and not np.isnan(value)
+        assert value is None or number, f"{name} is {value!r}; it is a number, or None"
     assert traits == compressor.traits(), "traits() gives something else every time"
     assert traits.combine in ("sum", "gather", "rounds"), (
         f"combine is {traits.combine!r}, not 'sum', 'gather' or 'rounds'"
@@ -65,7 +69,9 @@ def check_traits_are_traits(compressor: Compressor) -> None:
     assert granule is None or (isinstance(granule, int) and granule > 0), (
         f"granularity must be a number of elements, not {granule!r}; None says never to cut"
     )
-    assert isinstance(traits.min_size, int), f"min_size must be a number, not {traits.min_size!r}"
+    assert isinstance(traits.min_size, int), (
+        f"min_size is {traits.min_size!r}; it is a whole number of elements"
+    )
     assert traits.min_size >= 0, "min_size is negative"
     assert traits.delta is None or 0 < traits.delta <= 1, (
         f"delta is {traits.delta}; it is a share of the energy, above 0 and at most 1"
@@ -83,6 +89,10 @@ def check_traits_are_traits(compressor: Compressor) -> None:
             assert isinstance(part.dtype, str), (
                 f"layout(n) has {part.dtype!r} as the dtype of {part.name!r}; give its name, such "
                 f"as {np.dtype(part.dtype).name!r}"
+            )
+            assert isinstance(part.elements, int | np.integer), (
+                f"layout(100) says that {part.name!r} has {part.elements!r} elements; give a whole "
+                "number of them"
             )
         assert traits.combine != "sum" or len(layout) == 1, (
             f"a payload that is summed is one array, not {len(layout)}; what ranks must have in "

@@ -111,6 +111,11 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
         return
     payload = compressor.compress(x.copy(), context(x))
     check_payload(compressor.label(), payload)
+    for name, array in payload.items():
+        assert type(array) is np.ndarray, (
+            f"compress returns {name!r} as a {type(array).__name__}, of which the plain array "
+            f"travels: what else it holds is lost; send np.asarray({name})"
+        )
     if compressor.traits().fixed_size:
         check_fits_layout(compressor, payload, x.size)
         payload = encode(compressor, x.copy(), context(x))

@@ -170,3 +170,17 @@ class ImpossibleDelta(Whole):
 
     def traits(self):
         return Traits(delta=1.5)
+
+
+class OmegaIsNaN(Whole):
+    """Has divided zero by zero."""
+
+    def traits(self):
+        return Traits(omega=np.inf - np.inf)
+
+
+class SizeOfFloat(Whole):
+    """Gives a number of elements that is not whole."""
+
+    def traits(self):
+        return Traits(min_size=1e3)

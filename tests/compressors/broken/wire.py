@@ -227,3 +227,21 @@ class SizeAmongValues(Largest):
 
     def decompress(self, payload, out, ctx):
         super().decompress({name: array[1:] for name, array in payload.items()}, out, ctx)
+
+
+class MasksValues(Whole):
+    """Returns an array with a mask, which does not travel."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        return payload | {"codes": np.ma.masked_equal(payload["codes"], -127)}
+
+
+class LayoutOfShares(Largest):
+    """Has a tenth of the elements as a number that need not be whole."""
+
+    def traits(self):
+        return Traits(fixed_size=True)
+
+    def layout(self, n):
+        return (Part("indices", "uint32", 0.1 * n), Part("values", "float32", 0.1 * n))
