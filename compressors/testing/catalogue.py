@@ -21,6 +21,7 @@ from ringlet.compressors.testing.checks import (
     tensor_sizes,
     training,
 )
+from ringlet.compressors.testing.option_values import check_of_options
 from ringlet.compressors.testing.schedules import check_of_schedules
 from ringlet.compressors.testing.tools.named_check import Named
 
@@ -33,7 +34,7 @@ def all_checks() -> list[Named]:
         fed_back,
     )  # fmt: skip
     checks = _behind_needs([Named(c) for module in modules for c in module.CHECKS])
-    return [*checks, Named(check_of_schedules(checks))]
+    return [*checks, Named(check_of_schedules(checks)), Named(check_of_options(checks))]
 
 
 def _behind_needs(checks: list[Named]) -> list[Named]:

@@ -224,6 +224,30 @@ def check_unbiased(compressor: Compressor) -> None:
     _check_sums(compressor)
 
 
+def check_few_draws(compressor: Compressor) -> None:
+    """Raise AssertionError where a few draws show that ``omega`` does not hold."""
+    omega = compressor.traits().omega
+    if omega is None or not by_payload(compressor):
+        return
+    for what, x in (
+        ("a Gaussian", gaussian(1500, 7)),
+        (f"one spike of 1 in {_SPIKED} values of 2^-8", spiked(_SPIKED, _SPIKED, 8)),
+    ):
+        energy = float(np.square(x, dtype=np.float64).sum())
+        draws = [_draw(compressor, x, step) for step in range(_FEW)]
+        lost = [float(np.square(draw - x).sum()) for draw in draws]
+        spread, luck = float(np.mean(lost)), 4 * float(np.std(lost)) / _FEW**0.5
+        assert spread <= omega * energy * 1.1 + luck + 1e-9 * energy, (
+            f"E||C(x) - x||^2 is {spread / energy:.4g} ||x||^2 of {what}, declared are {omega:.4g}"
+        )
+        off = float(np.square(np.mean(draws, axis=0) - x).sum())
+        # Of a spike one element decides, whose mean luck may put anywhere.
+        assert "Gaussian" not in what or off <= 4 * spread / _FEW + 1e-9 * energy, (
+            f"the mean of {_FEW} draws of {what} is off by {np.sqrt(off / energy):.3g} ||x||, "
+            f"noise explains {np.sqrt(spread / _FEW / energy):.3g}: it is biased"
+        )
+
+
 def _check_sums(compressor: Compressor) -> None:
     """Raise AssertionError where errors of many elements have a sign in common."""
     x = gaussian(_MANY, 5)

@@ -334,12 +334,12 @@ def check_options_at_their_ends(compressor: Compressor) -> None:
     Give each option the range in which it works: levels: int = option(7, ge=1, le=127). What
     depends on another option, or on something else, refuse in validate() with OptionError.
     """
-    for part in _parts(compressor):
+    for part in parts_with_options(compressor):
         if not part.is_bound():
             continue
         _check_there_are_some(part)
         ordered = _keeps_order(part)
-        for name, value, within in _ends(part):
+        for name, value, within in ends_of_options(part):
             try:
                 changed = part.replace(**{name: value})
             except CompressorError:
@@ -372,7 +372,7 @@ def check_options_refuse_other_words(compressor: Compressor) -> None:
     List the words that there are: mode: str = option("nearest", choices=("nearest", "floor")). What
     may be any text, such as a part of tensors' names, must make a difference.
     """
-    for part in _parts(compressor):
+    for part in parts_with_options(compressor):
         for name, field in options_of(type(part)).items():
             if not isinstance(field.default, str) or not part.is_bound():
                 continue
@@ -400,7 +400,7 @@ def _with_word(compressor: Compressor, name: str, word: str) -> Array:
     return np.concatenate(outs)
 
 
-def _parts(compressor: Compressor) -> Iterator[Compressor]:
+def parts_with_options(compressor: Compressor) -> Iterator[Compressor]:
     """Yield the compressor, and those that it wraps; each can compress by itself.
 
     What it wraps of Ringlet's own was tried by itself.
@@ -410,7 +410,7 @@ def _parts(compressor: Compressor) -> Iterator[Compressor]:
         inner = getattr(compressor, field.name)
         if isinstance(inner, Compressor):
             own = type(inner).__module__.partition(".")[0] == "ringlet"
-            yield from (part for part in _parts(inner) if part is not inner or not own)
+            yield from (part for part in parts_with_options(inner) if part is not inner or not own)
 
 
 def _check_there_are_some(compressor: Compressor) -> None:
@@ -434,7 +434,7 @@ def _beside(end: Any, by: int) -> Any:
     return None if end is None else end + by
 
 
-def _ends(compressor: Compressor) -> Iterator[tuple[str, Any, bool]]:
+def ends_of_options(compressor: Compressor) -> Iterator[tuple[str, Any, bool]]:
     """Yield an option's name, a value at an end of it, and whether it is to come through there."""
     for name, field in options_of(type(compressor)).items():
         now, limits = getattr(compressor, name), field.metadata

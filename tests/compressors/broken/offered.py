@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from broken.randomness import Stochastic
 from broken.right import Cells, Largest, Whole
 from ringlet.compressors import Compressor, Modifier, Part, Round, Traits, option
 
@@ -291,3 +292,121 @@ class FirstRankAlone(Steps):
     def compress(self, x, ctx):
         payload = super().compress(x, ctx)
         return payload if ctx.rank == 0 else payload | {"step": np.zeros(1, np.float32)}
+
+
+class SometimesByChance(Whole):
+    """Rounds at random where that is asked for, by NumPy's own generator."""
+
+    stochastic: bool = option(False, doc="round at random")
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        if self.stochastic:
+            payload["codes"][np.random.random(x.size) < 0.1] //= 2
+        return payload
+
+
+class FloorIsUnbiasedToo(Stochastic):
+    """Rounds at random, or down where that is asked for, and says unbiased of both."""
+
+    down: bool = option(False, doc="round down")
+
+    def noise(self, n, ctx):
+        return np.zeros(n) if self.down else ctx.uniform(n)
+
+
+class BlocksOfOneSize(Compressor):
+    """Has blocks of a size that is asked for, and may be cut as if they were of the usual one."""
+
+    block: int = option(64, choices=(32, 64, 128), doc="elements that share a step")
+
+    def traits(self):
+        return Traits(fixed_size=True, granularity=64)
+
+    def layout(self, n):
+        return (Part("codes", "int8", n), Part("steps", "float32", -(-n // self.block)))
+
+    def compress(self, x, ctx):
+        rows = np.zeros((-(-x.size // self.block), self.block), "float32")
+        rows.reshape(-1)[: x.size] = x
+        steps = np.abs(rows).max(axis=1) / np.float32(127)
+        with np.errstate(all="ignore"):
+            rows /= steps[:, None]
+        rows[~(np.isfinite(steps) & (steps > 0))] = 0
+        codes = np.rint(rows.reshape(-1)[: x.size]).astype("int8")
+        return {"codes": codes, "steps": steps}
+
+    def decompress(self, payload, out, ctx):
+        with np.errstate(invalid="ignore"):
+            out[:] = payload["codes"] * payload["steps"].repeat(self.block)[: out.size]
+
+
+class OmegaOfOneRatio(Compressor):
+    """Sends a share of the entries, and says what holds of the usual share."""
+
+    ratio: float = option(0.5, ge=0.05, le=1, doc="share of the entries")
+
+    def traits(self):
+        return Traits(omega=1.0 + 1e-6)
+
+    def compress(self, x, ctx):
+        keep = (ctx.uniform(x.size) < self.ratio) | ~np.isfinite(x)
+        places = np.flatnonzero(keep).astype("uint32")
+        return {"indices": places, "values": x[places] / np.float32(self.ratio)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        out[payload["indices"]] = payload["values"]
+
+
+class MeanLosesNaN(Whole):
+    """Has steps of the mean where that is asked for, in which NaN does not count."""
+
+    steps_of: str = option("largest", choices=("largest", "mean"), doc="what steps go by")
+
+    def compress(self, x, ctx):
+        if self.steps_of == "mean":
+            x = np.where(np.isnan(x), np.float32(0), x)
+        return super().compress(x, ctx)
+
+
+class RemembersIfAsked(Whole):
+    """Has a momentum if there is one, and says of none that it is remembered."""
+
+    momentum: float = option(0.0, ge=0, lt=1, doc="share of what was sent before")
+
+    def compress(self, x, ctx):
+        if self.momentum:
+            before = ctx.state.get("before")
+            if before is not None and before.size == x.size:
+                x = x + np.float32(self.momentum) * before
+            if np.isfinite(x).all():
+                ctx.state["before"] = x.copy()
+        return super().compress(x, ctx)
+
+
+class LeastStep(Whole):
+    """Has no step below the one that is asked for, and says that results scale."""
+
+    least: float = option(0.0, ge=0, le=1, doc="the least step")
+
+    def compress(self, x, ctx):
+        if self.least and np.isfinite(x).all():
+            x = np.rint(x / np.float32(self.least)) * np.float32(self.least)
+        return super().compress(x, ctx)
+
+
+class CentresInPlace(Whole):
+    """Takes the mean off the gradient itself, where that is asked for."""
+
+    centred: bool = option(False, doc="take the mean off")
+
+    def compress(self, x, ctx):
+        mean = x.mean(keepdims=True) if self.centred and x.size else np.zeros(1, "float32")
+        if self.centred:
+            x -= mean
+        return super().compress(x, ctx) | {"mean": mean}
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out += payload["mean"]

@@ -997,3 +997,38 @@ class MomentumWhenWarm(Momentum):
 
     def compress(self, x, ctx):
         return super().compress(x, ctx) if ctx.step >= 30 else {"values": x * np.float32(0.5)}
+
+
+class AsAsked(Compressor):
+    """Steps of the largest value, of which an option says how they are rounded, and how fine."""
+
+    rounding: str = option("nearest", choices=("nearest", "random"), doc="how to round")
+    levels: int = option(100, ge=1, le=126, doc="steps of the largest entry")
+    momentum: float = option(0.0, ge=0, lt=1, doc="share of what went before")
+
+    def traits(self):
+        at_random = self.rounding == "random" and not self.momentum
+        named = ("before",) if self.momentum else ()
+        omega = 2.0**18 if at_random else None
+        return Traits(omega=omega, stateful=bool(self.momentum), gradient_units=named)
+
+    def compress(self, x, ctx):
+        if self.momentum:
+            before = ctx.state.get("before")
+            if before is not None and before.size == x.size:
+                x = x + np.float32(self.momentum) * before
+            if np.isfinite(x).all():
+                ctx.state["before"] = x.copy()
+        step = np.abs(x).max(initial=0, keepdims=True) / np.float32(self.levels)
+        with np.errstate(all="ignore"):
+            places = x / step
+            usable = np.isfinite(step) & (step > 0)
+            if self.rounding == "random":
+                codes = np.minimum(np.floor(places + ctx.uniform(x.size)), self.levels)
+            else:
+                codes = np.rint(places)
+        return {"codes": np.where(usable, codes, 0).astype("int8"), "step": step}
+
+    def decompress(self, payload, out, ctx):
+        with np.errstate(invalid="ignore"):
+            out[:] = payload["codes"] * payload["step"]
