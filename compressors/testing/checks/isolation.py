@@ -27,7 +27,7 @@ from ringlet.compressors.testing.tools.other_process import OtherProcess, are_ou
 from ringlet.compressors.testing.tools.replaced import environment, replaced
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
 
-_N, _LARGE = 3000, 300_001
+_N, _LARGE = 3000, (1 << 17) + 3
 _POINTS = 40
 _OURS = Path(__file__).parents[2]
 # Two processes have the same order of a set of two strings by chance, every second time. With these
