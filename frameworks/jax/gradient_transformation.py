@@ -322,6 +322,7 @@ class _Reductions:
                     self.agree(slots, "update", step)
                     made = _OfOneList(self, self._settings, not self._reducers)
                     reducer = self._reducers[slots] = made
+                    self._warn_of_forgotten(_of_paths(places, present))
                 for path, known in _of_paths(places, present).items():
                     put(reducer.memory.states.setdefault(path, {}), nested(known))
                 for slot in slots:  # which compressors that remember nothing else count, too
@@ -343,6 +344,24 @@ class _Reductions:
                 if reducer is not None:  # its states lie in memory that is XLA's again
                     for state in reducer.memory.states.values():
                         put(state, {})
+
+    def _warn_of_forgotten(self, known: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell the first rank what another spec has left of gradients that now leave nothing."""
+        chosen = self._settings.router
+        lost = [
+            (path, sorted(arrays), chosen(path))
+            for path, arrays in known.items()
+            if arrays and not chosen(path).traits().stateful and not overrides(chosen(path), "at")
+        ]
+        if lost and self._settings.process_set.rank() == 0:
+            path, keys, compressor = lost[0]
+            log.warning(
+                "the state of reduce_gradients holds %s of %r, of which %r makes nothing%s: what "
+                "was held back of these gradients is lost. To begin without it, call init(params) "
+                "anew; another spec with '| ef' goes on with it",
+                keys, path, str(compressor),
+                f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else "",
+            )  # fmt: skip
 
     def _layout(self, slots: tuple[Slot, ...]) -> Layouts:
         """Return what compressors remember of these gradients. Collective, if they do."""

@@ -514,6 +514,22 @@ def case_the_state_of_another_rank():
             assert all(words in text for text in texts), texts
 
 
+def case_a_spec_that_remembers_nothing_goes_on():
+    before = hvd.reduce_gradients({"w": "topk(ratio=0.1) | ef", "*": "none"})
+    given = jax.tree.map(jnp.asarray, {"w": gradients(0)["out"], "b": np.ones(2000, np.float32)})
+    _, state = before.update(given, before.init(given))
+    texts = []
+    with warned(texts):
+        hvd.reduce_gradients({"w": "topk(ratio=0.2) | ef", "*": "none"}).update(given, state)
+        assert not texts
+        after = hvd.reduce_gradients("fp16")
+        for _ in range(2):
+            _, state = after.update(given, state)
+    assert len(texts) == (hvd.rank() == 0 and hvd.size() > 1), texts  # alone, all is given back
+    for text in texts:
+        assert "holds ['residual'] of 'w', of which 'fp16' makes nothing: " in text
+
+
 def case_no_gradients_on_any_rank():
     transformation = hvd.reduce_gradients("int8 | ef")
     updates, state = transformation.update({}, transformation.init({}))
