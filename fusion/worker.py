@@ -243,7 +243,7 @@ class Worker:
             owner.turn,
             bucket.plan_of(0),
             owner.digest_to_vote(index),
-            len(owner.buckets),
+            len(owner.to_vote),
             bucket.final,
             bucket.phantom,
         )

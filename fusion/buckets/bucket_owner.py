@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.process_set import Peers
@@ -26,6 +27,11 @@ class BucketOwner(ABC):
     turn: int = 0
     title: str = ""
     unplanned: BaseException | None = None
+
+    @property
+    def to_vote(self) -> Sequence[int]:
+        """The indices of buckets that need a vote, the same on all ranks."""
+        return range(len(self.buckets))
 
     @abstractmethod
     def urgency(self, index: int) -> float:

@@ -56,9 +56,9 @@ class Vote(NamedTuple):
     """A rank has encoded a bucket: ``nbytes`` of payload are ready to travel.
 
     ``turn`` counts the group's steps, ``plan`` is a hash of what ranks must have in common to
-    exchange the bucket, ``digest`` one of what the bucket's last exchange gave (0: nothing). The
-    step has ``buckets`` in all. The exchange ends the bucket if it is ``final``; a rank that joined
-    votes with zeros, ``absent``.
+    exchange the bucket, ``digest`` one of what the bucket's last exchange gave (0: nothing).
+    ``buckets`` is how many of the step's ranks vote on. The exchange ends the bucket if it is
+    ``final``; a rank that joined votes with zeros, ``absent``.
     """
 
     group: int

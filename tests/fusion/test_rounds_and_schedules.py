@@ -130,6 +130,19 @@ def test_rounds_with_other_dtypes_and_sums(dtype):
         assert all(array.dtype == dtype and (array == 6).all() for array in arrays.values())
 
 
+def test_nothing_is_left_of_batches_in_which_ranks_vote_on_some_buckets_alone():
+    def body(engine):
+        for _ in range(5):
+            rounds = Request("w", shape=(1000,), spec="halves")
+            items = [(rounds, np.ones(1000, np.float32), None, parse("halves"))]
+            items += [(Request("b", shape=(10,)), np.ones(10, np.float32), None, None)]
+            for handle in engine.submit_all(items, at_once=True):
+                assert (handle.wait(30) == 1).all()
+        return engine.rank or len(engine._coordinator._votes._of)
+
+    assert with_engines(2, body) == [0, 1]
+
+
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_a_failing_round_is_told_to_all(where):
     def body(engine):
