@@ -455,6 +455,27 @@ def case_what_was_held_back_for_parameters_that_nobody_uses_is_not_lost():
             ), (name, view, to_none)
 
 
+def case_gradients_that_add_up_over_steps_hold_what_was_held_back_once():
+    """Without ``zero_grad`` or ``no_sync`` DDP sends again what earlier steps have left."""
+    started()
+    for view in (False, True):
+        own, alone = Branches(), Branches()
+        options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+        wrapped = DistributedDataParallel(own, **options)
+        state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters())
+        wrapped.register_comm_hook(state, hook)
+        for step in range(5):
+            for model in (wrapped, alone):
+                model(numbers(step), step % 2).square().mean().backward()
+        kept = state.state_dict()["states"]
+        for (name, p), q in zip(own.named_parameters(), alone.parameters(), strict=True):
+            owed = torch.zeros_like(p)
+            if name in kept:
+                owed = kept[name]["residual"].view(p.shape)
+            wanted = mean_over_ranks(q.grad)
+            assert torch.allclose(p.grad + mean_over_ranks(owed), wanted, atol=1e-5), (name, view)
+
+
 class Pixels(torch.nn.Module):
     """A convolution, which a step may do without, over a line that it always uses."""
 

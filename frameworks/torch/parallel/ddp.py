@@ -66,23 +66,23 @@ class _Untouched(NamedTuple):
     version: int
 
     def deliver(self) -> None:
-        """Add the mean, if it holds anything, where DDP has not written it.
+        """Let the gradient be the mean where DDP has not written it.
 
         So it does with parameters that no rank has used: what earlier steps held back, and this one
-        has sent, would be lost.
+        has sent, would be lost. What was in the gradient has been sent, and is in the mean.
         """
         p, grad = self.p, self.p.grad
         if grad is not self.grad or (grad is not None and grad._version != self.version):
             return
-        if not p.requires_grad or not bool(self.mean.any()):  # what is frozen stays as it is
-            return
+        if not p.requires_grad or (grad is None and not bool(self.mean.any())):
+            return  # what is frozen stays as it is, and a gradient of zeros is none
         mean = torch.view_as_complex(self.mean) if p.is_complex() else self.mean
         if torch.empty_like(p).stride() == p.stride():  # as DDP lays it out, such as channels_last
             mean = mean.as_strided(p.shape, p.stride())
         if grad is None:
             p.grad = torch.empty_like(p).copy_(mean)
         else:
-            grad.add_(mean)
+            grad.copy_(mean)
 
 
 class DdpState:
