@@ -631,6 +631,33 @@ def case_another_process_group_than_the_jobs():
             assert torch.allclose(*grads, atol=1e-6)
 
 
+def case_another_process_group_than_the_models_is_refused():
+    """Replicas would part where the hook's is smaller, and models be mixed where it is larger."""
+    started()
+    alone = [dist.new_group([rank]) for rank in range(hvd.size())][hvd.rank()]
+    everybody = ", ".join(map(str, range(hvd.size())))
+    for model, inputs in ((layers, numbers), (lambda: Words().table, words)):
+        for of_model, of_hook in ((None, alone), (alone, None)):
+            wrapped = DistributedDataParallel(model(), process_group=of_model)
+            wrapped.register_comm_hook(*hvd.ddp_hook("none", process_group=of_hook))
+            texts = [f"ranks {everybody}", f"rank {hvd.rank()}"]
+            over, hook_over = texts if of_model is None else texts[::-1]
+            for _ in range(2):
+                with pytest.raises(
+                    RuntimeError, match=f"over {over}, but its ddp_hook over {hook_over}: pass the"
+                ):
+                    wrapped(inputs(0)).square().mean().backward()
+
+
+def case_one_gradient_at_a_time_is_refused():
+    """So does torch.compile with optimize_ddp = "python_reducer"."""
+    started()
+    state, hook = hvd.ddp_hook("none")
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"python_reducer.*optimize_ddp as it is"):
+        hook(state, (torch.ones(3), p))
+
+
 def case_who_waits_for_ranks_without_a_hook_says_so():
     """Rank 1 comes once rank 0 has told of it; in truth it would never come."""
     started()

@@ -41,7 +41,7 @@ from ringlet.torch.elastic.hook_memory import NO_BACKWARD, HookMemory, kept_for,
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.naming import named_pairs, routed, warn_of_unmatched, wrapped_in
-from ringlet.torch.parallel.group_runtimes import runtime_of
+from ringlet.torch.parallel.group_runtimes import refuse_other_ranks, runtime_of
 from ringlet.torch.parallel.memory_order import MemoryOrders
 from ringlet.torch.precision.policy_checks import acts
 from ringlet.torch.tensors.placement import HOST, behind, flat_at, packed, place_of
@@ -50,6 +50,12 @@ from ringlet.torch.tensors.views import check, dtype_of, unstage
 _ADVICE = (
     "Save state_dict() of the hook's state, the first thing that ddp_hook returns, on every rank, "
     "and load each rank's own, or pass all ranks' to its load_sharded()"
+)
+
+_ONE_BY_ONE = (
+    "torch.compile with torch._dynamo.config.optimize_ddp = 'python_reducer' gives hooks one "
+    "gradient at a time, which ddp_hook does not take: leave optimize_ddp as it is by default, "
+    "without compiled autograd"
 )
 
 _ORDERS = "orders"  # in a checkpoint
@@ -130,6 +136,7 @@ class DdpState:
             finalizer.atexit = False
         self._orders = MemoryOrders()
         self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
+        self._looked = False  # whether the model's process group is known to be the hook's
         self._alike = False  # whether ranks know what they have loaded
         self._furthest = 0  # the step from which tensors without memory count, where ranks differed
         self.reduced = 0  # buckets, which ranks count alike
@@ -224,6 +231,15 @@ class DdpState:
                 put(state, given)
         self.engine.states[request.key] = state
         self.engine.bring(state, request.place)
+
+    def look(self) -> None:
+        """Raise RuntimeError where DDP's process group has other ranks than the hook's.
+
+        Replicas would part, or gradients of several models be mixed, without a word.
+        """
+        if not self._looked:
+            refuse_other_ranks(self, self.group)
+            self._looked = True
 
     def agree(self) -> None:
         """Before the first bucket: let ranks begin alike with what they have loaded. Collective.
@@ -493,10 +509,16 @@ def ddp_hook(
 
 def reduce_bucket(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of DDP's over the ranks: the hook itself."""
+    if isinstance(bucket, tuple):
+        raise RuntimeError(_ONE_BY_ONE)
     buffer = bucket.buffer()
     devices = [buffer.device] if buffer.is_cuda else None
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     watched = state.watch()
+    try:
+        state.look()
+    except RuntimeError as error:
+        return state.given_up(error, buffer, future, watched)
     if buffer.is_sparse:
         future.set_result(_sparse_mean(state, bucket))
         return future

@@ -6,6 +6,7 @@ A program may have several groups, such as one for experts beside one for what a
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import threading
@@ -14,7 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from ringlet.fusion.negotiation.validation import named_ranks
 from ringlet.job.session import Runtime, current, init, is_initialized
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring.rendezvous.torch_jobs import connect_group
@@ -54,6 +57,32 @@ def runtime_of(group: Any = None) -> Runtime:
         found = _own[group] = Runtime(connect_group(group), limits_from(env), wishes_from(env))
         atexit.register(found.close)
     return found
+
+
+def refuse_other_ranks(state: object, group: Any) -> None:
+    """Raise RuntimeError where the model whose hook has ``state`` is of other ranks than ``group``.
+
+    DDP tells a hook neither its group nor itself, so it is looked for. After ``gc.freeze`` it is
+    not found.
+    """
+    ours = _ranks(group)
+    for found in gc.get_objects():
+        if not issubclass(type(found), DistributedDataParallel):
+            continue
+        if any(each is state for _, each in found.__dict__.get("_comm_hooks", ())):
+            theirs = _ranks(found.process_group)
+            if ours and theirs and ours != theirs:
+                raise RuntimeError(
+                    f"DistributedDataParallel reduces over {named_ranks(theirs)}, but its "
+                    f"ddp_hook over {named_ranks(ours)}: pass the same process_group to both"
+                )
+
+
+def _ranks(group: Any) -> list[int]:
+    """Return the ranks of a group of torch's; none of another, which is of all ranks of a job."""
+    if isinstance(group, EpochGroup) or not (dist.is_available() and dist.is_initialized()):
+        return []
+    return sorted(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
 @contextmanager
