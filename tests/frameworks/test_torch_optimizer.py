@@ -344,6 +344,18 @@ def case_gradients_that_share_memory():
             assert len({p.grad.data_ptr() for p in (b, c, d, e)}) == 4
 
 
+def case_gradients_that_are_expanded():
+    """A program that sets ``p.grad`` itself may give one value to all elements, as to torch."""
+    total = sum(range(1, hvd.size() + 1))
+    for dtype in (torch.float32, torch.bfloat16):
+        p = nn.Parameter(torch.zeros(40, 30, dtype=dtype))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), op=hvd.Sum)
+        for step in (1, 2):
+            p.grad = torch.tensor(hvd.rank() + 1.0, dtype=dtype).expand(40, 30)
+            optimizer.step()
+            assert (p == -step * total).all()
+
+
 def case_gradients_that_are_views_of_one_buffer():
     """Backward adds to the buffer for each of them, and torch counts that for all of them."""
     for passes in (1, 2):

@@ -11,7 +11,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.optimizer.frozen import is_still
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
-from ringlet.torch.tensors.shared_storage import address, are_shared, overlaps
+from ringlet.torch.tensors.shared_storage import address, are_shared, is_expanded, overlaps
 from ringlet.torch.tensors.views import as_flat, shares_memory
 
 
@@ -147,10 +147,13 @@ class Handed:
         self._taken, self._noted = set(), {}
 
     def _put_copies(self) -> None:
-        """Put results where gradients were, or, where two were in one memory, apart from there."""
+        """Put results where gradients were, or apart from there, where elements were in one memory.
+
+        Those of two gradients, or of one that is expanded.
+        """
         apart = overlaps([each.grad for each in self._copies if each.shared])
         for p, grad, copy, shared, delivered in self._copies:
-            if shared and apart.pop(0):
+            if (shared and apart.pop(0)) or (not delivered and is_expanded(grad)):
                 p.grad = torch.empty_like(grad).copy_(copy)
             elif not delivered:
                 grad.copy_(copy)

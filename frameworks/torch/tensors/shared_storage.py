@@ -40,6 +40,11 @@ def address(tensor: torch.Tensor) -> int:
     return found
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a strided tensor are one in memory, as ``expand`` makes them."""
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def any_overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether two of these strided tensors lie in the same memory, or are one."""
     twice = len(set(map(_start_of, tensors))) < len(tensors)
