@@ -238,7 +238,9 @@ def _exchanged(
         running.append(kernels.exchange(tensors))
     lengths: list[list[int]] = []
     rounds = [next(each) for each in running]
+    buffers: list[Array] = []
     while True:
+        before = buffers  # what they hold is read while the next values are written
         lengths.append(list(rounds[0].lengths))
         # With a value between them, and around.
         ends = np.cumsum([1, *(n + 1 for n in lengths[-1])])
@@ -248,6 +250,8 @@ def _exchanged(
             asked.write(where)
             between = buffer[np.concatenate([[0], ends[1:] - 1])]
             assert (between == -77).all(), "one of many tensors writes beyond its values"
+        for old in before:
+            old[:] = np.nan
         total = np.sum([buffer.astype(np.float64) for buffer in buffers], axis=0)
         for buffer in buffers:
             buffer[:] = total / len(buffers)
