@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from ringlet.compressors import Compressor, CompressorError
@@ -10,6 +10,7 @@ from ringlet.compressors.core.errors import more_of
 from ringlet.ring.errors import PeerLost, RingError
 
 _LONGEST = 2000  # characters of an error's text that other ranks are told
+_NAMED = 3  # tensors that a message names
 
 
 class DuplicateName(RingError, ValueError):
@@ -59,6 +60,16 @@ class CompressionFailed(RingError):
         reason = str(error) if own else in_words(error) + more_of(error)
         called = _CALLED.get(function.__name__, function.__name__)
         return cls(f"compressor {str(compressor)!r} failed in {called} of {what}: {reason}")
+
+
+def tensors_in_words(names: Iterable[str], shape: Sequence[int]) -> str:
+    """Return what a message calls tensors: a few names, or the only one and its ``shape``."""
+    known = list(dict.fromkeys(names))
+    told = ", ".join(map(repr, known[:_NAMED]))
+    if len(known) == 1:
+        return f"tensor {told} {list(shape)}"
+    more = len(known) - _NAMED
+    return f"tensors {told}" + (f" and {more} more" if more > 0 else "")
 
 
 def in_words(error: BaseException) -> str:

@@ -21,9 +21,10 @@ _FLOAT = 4  # bytes
 def exchange_many(
     rank: int, warm_start: bool, tensors: Sequence[Exchanged], decay: float = 1.0
 ) -> ExchangeOfMany:
-    """Average first factors, then second ones, as PowerSGD does. Residuals: of all, or of none.
+    """Average first factors (rank x n), then second ones (rank x m), as PowerSGD does.
 
-    Raises CompressorError for arrays with gaps, before the first round.
+    Tensors are matrices of n x m elements, the n being the first of the context's shape. All have
+    a residual, or none has. Raises CompressorError for arrays with gaps, before the first round.
     """
     from ringlet.compressors.kernels.cpu.lowrank import many as kernels
 

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ringlet.compressors import Compressor, Context, Payload
 from ringlet.compressors.core.multitensor import Decoding, Encoding, MultiTensor, Spaced
 from ringlet.fusion.devices.convert import from_float32
-from ringlet.fusion.errors import CompressionFailed
+from ringlet.fusion.errors import CompressionFailed, tensors_in_words
 from ringlet.fusion.planning.member import Member
 from ringlet.ring.dtypes import Array
 
 Result = TypeVar("Result")
 
 TAKEN = ("float32", "float16", "bfloat16")  # dtypes that kernels read and write
-_NAMED = 3  # tensors that a message names
 
 
 class Shard(NamedTuple):
@@ -129,9 +128,5 @@ def by_dtype(shards: Iterable[Shard]) -> Iterable[tuple[str, list[Shard]]]:
 
 def _named(shards: Sequence[Shard]) -> str:
     """Return what to call the tensors of ``shards``."""
-    names = list(dict.fromkeys(shard.member.request.name for shard in shards))
-    told = ", ".join(map(repr, names[:_NAMED]))
-    if len(names) == 1:
-        return f"tensor {told} {list(shards[0].member.request.shape)}"
-    more = len(names) - _NAMED
-    return f"tensors {told}" + (f" and {more} more" if more > 0 else "")
+    names = (shard.member.request.name for shard in shards)
+    return tensors_in_words(names, shards[0].member.request.shape)

@@ -15,12 +15,11 @@ from ringlet.compressors.base.batched import (
     address,
 )
 from ringlet.fusion.codecs.small_members import MOST
-from ringlet.fusion.errors import CompressionFailed
+from ringlet.fusion.errors import CompressionFailed, tensors_in_words
 from ringlet.fusion.planning.member import Member
 from ringlet.ring.dtypes import Array
 
 _FLOAT = 4  # bytes
-_NAMED = 3  # tensors that a message names
 KEY = ("mean", "float32")  # of their rounds
 
 
@@ -109,8 +108,8 @@ class SmallExchanges:
         try:
             return function(*args)
         except BaseException as error:
-            first = self._all[0].compressor
-            names = [repr(member.request.name) for member in self._all]
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            what = f"tensors {', '.join(names[:_NAMED])}{more}"
-            raise CompressionFailed.of(first, first.exchange, what, error) from error
+            first = self._all[0]
+            names = [member.request.name for member in self._all]
+            what = tensors_in_words(names, first.request.shape)
+            exchange = first.compressor.exchange
+            raise CompressionFailed.of(first.compressor, exchange, what, error) from error

@@ -31,7 +31,7 @@ from ringlet.compressors.base.batched import (
 from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.payload import padded
 from ringlet.fusion.devices.convert import from_float32, to_float32
-from ringlet.fusion.errors import CompressionFailed
+from ringlet.fusion.errors import CompressionFailed, tensors_in_words
 from ringlet.fusion.planning.member import Member
 from ringlet.ring.dtypes import FLOATS, Array
 
@@ -40,7 +40,6 @@ MOST = 1 << 16  # elements of a small one: its sum stays in a core's cache, and 
 _GROUP = 1 << 17  # elements that are converted together, and encoded while they are in the cache
 _FLOAT = 4  # bytes
 _HALVES = ("float16", "bfloat16")
-_NAMED = 3  # tensors that a message names
 
 _Range = tuple[int, int]
 
@@ -302,9 +301,8 @@ class SmallMembers:
         try:
             kernels(*args)
         except BaseException as error:
-            names = [repr(piece.member.request.name) for piece in pieces]
-            told, more = ", ".join(names[:_NAMED]), len(names) - _NAMED
-            what = f"tensors {told}" + (f" and {more} more" if more > 0 else "")
+            names = [piece.member.request.name for piece in pieces]
+            what = tensors_in_words(names, pieces[0].member.request.shape)
             raise CompressionFailed.of(self._compressor, kernels, what, error) from error
 
 

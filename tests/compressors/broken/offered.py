@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from broken.randomness import Stochastic
-from broken.right import Cells, Largest, Whole
+from broken.right import Cells, Largest, Whole, with_momentum
 from ringlet.compressors import Compressor, Modifier, Part, Round, Traits, option
 
 
@@ -376,12 +376,7 @@ class RemembersIfAsked(Whole):
     momentum: float = option(0.0, ge=0, lt=1, doc="share of what was sent before")
 
     def compress(self, x, ctx):
-        if self.momentum:
-            before = ctx.state.get("before")
-            if before is not None and before.size == x.size:
-                x = x + np.float32(self.momentum) * before
-            if np.isfinite(x).all():
-                ctx.state["before"] = x.copy()
+        x = with_momentum(x, self.momentum, ctx)
         return super().compress(x, ctx)
 
 

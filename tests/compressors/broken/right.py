@@ -999,6 +999,18 @@ class MomentumWhenWarm(Momentum):
         return super().compress(x, ctx) if ctx.step >= 30 else {"values": x * np.float32(0.5)}
 
 
+def with_momentum(x, momentum, ctx):
+    """Return x plus a share of what was sent before, if any, and remember that."""
+    if not momentum:
+        return x
+    before = ctx.state.get("before")
+    if before is not None and before.size == x.size:
+        x = x + np.float32(momentum) * before
+    if np.isfinite(x).all():
+        ctx.state["before"] = x.copy()
+    return x
+
+
 class AsAsked(Compressor):
     """Steps of the largest value, of which an option says how they are rounded, and how fine."""
 
@@ -1013,12 +1025,7 @@ class AsAsked(Compressor):
         return Traits(omega=omega, stateful=bool(self.momentum), gradient_units=named)
 
     def compress(self, x, ctx):
-        if self.momentum:
-            before = ctx.state.get("before")
-            if before is not None and before.size == x.size:
-                x = x + np.float32(self.momentum) * before
-            if np.isfinite(x).all():
-                ctx.state["before"] = x.copy()
+        x = with_momentum(x, self.momentum, ctx)
         step = np.abs(x).max(initial=0, keepdims=True) / np.float32(self.levels)
         with np.errstate(all="ignore"):
             places = x / step
