@@ -118,16 +118,19 @@ class Exchanged(NamedTuple):
 
 
 class RoundOfMany(NamedTuple):
-    """The mean of values (float32) over all ranks, ``lengths[i]`` of them for tensor ``i``.
+    """What all ranks combine: ``lengths[i]`` values for tensor ``i``, of one ``dtype``.
 
-    ``write(places)`` writes each tensor's values to its address (uint64).
+    ``write(places)`` writes each tensor's values to its address (uint64). ``op`` and ``dtype`` are
+    as in a ``Round``.
     """
 
     lengths: Sequence[int]
     write: Callable[[Array], None]
+    op: str = "mean"
+    dtype: str = "float32"
 
 
-# Is sent the addresses at which the means lie, which stay there until the next ``write`` is over.
+# Is sent the addresses at which combined values lie, until the next ``write`` is over.
 ExchangeOfMany = Generator[RoundOfMany, Array, None]
 
 
@@ -135,7 +138,8 @@ class BatchedRounds(NamedTuple):
     """Exchanges in rounds of any number of tensors together.
 
     ``takes(shape)`` tells whether a tensor of that shape can be among them. The number of rounds,
-    and the lengths in each, depend on shapes alone: another rank may exchange tensor by tensor.
+    and the lengths in each, depend on shapes and steps alone: another rank may exchange tensor by
+    tensor.
     Where there is ``exchange_fed``, it is given residuals and their decay, and renews them.
     """
 
@@ -147,6 +151,17 @@ class BatchedRounds(NamedTuple):
 def payload_row(n: int, places: Sequence[int]) -> list[int]:
     """Return the row of a payload of ``n`` elements, whose arrays lie at ``places``."""
     return [n, *places, *[0] * (ARRAYS - len(places))]
+
+
+def addresses(array: Array, starts: Sequence[int] | Array) -> Array:
+    """Return where the elements ``starts`` of an array without gaps lie (uint64)."""
+    offsets = np.asarray(starts).astype(np.uint64) * np.uint64(array.itemsize)
+    return offsets + np.uint64(address(array, array.size))
+
+
+def starts_of(lengths: Sequence[int] | Array) -> Array:
+    """Return where pieces of so many elements start that lie one behind the other."""
+    return np.cumsum(np.concatenate([[0], lengths[:-1]]), dtype=np.int64)
 
 
 def address(array: Any, n: int) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
-from itertools import accumulate
 
 import numpy as np
 
-from ringlet.compressors.base.batched import ExchangeOfMany, address
+from ringlet.compressors.base.batched import Exchanged, ExchangeOfMany, addresses, starts_of
 from ringlet.compressors.base.contract import Compressor, encoded
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
@@ -21,6 +20,7 @@ def precompile(compressor: Compressor, ctx: Context) -> None:
     ctx = Context(shape=(64,), numel=64, xp=ctx.xp, workspace=ctx.workspace)
     if compressor.traits().combine == "rounds":
         rehearse(compressor.exchange(x, out, ctx))
+        rehearse_together(compressor, Exchanged(x, out, ctx, ctx.xp.zeros(64, "float32")))
         return
     payload = encoded(compressor, x, ctx)
     compressor.decompress(payload, out, ctx)
@@ -44,15 +44,23 @@ def rehearse(rounds: Exchange) -> None:
             asked = rounds.send(asked.values)
 
 
-def rehearse_many(rounds: ExchangeOfMany) -> None:
-    """Run an exchange of many tensors on one rank, whose means are what it writes."""
+def rehearse_together(compressor: Compressor, tensor: Exchanged) -> None:
+    """Run what exchanges many tensors in host memory together, if anything does."""
+    together = compressor.batched_rounds() if tensor.ctx.xp is np else None
+    if together is None or not together.takes(tensor.ctx.shape):
+        return
+    _rehearse_many(together.exchange([tensor._replace(residual=None)]))
+    if together.exchange_fed is not None:
+        _rehearse_many(together.exchange_fed([tensor], 1.0))
+
+
+def _rehearse_many(rounds: ExchangeOfMany) -> None:
     before: list[Array] = []  # what a round writes is read while the next one is written
     asked = next(rounds)
     with suppress(StopIteration):
         while True:
-            values = np.empty(sum(asked.lengths), np.float32)
-            starts = [0, *accumulate(asked.lengths)][:-1]
-            places = np.array(starts, np.uint64) * 4 + np.uint64(address(values, values.size))
+            values = np.empty(sum(asked.lengths), asked.dtype)
+            places = addresses(values, starts_of(asked.lengths))
             asked.write(places)
             before = [*before[-1:], values]
             asked = rounds.send(places)

@@ -17,7 +17,7 @@ import numpy as np
 from ringlet.compressors.base.batched import BatchedRounds, Exchanged
 from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits, keeps
 from ringlet.compressors.base.cuda_device import device_for
-from ringlet.compressors.base.precompile import rehearse, rehearse_many
+from ringlet.compressors.base.precompile import rehearse, rehearse_together
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remember_rows, remembered_rows
@@ -115,11 +115,7 @@ class LowRank(Compressor):
             )
             rehearse(self.exchange(x, out, alone))
             rehearse(self.exchange_feedback(x, out, residual, 1.0, alone))
-        together = self.batched_rounds() if ctx.xp is np else None
-        if together is not None:
-            rehearse_many(together.exchange([Exchanged(x, out, alone)]))
-            if together.exchange_fed is not None:
-                rehearse_many(together.exchange_fed([Exchanged(x, out, alone, residual)], 1.0))
+            rehearse_together(self, Exchanged(x, out, alone, residual))
 
 
 @register("powersgd")
@@ -178,6 +174,15 @@ class ACPSGD(LowRank):
     """
 
     paper: ClassVar[str] = "Zhang, ICDCS 2023"
+
+    def batched_rounds(self) -> BatchedRounds | None:
+        """The kernels for many matrices a call."""
+        if not keeps(self, ACPSGD, "factors", "matrix", "exchange", "exchange_feedback"):
+            return None
+        from ringlet.compressors.lowrank.many import exchange_in_turn
+
+        exchange = partial(exchange_in_turn, self.rank)
+        return BatchedRounds(self.approximates, exchange, exchange)
 
     def factors(self, source: Source, finish: Finish, ctx: Context) -> Exchange:
         """Average P in even steps and Q in odd ones; factors are held as rows."""

@@ -6,11 +6,13 @@ accelerating distributed deep learning using tensor homomorphic compression", NS
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits
+from ringlet.compressors.base.batched import BatchedRounds, Exchanged, ExchangeOfMany
+from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits, keeps
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.norms import clip
 from ringlet.compressors.base.precompile import precompile
@@ -87,6 +89,17 @@ class SharedInt(Compressor):
                 self._decode(codes, units, local, ctx)
             units /= np.float32(ctx.size)
             self._decode(total, units, out, ctx)
+
+    def batched_rounds(self) -> BatchedRounds | None:
+        """The kernels for many tensors a call, where values are quantised as they are."""
+        own = keeps(self, SharedInt, "exchange", "exchange_feedback", "measure", "encode", "steps")
+        return None if self.prepares or not own else BatchedRounds(_any, self._many, self._many)
+
+    def _many(self, tensors: Sequence[Exchanged], decay: float = 1.0) -> ExchangeOfMany:
+        from ringlet.compressors.quantizers.shared_int_many import exchange_many
+
+        levels = self.steps(tensors[0].ctx.size)
+        return exchange_many(levels, self.bits, self.bucket, self.stochastic, tensors, decay)
 
     def _decode(self, codes: Array, units: Array, out: Array, ctx: Context) -> None:
         self._check(out.size, units, codes)
@@ -183,6 +196,10 @@ class SharedInt(Compressor):
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
         precompile(self, ctx)
+
+
+def _any(shape: tuple[int, ...]) -> bool:
+    return True
 
 
 @register("terngrad_shared")

@@ -18,7 +18,7 @@ import numpy as np
 
 from ringlet.compressors import Compressor, CompressorError, Exchange, Modifier, Round
 from ringlet.fusion.buckets.bucket import Bucket
-from ringlet.fusion.codecs.small_exchanges import KEY, SmallExchanges
+from ringlet.fusion.codecs.small_exchanges import SmallExchanges
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.planning.member import Member
@@ -89,12 +89,13 @@ class RoundsBucket(Bucket):
         starts: dict[Member, int] = {}
         small = self._small
         lengths = dict(zip(small.members, small.lengths, strict=True)) if small else {}
+        together = small.key if small else ("", "")
         for member in self.members:
             round_ = self._rounds.get(member)
             if round_ is not None:
                 key, n = self._key(round_), round_.values.size
             elif (length := lengths.get(member)) is not None:
-                key, n = KEY, length
+                key, n = together, length
             else:
                 continue
             starts[member] = sizes.get(key, 0)
@@ -111,7 +112,7 @@ class RoundsBucket(Bucket):
             piece[...] = values
             self._pieces[member] = piece
         if small is not None and lengths:
-            small.write(self._buffers[KEY], [starts[member] for member in lengths])
+            small.write(self._buffers[together], [starts[member] for member in lengths])
         before.release()
 
     def _key(self, round_: Round) -> tuple[str, str]:

@@ -12,15 +12,12 @@ from ringlet.compressors.base.batched import (
     Exchanged,
     ExchangeOfMany,
     RoundOfMany,
-    address,
+    addresses,
 )
 from ringlet.fusion.codecs.small_members import MOST
 from ringlet.fusion.errors import CompressionFailed, tensors_in_words
 from ringlet.fusion.planning.member import Member
 from ringlet.ring.dtypes import Array
-
-_FLOAT = 4  # bytes
-KEY = ("mean", "float32")  # of their rounds
 
 
 class SmallExchanges:
@@ -64,19 +61,23 @@ class SmallExchanges:
         self.members = self._all
 
     @property
+    def key(self) -> tuple[str, str]:
+        """The operation and the dtype of the round at hand."""
+        return ("", "") if self._round is None else (self._round.op, self._round.dtype)
+
+    @property
     def lengths(self) -> Sequence[int]:
-        """How many values (float32) each of ``members`` has in the round at hand."""
+        """How many values each of ``members`` has in the round at hand."""
         return [] if self._round is None else self._round.lengths
 
     def write(self, buffer: Array, starts: Sequence[int]) -> None:
         """Write each one's values into ``buffer``, from ``starts`` on. Raises CompressionFailed."""
         if self._round is not None:
-            begins = np.array(starts, np.uint64) * np.uint64(_FLOAT)
-            self._places = begins + np.uint64(address(buffer, buffer.size))
+            self._places = addresses(buffer, starts)
             self._call(self._round.write, self._places)
 
     def resume(self) -> list[Member]:
-        """Go on with the means, which lie where ``write`` wrote; return whose result is complete.
+        """Go on with what lies where ``write`` wrote; return whose result is complete.
 
         Raises CompressionFailed.
         """

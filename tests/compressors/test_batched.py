@@ -13,7 +13,7 @@ from ringlet.compressors import (
     Workspace,
     parse,
 )
-from ringlet.compressors.base.batched import Exchanged
+from ringlet.compressors.base.batched import Exchanged, addresses, starts_of
 from ringlet.compressors.base.contract import empty_payload
 
 SPECS = [
@@ -166,25 +166,28 @@ def test_kernels_are_given_no_address_of_what_does_not_fit():
         batched.values(np.zeros(10, np.float32), remembering)
 
 
-SHAPES = [(5, 64), (64, 36), (33, 7, 3), (100, 3), (17, 1300), (256, 256)]
+SHAPES = [(5, 64), (64, 36), (33, 7, 3), (100, 3), (17, 1300), (256, 256), (7,), (1025,)]
 
 
 def exchanged_together(c, tensors, scale):
-    """Return what was averaged in each round, whose means are ``scale`` times what is sent."""
+    """Return what was sent in each round, whose results are ``scale`` times that, or it itself."""
     rounds, running = [], c.batched_rounds().exchange(tensors)
     kept = []  # what a mean lies in must last until the next is written
     asked = next(running)
     try:
         while True:
-            starts = np.cumsum([0, *asked.lengths])
-            kept.append(np.empty(starts[-1], np.float32))
-            places = starts[:-1].astype(np.uint64) * 4 + np.uint64(kept[-1].ctypes.data)
+            kept.append(np.empty(sum(asked.lengths), asked.dtype))
+            places = addresses(kept[-1], starts_of(asked.lengths))
             asked.write(places)
             rounds.append(kept[-1].copy())
-            kept[-1] *= np.float32(scale)
+            kept[-1][:] = scaled(kept[-1], scale)
             asked = running.send(places)
     except StopIteration:
         return rounds
+
+
+def scaled(values, scale):
+    return values * np.float32(scale) if values.dtype == np.float32 else values
 
 
 def exchanged_alone(c, tensors, scale):
@@ -195,7 +198,7 @@ def exchanged_alone(c, tensors, scale):
         try:
             while True:
                 rounds.append(asked.values.copy())
-                asked = running.send(asked.values * np.float32(scale))
+                asked = running.send(scaled(asked.values, scale).copy())
         except StopIteration:
             found.append(rounds)
     return [np.concatenate(each) for each in zip(*found, strict=True)]
@@ -205,8 +208,11 @@ def exchanged_alone(c, tensors, scale):
 @pytest.mark.parametrize("spec", [
     "powersgd", "powersgd(rank=3) | ef", "powersgd(rank=1, warm_start=False) | ef(decay=0.5)",
     "powersgd(rank=5) | ef(reset=2) | min_size(0)", "powersgd(rank=2, warm_start=False)",
+    "acpsgd", "acpsgd(rank=3) | ef", "acpsgd(rank=1) | ef(decay=0.5)", "shared_int",
+    "shared_int(stochastic=True) | ef", "shared_int(bits=16, bucket=64) | ef(decay=0.5)",
+    "shared_int(bits=32, stochastic=True)",
 ])  # fmt: skip
-def test_many_matrices_become_what_each_becomes_alone(spec, in_place):
+def test_tensors_that_exchange_together_become_what_each_becomes_alone(spec, in_place):
     c = parse(spec)
     shapes = [shape for shape in SHAPES if c.batched_rounds().takes(shape)]
     ways = []
@@ -242,8 +248,11 @@ def test_what_exchanges_in_its_own_way_is_not_passed_over():
     assert parse("int8 | ef").batched_rounds() is None
 
 
-@pytest.mark.parametrize("spec", ["powersgd", "powersgd | ef"])
-def test_an_exchange_of_many_that_is_given_up_leaves_what_is_remembered(spec):
+@pytest.mark.parametrize(("spec", "rounds"), [
+    ("powersgd", 1), ("powersgd | ef", 1), ("acpsgd", 0), ("acpsgd | ef", 0),
+    ("shared_int | ef", 0), ("shared_int | ef", 1),
+])  # fmt: skip
+def test_an_exchange_of_many_that_is_given_up_leaves_what_is_remembered(spec, rounds):
     c, x = parse(spec), values(64 * 36, 0)
     state, workspace = {}, Workspace()
     around = [
@@ -253,8 +262,10 @@ def test_an_exchange_of_many_that_is_given_up_leaves_what_is_remembered(spec):
     exchanged_together(c, [Exchanged(x, np.empty_like(x), around[0])], 1.0)
     before = {name: np.copy(held) for name, held in state.items()}
     given_up = c.batched_rounds().exchange([Exchanged(x, np.empty_like(x), around[1])])
-    buffer = np.empty(next(given_up).lengths[0], np.float32)
-    given_up.send(np.array([buffer.ctypes.data], np.uint64))
+    asked = next(given_up)
+    for _ in range(rounds):
+        buffer = np.zeros(asked.lengths[0], asked.dtype)
+        asked = given_up.send(addresses(buffer, [0]))
     given_up.close()
     assert before.keys() == state.keys()
     assert all(np.array_equal(before[name], state[name]) for name in before)

@@ -417,6 +417,7 @@ CAUGHT = {
         "OneShapeForAll": "batched_rounds_agree",
         "RoundsShareNaN": "batched_rounds_agree",
         "RoundsForgetMemory": "batched_rounds_agree",
+        "RoundsAddUp": "batched_rounds_agree",
     },
     "gradients": {
         "LargestIsPositive": "both_signs_arrive",

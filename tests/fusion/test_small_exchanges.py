@@ -9,7 +9,8 @@ from ringlet.fusion import CompressionFailed, EngineClosed, Request
 from ringlet.fusion.codecs.small_exchanges import SmallExchanges
 from ringlet.ring.communicator import ReduceOp
 
-SHAPES = [(64, 36), (70,), (33, 9, 5), (600, 200), (17, 1300), (5,), (80, 80)]
+SPECS = ["powersgd", "powersgd(rank=3) | ef", "acpsgd | ef", "shared_int(stochastic=True) | ef"]
+SHAPES = [(64, 36), (2070,), (33, 9, 5), (600, 200), (17, 1300), (5,), (80, 80)]
 
 
 def gradient(rank, step, i):
@@ -56,18 +57,18 @@ def taken(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("spec", ["powersgd", "powersgd(rank=3) | ef"])
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM])
 def test_results_are_those_of_each_member_alone(monkeypatch, taken, spec, op):
     together = trained(spec, op=op)
     assert len(taken) == 3 * 4
-    assert set(taken) == {4}
+    assert set(taken) == {5 if "shared_int" in spec else 4}
     assert len({tuple(found) for found, _ in together}) == 1
     monkeypatch.setattr(SmallExchanges, "of", lambda members: None)
     assert trained(spec, op=op) == together
 
 
-@pytest.mark.parametrize("spec", ["powersgd", "powersgd(rank=3) | ef"])
+@pytest.mark.parametrize("spec", SPECS)
 def test_ranks_agree_where_one_exchanges_member_by_member(monkeypatch, spec):
     usual, of = trained(spec), SmallExchanges.of
     monkeypatch.setattr(SmallExchanges, "of", lambda m: None if m[0].rank == 1 else of(m))

@@ -12,20 +12,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringlet.compressors.base.batched import Batched, BatchedRounds, Exchanged, Row, address
+from ringlet.compressors.base.batched import Batched, BatchedRounds, Exchanged, Row, addresses
 from ringlet.compressors.base.contract import Compressor, Payload
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.testing.checks.launches import Slots
 from ringlet.compressors.testing.checks.one_call import by_payload, same, same_payload
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, simulate
+from ringlet.compressors.testing.tools.simulate import combined, context, simulate
 
 _SCALE = 0.5
 _RANKS, _STEPS = 3, 2
 _MANY = 37
 _SPOILED = 5  # the place of a tensor with NaN
-_SHAPES = ((40, 30), (9, 200), (30, 40), (64, 6, 7), (17, 1300))
+_GAP = -7  # between tensors; an int8 holds the sum of all ranks'
+_SHAPES = ((40, 30), (9, 200), (30, 40), (64, 6, 7), (17, 1300), (513,), (5,))
+
+
+_Asked = tuple[str, str, tuple[int, ...]]  # in a round: the op, the dtype and each one's length
 
 
 class _Tensor(NamedTuple):
@@ -179,9 +183,10 @@ def check_batched_rounds_agree(compressor: Compressor) -> None:
     """Exchanges of many tensors together are for speed: what becomes of a tensor must not show
     which others were there, for another rank may exchange it on its own.
 
-    batched_rounds() averages as many values of each tensor in each round as exchange does, and
-    leaves the same results, residuals and memory. Take each tensor's shape and context from its
-    own, and write nothing but its values at its place. Return None where that is not so.
+    batched_rounds() combines as many values of each tensor in each round as exchange does, in
+    the same way, and leaves the same results, residuals and memory. Take each tensor's shape and
+    context from its own, and write nothing but its values at its place. Return None where that is
+    not so.
     """
     kernels = compressor.batched_rounds()
     shapes = [] if kernels is None else [shape for shape in _SHAPES if kernels.takes(shape)]
@@ -199,7 +204,7 @@ def check_batched_rounds_agree(compressor: Compressor) -> None:
         ]
         if step == 1:
             xs[0][0][3] = np.nan
-        outs, lengths = _exchanged(kernels, shapes, xs, states, step)
+        outs, exchanged = _exchanged(kernels, shapes, xs, states, step)
         for place, shape in enumerate(shapes):
             which = f"of {len(shapes)} tensors, {step} steps before, number {place} {list(shape)}"
             rounds: list[tuple[str, str, int]] = []
@@ -208,7 +213,7 @@ def check_batched_rounds_agree(compressor: Compressor) -> None:
             expected = simulate(
                 compressor, gradients, held, step, f"layer{place}", shape, rounds=rounds
             )
-            wanted = [("mean", "float32", own[place]) for own in lengths]
+            wanted = [(op, dtype, lengths[place]) for op, dtype, lengths in exchanged]
             assert rounds == wanted, f"{which} exchanges {wanted}, on its own {rounds}"
             for rank in range(_RANKS):
                 assert same(outs[rank][place], expected[rank]), (
@@ -225,8 +230,8 @@ def _exchanged(
     xs: list[list[Array]],
     states: list[list[State]],
     step: int,
-) -> tuple[list[list[Array]], list[list[int]]]:
-    """Return every rank's results, and how many values of each tensor were averaged by round."""
+) -> tuple[list[list[Array]], list[_Asked]]:
+    """Return every rank's results, and by round the op, the dtype and each tensor's length."""
     outs = [[np.full(x.size, np.nan, np.float32) for x in own] for own in xs]
     running = []
     for rank, (own, results) in enumerate(zip(xs, outs, strict=True)):
@@ -236,25 +241,28 @@ def _exchanged(
         ]
         tensors = [Exchanged(*each) for each in zip(own, results, around, strict=True)]
         running.append(kernels.exchange(tensors))
-    lengths: list[list[int]] = []
+    exchanged: list[_Asked] = []
     rounds = [next(each) for each in running]
     buffers: list[Array] = []
     while True:
         before = buffers  # what they hold is read while the next values are written
-        lengths.append(list(rounds[0].lengths))
+        kinds = {(asked.op, asked.dtype, tuple(asked.lengths)) for asked in rounds}
+        assert len(kinds) == 1, f"ranks exchange different things in one round: {kinds}"
+        ((op, dtype, lengths),) = kinds
+        exchanged.append((op, dtype, lengths))
         # With a value between them, and around.
-        ends = np.cumsum([1, *(n + 1 for n in lengths[-1])])
-        buffers = [np.full(ends[-1], -77, np.float32) for _ in running]
-        places = [np.uint64(address(b, b.size)) + 4 * ends[:-1].astype(np.uint64) for b in buffers]
+        ends = np.cumsum([1, *(n + 1 for n in lengths)])
+        buffers = [np.full(ends[-1], _GAP, dtype) for _ in running]
+        places = [addresses(buffer, ends[:-1]) for buffer in buffers]
         for asked, where, buffer in zip(rounds, places, buffers, strict=True):
             asked.write(where)
-            between = buffer[np.concatenate([[0], ends[1:] - 1])]
-            assert (between == -77).all(), "one of many tensors writes beyond its values"
+            between = buffer[ends - 1]
+            assert (between == _GAP).all(), "one of many tensors writes beyond its values"
         for old in before:
-            old[:] = np.nan
-        total = np.sum([buffer.astype(np.float64) for buffer in buffers], axis=0)
+            old[:] = np.nan if old.dtype.kind == "f" else _GAP
+        together = combined(buffers, op)
         for buffer in buffers:
-            buffer[:] = total / len(buffers)
+            buffer[:] = together
         rounds, over = [], 0
         for each, where in zip(running, places, strict=True):
             try:
@@ -263,7 +271,7 @@ def _exchanged(
                 over += 1
         if over:
             assert over == len(running), "some ranks exchange another round, others do not"
-            return outs, lengths
+            return outs, exchanged
 
 
 def _same_memory(one: State, other: State) -> bool:

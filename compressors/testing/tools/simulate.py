@@ -217,8 +217,8 @@ def _in_step(
             f"exchange has yielded {_ROUNDS} rounds and goes on; end after a number of rounds that "
             "no values decide"
         )
-        combined = _combine([r.values for r in asked], asked[0].op, alike)
-        received = [combined.copy() for _ in rounds]
+        together = combined([r.values for r in asked], asked[0].op, alike)
+        received = [together.copy() for _ in rounds]
 
 
 def _advance(generator: Exchange, received: Array | None, workspace: Workspace) -> Round | None:
@@ -243,7 +243,8 @@ def _advance(generator: Exchange, received: Array | None, workspace: Workspace) 
     return asked
 
 
-def _combine(arrays: Sequence[Array], op: str, alike: int) -> Array:
+def combined(arrays: Sequence[Array], op: str, alike: int = 1) -> Array:
+    """Return what a transport makes of the arrays that all ranks give it in a round."""
     dtype = arrays[0].dtype
     if op == "max":  # of NaN and a number some transports give the one, some the other
         return np.fmax.reduce(arrays)  # type: ignore[no-any-return]

@@ -117,3 +117,9 @@ class RoundsForgetMemory(TogetherMean):
 
     def counted(self, ctx):
         pass
+
+
+class RoundsAddUp(TogetherMean):
+    """Adds up where the exchange of one tensor takes the mean."""
+
+    op = "sum"

@@ -950,6 +950,8 @@ class TogetherMean(Compressor):
     Many tensors exchange together: those of two dimensions or more.
     """
 
+    op = "mean"
+
     def traits(self):
         return Traits("rounds", stateful=True)
 
@@ -980,7 +982,7 @@ class TogetherMean(Compressor):
             for place, sent in zip(places, values, strict=True):
                 at(place, sent.size, "float32")[:] = sent
 
-        means = yield RoundOfMany([sent.size for sent in values], write)
+        means = yield RoundOfMany([sent.size for sent in values], write, self.op)
         for tensor, place in zip(tensors, means, strict=True):
             tensor.out[:] = at(place, tensor.x.size, "float32")
             self.counted(tensor.ctx)
