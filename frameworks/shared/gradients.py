@@ -110,9 +110,8 @@ class Settings:
         return self.op is ReduceOp.AVERAGE
 
     def key(self) -> tuple[object, ...]:
-        """Return what distinguishes these settings from others."""
-        number = self.process_set.process_set_id
-        plain = (self.op, self.predivide, number, self.sparse_as_dense, self.guard, self.reduction)
+        """Return what distinguishes these settings from others among the same ranks."""
+        plain = (self.op, self.predivide, self.sparse_as_dense, self.guard, self.reduction)
         return (str(self.router), *plain, self.precision)
 
     def told(self) -> dict[str, object]:
@@ -162,6 +161,7 @@ class GradientReducer:
         self.title, self.drift = title or kind, Drift(cure)
         self.rate: Callable[[], Any] | None = None  # the learning rate of the step at hand
         self._runtime: Runtime | None = None
+        self._number = 0  # of the process set, in which a set that is added again is another one
         self._bound = True  # whether what was declared with the runtime still counts
         self._joins = 0  # of the runtime, when ranks counted steps in common last
         self._agreed = False  # whether ranks have the same settings
@@ -255,8 +255,10 @@ class GradientReducer:
             found = Snapshot({}, 0, self.memory.among) if to is None else to
             replace_states(self.memory.states, copy.deepcopy(found.states), found.step)
             self.memory.among = found.among
-            if is_elastic() and is_initialized() and self._runtime is current():
-                size = self.settings.process_set.size()
+            process_set = self.settings.process_set
+            there = process_set.process_set_id is not None  # else the next step finds its size
+            if there and is_elastic() and is_initialized() and self._runtime is current():
+                size = process_set.size()
                 if found.among != size:  # it is of before ranks came, or were lost
                     self.memory.resize(size)
             self.restart(found.step)
@@ -324,17 +326,17 @@ class GradientReducer:
             raise
 
     def _bind(self, runtime: Runtime) -> None:
-        if self._runtime is not runtime:
+        # Ranks outside of a process set do not count what its ranks do.
+        number, same = self.settings.process_set.number(), self._runtime is runtime
+        if not same or self._number != number:
             size = self.settings.process_set.size()
-            if is_elastic():
+            if same or is_elastic():
                 self.memory.resize(size)
             self.memory.among = size
-            self._titles = {}
+            self._titles = self._titles if same else {}
         if not self._is_bound(runtime):
             self._runtime, self._bound, self._steps = runtime, True, {}
-            self._agreed, self._restarts = False, 0
-            # Ranks outside of a process set do not count what its ranks do.
-            number = self.settings.process_set.number()
+            self._number, self._agreed, self._restarts = number, False, 0
             self._label = runtime.unnamed(self._kind, number)
             self._changes = ListChanges(runtime, self._label, number)
         elif self._joins == runtime.joins:
@@ -347,7 +349,8 @@ class GradientReducer:
         self._bound = False
 
     def _is_bound(self, runtime: Runtime) -> bool:
-        return self._bound and self._runtime is runtime
+        same = self._number == self.settings.process_set.process_set_id
+        return self._bound and same and self._runtime is runtime
 
     def _agree(self) -> None:
         """Raise Mismatch, on all ranks, unless all have the same settings. Collective."""

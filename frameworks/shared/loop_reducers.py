@@ -8,29 +8,53 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current, is_initialized
-from ringlet.shared.gradients import GradientReducer
+from ringlet.shared.gradients import GradientReducer, Settings
 from ringlet.shared.variable_names import identity
 
 
 class LoopReducers:
-    """Those of this rank's loops, by what tells them apart, for as long as their variables live."""
+    """Those of this rank's loops, for as long as their variables live.
+
+    By what tells them apart among the same ranks, their ``kind``, and by their process set, whose
+    number may be that of another one once it is added again.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[tuple[Hashable, int], _Entry] = {}
         self._keeps = False
 
-    def find(self, key: Hashable) -> GradientReducer | None:
-        """Return what was added under ``key``, unless one of its variables is gone."""
-        entry = self._entries.get(key)
+    def find(self, kind: Hashable, process_set: ProcessSet) -> GradientReducer | None:
+        """Return what was added for a process set, unless one of its variables is gone."""
+        entry = self._entries.get((kind, id(process_set)))
         return None if entry is None or entry.is_stale() else entry.reducer
 
-    def add(self, key: Hashable, reducer: GradientReducer, variables: Iterable[Any]) -> None:
+    def inherit(self, kind: Hashable, settings: Settings) -> GradientReducer | None:
+        """Return one whose process set is there no more, to go on under ``settings`` with theirs.
+
+        If there are several, one of the same ranks. What it holds back is owed to its variables,
+        and no tape would come to it any more.
+        """
+        gone = {
+            key: entry.reducer
+            for key, entry in self._entries.items()
+            if key[0] == kind and not entry.is_stale() and entry.is_left()
+        }
+        ranks = settings.process_set.ranks
+        for key in sorted(gone, key=lambda key: gone[key].settings.process_set.ranks != ranks)[:1]:
+            del self._entries[key]
+            gone[key].settings = settings
+            return gone[key]
+        return None
+
+    def add(self, kind: Hashable, reducer: GradientReducer, variables: Iterable[Any]) -> None:
         """Add one for ``variables``, and forget those whose variables are gone."""
         for old in [known for known, entry in self._entries.items() if entry.is_stale()]:
             del self._entries[old]
         if self._keeps:
             reducer.memory.keep_steps()
+        key = kind, id(reducer.settings.process_set)  # which the reducer keeps alive
         self._entries[key] = _Entry(reducer, [weakref.ref(variable) for variable in variables])
 
     def of(self, variables: Iterable[Any]) -> list[GradientReducer]:
@@ -81,6 +105,10 @@ class _Entry:
 
     def is_stale(self) -> bool:
         return any(reference() is None for reference in self.variables)
+
+    def is_left(self) -> bool:
+        """Whether its process set was removed, or is gone with its ranks, and not added again."""
+        return self.reducer.settings.process_set.process_set_id is None
 
     def holds(self, identities: set[int]) -> bool:
         """Whether it is for one of the variables that ``identity`` tells so apart."""

@@ -179,16 +179,16 @@ def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str])
     held = [getattr(variable, "_value", variable) for variable in variables]
     lasting = [hasattr(variable, "assign") for variable in held]  # others are new in every step
     places = zip(held, names, lasting, strict=True)
-    key = (
+    kind = (
         in_plain_graph(),
         settings.key(),
-        id(settings.process_set),  # one that is added again may have the number of another
         tuple(id(v) if lasts else name for v, name, lasts in places),
     )
-    reducer = loops.find(key)
+    reducer = loops.find(kind, settings.process_set)
     if reducer is None:  # an id says nothing once its variable is gone
-        reducer = _made(settings)
-        loops.add(key, reducer, [v for v, lasts in zip(held, lasting, strict=True) if lasts])
+        reducer = loops.inherit(kind, settings) or _made(settings)
+        lasts = [v for v, lasts in zip(held, lasting, strict=True) if lasts]
+        loops.add(kind, reducer, lasts)
     return reducer
 
 

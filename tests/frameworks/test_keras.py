@@ -890,6 +890,31 @@ def test_ranks_outside_of_a_process_set_count_alike():
     assert told == [[part, whole], [part, whole], [alone, whole]]
 
 
+def test_a_process_set_that_was_removed_and_is_added_again():
+    """A reducer goes on with what it holds back: its residual and what was sent are all of it."""
+
+    def reduced():
+        hvd.init()
+        few = hvd.add_process_set([0, 1])
+        settings = Settings(Router("topk(ratio=0.01) | ef"), process_set=few)
+        reducer, given = GradientReducer("test", settings), np.arange(2048, dtype=np.float32)
+        sent = np.zeros_like(given)
+        for turn in range(6):
+            sent += reducer.reduce([Slot("w", "float32", (2048,))], [given])[0]
+            if turn in (2, 3):
+                hvd.remove_process_set(few)
+                hvd.add_process_set([[1, 2], [0, 2]][turn - 2])
+                hvd.add_process_set(few)
+        owed = reducer.memory.states.get("w", {}).get("residual", np.float32(0))
+        number = few.process_set_id
+        hvd.shutdown()
+        return number, reducer.step, (sent + owed).tolist()
+
+    told = ringlet.run(reduced, np=3, transport="local")
+    whole = [6.0 * i for i in range(2048)]
+    assert told == [(5, 6, whole), (5, 6, whole), (5, 0, whole)]
+
+
 @pytest.mark.parametrize("outputs", [False, True])
 def test_one_rank_that_is_left_gives_back_what_was_held_back(outputs):
     slots = [

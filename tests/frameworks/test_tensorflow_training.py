@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ringlet
 import ringlet.tensorflow as hvd
 from ringlet.job.session import current
+from ringlet.shared.loop_reducers import reducers_of
 from ringlet.tensorflow.tape import reducer_of_tape
 
 pytestmark = pytest.mark.preloaded("tensorflow")
@@ -1142,3 +1144,44 @@ CASES = [name for name in dir() if name.startswith("case_")]
 @pytest.mark.parametrize("case", CASES)
 def test_training_on_two_ranks(run_case, case):
     run_case(globals()[case], "gloo", 2)
+
+
+@pytest.mark.parametrize(
+    "ranks", [None, [0, 1], [1, 2]], ids=["the same set", "a set of the same ranks", "other ranks"]
+)
+def test_what_a_tape_holds_back_goes_on_with_the_set_that_comes_next(ranks):
+    """What is done and owed together is, of the least and the most entry, all that was given."""
+    given = np.linspace(1, 2, 2048).astype("float32")
+
+    def work():
+        hvd.init()
+        known = pair = hvd.add_process_set([0, 1])
+        weights = tf.Variable(np.zeros_like(given), name="weights")
+        told = []
+        for steps in (5, 7):
+            for _ in range(steps):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(weights * given)
+                tape = hvd.DistributedGradientTape(
+                    tape, compression="topk(ratio=0.01) | ef", process_set=known
+                )
+                weights.assign_sub(tape.gradient(loss, [weights])[0])
+            (reducer,) = reducers_of([weights])
+            owed = sum(state["residual"] for state in reducer.memory.states.values())
+            shares = (owed - weights.numpy()) / given
+            told.append((reducer.step, shares.min(), shares.max()))
+            if len(told) == 1:
+                hvd.remove_process_set(pair)
+                hvd.add_process_set([0, 2])  # what is added again has another number
+                known = pair if ranks is None else hvd.ProcessSet(ranks)
+                hvd.add_process_set(known)
+        hvd.barrier()
+        hvd.shutdown()
+        return told
+
+    told = ringlet.run(work, np=3, transport="local")
+    if ranks == [1, 2]:  # rank 0 goes on alone, and still owes what it did
+        assert told[0] == [pytest.approx((5, 5, 5)), pytest.approx((5, 12, 12))]
+        assert [steps for steps, *_ in told[1] + told[2]] == [5, 12, 0, 12]
+    else:
+        assert told[0] == told[1] == [pytest.approx((5, 5, 5)), pytest.approx((12, 12, 12))]
