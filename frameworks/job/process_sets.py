@@ -7,6 +7,7 @@ from typing import Any
 
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.ring.errors import RingError
+from ringlet.ring.rendezvous.epochs import is_elastic
 
 
 class InvalidArgument(RingError, ValueError):
@@ -116,6 +117,8 @@ global_process_set: ProcessSet = _Global()
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Make a process set usable, and return it. All ranks call it, with the same ranks.
 
+    In an elastic job it may be of all the ranks that are left, and then stands for the global one.
+
     Raises InvalidArgument for ranks that do not exist or a set that does already, Mismatch when
     ranks ask for different sets.
     """
@@ -127,6 +130,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
             f"a process set has distinct ranks between 0 and {runtime.size - 1}, not {ranks}"
         )
     same = find_process_set(ranks)
+    if same is global_process_set and is_elastic():
+        made.adopt(0)
+        return made
     if same is not None:
         raise InvalidArgument(f"there is a process set of the same ranks already: {same}")
     made.adopt(runtime.engine.add_process_set(ranks))

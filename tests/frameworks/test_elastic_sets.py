@@ -19,8 +19,8 @@ FLAGS = ["-np", "4", "--min-np", "3", "-H", "localhost:2,127.0.0.1:2"]
 FLAGS += ["--blacklist-cooldown-range", "1", "1"]
 
 
-def job(**plan):
-    launch = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *FLAGS]
+def job(flags=FLAGS, **plan):
+    launch = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *flags]
     plan = {"batches": 40, "until": 4, "do": {"1": 25}, "again": True} | plan
     done = subprocess.run(
         [*launch, sys.executable, str(WORKER), json.dumps(plan)],
@@ -60,3 +60,11 @@ def test_a_process_set_that_is_not_added_again_is_named():
     assert not [line for line in lines if "done" in line]
     said = "ProcessSet(process_set_id=None, ranks=[0, 1], mpi_comm=None) is not registered; pass it"
     assert f"{said} to" in done.stderr
+
+
+def test_a_process_set_of_all_ranks_that_are_left():
+    done, lines = job(["-np", "3", "--min-np", "2"], until=2, do={"2": 25})
+    assert done.returncode == 0, done.stderr
+    assert [line["size"] for line in lines if "begins" in line] == [3] * 3 + [2] * 2
+    last = [(line["rank"], line["equal"], line["total"]) for line in lines if "done" in line]
+    assert sorted(last) == [(0, True, 2.0), (1, True, 2.0)]
