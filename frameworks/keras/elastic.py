@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
-from ringlet.job.objects import broadcast_object
+from ringlet.job.objects import allgather_object, broadcast_object
 from ringlet.keras.callback import KerasCallback
 from ringlet.keras.optimizer_state import (
     as_array,
@@ -114,8 +115,7 @@ class KerasState(ObjectState):
         broadcast_variables(self._variables(), 0)
         reducer = self._reducer()
         if reducer is not None and is_elastic():  # schedules and shared random numbers follow
-            told = reducer.step, reducer.memory.steps
-            step, counts = broadcast_object(told, name="KerasState.steps")
+            step, counts = _steps_in_common(reducer)
             reducer.memory.align(counts)
             reducer.restart(step)
             reducer.enlist()  # before the state is saved: it is of these ranks then
@@ -138,6 +138,19 @@ class KerasState(ObjectState):
 
     def _reducer(self) -> GradientReducer | None:
         return getattr(self.optimizer, "_ringlet", None)
+
+
+def _steps_in_common(reducer: GradientReducer) -> tuple[int, dict[str, int]]:
+    """Return how many steps, and how many of each tensor, all ranks are to count. Collective.
+
+    Those of rank 0, or the most where it takes no part: then it counts none.
+    """
+    told = [(reducer.step, reducer.memory.steps)]
+    if 0 in (reducer.settings.process_set.ranks or [0]):
+        told = broadcast_object(told, name="KerasState.steps")
+    else:
+        told = [each for (each,) in allgather_object(told, name="KerasState.steps")]
+    return max(told, key=itemgetter(0))
 
 
 class CommitStateCallback(KerasCallback):

@@ -63,3 +63,17 @@ def test_fit_commits_and_goes_back_where_its_program_has_the_weights():
     for line in own:
         assert line["together"] == pytest.approx([line["steps"]] * 2, abs=1e-3)
     assert own[-1]["ends"] == 2
+
+
+def test_a_process_set_without_rank_0_counts_on():
+    """What schedules and shared random numbers go by is what the set's ranks have counted."""
+    worker = [str(Path(__file__).with_name("worker_elastic_fit.py"))]
+    plan = {"do": {"3": [1, 0]}, "set": [1, 2]}
+    flags = ["-np", "4", "--min-np", "3"]
+    done, lines = job(flags, plan, worker=worker, KERAS_BACKEND="tensorflow")
+    assert done.returncode == 0, done.stderr
+    begun = [line for line in lines if "begins" in line and line["size"] == 3]
+    assert [line["begins"] for line in begun] == [[1, 0]] * 3
+    assert [line["counted"] for line in begun] == [10] * 3
+    last = {line["started"]: line["counted"] for line in lines if "ends" in line}
+    assert last == {0: 10, 1: 20, 2: 20}

@@ -3,8 +3,9 @@
     worker_elastic_fit.py PLAN
 
 PLAN is a JSON object: ``do``: by the rank that a process had at its start, [epoch, batch] before
-which it kills itself. All ranks have the same gradient in each batch, so that what is done and what
-is owed are together as many of it as there were batches.
+which it kills itself; ``set``: the ranks that reduce, by default all. All ranks have the same
+gradient in each batch, so that what is done and what is owed are together as many of it as there
+were batches.
 """
 
 import json
@@ -23,9 +24,15 @@ GRADIENT = np.linspace(1, 2, 2048).astype("float32")
 hvd.init()
 plain = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
 model = keras.Sequential([keras.Input((len(GRADIENT),)), plain])
-optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression="topk(0.01) | ef")
+few = hvd.ProcessSet(plan["set"]) if "set" in plan else hvd.global_process_set
+optimizer = hvd.DistributedOptimizer(
+    keras.optimizers.SGD(1.0), compression="topk(0.01) | ef", process_set=few
+)
 model.compile(optimizer, loss=lambda _, given: keras.ops.mean(given))
 state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+if "set" in plan:
+    hvd.add_process_set(few)
+    state.register_reset_callbacks([lambda: hvd.add_process_set(few)])
 
 
 class Ends(keras.callbacks.Callback):
@@ -44,6 +51,7 @@ def together():
 
 def tell(**what):
     what |= {"started": started, "steps": int(optimizer.iterations), "together": together()}
+    what["counted"] = optimizer._ringlet.step
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
