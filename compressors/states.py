@@ -130,6 +130,10 @@ def fit(
         # What is left is of that other tensor too: factors, a server's sums, parts of shards.
         for key in state.keys() - {"step"}:
             del state[key]
+    if numel is not None and np.size(state.get("rows", ())) not in (0, numel):
+        table = described(state["rows"])
+        told.append(f"has {numel} elements; what it held back of rows, {table}, is forgotten")
+        del state["rows"]
     ranks = [
         c.rank
         for c in (before and innermost(before), innermost(compressor))

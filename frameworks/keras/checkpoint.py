@@ -30,9 +30,7 @@ def set_compressor_state(optimizer: Any, data: bytes) -> None:
     runtime, reducer = current(), reducer_of(optimizer)
     settings = reducer.settings
     where = runtime.rank, runtime.size, settings.router, settings.averages, settings.predivide
-    states, step = residual_store.loads(data, *where)
-    residual_store.replace(reducer.memory.states, states, step)
-    reducer.restart(step)
+    reducer.load(*residual_store.loads(data, *where))
 
 
 def save_compressor_state(optimizer: Any, filepath: Any) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from ringlet.compressors import NoCompression, Router
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.edition import edition
+from ringlet.compressors.states import bare
 from ringlet.fusion import Request
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
@@ -32,8 +33,13 @@ from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import UNUSED, agree, common_names
 from ringlet.shared.requests import check_predivide
+from ringlet.shared.residual_store import (
+    fit_all,
+    warn_of_common,
+    warn_of_misfits,
+    warn_of_strangers,
+)
 from ringlet.shared.residual_store import replace as replace_states
-from ringlet.shared.residual_store import warn_of_common
 from ringlet.shared.sparse_rows import RowExchange, check_places, densified
 from ringlet.shared.variable_names import alike
 
@@ -166,6 +172,7 @@ class GradientReducer:
         self._joins = 0  # of the runtime, when ranks counted steps in common last
         self._agreed = False  # whether ranks have the same settings
         self._restarts = 0  # since ranks began to count in common
+        self._loaded: set[str] = set()  # names of a checkpoint, before there are gradients
         self._changes: ListChanges
         self._steps: dict[tuple[Slot, ...], _Step] = {}
         self._titles: dict[int, str] = {}  # by how many lists were declared before
@@ -243,6 +250,16 @@ class GradientReducer:
         with self._lock:
             self._forget()
             self.step, self._restarts = step, self._restarts + 1
+
+    def load(self, states: Mapping[str, State], step: int) -> None:
+        """Go on at ``step`` with ``states`` of a checkpoint.
+
+        Warns with the first gradients of what does not fit them, or of which there are none.
+        """
+        with self._lock:
+            replace_states(self.memory.states, states, step)
+            self._loaded = set(states)
+            self.restart(step)
 
     def remembered(self) -> Snapshot:
         """Return a copy of what compressors remember, for ``go_back``."""
@@ -371,6 +388,8 @@ class GradientReducer:
         number = len(self._steps)
         label = f"{self._label}.{number}"
         self._adopt(names)
+        if self._loaded:
+            self._fit_loaded(slots, names)
         if self._warns and self.settings.process_set.rank() == 0:
             self._warn_of_unmatched(names)
         self._warns = False
@@ -418,9 +437,19 @@ class GradientReducer:
         restored = [] if self._steps else [name for name in states if name not in names]
         for name in names:
             left = [other for other in restored if other in states and alike(other, name)]
-            if name not in states and len(left) == 1:
+            if bare(states.get(name, {})) and len(left) == 1:
                 states[name] = states.pop(left[0])
             self.memory.adopt(name)
+
+    def _fit_loaded(self, slots: Sequence[Slot], names: Sequence[str]) -> None:
+        """Forget what a checkpoint holds of variables of another size; warn of those that lack."""
+        states, settings = self.memory.states, self.settings
+        sizes = {n: math.prod(slot.shape) for n, slot in zip(names, slots, strict=True)}
+        tensors = {name: (settings.router(name), size) for name, size in sizes.items()}
+        how = settings.process_set.size(), settings.averages, settings.predivide
+        warn_of_misfits(fit_all(states, {}, tensors, *how))
+        warn_of_strangers([name for name in states if name in self._loaded - sizes.keys()])
+        self._loaded = set()
 
     def _warn_of_unmatched(self, names: Sequence[str]) -> None:
         if lost := self.settings.router.unmatched(names):

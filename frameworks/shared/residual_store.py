@@ -103,6 +103,21 @@ def warn_of_misfits(strange: Sequence[str]) -> None:
     )
 
 
+def warn_of_strangers(names: Sequence[str]) -> None:
+    """Warn that a checkpoint holds what compressors remember of ``names``, which have no gradient.
+
+    Does nothing where there are none.
+    """
+    if names:
+        warnings.warn(
+            f"the checkpoint holds what compressors remember of {listed(list(map(repr, names)))}, "
+            "and the first step after it has no gradients of these names: what was held back waits "
+            "until there are. Where layers are called otherwise now, give them the names that they "
+            "were saved with",
+            stacklevel=outside(),
+        )
+
+
 def warn_of_loss(given: Mapping[str, Any] | None, rank: int, size: int, advice: str) -> None:
     """Warn that a checkpoint holds another rank's residuals, or none."""
     whose = (

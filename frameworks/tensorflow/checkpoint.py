@@ -39,9 +39,7 @@ class CompressorState(tf.train.experimental.PythonState):
         reducer, runtime = self._reducer(), current()
         settings = reducer.settings
         where = runtime.rank, runtime.size, settings.router, settings.averages, settings.predivide
-        states, step = residual_store.loads(string_value, *where)
-        residual_store.replace(reducer.memory.states, states, step)
-        reducer.restart(step)
+        reducer.load(*residual_store.loads(string_value, *where))
 
     def _reducer(self) -> GradientReducer:
         if isinstance(self._owner, tf.GradientTape):

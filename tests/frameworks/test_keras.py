@@ -14,10 +14,12 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import ringlet
 import ringlet.keras as hvd
 from ringlet.compressors import Router
+from ringlet.keras.checkpoint import compressor_state, set_compressor_state
 from ringlet.keras.optimizer import Distributed
 from ringlet.keras.value_collectives import variables_equal
 from ringlet.shared.arrays import all_finite, numpy_dtype
@@ -481,6 +483,43 @@ def case_states_of_other_steps_than_other_ranks():
     with pytest.warns(UserWarning, match="from files of other steps"):
         optimizer.apply([own], [kernel])
     assert variables_equal([kernel])
+
+
+def case_state_of_variables_of_another_size_or_name():
+    """Such as layers that were made wider, or renamed, since what is loaded was saved."""
+    tables = tf.IndexedSlices(tf.ones([2, 512]) * (hvd.rank() + 1), [0, 3], [200, 512])
+
+    def trained(data=None, **sizes):
+        made = [keras.Variable(np.zeros(size), name=name) for name, size in sizes.items()]
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), compression="topk(ratio=0.1) | ef"
+        )
+        if data is not None:
+            set_compressor_state(optimizer, data)
+        rows = tf.IndexedSlices(tables.values, tables.indices, made[0].shape)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", UserWarning)
+            for _ in range(3):
+                optimizer.apply([rows, *map(tf.ones_like, made[1:])], made)
+        texts = [str(each.message) for each in told if each.category is UserWarning]
+        assert variables_equal(made)
+        return optimizer, texts
+
+    sizes = {"table": (200, 512), "kernel": (50, 40), "kept": (60, 50)}
+    optimizer, texts = trained(**sizes)
+    assert texts == []
+    data = compressor_state(optimizer)
+    assert trained(data, **sizes)[1] == []
+    wider = {"table": (300, 512), "kernel": (50, 41), "kept": (60, 50)}
+    optimizer, (text,) = trained(data, **wider)
+    assert "'table' has 153600 elements; what it held back of rows, float32[200, 512]" in text
+    assert "'kernel' has 2050 elements; its 'residual', float32[2000], is forgotten" in text
+    assert "kept" not in text
+    optimizer, (text,) = trained(data, table=(200, 512), renamed=(50, 40), kept=(60, 50))
+    assert "compressors remember of 'kernel', and the first step after it has no gra" in text
+    held = optimizer._ringlet.memory.states
+    assert held["kernel"]["step"] == 3
+    assert held["kept"]["step"] == 6
 
 
 def case_a_model_that_one_rank_loads():
